@@ -1,0 +1,144 @@
+"""Accelerators, through what PyTorch offers for all of them (CUDA, ROCm as CUDA, XPU)."""
+
+from __future__ import annotations
+
+import threading
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from headrace.device.base import Device, Event, MemoryFigures, Stream
+from headrace.errors import DeviceError
+from headrace.ledger import Ledger
+
+# Streams belong to the process, not to a Device object: PyTorch hands them out from a pool of 32
+# a priority, after which they alias, and memory freed on one is not reused on another.
+_streams: dict[tuple[torch.device, str], tuple[Any, int]] = {}
+_streams_lock = threading.Lock()
+
+
+class AcceleratorStream(Stream):
+    def __init__(self, device: Device, name: str, priority: int, raw: Any) -> None:
+        super().__init__(device, name, priority)
+        #: PyTorch's own stream object (`torch.cuda.Stream`, `torch.xpu.Stream`).
+        self.raw = raw
+
+    def query(self) -> bool:
+        return bool(self.raw.query())
+
+    def _wait_event(self, event: Event) -> None:
+        assert isinstance(event, AcceleratorEvent)
+        self.raw.wait_event(event.raw)
+
+    def _wait_stream(self, other: Stream) -> None:
+        assert isinstance(other, AcceleratorStream)
+        self.raw.wait_stream(other.raw)
+
+
+class AcceleratorEvent(Event):
+    def __init__(self, device: Device, timing: bool, raw: Any) -> None:
+        super().__init__(device, timing)
+        #: PyTorch's own event object.
+        self.raw = raw
+
+    def _record(self, stream: Stream) -> None:
+        assert isinstance(stream, AcceleratorStream)
+        self.raw.record(stream.raw)
+
+    def _query(self) -> bool:
+        return bool(self.raw.query())
+
+    def _synchronize(self) -> None:
+        self.raw.synchronize()
+
+    def _elapsed_ms(self, end: Event) -> float:
+        assert isinstance(end, AcceleratorEvent)
+        return float(self.raw.elapsed_time(end.raw))
+
+
+class AcceleratorDevice(Device):
+    """A device that runs beside the host, by way of its PyTorch module (`torch.xpu`, say)."""
+
+    def __init__(self, torch_device: torch.device, ledger: Ledger | None = None) -> None:
+        super().__init__(torch_device, ledger)
+        self._module: ModuleType = torch.get_device_module(torch_device)
+        self._index: int = torch_device.index
+        self._wrapped: dict[int, AcceleratorStream] = {}
+
+    def stream(self, name: str, *, priority: int = 0) -> AcceleratorStream:
+        with _streams_lock:
+            known = _streams.get((self.torch_device, name))
+            if known is None:
+                raw = self._module.Stream(device=self.torch_device, priority=priority)
+                known = _streams[(self.torch_device, name)] = (raw, priority)
+        raw, made_with = known
+        if made_with != priority:
+            raise DeviceError(
+                f"stream {name!r} was made with priority {made_with}; "
+                f"it was asked for with {priority}"
+            )
+        return self._wrap(raw, name, priority)
+
+    def current_stream(self) -> AcceleratorStream:
+        raw = self._module.current_stream(self.torch_device)
+        return self._wrapped.get(raw.stream_id) or self._wrap(raw, "default", 0)
+
+    def event(self, *, timing: bool = False) -> AcceleratorEvent:
+        return AcceleratorEvent(self, timing, self._raw_event(timing))
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu" and tensor.is_pinned()
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device == self.torch_device
+
+    def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, AcceleratorStream)
+        tensor.record_stream(stream.raw)
+
+    def memory(self) -> MemoryFigures:
+        free, total = self._module.mem_get_info(self.torch_device)
+        module, device = self._module, self.torch_device
+        return MemoryFigures(
+            total=total,
+            free=free,
+            allocated=module.memory_allocated(device),
+            reserved=module.memory_reserved(device),
+            peak_allocated=module.max_memory_allocated(device),
+            peak_reserved=module.max_memory_reserved(device),
+        )
+
+    def description(self) -> str:
+        return str(self._module.get_device_name(self.torch_device))
+
+    def switch_back(self, before: object) -> None:
+        assert isinstance(before, tuple)
+        raw, index = before
+        self._module.set_stream(raw)
+        if index != self._index:
+            self._module.set_device(index)
+
+    def _switch(self, stream: Stream) -> object:
+        assert isinstance(stream, AcceleratorStream)
+        before = (self._module.current_stream(self.torch_device), self._module.current_device())
+        self._module.set_stream(stream.raw)  # makes its device the current one, too
+        return before
+
+    def _synchronize(self, stream: Stream | None) -> None:
+        if stream is None:
+            self._module.synchronize(self.torch_device)
+        else:
+            assert isinstance(stream, AcceleratorStream)
+            stream.raw.synchronize()
+
+    def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def _raw_event(self, timing: bool) -> Any:
+        return self._module.Event(enable_timing=timing)
+
+    def _wrap(self, raw: Any, name: str, priority: int) -> AcceleratorStream:
+        """The one `AcceleratorStream` that stands for `raw`, so that streams compare by `is`."""
+        stream = AcceleratorStream(self, name, priority, raw)
+        return self._wrapped.setdefault(raw.stream_id, stream)

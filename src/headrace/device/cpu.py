@@ -1,0 +1,96 @@
+"""The CPU: every operation is done when its call returns, so nothing ever waits."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from headrace.device.base import Device, Event, MemoryFigures, Stream, StreamOfThread
+from headrace.errors import DeviceError
+from headrace.ledger import Ledger
+
+
+class CpuStream(Stream):
+    def query(self) -> bool:
+        return True
+
+    def _wait_event(self, event: Event) -> None:
+        """Nothing to do: what the event marks is done."""
+
+    def _wait_stream(self, other: Stream) -> None:
+        """Nothing to do: what is on the other stream is done."""
+
+
+class CpuEvent(Event):
+    _recorded_ns = 0
+
+    def _record(self, stream: Stream) -> None:
+        self._recorded_ns = time.perf_counter_ns()
+
+    def _query(self) -> bool:
+        return True
+
+    def _synchronize(self) -> None:
+        """Nothing to do: the mark passed when it was made."""
+
+    def _elapsed_ms(self, end: Event) -> float:
+        assert isinstance(end, CpuEvent)
+        return (end._recorded_ns - self._recorded_ns) / 1e6
+
+
+class CpuDevice(Device):
+    """Streams and events exist and are checked as on an accelerator, and do nothing."""
+
+    asynchronous = False
+
+    def __init__(self, ledger: Ledger | None = None) -> None:
+        super().__init__(torch.device("cpu"), ledger)
+        self._streams: dict[str, CpuStream] = {}
+        self._current = StreamOfThread(CpuStream(self, "default"))
+
+    def stream(self, name: str, *, priority: int = 0) -> CpuStream:
+        stream = self._streams.setdefault(name, CpuStream(self, name, priority))
+        if stream.priority != priority:
+            raise DeviceError(
+                f"stream {name!r} was made with priority {stream.priority}; "
+                f"it was asked for with {priority}"
+            )
+        return stream
+
+    def current_stream(self) -> Stream:
+        return self._current.get()
+
+    def event(self, *, timing: bool = False) -> CpuEvent:
+        return CpuEvent(self, timing)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return False
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        return tensor.device.type == "cpu"
+
+    def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        """Nothing to do: no stream still reads the tensor."""
+
+    def memory(self) -> MemoryFigures:
+        import psutil
+
+        machine = psutil.virtual_memory()
+        return MemoryFigures(machine.total, machine.available, 0, 0, 0, 0)
+
+    def description(self) -> str:
+        return "CPU"
+
+    def _switch(self, stream: Stream) -> object:
+        return self._current.set(stream)
+
+    def switch_back(self, before: object) -> None:
+        self._current.set(before)
+
+    def _synchronize(self, stream: Stream | None) -> None:
+        """Nothing to do: all work is done."""
+
+    def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        # Ordinary memory: pinning needs an accelerator, and here nothing is copied beside the host.
+        return torch.empty(nbytes, dtype=torch.uint8)

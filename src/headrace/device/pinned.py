@@ -1,0 +1,132 @@
+"""Pinned host memory: got once, reused, and never refilled under a running copy."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from headrace.errors import ClosedError, DeviceError
+
+if TYPE_CHECKING:
+    from headrace.device.base import Event
+
+_SMALLEST_BYTES = 512
+
+
+class PinnedBuffer:
+    """A piece of pinned memory, lent by a `PinnedPool`.
+
+    buffer = device.pinned.take(nbytes)
+    staging = buffer.view((30, 60), torch.int64)
+    ...                                  # fill it, start the copy, record an event
+    buffer.release(after=event)          # reused only once the event has passed
+    """
+
+    def __init__(self, pool: PinnedPool, memory: torch.Tensor) -> None:
+        self._pool = pool
+        self._memory: torch.Tensor | None = memory
+        self.nbytes = memory.numel()
+
+    def view(
+        self, shape: Sequence[int], dtype: torch.dtype, *, offset_bytes: int = 0
+    ) -> torch.Tensor:
+        """The buffer's bytes from `offset_bytes` on, seen as a tensor of that shape and type."""
+        if self._memory is None:
+            raise ClosedError("a pinned buffer was used after its release")
+        needed = offset_bytes + math.prod(shape) * dtype.itemsize
+        if needed > self.nbytes:
+            raise DeviceError(
+                f"a view of {tuple(shape)} {dtype} at byte {offset_bytes} needs {needed} bytes; "
+                f"the pinned buffer has {self.nbytes}"
+            )
+        if offset_bytes % dtype.itemsize:
+            raise DeviceError(
+                f"offset_bytes = {offset_bytes}: expected a multiple of {dtype.itemsize} "
+                f"for {dtype}"
+            )
+        return self._memory[offset_bytes:needed].view(dtype).view(tuple(shape))
+
+    def release(self, *, after: Event | None = None) -> None:
+        """Give the memory back. With `after`, it is lent again only once that event has passed:
+        pass the event recorded behind the copy that reads (or fills) this buffer."""
+        if self._memory is None:
+            raise ClosedError("a pinned buffer was released twice")
+        memory, self._memory = self._memory, None
+        self._pool._give_back(memory, after)
+
+
+class PinnedPool:
+    """Pinned buffers by size. Pinning is slow and rounds up to powers of two, so nothing that
+    was pinned is let go before `close`."""
+
+    def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
+        self._allocate = allocate
+        self._lock = threading.Lock()
+        self._free: dict[int, list[torch.Tensor]] = {}
+        self._in_flight: dict[int, list[tuple[Event, torch.Tensor]]] = {}
+        self._lent = 0
+        self._held_bytes = 0
+
+    def take(self, nbytes: int) -> PinnedBuffer:
+        """A buffer of at least `nbytes`, reused if one is free, else newly pinned.
+
+        Never blocks: a buffer whose copy still runs is passed over.
+        """
+        if nbytes < 0:
+            raise DeviceError(f"nbytes = {nbytes}: expected 0 or more")
+        size = max(_SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())
+        with self._lock:
+            self._collect(size)
+            free = self._free.get(size)
+            if free:
+                memory = free.pop()
+            else:
+                memory = self._allocate(size)
+                self._held_bytes += size
+            self._lent += 1
+        return PinnedBuffer(self, memory)
+
+    @property
+    def held_bytes(self) -> int:
+        """All memory this pool has pinned, lent or not."""
+        return self._held_bytes
+
+    @property
+    def lent(self) -> int:
+        """Buffers taken and not yet released."""
+        return self._lent
+
+    def close(self) -> None:
+        """Let go of the free buffers. Those that are lent stay valid until released."""
+        with self._lock:
+            for size in list(self._in_flight):
+                self._collect(size)
+            for size, free in self._free.items():
+                self._held_bytes -= size * len(free)
+            self._free.clear()
+
+    def _give_back(self, memory: torch.Tensor, after: Event | None) -> None:
+        if after is not None:
+            after._require_recorded("given to PinnedBuffer.release")
+        size = memory.numel()
+        with self._lock:
+            self._lent -= 1
+            if after is None:
+                self._free.setdefault(size, []).append(memory)
+            else:
+                self._in_flight.setdefault(size, []).append((after, memory))
+
+    def _collect(self, size: int) -> None:
+        """Move buffers of `size` whose copies are done to the free ones."""
+        still_running = []
+        for event, memory in self._in_flight.pop(size, ()):
+            if event.query():
+                self._free.setdefault(size, []).append(memory)
+            else:
+                still_running.append((event, memory))
+        if still_running:
+            self._in_flight[size] = still_running

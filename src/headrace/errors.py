@@ -1,0 +1,56 @@
+"""Every error Headrace raises on purpose.
+
+HeadraceError
+├── DeviceError
+│   ├── DeviceNotFoundError     asked for a device that is not here
+│   ├── DeviceMismatchError     an object of one device was given to another
+│   ├── EventNotRecordedError   an event was waited for before anything recorded it
+│   ├── StreamIndexError        no stream of that index or role (also an IndexError)
+│   └── ClosedError             used after close
+├── PlanError                   a plan or plan file that cannot be run (also a ValueError)
+└── RaceError                   the fake device saw unordered accesses (also an AssertionError)
+
+A message names what was asked for, what was found and what was expected. Anything else that
+escapes is a bug of Headrace, or an error of the user's own code passed on as itself.
+"""
+
+from __future__ import annotations
+
+
+class HeadraceError(Exception):
+    """Base of all errors that Headrace raises on purpose."""
+
+
+class DeviceError(HeadraceError):
+    """Something about a device, its streams, events or memory."""
+
+
+class DeviceNotFoundError(DeviceError):
+    """The device that was asked for is unknown, or not on this machine."""
+
+
+class DeviceMismatchError(DeviceError):
+    """A stream, event or tensor belongs to another device than the one it was used with."""
+
+
+class EventNotRecordedError(DeviceError):
+    """An event was queried or waited for before anything recorded it.
+
+    CUDA itself answers "done" to such a wait, so the missing record would go unnoticed.
+    """
+
+
+class StreamIndexError(DeviceError, IndexError):
+    """A stream manager has no stream of that index or role."""
+
+
+class ClosedError(DeviceError):
+    """An object was used after its `close()`."""
+
+
+class PlanError(HeadraceError, ValueError):
+    """A plan's field, or a plan file, is not valid."""
+
+
+class RaceError(HeadraceError, AssertionError):
+    """The fake device found accesses that nothing orders. The message lists all of them."""

@@ -1,0 +1,257 @@
+"""The ledger: every time the host waited, why, and for how long.
+
+A *host wait* is a moment in which the Python thread stands still because it asked for something
+that the device (or the loader) has not finished. Nothing in Headrace waits in any other way, so
+what stands here is all there was.
+"""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+
+from headrace.tables import text_table
+
+_NS_PER_MS = 1_000_000
+# Durations are kept in buckets, each 2^(1/32) wider than the last, so memory stays the same
+# however long a run is. A percentile is then off by at most 1.1 %.
+_BUCKETS_PER_OCTAVE = 32
+
+
+@dataclass(frozen=True, slots=True)
+class WaitStatistics:
+    """Host waits of one reason. Times in milliseconds.
+
+    `count` is how often the host asked to wait and `blocked` how often it then stood still; the
+    difference found the work already done. `total_ms` is time in this wait itself: waits nested
+    in it are counted under their own reason only. p50 and p99 are exact to 1.1 %.
+    """
+
+    reason: str
+    count: int
+    blocked: int
+    total_ms: float
+    mean_ms: float
+    p50_ms: float
+    p99_ms: float
+    max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class LedgerStatistics:
+    """What the ledger knew at one moment. Times in milliseconds.
+
+    `total_ms` adds up every thread's waits. `wall_ms` is how long at least one thread stood
+    still: two threads that wait for the same second add two to `total_ms` and one to `wall_ms`.
+    """
+
+    reasons: tuple[WaitStatistics, ...]
+    count: int
+    blocked: int
+    total_ms: float
+    wall_ms: float
+
+    def __getitem__(self, reason: str) -> WaitStatistics:
+        """The waits of `reason`; all zero for a reason that never occurred."""
+        for waits in self.reasons:
+            if waits.reason == reason:
+                return waits
+        return _Tally().statistics(reason)
+
+    def table(self) -> str:
+        """The statistics as a text table, the costliest reason first."""
+        if not self.reasons:
+            return "The host never waited."
+        columns = ("host wait", "count", "blocked", "total ms", "mean ms", "p50", "p99", "max")
+        rows = [
+            (w.reason, w.count, w.blocked, w.total_ms, w.mean_ms, w.p50_ms, w.p99_ms, w.max_ms)
+            for w in sorted(self.reasons, key=lambda w: (-w.total_ms, w.reason))
+        ]
+        return text_table(columns, rows)
+
+    def to_dict(self) -> dict[str, object]:
+        """Plain dicts, lists and numbers, ready for `json.dumps`."""
+        return {
+            "count": self.count,
+            "blocked": self.blocked,
+            "total_ms": self.total_ms,
+            "wall_ms": self.wall_ms,
+            "reasons": {w.reason: _without_reason(w) for w in self.reasons},
+        }
+
+
+class Ledger:
+    """Counts host waits by reason, for the current epoch and over all. Safe in any thread.
+
+        with ledger.waiting("run_ahead"):
+            event.synchronize()
+        ledger.passed("run_ahead")          # asked, and there was nothing to wait for
+
+    `clock_ns` returns nanoseconds that never go back; the fake device puts its own here.
+    """
+
+    def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock_ns = clock_ns
+        self._lock = threading.Lock()
+        self._epoch = _Tallies()
+        self._before = _Tallies()
+        self._waiting_threads = 0
+        self._wall_since_ns = 0
+        self._thread = threading.local()
+
+    def passed(self, reason: str) -> None:
+        """Count a wait that found its work already done. Takes no time worth measuring."""
+        with self._lock:
+            self._epoch.of(reason).count += 1
+
+    @contextmanager
+    def waiting(self, reason: str) -> Iterator[None]:
+        """Time the block as a host wait. An exception in it is counted too, and passed on."""
+        nested_ns = self._enter()
+        start_ns = self._clock_ns()
+        try:
+            yield
+        finally:
+            self._leave(reason, self._clock_ns() - start_ns, nested_ns)
+
+    def start_epoch(self) -> None:
+        """From here on `epoch_statistics` counts from zero; `statistics` goes on."""
+        with self._lock:
+            self._close_wall()
+            self._before.add(self._epoch)
+            self._epoch = _Tallies()
+
+    def statistics(self) -> LedgerStatistics:
+        """All waits since the ledger was made."""
+        with self._lock:
+            self._close_wall()
+            everything = _Tallies()
+            everything.add(self._before)
+            everything.add(self._epoch)
+            return everything.statistics()
+
+    def epoch_statistics(self) -> LedgerStatistics:
+        """The waits since the last `start_epoch`."""
+        with self._lock:
+            self._close_wall()
+            return self._epoch.statistics()
+
+    def _enter(self) -> int:
+        """Note that this thread waits. Returns the outer wait's nested time so far."""
+        outer_ns: int = getattr(self._thread, "nested_ns", -1)
+        self._thread.nested_ns = 0
+        if outer_ns < 0:
+            with self._lock:
+                self._waiting_threads += 1
+                if self._waiting_threads == 1:
+                    self._wall_since_ns = self._clock_ns()
+        return outer_ns
+
+    def _leave(self, reason: str, elapsed_ns: int, outer_ns: int) -> None:
+        own_ns = elapsed_ns - self._thread.nested_ns
+        # The wait around this one, if any, must not count this time again.
+        self._thread.nested_ns = -1 if outer_ns < 0 else outer_ns + elapsed_ns
+        with self._lock:
+            self._epoch.of(reason).add_wait(own_ns)
+            if outer_ns < 0:
+                self._close_wall()
+                self._waiting_threads -= 1
+
+    def _close_wall(self) -> None:
+        """Add the wall time up to now, so that an epoch's end can fall inside a wait."""
+        if self._waiting_threads:
+            now_ns = self._clock_ns()
+            self._epoch.wall_ns += now_ns - self._wall_since_ns
+            self._wall_since_ns = now_ns
+
+
+class _Tally:
+    """Running figures of one reason."""
+
+    __slots__ = ("blocked", "buckets", "count", "max_ns", "total_ns")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.blocked = 0
+        self.total_ns = 0
+        self.max_ns = 0
+        self.buckets: dict[int, int] = {}
+
+    def add_wait(self, ns: int) -> None:
+        self.count += 1
+        self.blocked += 1
+        self.total_ns += ns
+        self.max_ns = max(self.max_ns, ns)
+        bucket = math.floor(math.log2(ns) * _BUCKETS_PER_OCTAVE) if ns > 0 else -1
+        self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
+
+    def add(self, other: _Tally) -> None:
+        self.count += other.count
+        self.blocked += other.blocked
+        self.total_ns += other.total_ns
+        self.max_ns = max(self.max_ns, other.max_ns)
+        for bucket, count in other.buckets.items():
+            self.buckets[bucket] = self.buckets.get(bucket, 0) + count
+
+    def percentile_ms(self, share: float) -> float:
+        """The duration that `share` of all waits stayed under; those that passed took none."""
+        rank = math.ceil(share * self.count) - (self.count - self.blocked)
+        if rank <= 0:
+            return 0.0
+        for bucket in sorted(self.buckets):
+            rank -= self.buckets[bucket]
+            if rank <= 0:
+                middle_ns = 2.0 ** ((bucket + 0.5) / _BUCKETS_PER_OCTAVE) if bucket >= 0 else 0.0
+                return min(middle_ns, self.max_ns) / _NS_PER_MS
+        return self.max_ns / _NS_PER_MS
+
+    def statistics(self, reason: str) -> WaitStatistics:
+        return WaitStatistics(
+            reason=reason,
+            count=self.count,
+            blocked=self.blocked,
+            total_ms=self.total_ns / _NS_PER_MS,
+            mean_ms=self.total_ns / self.count / _NS_PER_MS if self.count else 0.0,
+            p50_ms=self.percentile_ms(0.50),
+            p99_ms=self.percentile_ms(0.99),
+            max_ms=self.max_ns / _NS_PER_MS,
+        )
+
+
+class _Tallies:
+    """The tallies of all reasons over one stretch of time."""
+
+    def __init__(self) -> None:
+        self.by_reason: dict[str, _Tally] = {}
+        self.wall_ns = 0
+
+    def of(self, reason: str) -> _Tally:
+        tally = self.by_reason.get(reason)
+        if tally is None:
+            tally = self.by_reason[reason] = _Tally()
+        return tally
+
+    def add(self, other: _Tallies) -> None:
+        self.wall_ns += other.wall_ns
+        for reason, tally in other.by_reason.items():
+            self.of(reason).add(tally)
+
+    def statistics(self) -> LedgerStatistics:
+        tallies = self.by_reason.values()
+        return LedgerStatistics(
+            reasons=tuple(tally.statistics(reason) for reason, tally in self.by_reason.items()),
+            count=sum(tally.count for tally in tallies),
+            blocked=sum(tally.blocked for tally in tallies),
+            total_ms=sum(tally.total_ns for tally in tallies) / _NS_PER_MS,
+            wall_ms=self.wall_ns / _NS_PER_MS,
+        )
+
+
+def _without_reason(waits: WaitStatistics) -> dict[str, object]:
+    figures = asdict(waits)
+    del figures["reason"]
+    return figures

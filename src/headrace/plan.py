@@ -1,0 +1,292 @@
+"""Plans: how a training loop is run, as data.
+
+A plan never changes what is computed, only when. The presets are the schemes that people compare
+(`baseline` … `max`); any field can be changed with `Plan.preset("pipeline").but(prefetch_depth=3)`
+or in a `plan.yaml`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from headrace.errors import PlanError
+from headrace.tables import text_table
+
+_MANY = 1_000_000
+
+
+def _whole(default: int, low: int, high: int, meaning: str) -> Any:
+    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
+
+
+def _choice(default: object, meaning: str) -> Any:
+    return field(default=default, metadata={"meaning": meaning})
+
+
+@dataclass(frozen=True, slots=True)
+class _Checked:
+    """A frozen record whose fields are checked where it is made: type, choice and range."""
+
+    def __post_init__(self) -> None:
+        hints = typing.get_type_hints(type(self))
+        for known in dataclasses.fields(self):
+            _check_field(known, hints[known.name], getattr(self, known.name))
+
+    @classmethod
+    def field_names(cls) -> list[str]:
+        return [known.name for known in dataclasses.fields(cls)]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan(_Checked):
+    """How the loop is run. All intervals count batches."""
+
+    name: str = _choice("custom", "what it is called in tables and results")
+    streams: int = _whole(3, 2, 8, "device streams in use, the caller's own included")
+    sync: Literal["batch", "interval", "event", "none"] = _choice(
+        "none", "when the host waits for the device, apart from the run-ahead bound"
+    )
+    sync_every: int = _whole(10, 1, _MANY, "batches between two such waits (interval and event)")
+    prefetch_depth: int = _whole(
+        2, 0, 64, "batches copied to the device ahead of use; 0 copies in line, blocking"
+    )
+    pin: bool = _choice(True, "stage batches in pinned memory, so that copies run beside the host")
+    run_ahead_steps: int = _whole(8, 1, _MANY, "steps the host may be ahead of the device")
+    run_ahead_bytes: int | None = field(
+        default=None,
+        metadata={
+            "low": 1,
+            "high": 1 << 50,
+            "meaning": "bytes of batches in flight; none: bounded by steps alone",
+        },
+    )
+    split_backward: bool = _choice(False, "backward and optimizer on a stream of their own")
+    graphs: Literal["off", "on", "auto"] = _choice("off", "capture the whole step and replay it")
+    compile: bool = _choice(False, "compile the model first")
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = _choice("fp32", "arithmetic of the model")
+    deferred_every: int = _whole(10, 1, _MANY, "batches between two readings of the losses")
+    cache_batches: int = _whole(0, 0, _MANY, "batches kept on the device from epoch to epoch")
+
+    def __post_init__(self) -> None:
+        _Checked.__post_init__(self)
+        if self.split_backward and self.streams < 3:
+            raise PlanError(
+                f"streams = {self.streams}: expected 3 to 8 with split_backward, which needs "
+                "a stream for each of transfer, forward and backward"
+            )
+        if self.split_backward and self.graphs != "off":
+            raise PlanError(
+                f"graphs = {self.graphs!r}: expected 'off' with split_backward; "
+                "a captured step runs on one stream"
+            )
+        if self.graphs != "off" and self.prefetch_depth < 1:
+            raise PlanError(
+                f"prefetch_depth = {self.prefetch_depth}: expected 1 to 64 with "
+                f"graphs = {self.graphs!r}, which read their batches from slots"
+            )
+
+    @classmethod
+    def preset(cls, name: str) -> Plan:
+        """The preset of that name; `PRESETS` has them all."""
+        if not isinstance(name, str) or name not in PRESETS:
+            raise PlanError(f"no plan {name!r}{_nearest(name, PRESETS)}; known: {_list(PRESETS)}")
+        return PRESETS[name]
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "plan") -> Plan:
+        """A plan from plain values; `preset` names the one that the other keys change."""
+        given = dict(_mapping(values, where))
+        base = given.pop("preset", None)
+        if isinstance(given.get("graphs"), bool):
+            # YAML reads a bare `on` or `off` as a boolean.
+            given["graphs"] = "on" if given["graphs"] else "off"
+        _refuse_unknown(given, ["preset", *cls.field_names()], where)
+        try:
+            if base is None:
+                return cls(**given)
+            return cls.preset(base).but(**given)
+        except PlanError as problem:
+            raise PlanError(f"{where}: {problem}") from None
+
+    @classmethod
+    def of(cls, plan: Plan | str | Path | Mapping[str, Any]) -> Plan:
+        """Whatever may stand for a plan: a `Plan`, a preset's name, a dict or a YAML file."""
+        if isinstance(plan, Plan):
+            return plan
+        if isinstance(plan, Mapping):
+            return cls.from_dict(plan)
+        if isinstance(plan, Path) or plan.endswith((".yaml", ".yml")):
+            return load_plan(plan).plan
+        return cls.preset(plan)
+
+    def but(self, **changes: Any) -> Plan:
+        """This plan with some fields changed. A changed preset is called `name*`."""
+        _refuse_unknown(changes, self.field_names(), "plan")
+        if changes and "name" not in changes:
+            changes["name"] = self.name if self.name.endswith("*") else f"{self.name}*"
+        return dataclasses.replace(self, **changes)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, as `from_dict` takes them."""
+        return dataclasses.asdict(self)
+
+    def table(self) -> str:
+        """Field, value and meaning, as text."""
+        rows = [
+            (known.name, _shown(getattr(self, known.name)), known.metadata["meaning"])
+            for known in dataclasses.fields(self)
+            if known.name != "name"
+        ]
+        return text_table(("field", "value", "meaning"), rows, title=f"plan {self.name}")
+
+
+@dataclass(frozen=True, slots=True)
+class LoaderPlan(_Checked):
+    """How batches are loaded: what a `plan.yaml` says of the DataLoader."""
+
+    workers: int | None = field(
+        default=None,
+        metadata={"low": 0, "high": 1024, "meaning": "loading processes; 0 loads in this one"},
+    )
+    prefetch_factor: int | None = field(
+        default=None,
+        metadata={"low": 1, "high": 1024, "meaning": "batches each worker loads ahead"},
+    )
+    batch_size: int | None = field(
+        default=None, metadata={"low": 1, "high": 1 << 30, "meaning": "samples a batch"}
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class PlanFile:
+    """The two parts of a `plan.yaml`. A loader field that is None was not given."""
+
+    plan: Plan
+    loader: LoaderPlan
+
+
+def load_plan(path: str | Path) -> PlanFile:
+    """Read a `plan.yaml`: `plan:` (a preset's name, or fields) and, if wanted, `loader:`."""
+    import yaml
+
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        content = yaml.safe_load(text)
+    except OSError as problem:
+        raise PlanError(f"{path}: cannot be read ({problem.strerror})") from problem
+    except UnicodeDecodeError as problem:
+        raise PlanError(f"{path}: is not UTF-8 text ({problem.reason})") from problem
+    except yaml.MarkedYAMLError as problem:
+        line = f":{problem.problem_mark.line + 1}" if problem.problem_mark else ""
+        raise PlanError(f"{path}{line}: is not YAML ({problem.problem})") from problem
+    except yaml.YAMLError as problem:
+        raise PlanError(f"{path}: is not YAML ({problem})") from problem
+    content = _mapping(content, str(path))
+    _refuse_unknown(content, ["plan", "loader"], str(path))
+    if "plan" not in content:
+        raise PlanError(f"{path}: has no `plan:`; expected a preset's name or a mapping of fields")
+    plan = content["plan"]
+    if isinstance(plan, str):
+        plan = {"preset": plan}
+    loader = _mapping(content.get("loader") or {}, f"{path}: loader")
+    _refuse_unknown(loader, LoaderPlan.field_names(), f"{path}: loader")
+    try:
+        loader_plan = LoaderPlan(**loader)
+    except PlanError as problem:
+        raise PlanError(f"{path}: loader: {problem}") from None
+    return PlanFile(Plan.from_dict(plan, where=f"{path}: plan"), loader_plan)
+
+
+def presets_table() -> str:
+    """All presets side by side: a row a field that differs, a column a plan."""
+    plans = list(PRESETS.values())
+    rows = []
+    for name in Plan.field_names():
+        values = [_shown(getattr(plan, name)) for plan in plans]
+        if name != "name" and len(set(values)) > 1:
+            rows.append((name, *values))
+    return text_table(("field", *PRESETS), rows)
+
+
+def _check_field(known: dataclasses.Field[Any], hint: Any, value: object) -> None:
+    if typing.get_origin(hint) is Literal:
+        choices = typing.get_args(hint)
+        if value not in choices:
+            raise PlanError(
+                f"{known.name} = {value!r}{_nearest(value, choices)}: expected {_list(choices)}"
+            )
+        return
+    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    if value is None and type(None) in allowed:
+        return
+    if int in allowed:
+        low, high = known.metadata["low"], known.metadata["high"]
+        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+            raise PlanError(
+                f"{known.name} = {value!r}: expected a whole number from {low:,} to {high:,}"
+            )
+    elif bool in allowed and not isinstance(value, bool):
+        raise PlanError(f"{known.name} = {value!r}: expected true or false")
+    elif str in allowed and not (isinstance(value, str) and value):
+        raise PlanError(f"{known.name} = {value!r}: expected a name")
+
+
+def _mapping(values: object, where: str) -> Mapping[str, Any]:
+    if not isinstance(values, Mapping):
+        raise PlanError(f"{where}: expected a mapping, found {type(values).__name__}")
+    return values
+
+
+def _refuse_unknown(given: Mapping[str, Any], known: list[str], where: str) -> None:
+    for key in given:
+        if key not in known:
+            raise PlanError(
+                f"{where}: unknown key {key!r}{_nearest(key, known)}; known: {_list(known)}"
+            )
+
+
+def _nearest(word: object, known: typing.Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
+    return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _list(words: typing.Iterable[object]) -> str:
+    return ", ".join(str(word) for word in words)
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return "–" if value is None else str(value)
+
+
+#: The schemes, as data. `baseline` is the loop most people have; the next three are what is
+#: usually advised; `pipeline` never waits but to bound its run-ahead; `graph` and `max` also take
+#: the launching of kernels off the host.
+PRESETS: dict[str, Plan] = {
+    plan.name: plan
+    for plan in (
+        Plan(
+            name="baseline",
+            streams=2,
+            sync="batch",
+            sync_every=1,
+            prefetch_depth=0,
+            pin=False,
+            deferred_every=1,
+        ),
+        Plan(name="interval", streams=2, sync="interval", prefetch_depth=1, pin=False),
+        Plan(name="event", streams=2, sync="event", prefetch_depth=1),
+        Plan(name="streams4", streams=4, sync="event", prefetch_depth=2, split_backward=True),
+        Plan(name="pipeline", streams=3),
+        Plan(name="graph", streams=3, graphs="on"),
+        Plan(name="max", streams=3, graphs="on", compile=True),
+    )
+}

@@ -1,0 +1,23 @@
+"""For tests: a device that needs no GPU and finds stream races.
+
+    def test_my_loop(fake_device):            # the pytest fixture; fails the test on a race
+        my_loop(device=fake_device)
+
+or, without pytest, `with FakeDevice() as device: …`.
+"""
+
+from __future__ import annotations
+
+from headrace.testing.fake import Costs, FakeDevice, FakeEvent, FakeStream
+from headrace.testing.races import Access, HiddenWait, Race, Site
+
+__all__ = [
+    "Access",
+    "Costs",
+    "FakeDevice",
+    "FakeEvent",
+    "FakeStream",
+    "HiddenWait",
+    "Race",
+    "Site",
+]

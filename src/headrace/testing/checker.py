@@ -1,0 +1,214 @@
+"""Happens-before over streams and host threads, by vector clocks.
+
+Each *actor* (a stream or a host thread) counts its operations and knows how far it is ordered
+behind every other actor. Joining two actors' knowledge is what an event, a launch or a host wait
+does. Two accesses to the same bytes race when neither actor knows of the other's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+
+import torch
+
+from headrace.testing.layout import Layout
+from headrace.testing.races import Access, Race, Site, missing_call
+
+Clock = dict[int, int]
+
+# PyTorch's allocator serves requests up to 1 MiB and larger ones from separate pools, and rounds
+# to 512 bytes: memory freed in one pool is never handed out in the other.
+_SMALL_POOL_BYTES = 1 << 20
+_ROUNDING_BYTES = 512
+
+
+def join(into: Clock, other: Clock) -> None:
+    """`into` now also knows what `other` knows."""
+    for actor, tick in other.items():
+        if into.get(actor, 0) < tick:
+            into[actor] = tick
+
+
+class Actor:
+    """A stream or a host thread: its name, and its knowledge of everyone's progress."""
+
+    def __init__(self, number: int, name: str, is_host: bool) -> None:
+        self.number = number
+        self.name = name
+        self.is_host = is_host
+        self.clock: Clock = {number: 0}
+        #: Virtual time: a host's now, or the moment at which a stream has done all its work.
+        self.time_ns = 0
+
+    def advance(self) -> None:
+        """Begin one more operation of this actor."""
+        self.clock[self.number] += 1
+
+    def knows(self, actor: int, tick: int) -> bool:
+        return self.clock.get(actor, 0) >= tick
+
+
+@dataclass(slots=True)
+class _Entry:
+    """An access that later ones must be ordered behind."""
+
+    actor: int
+    tick: int
+    layout: Layout
+    access: Access
+    of_previous_owner: bool = False
+
+
+@dataclass(slots=True)
+class Storage:
+    """What is known of one tensor storage. `home` is "device" or "pinned"."""
+
+    home: str
+    owner: Actor
+    allocated_at: Site
+    label: str
+    nbytes: int
+    entries: list[_Entry] = field(default_factory=list)
+    recorded: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class _FreedBlock:
+    nbytes: int
+    entries: list[_Entry]
+
+
+class Checker:
+    """The accesses of all tracked storages, and the races among them.
+
+    Not thread-safe by itself: the fake device calls it under its lock.
+    """
+
+    def __init__(self) -> None:
+        self.races: list[Race] = []
+        self.device_bytes = 0
+        self.peak_device_bytes = 0
+        self._actors: list[Actor] = []
+        self._storages: dict[int, Storage] = {}
+        self._freed: dict[int, list[_FreedBlock]] = {}
+        self._reported: set[tuple[object, ...]] = set()
+
+    def new_actor(self, name: str, *, is_host: bool) -> Actor:
+        actor = Actor(len(self._actors), name, is_host)
+        self._actors.append(actor)
+        return actor
+
+    def actors(self) -> list[Actor]:
+        return list(self._actors)
+
+    # --- storages ---------------------------------------------------------------------------------
+
+    def storage_of(self, tensor: torch.Tensor) -> Storage | None:
+        """What is known of the tensor's storage; None for ordinary host memory."""
+        if tensor.layout is not torch.strided:
+            return None  # sparse tensors are not followed
+        return self._storages.get(tensor.untyped_storage()._cdata)
+
+    def track(self, tensor: torch.Tensor, home: str, owner: Actor, site: Site) -> Storage:
+        """Follow a storage from its allocation on `owner` until it is freed."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        known = self._storages.get(key)
+        if known is not None:
+            return known
+        nbytes = storage.nbytes()
+        label = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor"
+        record = Storage(home, owner, site, label, nbytes)
+        self._storages[key] = record
+        weakref.finalize(storage, self._freed_storage, key).atexit = False
+        if home == "device":
+            self.device_bytes += nbytes
+            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+            whole = Layout.whole(nbytes)
+            record.entries = self._take_freed(owner, nbytes, whole)
+            # Memory is safe at once for the stream it was allocated on, not for another: earlier
+            # work of the owner may still use these bytes.
+            allocation = Access(site, owner.name, "allocation", writes=True)
+            tick = owner.clock[owner.number]
+            record.entries.append(_Entry(owner.number, tick, whole, allocation))
+        return record
+
+    def _freed_storage(self, key: int) -> None:
+        record = self._storages.pop(key)
+        if record.home != "device":
+            return
+        self.device_bytes -= record.nbytes
+        pending = [
+            entry
+            for entry in record.entries
+            if entry.actor != record.owner.number
+            and entry.actor not in record.recorded
+            and not record.owner.knows(entry.actor, entry.tick)
+        ]
+        if pending:
+            blocks = self._freed.setdefault(record.owner.number, [])
+            blocks.append(_FreedBlock(record.nbytes, pending))
+
+    def _take_freed(self, owner: Actor, nbytes: int, whole: Layout) -> list[_Entry]:
+        """Hand out the newest freed block of this stream that fits and that others may still use.
+
+        The real allocator might pick another; a checker assumes the worst.
+        """
+        blocks = self._freed.get(owner.number, [])
+        for index in reversed(range(len(blocks))):
+            block = blocks[index]
+            if _rounded(block.nbytes) >= _rounded(nbytes) and _pool(block.nbytes) == _pool(nbytes):
+                del blocks[index]
+                return [
+                    _Entry(entry.actor, entry.tick, whole, entry.access, of_previous_owner=True)
+                    for entry in block.entries
+                    if not owner.knows(entry.actor, entry.tick)
+                ]
+        return []
+
+    # --- accesses ---------------------------------------------------------------------------------
+
+    def touch(self, tensor: torch.Tensor, actor: Actor, access: Access) -> None:
+        """Check one access against all earlier ones to the same bytes, and remember it."""
+        record = self.storage_of(tensor)
+        if record is None:
+            return
+        layout = Layout.of(tensor)
+        kept = []
+        for entry in record.entries:
+            ordered = actor.knows(entry.actor, entry.tick)
+            conflict = access.writes or entry.access.writes
+            if conflict and not ordered and layout.overlaps(entry.layout):
+                self._report(record, entry, access)
+            # A later access that this one precedes also comes after all that this one follows.
+            superseded = layout.covers(entry.layout) and (
+                access.writes or (ordered and not entry.access.writes)
+            )
+            if not superseded:
+                kept.append(entry)
+        kept.append(_Entry(actor.number, actor.clock[actor.number], layout, access))
+        record.entries = kept
+
+    def _report(self, record: Storage, entry: _Entry, access: Access) -> None:
+        first, second = entry.access, access
+        if entry.of_previous_owner:
+            kind = "reuse"
+            second = Access(record.allocated_at, record.owner.name, "allocation", writes=True)
+        else:
+            kind = "-".join("write" if one.writes else "read" for one in (first, second))
+        # A loop makes the same race every time round: once is enough.
+        key = (kind, first.site, first.where, second.site, second.where)
+        if key not in self._reported:
+            self._reported.add(key)
+            place = "pinned host memory" if record.home == "pinned" else "device memory"
+            tensor = f"a {record.label} in {place}, allocated at {record.allocated_at}"
+            self.races.append(Race(kind, tensor, first, second, missing_call(kind, first, second)))
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+
+
+def _pool(nbytes: int) -> str:
+    return "small" if nbytes <= _SMALL_POOL_BYTES else "large"

@@ -1,0 +1,413 @@
+"""`FakeDevice`: the seam on CPU tensors, with streams that are checked instead of run.
+
+Arithmetic is PyTorch's own, done at once on the CPU; what is faked is *when* it would have run.
+Every operation is put on the stream that was current, ordered by the same calls that order it on
+a GPU, checked for races, and given a place on a virtual clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+from headrace.device.base import Device, Event, MemoryFigures, Stream, StreamOfThread
+from headrace.errors import DeviceError, RaceError
+from headrace.ledger import Ledger
+from headrace.testing import autograd, host_threads
+from headrace.testing.checker import Actor, Checker, Clock, join
+from headrace.testing.modes import DispatchMode, FunctionMode
+from headrace.testing.races import Access, HiddenWait, Race, Site, calling_site, report
+from headrace.timeline import Kind, Span, Timeline
+
+_NS_PER_US = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class Costs:
+    """What things take on the virtual clock, in microseconds.
+
+    `by_name` overrides all for one operation ("aten::mm", "copy h2d"). Streams do not slow each
+    other down: this is an ideal device, on which all overlap that the order allows takes place.
+    """
+
+    kernel_us: float = 10.0
+    copy_us: float = 10.0
+    copy_gb_per_s: float = 25.0
+    launch_us: float = 0.0
+    query_us: float = 1.0
+    by_name: Mapping[str, float] = field(default_factory=dict)
+
+    def of(self, name: str, kind: Kind, nbytes: int) -> int:
+        """The cost of one operation in nanoseconds."""
+        if name in self.by_name:
+            return round(self.by_name[name] * _NS_PER_US)
+        if kind == "copy":
+            return round(self.copy_us * _NS_PER_US + nbytes / self.copy_gb_per_s)
+        return round(self.kernel_us * _NS_PER_US)
+
+
+class FakeStream(Stream):
+    device: FakeDevice
+
+    def __init__(self, device: FakeDevice, name: str, priority: int = 0) -> None:
+        super().__init__(device, name, priority)
+        self.actor = device.checker.new_actor(name, is_host=False)
+
+    def query(self) -> bool:
+        with self.device.lock:
+            return self.device.host_knows(dict(self.actor.clock), self.actor.time_ns)
+
+    def _wait_event(self, event: Event) -> None:
+        assert isinstance(event, FakeEvent)
+        with self.device.lock:
+            join(self.actor.clock, event.clock)
+            self.actor.time_ns = max(self.actor.time_ns, event.passes_ns)
+
+    def _wait_stream(self, other: Stream) -> None:
+        assert isinstance(other, FakeStream)
+        with self.device.lock:
+            self.device.launch(other.actor)  # the hidden event is recorded now
+            join(self.actor.clock, other.actor.clock)
+            self.actor.time_ns = max(self.actor.time_ns, other.actor.time_ns)
+
+
+class FakeEvent(Event):
+    device: FakeDevice
+
+    def __init__(self, device: FakeDevice, timing: bool) -> None:
+        super().__init__(device, timing)
+        self.clock: Clock = {}
+        self.passes_ns = 0
+
+    def _record(self, stream: Stream) -> None:
+        assert isinstance(stream, FakeStream)
+        with self.device.lock:
+            self.device.launch(stream.actor)
+            # A new dict each time: a stream that waits keeps what the event was when it waited.
+            self.clock = dict(stream.actor.clock)
+            self.passes_ns = max(stream.actor.time_ns, self.device.host().time_ns)
+
+    def _query(self) -> bool:
+        with self.device.lock:
+            return self.device.host_knows(self.clock, self.passes_ns)
+
+    def _synchronize(self) -> None:
+        with self.device.lock:
+            self.device.host_waits(self.clock, self.passes_ns, "wait for event")
+
+    def _elapsed_ms(self, end: Event) -> float:
+        assert isinstance(end, FakeEvent)
+        return (end.passes_ns - self.passes_ns) / 1e6
+
+
+class FakeDevice(Device):
+    """A device for tests, on a machine without one.
+
+        with FakeDevice() as device:             # raises RaceError on the way out if it saw any
+            model.to(device.torch_device)
+            ...                                  # any code written against `headrace.device`
+
+    Inside the block, tensors made on or moved to `device.torch_device` count as device memory,
+    `pin_memory()` works, and threads that are started are followed too. `costs` sets the virtual
+    clock. With `host_order="traced"` (the default) host threads are ordered by `Thread.start`
+    and `join`, locks, conditions, events and queues made inside the block; with "total" every
+    host thread is taken to know what the others did. `check=False` leaves the races to be looked
+    at in `races`.
+
+    Not seen: what C++ does with a raw pointer, numpy writing into a tensor's memory, sparse
+    tensors, and threads that were started before the block (unless they enter `with device:`).
+    """
+
+    def __init__(
+        self,
+        *,
+        costs: Costs | None = None,
+        index: int = 1,
+        check: bool = True,
+        host_order: Literal["traced", "total"] = "traced",
+        memory_bytes: int = 16 << 30,
+    ) -> None:
+        if index < 1:
+            raise DeviceError(f"index = {index}: expected 1 or more")
+        if host_order not in ("traced", "total"):
+            raise DeviceError(f"host_order = {host_order!r}: expected 'traced' or 'total'")
+        # cpu:1 computes like cpu, but tells a call that names it from one that means the host.
+        super().__init__(torch.device("cpu", index), Ledger(lambda: self.host().time_ns))
+        self.costs = costs or Costs()
+        self.checker = Checker()
+        self.lock = host_threads.untraced_rlock()
+        self.hidden_waits: list[HiddenWait] = []
+        self._check = check
+        self._host_order = host_order
+        self._memory_bytes = memory_bytes
+        self._spans: list[Span] = []
+        self._thread = threading.local()
+        self._entered = 0
+        self._thread.host = self.checker.new_actor("host", is_host=True)
+        self._streams: dict[str, FakeStream] = {}
+        self._current = StreamOfThread(FakeStream(self, "default"))
+
+    # --- the block --------------------------------------------------------------------------------
+
+    def __enter__(self) -> FakeDevice:
+        """Follow this thread's operations, and those of threads it starts, until `__exit__`."""
+        if self._entered == 0:
+            host_threads.follow(self)
+        self._entered += 1
+        self.enter_modes()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
+        self.exit_modes()
+        self._entered -= 1
+        if self._entered == 0:
+            host_threads.unfollow(self)
+            if self._check and kind is None:
+                self.check()
+
+    def enter_modes(self) -> None:
+        """Follow the calling thread: PyTorch's modes are each thread's own."""
+        modes = (FunctionMode(self), DispatchMode(self))
+        for mode in modes:
+            mode.__enter__()  # type: ignore[no-untyped-call]
+        self._thread.modes = [*getattr(self._thread, "modes", []), modes]
+
+    def exit_modes(self) -> None:
+        for mode in reversed(self._thread.modes.pop()):
+            mode.__exit__(None, None, None)
+
+    @property
+    def races(self) -> list[Race]:
+        """All races so far, each pair of places once."""
+        return list(self.checker.races)
+
+    def check(self) -> None:
+        """Raise `RaceError` if there were any races, with all of them in its message."""
+        if self.checker.races:
+            raise RaceError(report(self.checker.races))
+
+    def timeline(self) -> Timeline:
+        """What ran when on the virtual clock. Operations that cost nothing are left out."""
+        with self.lock:
+            return Timeline(self._spans)
+
+    @property
+    def now_ms(self) -> float:
+        """Virtual time of this host thread."""
+        return self.host().time_ns / 1e6
+
+    # --- made-up work -----------------------------------------------------------------------------
+
+    def host_work(self, ms: float, name: str = "host work") -> None:
+        """Let this host thread be busy for so long on the virtual clock: a slow loader, say."""
+        with self.lock:
+            host = self.host()
+            start_ns = host.time_ns
+            host.time_ns += round(ms * 1e6)
+            self._span(host, name, "host", start_ns, host.time_ns, calling_site())
+
+    def work(
+        self,
+        ms: float,
+        name: str = "work",
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+    ) -> None:
+        """Put a made-up kernel of that length on the current stream."""
+        self.operation(
+            self._current_fake(),
+            name,
+            "kernel",
+            reads=reads,
+            writes=writes,
+            cost_ns=round(ms * 1e6),
+        )
+
+    # --- the seam ---------------------------------------------------------------------------------
+
+    def stream(self, name: str, *, priority: int = 0) -> FakeStream:
+        with self.lock:
+            if name not in self._streams:
+                self._streams[name] = FakeStream(self, name, priority)
+        stream = self._streams[name]
+        if stream.priority != priority:
+            raise DeviceError(
+                f"stream {name!r} was made with priority {stream.priority}; "
+                f"it was asked for with {priority}"
+            )
+        return stream
+
+    def current_stream(self) -> FakeStream:
+        return self._current_fake()
+
+    def event(self, *, timing: bool = False) -> FakeEvent:
+        return FakeEvent(self, timing)
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            record = self.checker.storage_of(tensor)
+        return record is not None and record.home == "pinned"
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        with torch._C.DisableTorchFunction():
+            record = self.checker.storage_of(tensor)
+        return record is not None and record.home == "device"
+
+    def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
+        assert isinstance(stream, FakeStream)
+        with torch._C.DisableTorchFunction(), self.lock:
+            record = self.checker.storage_of(tensor)
+            if record is None or record.home != "device":
+                raise DeviceError(f"record_stream: the tensor is not on {self}")
+            record.recorded.add(stream.actor.number)
+
+    def memory(self) -> MemoryFigures:
+        used, peak = self.checker.device_bytes, self.checker.peak_device_bytes
+        return MemoryFigures(self._memory_bytes, self._memory_bytes - used, used, used, peak, peak)
+
+    def description(self) -> str:
+        return "a fake device on CPU tensors"
+
+    def _switch(self, stream: Stream) -> object:
+        return self._current.set(stream)
+
+    def switch_back(self, before: object) -> None:
+        self._current.set(before)
+
+    def _synchronize(self, stream: Stream | None) -> None:
+        with self.lock:
+            if stream is None:
+                for actor in self.checker.actors():
+                    if not actor.is_host:
+                        self.host_waits(dict(actor.clock), actor.time_ns, "synchronize device")
+            else:
+                assert isinstance(stream, FakeStream)
+                self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, "synchronize")
+
+    def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
+        with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
+            memory = torch.empty(nbytes, dtype=torch.uint8)
+        self.mark_pinned(memory)
+        return memory
+
+    # --- for the modes ----------------------------------------------------------------------------
+
+    def host(self) -> Actor:
+        """The actor of this host thread."""
+        host = self.known_host()
+        if host is None:
+            # A thread nobody saw start: taken to know all that any host thread knows.
+            name = threading.current_thread().name
+            host = self.adopt_thread(f"host thread {name!r}", self.all_hosts())
+        if self._host_order == "total":
+            join(host.clock, self.all_hosts())
+        return host
+
+    def known_host(self) -> Actor | None:
+        """The actor of this host thread, if it has one: a thread that is just starting has none."""
+        host: Actor | None = getattr(self._thread, "host", None)
+        return host
+
+    def adopt_thread(self, name: str, knows: Clock, time_ns: int = 0) -> Actor:
+        """Make an actor for the calling thread, which begins with what `knows` knows."""
+        with self.lock:
+            host: Actor
+            host = self._thread.host = self.checker.new_actor(name, is_host=True)
+            join(host.clock, knows)
+            host.time_ns = time_ns
+        return host
+
+    def all_hosts(self) -> Clock:
+        with self.lock:
+            everyone: Clock = {}
+            for actor in self.checker.actors():
+                if actor.is_host:
+                    join(everyone, actor.clock)
+            return everyone
+
+    def launch(self, actor: Actor) -> None:
+        """The launch edge: what is put on a stream comes after all that this host knows."""
+        join(actor.clock, self.host().clock)
+
+    def host_knows(self, clock: Clock, passes_ns: int) -> bool:
+        """A query: whether the work is done. A yes orders this host behind it, as a wait does."""
+        host = self.host()
+        host.time_ns += round(self.costs.query_us * _NS_PER_US)
+        if passes_ns > host.time_ns:
+            return False
+        join(host.clock, clock)
+        return True
+
+    def host_waits(self, clock: Clock, until_ns: int, name: str) -> None:
+        host = self.host()
+        if until_ns > host.time_ns:
+            self._span(host, name, "wait", host.time_ns, until_ns, calling_site())
+            host.time_ns = until_ns
+        join(host.clock, clock)
+
+    def hidden_wait(self, stream: FakeStream, operation: str) -> None:
+        """The host waits for a stream because of something that does not look like a wait."""
+        with self.lock:
+            self.hidden_waits.append(HiddenWait(calling_site(), operation))
+            self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, operation)
+
+    def mark_pinned(self, tensor: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunction(), self.lock:
+            self.checker.track(tensor, "pinned", self.host(), calling_site())
+
+    def operation(
+        self,
+        stream: FakeStream | None,
+        name: str,
+        kind: Kind,
+        *,
+        reads: Sequence[torch.Tensor] = (),
+        writes: Sequence[torch.Tensor] = (),
+        allocates: Sequence[torch.Tensor] = (),
+        cost_ns: int | None = None,
+    ) -> None:
+        """One operation on a stream, or on this host thread when `stream` is None."""
+        site, forward_site = calling_site(), autograd.forward_site()
+        with torch._C.DisableTorchFunction(), self.lock:
+            actor = self.host() if stream is None else stream.actor
+            if stream is not None:
+                self.launch(actor)
+            for tensor in allocates:
+                self.checker.track(tensor, "device", actor, site)
+            actor.advance()
+            for writing, tensors in ((False, reads), (True, writes)):
+                for tensor in tensors:
+                    access = Access(site, actor.name, name, writing, actor.is_host, forward_site)
+                    self.checker.touch(tensor, actor, access)
+            if stream is not None:
+                if cost_ns is None:
+                    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in writes)
+                    cost_ns = self.costs.of(name, kind, nbytes)
+                self._run(actor, name, kind, cost_ns, site)
+
+    def _run(self, actor: Actor, name: str, kind: Kind, cost_ns: int, site: Site) -> None:
+        host = self.host()
+        host.time_ns += round(self.costs.launch_us * _NS_PER_US)
+        start_ns = max(actor.time_ns, host.time_ns)
+        actor.time_ns = start_ns + cost_ns
+        self._span(actor, name, kind, start_ns, actor.time_ns, site)
+
+    def _span(
+        self, actor: Actor, name: str, kind: Kind, start_ns: int, end_ns: int, site: Site
+    ) -> None:
+        if end_ns > start_ns:
+            self._spans.append(Span(actor.name, name, kind, start_ns, end_ns, str(site)))
+
+    def _current_fake(self) -> FakeStream:
+        chosen = self._current.get()
+        assert isinstance(chosen, FakeStream)
+        return autograd.stream_of_node(self, chosen)
+
+    def __str__(self) -> str:
+        assert self.torch_device.index is not None
+        return f"fake:{self.torch_device.index}"

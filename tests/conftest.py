@@ -1,0 +1,36 @@
+"""Fixtures for all tests. Tests that take `device` run on the CPU, the fake and, if any, CUDA."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+# Some virtual machines announce AMX and then refuse it, which kills the process at the first bf16
+# product. Must be set before PyTorch is loaded.
+os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+
+import pytest
+import torch
+
+from headrace.device import Device, open_device
+from headrace.testing import FakeDevice
+
+pytest_plugins = ["headrace.pytest_plugin"]
+
+needs_cuda = pytest.param(
+    "cuda",
+    marks=[
+        pytest.mark.gpu,
+        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    ],
+)
+
+
+@pytest.fixture(params=["cpu", "fake", needs_cuda])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """Each kind of device in turn. On the fake, races fail the test."""
+    if request.param == "fake":
+        with FakeDevice() as fake:
+            yield fake
+    else:
+        yield open_device(request.param)

@@ -1,0 +1,134 @@
+"""Imports point down only, one file names `torch.cuda`, and no host wait hides outside the seam."""
+
+from __future__ import annotations
+
+import ast
+import re
+from pathlib import Path
+
+import headrace
+
+PACKAGE = Path(headrace.__file__).parent
+
+# Which room each module is in: it may import from its own room or one below.
+# (device/, testing/ and the others are one room each, whatever they hold.)
+ROOMS = {
+    "errors": 0,
+    "tables": 0,
+    "timeline": 0,
+    "plan": 0,
+    "ledger": 0,
+    "device": 0,
+    "streams": 1,
+    "testing": 1,
+    "pytest_plugin": 2,
+    "probe": 2,
+    "doctor": 3,
+    "cli": 4,
+    "__main__": 5,
+}
+# Within room 0 there is an order too: the ledger knows no device, plan and errors know nobody.
+GROUND_FLOOR = ["errors", "tables", "timeline", "plan", "ledger", "device"]
+
+
+def modules() -> list[tuple[str, Path]]:
+    """(top-level name, file) of every module but the package's own `__init__`."""
+    found = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        relative = path.relative_to(PACKAGE)
+        if relative != Path("__init__.py"):
+            found.append((relative.parts[0].removesuffix(".py"), path))
+    return found
+
+
+def imported(path: Path) -> set[str]:
+    """The top-level Headrace modules that a file imports, also inside functions."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            if node.module == "headrace":
+                names |= {alias.name for alias in node.names}
+            elif node.module.startswith("headrace."):
+                names.add(node.module.split(".")[1])
+        elif isinstance(node, ast.Import):
+            names |= {a.name.split(".")[1] for a in node.names if a.name.startswith("headrace.")}
+    return names
+
+
+def test_every_module_has_a_room() -> None:
+    assert {name for name, _ in modules()} == set(ROOMS)
+
+
+def test_imports_point_down() -> None:
+    for name, path in modules():
+        for target in imported(path) - {name}:
+            assert ROOMS[target] <= ROOMS[name], f"{path} imports {target}, which lies above"
+
+
+def test_the_ground_floor_is_in_order() -> None:
+    for name, path in modules():
+        if name in GROUND_FLOOR:
+            below = set(GROUND_FLOOR[: GROUND_FLOOR.index(name)])
+            assert imported(path) - {name} <= below, path
+
+
+def test_no_cycles_between_files() -> None:
+    edges: dict[str, set[str]] = {}
+    for _, path in modules():
+        name = ".".join(("headrace", *path.relative_to(PACKAGE).with_suffix("").parts))
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        edges[name.removesuffix(".__init__")] = {
+            target
+            for node in tree.body
+            if isinstance(node, ast.ImportFrom) and node.module is not None
+            # `from package import module` is an import of the module.
+            for target in (node.module, *(f"{node.module}.{alias.name}" for alias in node.names))
+        }
+    for targets in edges.values():
+        for package in {target.rpartition(".")[0] for target in targets if target in edges}:
+            targets.discard(package)
+    seen: set[str] = set()
+
+    def visit(name: str, trail: tuple[str, ...]) -> None:
+        assert name not in trail, " -> ".join((*trail, name))
+        if name in edges and name not in seen:
+            for target in edges[name]:
+                visit(target, (*trail, name))
+            seen.add(name)
+
+    for name in edges:
+        visit(name, ())
+
+
+def test_only_one_file_names_torch_cuda() -> None:
+    naming = [
+        path.relative_to(PACKAGE).as_posix()
+        for _, path in modules()
+        if any(
+            isinstance(node, ast.Attribute)
+            and node.attr == "cuda"
+            and isinstance(node.value, ast.Name)
+            and node.value.id == "torch"
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        )
+    ]
+    assert naming == ["device/cuda.py"]
+
+
+def test_host_waits_only_in_the_seam_and_the_ledger() -> None:
+    waits = re.compile(r"\.item\(\)|\.cpu\(\)|\.tolist\(\)|\.synchronize\((?!\"|reason)")
+    for name, path in modules():
+        if name in ("device", "ledger", "testing"):
+            continue
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
+            code = line.split("#")[0]
+            assert not waits.search(code) or "self.device." in code or "self.synchronize" in code, (
+                f"{path}:{number}: {line.strip()}"
+            )
+
+
+def test_files_stay_readable() -> None:
+    for _, path in modules():
+        lines = len(path.read_text(encoding="utf-8").splitlines())
+        assert lines <= 420, f"{path} has {lines} lines"

@@ -1,0 +1,62 @@
+"""PyTorch's own stream sanitizer, on CUDA: our stream code is clean, and a seeded bug is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+HERE = Path(__file__).parent
+
+# A slot is read on one stream while it is filled on another: with and without the wait.
+SEEDED = """
+import sys, torch
+from headrace.device import open_device
+device = open_device("cuda")
+compute, transfer = device.current_stream(), device.stream("transfer")
+slot = torch.zeros(1 << 20, device=device.torch_device)
+transfer.wait_stream(compute)
+with device.use(transfer):
+    slot.add_(1)
+    filled = device.event()
+    filled.record()
+if sys.argv[1] == "correct":
+    compute.wait_event(filled)
+slot.mul_(2)
+device.synchronize("test")
+"""
+
+
+def sanitized(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
+        cwd=HERE.parent,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_a_seeded_bug_is_reported_and_its_twin_is_not() -> None:
+    bug, correct = sanitized("-c", SEEDED, "bug"), sanitized("-c", SEEDED, "correct")
+    assert bug.returncode != 0
+    assert "possible data race" in bug.stderr
+    assert correct.returncode == 0, correct.stderr
+
+
+@pytest.mark.timeout(600)
+def test_the_stream_and_event_tests_are_clean() -> None:
+    files = ("tests/test_device.py", "tests/test_streams.py")
+    run = sanitized("-m", "pytest", "-k", "cuda", "-p", "no:cacheprovider", *files)
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "data race" not in run.stdout + run.stderr
+    assert " passed" in run.stdout
