@@ -121,7 +121,7 @@ def test_the_four_stream_pipeline_in_order(device: Device) -> None:
             weight.grad.zero_()
         manager.record_event(updated, "backward")
         manager.synchronize_event(updated)
-        losses.append(float(loss))
+        losses.append(float(loss.detach()))
     assert losses == [64.0, 64.0, -96.0]
     statistics = manager.statistics()
     assert statistics.events_created == 3

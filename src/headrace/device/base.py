@@ -192,9 +192,11 @@ class Device(abc.ABC):
         self.require_own("an event", event.device)
         if event.query():
             self.ledger.passed(reason)
-            return
-        with self.ledger.waiting(reason):
+            # Returns at once. PyTorch's stream sanitizer does not take a query's yes for an order.
             event._synchronize()
+        else:
+            with self.ledger.waiting(reason):
+                event._synchronize()
 
     def synchronize(self, reason: str, stream: Stream | None = None) -> None:
         """Block this thread until `stream`, or the whole device, is done. In the ledger."""

@@ -8,7 +8,8 @@ or, without pytest, `with FakeDevice() as device: …`.
 
 from __future__ import annotations
 
-from headrace.testing.fake import Costs, FakeDevice, FakeEvent, FakeStream
+from headrace.testing.costs import Costs
+from headrace.testing.fake import FakeDevice, FakeEvent, FakeStream
 from headrace.testing.races import Access, HiddenWait, Race, Site
 
 __all__ = [

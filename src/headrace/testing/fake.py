@@ -8,8 +8,7 @@ a GPU, checked for races, and given a place on a virtual clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
@@ -19,35 +18,12 @@ from headrace.errors import DeviceError, RaceError
 from headrace.ledger import Ledger
 from headrace.testing import autograd, host_threads
 from headrace.testing.checker import Actor, Checker, Clock, join
-from headrace.testing.modes import DispatchMode, FunctionMode
+from headrace.testing.costs import Costs
+from headrace.testing.modes import Call, DispatchMode, FunctionMode
 from headrace.testing.races import Access, HiddenWait, Race, Site, calling_site, report
 from headrace.timeline import Kind, Span, Timeline
 
 _NS_PER_US = 1_000
-
-
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What things take on the virtual clock, in microseconds.
-
-    `by_name` overrides all for one operation ("aten::mm", "copy h2d"). Streams do not slow each
-    other down: this is an ideal device, on which all overlap that the order allows takes place.
-    """
-
-    kernel_us: float = 10.0
-    copy_us: float = 10.0
-    copy_gb_per_s: float = 25.0
-    launch_us: float = 0.0
-    query_us: float = 1.0
-    by_name: Mapping[str, float] = field(default_factory=dict)
-
-    def of(self, name: str, kind: Kind, nbytes: int) -> int:
-        """The cost of one operation in nanoseconds."""
-        if name in self.by_name:
-            return round(self.by_name[name] * _NS_PER_US)
-        if kind == "copy":
-            return round(self.copy_us * _NS_PER_US + nbytes / self.copy_gb_per_s)
-        return round(self.kernel_us * _NS_PER_US)
 
 
 class FakeStream(Stream):
@@ -145,6 +121,7 @@ class FakeDevice(Device):
         self._host_order = host_order
         self._memory_bytes = memory_bytes
         self._spans: list[Span] = []
+        self.call = Call()
         self._thread = threading.local()
         self._entered = 0
         self._thread.host = self.checker.new_actor("host", is_host=True)

@@ -49,7 +49,7 @@ _OWN_FRAMES = (str(Path(__file__).resolve().parent), str(_TORCH / "overrides.py"
 _ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
 
 
-class _Call(threading.local):
+class Call(threading.local):
     """What the function mode tells the dispatch mode about the call that is under way."""
 
     on_device = False
@@ -88,19 +88,22 @@ class FunctionMode(TorchFunctionMode):
 
 def _call(device: FakeDevice, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
     """Run `func`, as device work if it names the device or takes tensors that lie on it."""
-    outside = _call_state.on_device
-    if _is_here(kwargs.get("device"), device):
+    call, outside = device.call, device.call.on_device
+    made_here = _is_here(kwargs.get("device"), device)
+    if made_here:
         kwargs = {**kwargs, "device": "cpu"}
-        _call_state.on_device = True
+        call.on_device = True
     elif kwargs.get("device") is not None:
-        _call_state.on_device = False
+        call.on_device = False
     else:
-        leaves = _tensors((args, kwargs))
-        _call_state.on_device = outside or any(device.holds(leaf) for leaf in leaves)
+        call.on_device = outside or any(device.holds(leaf) for leaf in _tensors((args, kwargs)))
     try:
         result = func(*args, **kwargs)
     finally:
-        _call_state.on_device, on_device = outside, _call_state.on_device
+        call.on_device, on_device = outside, call.on_device
+    if made_here and isinstance(result, torch.Tensor) and not device.holds(result):
+        # torch.tensor(numbers, device=…): made on the host, behind the modes' back, then copied.
+        return _move(device, result, "to device", False, {"dtype": result.dtype})
     if on_device and torch.is_grad_enabled():
         autograd.tag(_tensors(result), device.current_stream(), calling_site())
     return result
@@ -131,11 +134,12 @@ def _cpu(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs:
 def _move(
     device: FakeDevice, tensor: torch.Tensor, way: str, non_blocking: bool, options: dict[str, Any]
 ) -> Any:
-    _call_state.moving, _call_state.non_blocking = way, non_blocking
+    call = device.call
+    call.moving, call.non_blocking = way, non_blocking
     try:
         return _call(device, torch.Tensor.to, (tensor,), {**options, "copy": True})
     finally:
-        _call_state.moving = None
+        call.moving = None
 
 
 def _pin_memory(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
@@ -184,7 +188,6 @@ def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwarg
     return func(*args, **kwargs)
 
 
-_call_state = _Call()
 _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
     "to": _to,
     "cpu": _cpu,
@@ -218,7 +221,7 @@ class DispatchMode(TorchDispatchMode):
                 result = func(*args, **kwargs)
                 self._copy(args[0], args[1], bool(_argument(args, kwargs, 2, "non_blocking")))
                 return result
-            if short == "_to_copy" and _call_state.moving is not None:
+            if short == "_to_copy" and self._device.call.moving is not None:
                 return self._move(func, args, kwargs)
             if not on_device and not self._makes_device_memory(inputs):
                 self._on_host(name, inputs, func, args, kwargs)
@@ -283,11 +286,11 @@ class DispatchMode(TorchDispatchMode):
         """`.to(device)` and `.cpu()`: the copy, and the memory it makes."""
         device, stream, source = self._device, self._device.current_stream(), args[0]
         result = func(*args, **kwargs)
-        if _call_state.moving == "to device":
+        if self._device.call.moving == "to device":
             device.operation(stream, "allocation", "kernel", allocates=[result], cost_ns=0)
-            self._host_to_device(stream, result, source, _call_state.non_blocking)
+            self._host_to_device(stream, result, source, self._device.call.non_blocking)
         else:
-            self._device_to_host(stream, result, source, _call_state.non_blocking)
+            self._device_to_host(stream, result, source, self._device.call.non_blocking)
         return result
 
     def _host_to_device(
@@ -313,7 +316,7 @@ class DispatchMode(TorchDispatchMode):
 
     def _makes_device_memory(self, inputs: list[torch.Tensor]) -> bool:
         """A factory inside a device call, or inside a backward node, makes device memory."""
-        return not inputs and (_call_state.on_device or autograd.in_node())
+        return not inputs and (self._device.call.on_device or autograd.in_node())
 
     def _refuse_mixed(
         self, short: str, inputs: list[torch.Tensor], on_device: list[torch.Tensor]

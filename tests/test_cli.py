@@ -1,0 +1,76 @@
+"""The command line as a person types it: output, exit codes, and no traceback."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import headrace
+from headrace.device import available_devices
+from headrace.plan import PRESETS
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "headrace", *arguments], capture_output=True, text=True, check=False
+    )
+
+
+def test_version() -> None:
+    done = run("--version")
+    assert (done.returncode, done.stdout) == (0, f"headrace {headrace.__version__}\n")
+
+
+def test_help_lists_the_commands() -> None:
+    done = run("--help")
+    assert done.returncode == 0
+    assert "doctor" in done.stdout
+    assert "plan" in done.stdout
+
+
+def test_doctor_says_what_is_here() -> None:
+    done = run("doctor", "--no-measure")
+    assert done.returncode == 0, done.stderr
+    assert "torch" in done.stdout
+    for name in available_devices():
+        assert f"{name}: " in done.stdout
+
+
+def test_doctor_json_is_one_object_on_stdout() -> None:
+    done = run("doctor", "--json", "--no-measure")
+    content = json.loads(done.stdout)
+    assert [device["name"] for device in content["devices"]] == available_devices()
+    assert content["healthy"] is (done.returncode == 0)
+    assert content["memory_bytes"] > 0
+    for finding in content["findings"]:
+        assert finding["remedy"]
+
+
+def test_plan_shows_all_or_one(tmp_path: Path) -> None:
+    assert run("plan").stdout.splitlines()[0].split() == ["field", *PRESETS]
+    assert run("plan", "event").stdout.startswith("plan event")
+    assert json.loads(run("plan", "--json").stdout)["graph"]["graphs"] == "on"
+    path = tmp_path / "mine.yaml"
+    path.write_text("plan: {preset: pipeline, prefetch_depth: 5}\n")
+    assert json.loads(run("plan", str(path), "--json").stdout)["prefetch_depth"] == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["plan", "pipelin"], 1, "error: no plan 'pipelin' (did you mean 'pipeline'?)"),
+        (["plan", "missing.yaml"], 1, "error: missing.yaml: cannot be read"),
+        (["dcotor"], 2, "No such command 'dcotor'"),
+        (["doctor", "--jsn"], 2, "No such option"),
+    ],
+)
+def test_errors_are_one_line_on_stderr(arguments: list[str], code: int, message: str) -> None:
+    done = run(*arguments)
+    assert done.returncode == code
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
