@@ -86,7 +86,7 @@ def import_seconds() -> dict[str, float]:
 
 def gpu_tests() -> dict[str, Any]:
     """The GPU tests in a process of their own: outcome, counts and the sanitizer's word."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     outcomes = re.findall(r"^(tests/\S+) (PASSED|FAILED|ERROR|SKIPPED)", run.stdout, re.MULTILINE)
     print(run.stdout[-3000:] if run.returncode else run.stdout.strip().splitlines()[-1])

@@ -8,6 +8,8 @@ HeadraceError
 │   ├── StreamIndexError        no stream of that index or role (also an IndexError)
 │   └── ClosedError             used after close
 ├── PlanError                   a plan or plan file that cannot be run (also a ValueError)
+├── DeferredError               a value that cannot be deferred (also a ValueError)
+├── StepError                   a loss, batch, optimizer or scheduler that no step can be made of
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that
@@ -50,6 +52,14 @@ class ClosedError(DeviceError):
 
 class PlanError(HeadraceError, ValueError):
     """A plan's field, or a plan file, is not valid."""
+
+
+class DeferredError(HeadraceError, ValueError):
+    """What was pushed is no single number."""
+
+
+class StepError(HeadraceError):
+    """The loss, batch, optimizer or scheduler given to an engine does not make a training step."""
 
 
 class RaceError(HeadraceError, AssertionError):

@@ -62,6 +62,10 @@ class LedgerStatistics:
                 return waits
         return _Tally().statistics(reason)
 
+    def device_waits(self) -> int:
+        """How often the host waited for the device: all waits but those for the loader."""
+        return self.count - self["data"].count
+
     def table(self) -> str:
         """The statistics as a text table, the costliest reason first."""
         if not self.reasons:
@@ -102,6 +106,10 @@ class Ledger:
         self._waiting_threads = 0
         self._wall_since_ns = 0
         self._thread = threading.local()
+
+    def now_ns(self) -> int:
+        """The time by which waits are measured: the fake device's is its virtual clock."""
+        return self._clock_ns()
 
     def passed(self, reason: str) -> None:
         """Count a wait that found its work already done. Takes no time worth measuring."""

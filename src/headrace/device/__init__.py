@@ -58,7 +58,7 @@ def open_device(
         return device
     here = available_devices()
     wanted = _parse(device, here)
-    if wanted.type == "cpu":
+    if wanted.type == "cpu" and wanted.index in (None, 0):
         return CpuDevice(ledger)
     if wanted.type in _STREAMING_KINDS and wanted.index is None:
         # With none there, index 0 is the one to miss.

@@ -109,10 +109,15 @@ class AcceleratorDevice(Device):
             peak_reserved=module.max_memory_reserved(device),
         )
 
+    def reset_peak_memory(self) -> None:
+        self._module.reset_peak_memory_stats(self.torch_device)
+
     def description(self) -> str:
         return str(self._module.get_device_name(self.torch_device))
 
     def switch_back(self, before: object) -> None:
+        if before is None:
+            return
         assert isinstance(before, tuple)
         raw, index = before
         self._module.set_stream(raw)
@@ -121,9 +126,11 @@ class AcceleratorDevice(Device):
 
     def _switch(self, stream: Stream) -> object:
         assert isinstance(stream, AcceleratorStream)
-        before = (self._module.current_stream(self.torch_device), self._module.current_device())
+        raw, index = self._module.current_stream(self.torch_device), self._module.current_device()
+        if index == self._index and raw.stream_id == stream.raw.stream_id:
+            return None  # there already: the common case, and setting it again is not free
         self._module.set_stream(stream.raw)  # makes its device the current one, too
-        return before
+        return raw, index
 
     def _synchronize(self, stream: Stream | None) -> None:
         if stream is None:

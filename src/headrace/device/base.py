@@ -11,13 +11,13 @@ import abc
 import logging
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 
 from headrace.device.pinned import PinnedPool
-from headrace.errors import DeviceMismatchError, EventNotRecordedError
+from headrace.errors import DeviceError, DeviceMismatchError, EventNotRecordedError
 from headrace.ledger import Ledger
 
 log = logging.getLogger("headrace")
@@ -229,14 +229,19 @@ class Device(abc.ABC):
         if self.asynchronous:
             for tensor in (source, destination):
                 if not self.holds(tensor) and not self.is_pinned(tensor):
-                    self.say_once(
-                        "pageable copy",
-                        "a copy between %s and host memory that is not pinned makes the host "
-                        "wait; give the DataLoader pin_memory=True, or take a buffer from "
-                        "device.pinned",
-                        self,
-                    )
+                    self._copy_pageable(destination, source)
+                    return
         destination.copy_(source, non_blocking=True)
+
+    def _copy_pageable(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        self.say_once(
+            "pageable copy",
+            "a copy between %s and host memory that is not pinned makes the host wait; give the "
+            "DataLoader pin_memory=True, or take a buffer from device.pinned",
+            self,
+        )
+        with self.ledger.waiting("pageable_copy"):
+            destination.copy_(source, non_blocking=True)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Keep `tensor`'s memory from reuse, once it is freed, until `stream` is done with it.
@@ -246,8 +251,33 @@ class Device(abc.ABC):
         self.require_own("a stream", stream.device)
         self._record_stream(tensor, stream)
 
+    def read_host(self, tensor: torch.Tensor) -> list[list[float]]:
+        """The numbers in a 2-D *host* tensor, whose copy has passed: here so that nowhere else
+        in the package a tensor is read, and a wait cannot hide."""
+        if self.asynchronous and self.holds(tensor):
+            raise DeviceError("read_host was given a device tensor: copy it and wait first")
+        rows: list[list[float]] = tensor.tolist()
+        return rows
+
     @abc.abstractmethod
     def memory(self) -> MemoryFigures: ...
+
+    def reset_peak_memory(self) -> None:
+        """Let the peaks in `memory()` count from now. Nothing to do where nothing is counted."""
+        return
+
+    # --- arithmetic and profiling ---------------------------------------------------------------
+
+    def numerics(self, precision: str) -> AbstractContextManager[object]:
+        """Inside the block, products of float32 matrices use TF32 or not, as `precision` says.
+
+        Only accelerators have the choice.
+        """
+        return nullcontext()
+
+    def annotate(self, name: str) -> AbstractContextManager[object]:
+        """Mark the block with `name` in the vendor's profiler, where there is one."""
+        return nullcontext()
 
     @abc.abstractmethod
     def description(self) -> str:

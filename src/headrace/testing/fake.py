@@ -247,6 +247,9 @@ class FakeDevice(Device):
         used, peak = self.checker.device_bytes, self.checker.peak_device_bytes
         return MemoryFigures(self._memory_bytes, self._memory_bytes - used, used, used, peak, peak)
 
+    def reset_peak_memory(self) -> None:
+        self.checker.peak_device_bytes = self.checker.device_bytes
+
     def description(self) -> str:
         return "a fake device on CPU tensors"
 
@@ -356,7 +359,8 @@ class FakeDevice(Device):
                 self.launch(actor)
             for tensor in allocates:
                 self.checker.track(tensor, "device", actor, site)
-            actor.advance()
+            if reads or writes:  # an allocation alone puts nothing on the stream
+                actor.advance()
             for writing, tensors in ((False, reads), (True, writes)):
                 for tensor in tensors:
                     access = Access(site, actor.name, name, writing, actor.is_host, forward_site)

@@ -1,0 +1,230 @@
+"""Values read late, never waited for.
+
+A loss stays on the device. Every so many steps the values gathered there are copied to pinned
+memory on a stream of their own, and are read when that copy has passed, which nobody waits for:
+
+    compute   [step 1][step 2]..[step 10][step 11]..
+    losses                        [copy 1–10]           host reads them some steps later
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from headrace.device import Device, PinnedBuffer, Stream
+from headrace.errors import DeferredError
+
+Scalar = torch.Tensor | float | int
+_MOST_BLOCKS = 4
+
+
+@dataclass(frozen=True, slots=True)
+class DeferredValues:
+    """One step's values, come back from the device. Numbers are exact: they travel as float64,
+    or as float32 where all of them are."""
+
+    step: int
+    values: dict[str, float]
+
+    @property
+    def non_finite(self) -> tuple[str, ...]:
+        """The names of values that were NaN or infinite in this very step."""
+        return tuple(name for name, value in self.values.items() if not math.isfinite(value))
+
+
+class DeferredScalars:
+    """Push device scalars, read them later: in order, each exactly once.
+
+        deferred = DeferredScalars(device)
+        for step, batch in enumerate(loader):
+            deferred.push(step, loss)                        # or {"loss": …, "accuracy": …}
+            for entry in deferred.ready():                   # what has come back; never blocks
+                print(entry.step, entry.values["loss"])
+        rest = deferred.drain()                              # waits, and the ledger knows
+
+    Python numbers among the values cost the device nothing. Device and pinned memory are bounded:
+    four blocks of `every` steps each; when all are under way, `push` waits for the oldest
+    (`deferred_full` in the ledger). Keys may change from step to step.
+    """
+
+    def __init__(self, device: Device, every: int = 10, *, stream: Stream | None = None) -> None:
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise DeferredError(f"every = {every!r}: expected a whole number, 1 or more")
+        self._device = device
+        self._every = every
+        self._stream = stream if stream is not None else device.stream("losses")
+        self._filling: _Block | None = None
+        self._under_way: deque[_Block] = deque()
+        self._idle: list[_Block] = []
+        self._come_back: deque[DeferredValues] = deque()
+
+    def push(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
+        """Keep this step's values on the device, to be read back with the others."""
+        named = values if isinstance(values, Mapping) else {"loss": values}
+        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
+        _check(tensors)
+        layout = _layout(tensors)
+        if self._filling is not None and self._filling.layout != layout:
+            self.flush()
+        if self._filling is None:
+            self._filling = self._take_block(layout)
+        block = self._filling
+        block.add(step, named)
+        if len(block.entries) == self._every:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what was pushed so far on its way, without waiting for a full block."""
+        block, self._filling = self._filling, None
+        if block is not None:
+            block.send(self._stream)
+            self._under_way.append(block)
+
+    def ready(self) -> list[DeferredValues]:
+        """The values that have come back since the last call. Never blocks."""
+        while self._under_way and self._under_way[0].has_arrived():
+            self._collect()
+        arrived = list(self._come_back)
+        self._come_back.clear()
+        return arrived
+
+    def drain(self, reason: str = "losses") -> list[DeferredValues]:
+        """All values not yet handed out. Waits for those still under way."""
+        self.flush()
+        while self._under_way:
+            self._under_way[0].wait(reason)
+            self._collect()
+        return self.ready()
+
+    @property
+    def pending(self) -> int:
+        """Steps that were pushed and not yet handed out."""
+        blocks = [*self._under_way, *([self._filling] if self._filling else [])]
+        return len(self._come_back) + sum(len(block.entries) for block in blocks)
+
+    def close(self) -> None:
+        """Give the pinned memory back. What was not drained is lost, so drain first."""
+        self.flush()
+        for block in [*self._under_way, *self._idle]:
+            block.release()
+        self._under_way.clear()
+        self._idle.clear()
+
+    def _collect(self) -> None:
+        block = self._under_way.popleft()
+        self._come_back.extend(block.read())
+        self._idle.append(block)
+
+    def _take_block(self, layout: _Layout) -> _Block:
+        while self._under_way and self._under_way[0].has_arrived():
+            self._collect()
+        if len(self._under_way) == _MOST_BLOCKS:
+            self._under_way[0].wait("deferred_full")
+            self._collect()
+        for index, block in enumerate(self._idle):
+            if block.layout == layout:
+                return self._idle.pop(index)
+        for block in self._idle:  # of another layout: rare, and not worth keeping
+            block.release()
+        self._idle.clear()
+        return _Block(self._device, self._every, layout)
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    names: tuple[str, ...]
+    dtype: torch.dtype
+
+
+class _Block:
+    """Room for `every` steps' values, on the device and in pinned memory.
+
+    It is filled again only after the host has read it, so the copy that read it needs no edge.
+    """
+
+    def __init__(self, device: Device, every: int, layout: _Layout) -> None:
+        self._device = device
+        self.layout = layout
+        self.entries: list[tuple[int, dict[str, float]]] = []
+        self._on_device: torch.Tensor | None = None
+        self._on_host: torch.Tensor | None = None
+        self._buffer: PinnedBuffer | None = None
+        self._filled, self._arrived = device.event(), device.event()
+        if layout.names:
+            shape = (every, len(layout.names))
+            self._on_device = device.empty(shape, layout.dtype)
+            self._buffer = device.pinned.take(math.prod(shape) * layout.dtype.itemsize)
+            self._on_host = self._buffer.view(shape, layout.dtype)
+
+    def add(self, step: int, named: Mapping[str, Scalar]) -> None:
+        """Keep one step's values: tensors in the next row, numbers as they are."""
+        values = [value.detach() for value in named.values() if isinstance(value, torch.Tensor)]
+        if self._on_device is not None:
+            row = self._on_device[len(self.entries)]
+            if len(values) == 1:
+                row.copy_(values[0].reshape(1))
+            else:
+                torch.stack([value.to(row.dtype).reshape(()) for value in values], out=row)
+        # A tensor's place is held by NaN: the tensor itself need not live until it is read.
+        numbers = {
+            name: math.nan if isinstance(value, torch.Tensor) else float(value)
+            for name, value in named.items()
+        }
+        self.entries.append((step, numbers))
+
+    def send(self, stream: Stream) -> None:
+        if self._on_device is None or self._on_host is None:
+            return
+        self._filled.record()
+        stream.wait_event(self._filled)
+        rows = len(self.entries)
+        with self._device.use(stream):
+            self._device.copy(self._on_host[:rows], self._on_device[:rows])
+            self._arrived.record()
+
+    def has_arrived(self) -> bool:
+        return self._on_device is None or self._arrived.query()
+
+    def wait(self, reason: str) -> None:
+        if self._on_device is not None:
+            self._device.wait(self._arrived, reason)
+
+    def read(self) -> list[DeferredValues]:
+        rows: list[list[float]] = [[]] * len(self.entries)
+        if self._on_host is not None:
+            # No host wait: this is pinned host memory, and its copy has passed.
+            rows = self._device.read_host(self._on_host[: len(self.entries)])
+        come_back = [
+            DeferredValues(step, named | dict(zip(self.layout.names, row, strict=True)))
+            for (step, named), row in zip(self.entries, rows, strict=True)
+        ]
+        self.entries = []
+        return come_back
+
+    def release(self) -> None:
+        """Let go of the memory, in order after the copy that may still read it."""
+        if self._buffer is not None:
+            after = self._arrived if self._arrived.recorded else None
+            if after is not None:
+                self._device.current_stream().wait_event(after)
+            self._buffer.release(after=after)
+            self._buffer = self._on_device = self._on_host = None
+
+
+def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
+    exact_in_float32 = (torch.float32, torch.float16, torch.bfloat16)
+    all_small = all(tensor.dtype in exact_in_float32 for tensor in tensors.values())
+    return _Layout(tuple(tensors), torch.float32 if all_small else torch.float64)
+
+
+def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if tensor.numel() != 1:
+            raise DeferredError(
+                f"{name!r} has shape {tuple(tensor.shape)}: expected a single number"
+            )

@@ -1,0 +1,111 @@
+"""Which stream each part of a step runs on under a plan, the edges between them, and its waits.
+
+pipeline      transfer | the caller's stream (forward, backward, update) | losses
+baseline, interval, event
+              transfer | forward (and all that follows)
+streams4      transfer, transfer_next | forward | backward
+"""
+
+from __future__ import annotations
+
+from headrace.device import Device, Event, Stream
+from headrace.plan import Plan
+from headrace.prefetch import PrefetchIterator
+from headrace.streams import StreamManager
+
+
+class Lanes:
+    """The streams of one pass over a loader, ordered among themselves and with the caller's.
+
+    With `split`, backward and update have a stream of their own and four edges order a batch:
+    forward after its transfer (the prefetcher's), backward after its forward, the next forward
+    after this update, and new transfers after the backward that used the memory before.
+    """
+
+    def __init__(self, device: Device, plan: Plan, *, split: bool) -> None:
+        self._device = device
+        self._caller = device.current_stream()
+        self._blocking = plan.prefetch_depth == 0
+        self._split = split
+        self._forwarded, self._updated = device.event(), device.event()
+        if plan.sync == "none":
+            self.forward = self.backward = self._caller
+            self.losses = device.stream("losses")
+            self.transfers: tuple[Stream, ...] = (device.stream("transfer"),)
+        else:
+            manager = StreamManager(device, plan.streams)
+            self.forward = self.losses = manager.get_stream("forward")
+            self.backward = manager.get_stream("backward") if split else self.forward
+            transfer, following = (manager.get_stream(r) for r in ("transfer", "transfer_next"))
+            self.transfers = (transfer,) if transfer is following else (transfer, following)
+
+    @property
+    def freed_by(self) -> Event | None:
+        """What new transfers must wait for before they fill memory, if not the forward stream."""
+        return self._updated if self._split and self._updated.recorded else None
+
+    def take_over(self) -> None:
+        """The engine's streams start after what the caller's holds."""
+        for stream in self._own():
+            stream.wait_stream(self._caller)
+
+    def give_back(self) -> None:
+        """The caller's stream goes on after what the engine's hold."""
+        for stream in self._own():
+            self._caller.wait_stream(stream)
+
+    def arrived(self, feed: PrefetchIterator) -> None:
+        """Where copies are to block, wait here for the batch that is about to be used."""
+        if self._blocking:
+            used = self.transfers[(feed.delivered - 1) % len(self.transfers)]
+            self._device.synchronize("copy", used)
+
+    def forward_to_backward(self) -> None:
+        if self._split:
+            self._forwarded.record(self.forward)
+            self.backward.wait_event(self._forwarded)
+
+    def backward_to_forward(self) -> None:
+        if self._split:
+            self._updated.record(self.backward)
+            self.forward.wait_event(self._updated)
+
+    def _own(self) -> set[Stream]:
+        return {self.forward, self.backward} - {self._caller}
+
+
+class HostSync:
+    """The plan's host waits: after every batch, every so many, by stream or by event, or never."""
+
+    def __init__(self, device: Device, plan: Plan, lanes: Lanes) -> None:
+        self._device = device
+        self._plan = plan
+        self._lanes = lanes
+        self._events: list[Event] = []
+        self._synchronized = 0
+
+    def after_batch(self, index: int) -> None:
+        if self._plan.sync == "event":
+            self._mark()
+        if self._plan.sync != "none" and (index + 1) % self._plan.sync_every == 0:
+            self._wait(index + 1)
+
+    def at_end(self, batches: int) -> None:
+        """Also after the last batch, if it was not just done."""
+        if self._plan.sync != "none" and batches > self._synchronized:
+            self._wait(batches)
+
+    def _mark(self) -> None:
+        """An event for this batch; a look, without waiting, at which earlier ones have passed."""
+        event = self._device.event()
+        event.record(self._lanes.backward)
+        self._events = [earlier for earlier in self._events if not earlier.query()]
+        self._events.append(event)
+
+    def _wait(self, batches: int) -> None:
+        if self._plan.sync == "event":
+            self._device.wait(self._events[-1], "sync")
+            self._events.clear()
+        else:
+            self._device.synchronize("sync", self._lanes.backward)
+        self._synchronized = batches

@@ -1,0 +1,374 @@
+"""Batches on the device before they are needed.
+
+    batch          N-1        N         N+1
+    transfer  ..[copy N+1][copy N+2][copy N+3]..      one stream
+    compute   ..[ step N-1 ][  step N  ][ step N+1 ]..    the caller's
+
+A slot is memory allocated on the stream that will read it, so that it is freed and reused in that
+stream's order, and a batch may be kept for as long as its user likes. Three edges make it safe: the
+copy waits for what the reading stream had queued when the memory was got (that work may still use
+those bytes), the reading stream waits for the copy, and pinned staging is lent again only after the
+copy's event. All of it is done by the calling thread: a thread of its own would fight the training
+loop for Python's lock, and loading in parallel is what DataLoader workers are for.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace import batches
+from headrace.device import Device, Event, PinnedBuffer, Stream, open_device
+from headrace.errors import DeviceMismatchError, PlanError
+
+# More than a few small tensors in a batch travel together, in one staging buffer and one copy.
+_SMALL_BYTES = 256 << 10
+_FEW_TENSORS = 4
+
+
+def prefetch(
+    loader: Iterable[Any],
+    device: Device | str | torch.device = "auto",
+    depth: int = 2,
+    *,
+    pin: bool = True,
+) -> Prefetcher:
+    """Wrap a loader so that its batches arrive on `device` ahead of use.
+
+        for batch in prefetch(loader, "cuda"):
+            loss = model(batch)
+
+    `depth` batches are under way while one is in use; 0 copies each when it is asked for. Any
+    iterable of nested batches will do; `len` is kept; each `for` loop starts the loader anew. With
+    `pin=False` memory that is not pinned is copied as it is, for which the host must wait.
+    """
+    return Prefetcher(loader, open_device(device), depth, pin=pin)
+
+
+class Prefetcher:
+    """What `prefetch` returns: an iterable over device batches, as often as the loader allows.
+
+    `transfers` are the streams that copy, batch by batch in turn. `owner` is the stream that
+    reads; without one, the stream that is current when the loop begins.
+    """
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: Device,
+        depth: int = 2,
+        *,
+        pin: bool = True,
+        transfers: tuple[Stream, ...] = (),
+        owner: Stream | None = None,
+        cache: BatchCache | None = None,
+    ) -> None:
+        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
+            raise PlanError(f"depth = {depth!r}: expected a whole number, 0 or more")
+        self.loader = loader
+        self.device = device
+        self.depth = depth
+        self.pin = pin
+        self.transfers = transfers or (device.stream("transfer"),)
+        self.owner = owner
+        self.cache = cache
+
+    def __len__(self) -> int:
+        return len(self.loader)  # type: ignore[arg-type]
+
+    def __iter__(self) -> PrefetchIterator:
+        return PrefetchIterator(self)
+
+
+@dataclass(slots=True)
+class _Slot:
+    """A batch under way: `ready` passes when its copy is done; None if nothing was copied."""
+
+    batch: Any
+    ready: Event | None
+    nbytes: int
+
+
+class PrefetchIterator:
+    """One pass over the loader. `close` (or dropping it) lets go of everything at once.
+
+    `freed_by`: set to an event, copies wait for it before they fill new memory, instead of for
+    all that the owner has queued. It must come after the last use of any memory freed so far.
+    """
+
+    def __init__(self, settings: Prefetcher) -> None:
+        self._settings = settings
+        self._device = settings.device
+        self._owner = settings.owner or settings.device.current_stream()
+        self._source: Iterator[Any] | None = iter(settings.loader)
+        self._under_way: deque[_Slot] = deque()
+        self._error: BaseException | None = None
+        self._pulled = 0
+        self.freed_by: Event | None = None
+        self.delivered = 0
+        self.last_nbytes = 0
+
+    def __iter__(self) -> PrefetchIterator:
+        return self
+
+    def __next__(self) -> Any:
+        while self._source is not None and len(self._under_way) <= self._settings.depth:
+            self._pull()
+        if not self._under_way:
+            self.close()
+            if self._error is not None:
+                # Batches that came before the error were delivered first, as in a plain loop.
+                error, self._error = self._error, None
+                raise error
+            raise StopIteration
+        slot = self._under_way.popleft()
+        if slot.ready is not None:
+            self._hand_over(slot)
+        self.delivered += 1
+        self.last_nbytes = slot.nbytes
+        return slot.batch
+
+    def close(self) -> None:
+        """Drop the batches under way and the loader's iterator. Memory follows its streams."""
+        self._under_way.clear()
+        source, self._source = self._source, None
+        if source is not None and hasattr(source, "close"):
+            source.close()  # a generator's own clean-up runs now, not at some later collection
+
+    def _pull(self) -> None:
+        """Take one batch from the loader and start its copy. An error waits for its turn."""
+        assert self._source is not None
+        try:
+            with self._device.ledger.waiting("data"):
+                batch = next(self._source)
+        except StopIteration:
+            self._source = None
+        except Exception as problem:  # the loader's own, raised later as itself
+            self._source, self._error = None, problem
+        else:
+            self._under_way.append(self._send(batch))
+            self._pulled += 1
+
+    def _send(self, batch: Any) -> _Slot:
+        size, cache = batches.nbytes(batch), self._settings.cache
+        kept = None if cache is None else cache.find(batch)
+        if kept is not None:
+            return _Slot(kept, None, size)
+        if not self._device.asynchronous:
+            target = self._device.torch_device
+            here = batches.rebuild(batch, [leaf.to(target) for leaf in batches.leaves(batch)])
+            return _Slot(here, None, size)
+        transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
+        sending = _Sending(self._device, self._owner, transfer, self._settings.pin, self.freed_by)
+        on_device = sending.send(batch)
+        if cache is not None:
+            cache.keep(batch, on_device)
+        return _Slot(on_device, sending.ready, size)
+
+    def _hand_over(self, slot: _Slot) -> None:
+        assert slot.ready is not None
+        reader = self._settings.owner or self._device.current_stream()
+        reader.wait_event(slot.ready)
+        if reader is not self._owner:
+            # The loop moved to another stream than the one that owns the memory.
+            for tensor in batches.tensors(slot.batch):
+                self._device.record_stream(tensor, reader)
+
+
+class _Sending:
+    """One batch on its way: from host memory, by way of staging if need be, into its slot."""
+
+    def __init__(
+        self, device: Device, owner: Stream, transfer: Stream, pin: bool, freed_by: Event | None
+    ) -> None:
+        self._device = device
+        self._owner = owner
+        self._transfer = transfer
+        self._pin = pin
+        self._freed_by = freed_by
+        self._buffers: list[PinnedBuffer] = []
+        self.ready: Event | None = None
+
+    def send(self, batch: Any) -> Any:
+        leaves = list(batches.leaves(batch))
+        arrived: dict[int, Any] = {}
+        host: list[int] = []
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and self._is_there(leaf):
+                arrived[index] = self._pass_through(leaf)
+            elif not batches.is_plain_tensor(leaf):
+                arrived[index] = self._move_object(leaf)
+            else:
+                host.append(index)
+        if host:
+            copied = self._copy([leaves[index] for index in host])
+            arrived |= zip(host, copied, strict=True)
+        return batches.rebuild(batch, [arrived[index] for index in range(len(leaves))])
+
+    def _copy(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The sources' copies, under way on the transfer stream; `ready` marks their arrival."""
+        device = self._device
+        small = [at for at, source in enumerate(sources) if _is_small(source)]
+        together = small if self._pin and len(small) > _FEW_TENSORS else []
+        packed = [_Packed(device, group) for group in _by_dtype(sources, together)]
+        alone = [at for at in range(len(sources)) if at not in set(together)]
+        staged = {at: self._staged(sources[at]) for at in alone}
+        with device.use(self._owner):  # the memory is to be the reader's
+            slots = {at: _empty_like(device, sources[at]) for at in alone}
+            for pack in packed:
+                pack.allocate()
+        if self._freed_by is None:
+            self._transfer.wait_stream(self._owner)
+        else:
+            self._transfer.wait_event(self._freed_by)
+        self.ready = device.event()
+        with device.use(self._transfer):
+            for at, slot in slots.items():
+                device.copy(slot, staged[at])
+            for pack in packed:
+                pack.copy()
+            self.ready.record()
+        for buffer in [*self._buffers, *(pack.buffer for pack in packed)]:
+            buffer.release(after=self.ready)
+        for pack in packed:
+            slots |= pack.views()
+        return [slots[at] for at in range(len(sources))]
+
+    def _staged(self, source: torch.Tensor) -> torch.Tensor:
+        """The source itself where a copy can run from it, else a copy of it in pinned memory."""
+        if not self._pin or source.numel() == 0 or self._device.is_pinned(source):
+            return source
+        self._device.say_once(
+            "staging",
+            "batches come in memory that is not pinned and are staged through pinned buffers; "
+            "pin_memory=True in the DataLoader spares that copy",
+        )
+        buffer = self._device.pinned.take(source.numel() * source.element_size())
+        self._buffers.append(buffer)
+        staged = buffer.view((source.numel(),), source.dtype)
+        staged = staged.as_strided(source.shape, _dense_strides(source))
+        staged.copy_(source)
+        return staged
+
+    def _is_there(self, tensor: torch.Tensor) -> bool:
+        if self._device.holds(tensor):
+            return True
+        if tensor.device.type != "cpu":
+            raise DeviceMismatchError(
+                f"a batch holds a tensor on {tensor.device}; the loop runs on {self._device}"
+            )
+        return False
+
+    def _pass_through(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._device.say_once(
+            "already there",
+            "batches arrive on %s already; they are passed through, in order after the stream "
+            "that is current where the loader runs",
+            self._device,
+        )
+        producer = self._device.current_stream()
+        if producer is not self._owner:
+            self._owner.wait_stream(producer)
+            self._device.record_stream(tensor, self._owner)
+        return tensor
+
+    def _move_object(self, leaf: Any) -> Any:
+        """An object that moves itself does so on the reader's stream, and the host waits."""
+        self._device.say_once(
+            f"object {type(leaf).__name__}",
+            "a batch holds a %s, which moves itself with .to(): the host waits for each",
+            type(leaf).__name__,
+        )
+        with self._device.use(self._owner), self._device.ledger.waiting("object_copy"):
+            return leaf.to(self._device.torch_device)
+
+
+class _Packed:
+    """Many small contiguous tensors of one type: staged, copied and taken apart as one."""
+
+    def __init__(self, device: Device, sources: dict[int, torch.Tensor]) -> None:
+        self._device = device
+        self._sources = sources
+        self._sizes = [source.numel() for source in sources.values()]
+        self._dtype = next(iter(sources.values())).dtype
+        self.buffer = device.pinned.take(sum(self._sizes) * self._dtype.itemsize)
+        self._staged = self.buffer.view((sum(self._sizes),), self._dtype)
+        torch.cat([source.view(-1) for source in sources.values()], out=self._staged)
+        self._arena: torch.Tensor | None = None
+
+    def allocate(self) -> None:
+        self._arena = self._device.empty((sum(self._sizes),), self._dtype)
+
+    def copy(self) -> None:
+        assert self._arena is not None
+        self._device.copy(self._arena, self._staged)
+
+    def views(self) -> dict[int, torch.Tensor]:
+        assert self._arena is not None
+        pieces = self._arena.split(self._sizes)
+        return {
+            at: piece.view(source.shape)
+            for (at, source), piece in zip(self._sources.items(), pieces, strict=True)
+        }
+
+
+class BatchCache:
+    """Batches that stay on the device from epoch to epoch.
+
+    Keyed by the very tensors the loader handed out, so it can only hit where a loader hands out
+    the same ones again, unchanged: a list of batches, or a data set collated once.
+    """
+
+    def __init__(self, device: Device, most: int) -> None:
+        self._device = device
+        self._most = most
+        self._kept: dict[tuple[tuple[int, int], ...], tuple[Any, Any]] = {}
+        self.hits = 0
+        self.misses = 0
+
+    def find(self, batch: Any) -> Any | None:
+        """The device's copy of this batch, if it is kept and the batch has not been written to."""
+        kept = self._kept.get(self._key(batch))
+        if kept is None:
+            self.misses += 1
+            return None
+        self.hits += 1
+        return kept[1]
+
+    def keep(self, batch: Any, on_device: Any) -> None:
+        """Keep it if there is room. The host batch is held too: its identity is the key."""
+        if len(self._kept) < self._most:
+            self._kept[self._key(batch)] = (batch, on_device)
+
+    @staticmethod
+    def _key(batch: Any) -> tuple[tuple[int, int], ...]:
+        return tuple((id(tensor), tensor._version) for tensor in batches.tensors(batch))
+
+
+def _is_small(source: torch.Tensor) -> bool:
+    return source.is_contiguous() and source.numel() * source.element_size() <= _SMALL_BYTES
+
+
+def _by_dtype(sources: list[torch.Tensor], which: list[int]) -> list[dict[int, torch.Tensor]]:
+    groups: dict[torch.dtype, dict[int, torch.Tensor]] = {}
+    for at in which:
+        groups.setdefault(sources[at].dtype, {})[at] = sources[at]
+    return list(groups.values())
+
+
+def _empty_like(device: Device, source: torch.Tensor) -> torch.Tensor:
+    """Device memory of the same shape, and the same strides where they leave no holes."""
+    return torch.empty_strided(
+        source.shape, _dense_strides(source), dtype=source.dtype, device=device.torch_device
+    )
+
+
+def _dense_strides(source: torch.Tensor) -> tuple[int, ...]:
+    """The strides a plain `.to()` would give: the source's own if dense, else contiguous."""
+    if source.is_contiguous():
+        return source.stride()
+    return torch.empty_like(source, device="meta").stride()

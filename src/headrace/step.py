@@ -1,0 +1,231 @@
+"""One optimizer step: autocast, loss, backward, clipping, update. No host wait among them.
+
+`loss(model, batch)` returns a tensor, or a dict with `loss` (a mean), optionally `weight` (what the
+mean is over: tokens, say), and metrics. Gradients of loss × weight are summed over an accumulation
+group and divided once, on the device, by the group's total weight.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
+from headrace.deferred import Scalar
+from headrace.device import Device
+from headrace.ema import Ema
+from headrace.errors import StepError
+
+LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
+_AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True, slots=True)
+class LossParts:
+    """What a loss function returned, checked. `weight` is 1 when it gave none."""
+
+    loss: torch.Tensor
+    weight: Scalar
+    weighted: bool
+    values: dict[str, Scalar]
+
+    @classmethod
+    def of(cls, returned: object, device: Device, *, needs_grad: bool) -> LossParts:
+        values: dict[str, Any]
+        values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
+        loss = values.get("loss")
+        if not isinstance(loss, torch.Tensor):
+            found = f"a dict with {sorted(values)}" if isinstance(returned, Mapping) else repr(loss)
+            raise StepError(
+                f"the loss function returned {found[:200]}: expected a 0-dim tensor, or a dict "
+                "whose 'loss' is one"
+            )
+        if loss.dim() != 0:
+            raise StepError(
+                f"the loss has shape {tuple(loss.shape)}: expected a single number "
+                "(reduce it with .mean())"
+            )
+        if not device.holds(loss):
+            raise StepError(f"the loss is on {loss.device}: expected it on {device}")
+        if needs_grad and not loss.requires_grad:
+            raise StepError(
+                "the loss needs no grad, so backward() would do nothing: is every parameter "
+                "frozen, or the loss detached?"
+            )
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise StepError(
+                    f"{name!r} has shape {tuple(value.shape)}: expected a single number"
+                )
+            if not isinstance(value, torch.Tensor | int | float):
+                raise StepError(f"{name!r} is a {type(value).__name__}: expected a number")
+        return cls(loss, values.get("weight", 1), "weight" in values, values)
+
+
+class TrainingStep:
+    """Forward, backward and update of one model, to be put on whatever streams a plan says."""
+
+    def __init__(
+        self,
+        device: Device,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loss: LossFunction,
+        *,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        accumulate: int = 1,
+        scheduler: LRScheduler | None = None,
+        scheduler_every: Literal["step", "epoch"] = "step",
+        ema: Ema | None = None,
+    ) -> None:
+        _check_parts(device, model, optimizer, scheduler, scheduler_every)
+        if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
+            raise StepError(f"accumulate = {accumulate!r}: expected a whole number, 1 or more")
+        if clip_norm is not None and not clip_norm > 0:
+            raise StepError(f"clip_norm = {clip_norm!r}: expected a number above 0")
+        self.device = device
+        self.model = model
+        self.optimizer = optimizer
+        self.accumulate = accumulate
+        self.scheduler = scheduler
+        self.scheduler_every = scheduler_every
+        self.ema = ema
+        self.updates = 0
+        self._loss = loss
+        self._precision = precision
+        self._clip_norm = clip_norm
+        self._in_group = 0
+        self._group_weight: Scalar = 0
+        kind = device.torch_device.type
+        self.scaler = torch.amp.GradScaler(kind) if precision == "fp16" else None
+        self._scales_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    @property
+    def group_is_open(self) -> bool:
+        """Whether gradients were gathered that no update has used yet."""
+        return self._in_group > 0
+
+    @property
+    def group_is_full(self) -> bool:
+        return self._in_group == self.accumulate
+
+    def forward(self, batch: Any) -> LossParts:
+        with self.autocast():
+            returned = self._loss(self.model, batch)
+        return LossParts.of(returned, self.device, needs_grad=torch.is_grad_enabled())
+
+    def backward(self, parts: LossParts) -> None:
+        """Add this batch's gradients to the group's."""
+        target = parts.loss
+        if self.accumulate > 1:
+            target = target * parts.weight
+            first = self._in_group == 0
+            self._group_weight = parts.weight if first else self._group_weight + parts.weight
+        if self.scaler is not None:
+            target = self.scaler.scale(target)
+        target.backward()
+        self._in_group += 1
+
+    def update(self) -> None:
+        """Use the group's gradients: divide, clip, step, and begin a new group."""
+        if self.accumulate > 1:
+            _divide(self._gradients(), self._group_weight)
+        if self._clip_norm is not None:
+            if self.scaler is not None:
+                self.scaler.unscale_(self.optimizer)
+            torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip_norm)
+        if self.scaler is None:
+            self.optimizer.step()
+        else:
+            # Only fused optimizers keep "was there an infinity" on the device; others read it.
+            fused = self._scales_on_device
+            with nullcontext() if fused else self.device.ledger.waiting("fp16_found_inf"):
+                self.scaler.step(self.optimizer)
+            self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.scheduler is not None and self.scheduler_every == "step":
+            self.scheduler.step()
+        if self.ema is not None:
+            self.ema.update()
+        self._in_group = 0
+        self.updates += 1
+
+    def end_epoch(self, mean_loss: float) -> None:
+        """Step a scheduler that goes by epochs."""
+        if self.scheduler is None or self.scheduler_every != "epoch":
+            return
+        if isinstance(self.scheduler, ReduceLROnPlateau):
+            self.scheduler.step(mean_loss)
+        else:
+            self.scheduler.step()
+
+    def abandon(self) -> None:
+        """Forget a group that an error cut short, so that it cannot leak into the next."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._in_group = 0
+
+    def autocast(self) -> AbstractContextManager[object]:
+        dtype = _AUTOCAST.get(self._precision)
+        if dtype is None:
+            return nullcontext()
+        return torch.autocast(self.device.torch_device.type, dtype)
+
+    def _parameters(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def _gradients(self) -> list[torch.Tensor]:
+        return [p.grad for p in self._parameters() if p.grad is not None]
+
+
+def _divide(gradients: list[torch.Tensor], weight: Scalar) -> None:
+    if not gradients:
+        return
+    if isinstance(weight, torch.Tensor):
+        # A group of weight 0 has gradients of 0: they stay that.
+        weight = weight.detach().to(gradients[0].dtype).clamp(min=torch.finfo(torch.float32).tiny)
+    elif weight == 0:
+        weight = 1
+    torch._foreach_div_(gradients, weight)
+
+
+def _check_parts(
+    device: Device,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    scheduler: LRScheduler | None,
+    scheduler_every: str,
+) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise StepError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        what = "a scheduler without an optimizer" if scheduler is not None else "the optimizer"
+        raise StepError(
+            f"{what}: optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer "
+            "(for updates of your own use Engine.from_step)"
+        )
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty:
+        raise StepError(
+            f"{type(optimizer).__name__} calls the loss itself, through a closure: that cannot be "
+            "planned. Use another optimizer, or Engine.from_step with a step of your own"
+        )
+    for parameter in model.parameters():
+        if not device.holds(parameter):
+            raise StepError(
+                f"the model is on {parameter.device}, the engine runs on {device}: call "
+                f"model.to('{device.torch_device}') before the optimizer is made"
+            )
+    if scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer:
+        raise StepError("the scheduler belongs to another optimizer than the engine's")
+    if scheduler_every not in ("step", "epoch"):
+        raise StepError(f"scheduler_every = {scheduler_every!r}: expected 'step' or 'epoch'")
+    if isinstance(scheduler, ReduceLROnPlateau) and scheduler_every == "step":
+        raise StepError(
+            "ReduceLROnPlateau needs a finished loss: give scheduler_every='epoch' with it"
+        )
