@@ -2,8 +2,10 @@
 
     import headrace as hr
 
-    device = hr.open_device("auto")
-    manager = hr.StreamManager(device, 4)
+    engine = hr.Engine(model, optimizer, loss_fn, plan="pipeline")
+    for epoch in range(10):
+        result = engine.epoch(loader)
+        print(result.mean_loss, result.waits.table())
 
 Names are loaded when they are first used, so that `import headrace` costs next to nothing and
 touches no GPU.
@@ -15,17 +17,29 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.deferred import DeferredScalars, DeferredValues
     from headrace.device import Device, Event, Stream, available_devices, open_device
+    from headrace.ema import Ema
+    from headrace.engine import Engine, StepInfo
     from headrace.errors import HeadraceError
     from headrace.ledger import Ledger, LedgerStatistics, WaitStatistics
     from headrace.plan import PRESETS, LoaderPlan, Plan, PlanFile, load_plan
+    from headrace.prefetcher import Prefetcher, prefetch
+    from headrace.results import EpochResult, EpochStatistics
+    from headrace.runahead import RunAhead
     from headrace.streams import StreamManager
     from headrace.timeline import Span, Timeline
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "DeferredScalars": "deferred",
+    "DeferredValues": "deferred",
     "Device": "device",
+    "Ema": "ema",
+    "Engine": "engine",
+    "EpochResult": "results",
+    "EpochStatistics": "results",
     "Event": "device",
     "HeadraceError": "errors",
     "Ledger": "ledger",
@@ -34,7 +48,10 @@ _HOMES = {
     "PRESETS": "plan",
     "Plan": "plan",
     "PlanFile": "plan",
+    "Prefetcher": "prefetcher",
+    "RunAhead": "runahead",
     "Span": "timeline",
+    "StepInfo": "engine",
     "Stream": "device",
     "StreamManager": "streams",
     "Timeline": "timeline",
@@ -42,11 +59,18 @@ _HOMES = {
     "available_devices": "device",
     "load_plan": "plan",
     "open_device": "device",
+    "prefetch": "prefetcher",
 }
 
 __all__ = [
     "PRESETS",
+    "DeferredScalars",
+    "DeferredValues",
     "Device",
+    "Ema",
+    "Engine",
+    "EpochResult",
+    "EpochStatistics",
     "Event",
     "HeadraceError",
     "Ledger",
@@ -54,7 +78,10 @@ __all__ = [
     "LoaderPlan",
     "Plan",
     "PlanFile",
+    "Prefetcher",
+    "RunAhead",
     "Span",
+    "StepInfo",
     "Stream",
     "StreamManager",
     "Timeline",
@@ -63,6 +90,7 @@ __all__ = [
     "available_devices",
     "load_plan",
     "open_device",
+    "prefetch",
 ]
 
 

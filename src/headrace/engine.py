@@ -21,7 +21,7 @@ from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.lanes import HostSync, Lanes
 from headrace.plan import Plan
-from headrace.prefetch import BatchCache, Prefetcher, PrefetchIterator
+from headrace.prefetcher import BatchCache, Prefetcher, PrefetchIterator
 from headrace.results import EpochResult, Pass, epoch_result
 from headrace.runahead import RunAhead
 from headrace.step import LossFunction, LossParts, TrainingStep
@@ -125,6 +125,14 @@ class Engine:
         self._custom: StepFunction | None = None
         self._deterministic = deterministic
         self._nvtx = nvtx
+        if self.plan.graphs != "off":
+            self.device.say_once(
+                "graphs",
+                "plan %s: this version launches the step's kernels one by one on %s; "
+                "all else is as the plan says",
+                self.plan.name,
+                self.device,
+            )
         self._cache = None
         if self.plan.cache_batches:
             self._cache = BatchCache(self.device, self.plan.cache_batches)
@@ -284,6 +292,8 @@ class _Run:
                 self.lanes.arrived(feed)
                 self._window.admit(feed.last_nbytes)
                 self._samples += batches.sample_count(batch)
+                if index == 0 and self.engine._step is not None:
+                    _require_tensor(batch)
                 try:
                     self._run_batch(self, index, batch)
                 except BaseException:
@@ -371,6 +381,14 @@ class _First:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._loader), self._most)
+
+
+def _require_tensor(batch: Any) -> None:
+    if next(batches.leaves(batch), None) is None:
+        raise StepError(
+            f"batch 0 (a {type(batch).__name__}) holds no tensor: expected tensors, in whatever "
+            "nesting of tuples, dicts and dataclasses"
+        )
 
 
 def _where(model: torch.nn.Module) -> Device | torch.device:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from headrace.device import Device, Event, Stream
 from headrace.plan import Plan
-from headrace.prefetch import PrefetchIterator
+from headrace.prefetcher import PrefetchIterator
 from headrace.streams import StreamManager
 
 

@@ -28,6 +28,9 @@ from headrace.errors import DeviceMismatchError, PlanError
 # More than a few small tensors in a batch travel together, in one staging buffer and one copy.
 _SMALL_BYTES = 256 << 10
 _FEW_TENSORS = 4
+# A loop without a run-ahead bound of its own may have this many copies waiting for the device;
+# then the host waits, or pinned memory would grow for as long as the host is faster.
+_MOST_COPIES = 32
 
 
 def prefetch(
@@ -104,13 +107,15 @@ class PrefetchIterator:
         self._settings = settings
         self._device = settings.device
         self._owner = settings.owner or settings.device.current_stream()
-        self._source: Iterator[Any] | None = iter(settings.loader)
         self._under_way: deque[_Slot] = deque()
+        self._source: Iterator[Any] | None = None
         self._error: BaseException | None = None
         self._pulled = 0
+        self._copies: deque[Event] = deque()
         self.freed_by: Event | None = None
         self.delivered = 0
         self.last_nbytes = 0
+        self._source = iter(settings.loader)  # last: it may raise, and close() needs the rest
 
     def __iter__(self) -> PrefetchIterator:
         return self
@@ -133,11 +138,18 @@ class PrefetchIterator:
         return slot.batch
 
     def close(self) -> None:
-        """Drop the batches under way and the loader's iterator. Memory follows its streams."""
-        self._under_way.clear()
+        """Drop the batches under way and the loader's iterator."""
+        while self._under_way:
+            slot = self._under_way.popleft()
+            if slot.ready is not None:
+                # Its memory goes back to the owner, which must not reuse it under the copy.
+                self._owner.wait_event(slot.ready)
         source, self._source = self._source, None
         if source is not None and hasattr(source, "close"):
             source.close()  # a generator's own clean-up runs now, not at some later collection
+
+    def __del__(self) -> None:
+        self.close()  # a loop that was left early, or dropped
 
     def _pull(self) -> None:
         """Take one batch from the loader and start its copy. An error waits for its turn."""
@@ -162,12 +174,21 @@ class PrefetchIterator:
             target = self._device.torch_device
             here = batches.rebuild(batch, [leaf.to(target) for leaf in batches.leaves(batch)])
             return _Slot(here, None, size)
+        self._bound_copies()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
         sending = _Sending(self._device, self._owner, transfer, self._settings.pin, self.freed_by)
         on_device = sending.send(batch)
+        if sending.ready is not None:
+            self._copies.append(sending.ready)
         if cache is not None:
             cache.keep(batch, on_device)
         return _Slot(on_device, sending.ready, size)
+
+    def _bound_copies(self) -> None:
+        while self._copies and self._copies[0].query():
+            self._copies.popleft()
+        if len(self._copies) == _MOST_COPIES:
+            self._device.wait(self._copies.popleft(), "copies_behind")
 
     def _hand_over(self, slot: _Slot) -> None:
         assert slot.ready is not None

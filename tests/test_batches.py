@@ -1,0 +1,131 @@
+"""Batches of any shape, taken apart and put together again."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace import batches
+
+
+class Pair(NamedTuple):
+    src: torch.Tensor
+    trg: torch.Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    ids: torch.Tensor
+    names: list[str]
+    length: int = dataclasses.field(init=False, default=7)
+
+
+class Extra(dict[str, Any]):
+    note = "kept"
+
+
+class Moves:
+    def __init__(self) -> None:
+        self.moved_to: Any = None
+
+    def to(self, device: Any) -> Moves:
+        twin = Moves()
+        twin.moved_to = device
+        return twin
+
+
+def doubled(batch: Any) -> Any:
+    return batches.rebuild(batch, [leaf * 2 for leaf in batches.leaves(batch)])
+
+
+ONE = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        ONE,
+        (ONE, ONE),
+        [ONE, "text", 3],
+        {"src": ONE, "meta": {"name": "x", "at": ONE}},
+        Pair(ONE, ONE),
+        Record(ONE, ["a", "b"]),
+        collections.OrderedDict(b=ONE, a=ONE),
+        collections.defaultdict(list, x=ONE),
+        Extra(x=ONE),
+        [],
+        None,
+        "text",
+    ],
+)
+def test_the_shape_stays(batch: Any) -> None:
+    result = doubled(batch)
+    assert type(result) is type(batch)
+    assert len(list(batches.leaves(result))) == len(list(batches.leaves(batch)))
+    for leaf in batches.leaves(result):
+        assert torch.equal(leaf, torch.full((2,), 2.0))
+    for leaf in batches.leaves(batch):
+        assert torch.equal(leaf, ONE)  # the original is untouched
+
+
+def test_what_is_no_tensor_is_the_very_same() -> None:
+    note = object()
+    result = doubled({"x": ONE, "note": note, "names": ["a"]})
+    assert result["note"] is note
+    assert result["names"] == ["a"]
+    record = doubled(Record(ONE, ["a"]))
+    assert (record.names, record.length) == (["a"], 7)
+    assert doubled(Extra(x=ONE)).note == "kept"
+
+
+def test_an_object_that_moves_itself_is_one_leaf() -> None:
+    moves = Moves()
+    assert list(batches.leaves((ONE, moves))) == [ONE, moves]
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    assert list(batches.leaves([packed])) == [packed]  # its batch_sizes must stay on the CPU
+
+
+def test_counting() -> None:
+    batch = (torch.ones(3, 2), {"y": torch.ones(3, dtype=torch.int64)}, "x")
+    assert batches.nbytes(batch) == 24 + 24
+    assert batches.sample_count(batch) == 3
+    assert batches.sample_count((torch.tensor(1.0),)) == 1
+    assert batches.sample_count("x") == 1
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, 2).to_sparse(),
+        torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
+        Moves(),
+    ],
+)
+def test_what_is_more_than_its_bytes_is_not_plain(leaf: Any) -> None:
+    assert not batches.is_plain_tensor(leaf)
+    assert batches.is_movable(leaf)
+
+
+nested = st.recursive(
+    st.integers(0, 9).map(lambda n: torch.full((2,), float(n))) | st.text(max_size=3) | st.none(),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.lists(inner, max_size=3).map(tuple)
+        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
+    ),
+    max_leaves=12,
+)
+
+
+@given(nested)
+def test_any_nesting_survives(batch: Any) -> None:
+    leaves = list(batches.leaves(batch))
+    assert repr(batches.rebuild(batch, leaves)) == repr(batch)
+    assert len(list(batches.leaves(doubled(batch)))) == len(leaves)

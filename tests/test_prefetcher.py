@@ -1,0 +1,286 @@
+"""`prefetch`: every batch once and in order, on the device, whatever the loader does."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_batches import Moves, Pair, Record, nested
+from torch.utils.data import DataLoader, TensorDataset
+
+from headrace import batches
+from headrace.device import Device
+from headrace.errors import DeviceMismatchError, PlanError
+from headrace.prefetcher import BatchCache, Prefetcher, prefetch
+from headrace.testing import Costs, FakeDevice
+
+
+def numbers(count: int, *shape: int) -> list[torch.Tensor]:
+    return [torch.full(shape or (3,), float(n)) for n in range(count)]
+
+
+def values(loader: Any) -> list[float]:
+    return [float(batch.flatten()[0]) for batch in loader]
+
+
+@pytest.mark.parametrize("depth", [0, 1, 2, 5])
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_every_batch_once_in_order(device: Device, depth: int, count: int) -> None:
+    loader = prefetch(numbers(count), device, depth)
+    assert len(loader) == count
+    for _ in range(2):  # and again: a new loop starts the loader anew
+        assert values(loader) == [float(n) for n in range(count)]
+
+
+def test_batches_lie_on_the_device(device: Device) -> None:
+    for batch in prefetch([{"x": torch.ones(2), "name": "n"}], device):
+        assert device.holds(batch["x"])
+        assert batch["name"] == "n"
+
+
+def test_a_generator_without_length(device: Device) -> None:
+    loader = prefetch((batch for batch in numbers(4)), device)
+    with pytest.raises(TypeError):
+        len(loader)
+    assert values(loader) == [0.0, 1.0, 2.0, 3.0]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_data_loader_with_a_last_partial_batch(device: Device, workers: int) -> None:
+    loader = DataLoader(
+        TensorDataset(torch.arange(10.0)),
+        batch_size=4,
+        num_workers=workers,
+        persistent_workers=workers > 0,
+    )
+    for _ in range(2):
+        found = [batch[0].cpu().tolist() for batch in prefetch(loader, device)]
+        assert found == [[0.0, 1.0, 2.0, 3.0], [4.0, 5.0, 6.0, 7.0], [8.0, 9.0]]
+
+
+def test_varying_shapes_and_types(device: Device) -> None:
+    sources = [
+        torch.arange(6).view(2, 3),
+        torch.ones(5, dtype=torch.bfloat16),
+        torch.zeros(0, 4),
+        torch.tensor(3.5),
+        torch.ones(2, 3, 4, 4).to(memory_format=torch.channels_last),
+        torch.arange(12.0).view(3, 4)[:, ::2],
+    ]
+    for source, batch in zip(sources, prefetch(sources, device), strict=True):
+        assert batch.dtype == source.dtype
+        assert batch.shape == source.shape
+        if device.asynchronous:
+            assert batch.stride() == source.clone().stride()  # as a plain .to() would have it
+        assert torch.equal(batch.cpu(), source)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_many_small_tensors_are_copied_together(pinned: bool) -> None:
+    with FakeDevice() as device:
+        batch = [torch.full((2, 2), float(n)) for n in range(500)] + [torch.tensor([7])]
+        if pinned:
+            batch = [part.pin_memory() for part in batch]
+        (arrived,) = prefetch([batch], device)
+        copies = [span for span in device.timeline().spans if span.kind == "copy"]
+        assert len(copies) == 2  # one a type
+        for source, there in zip(batch, arrived, strict=True):
+            assert there.shape == source.shape
+            assert torch.equal(there.cpu(), source)
+
+
+def test_a_batch_may_be_kept(device: Device) -> None:
+    kept = list(prefetch(numbers(6), device, depth=1))
+    assert values(kept) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_loader_buffers_may_be_reused_by_the_loader(device: Device) -> None:
+    def loader() -> Iterator[torch.Tensor]:
+        buffer = torch.zeros(4)
+        for n in range(5):
+            buffer.fill_(n)
+            yield buffer
+
+    assert device.asynchronous is False or values(prefetch(loader(), device, 2)) == [
+        0.0,
+        1.0,
+        2.0,
+        3.0,
+        4.0,
+    ]
+
+
+def test_objects_that_move_themselves(device: Device) -> None:
+    (batch,) = prefetch([(Moves(), torch.ones(2))], device)
+    assert batch[0].moved_to == device.torch_device
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
+    ((arrived,),) = prefetch([(packed,)], device)
+    assert device.holds(arrived.data)
+    assert arrived.batch_sizes.device == torch.device("cpu")
+    if device.asynchronous:
+        assert device.ledger.statistics()["object_copy"].count == 2
+
+
+def test_named_tuples_and_dataclasses(device: Device) -> None:
+    (pair,) = prefetch([Pair(torch.ones(1), torch.zeros(1))], device)
+    assert isinstance(pair, Pair)
+    assert device.holds(pair.trg)
+    (record,) = prefetch([Record(torch.ones(1), ["a"])], device)
+    assert record.names == ["a"]
+    assert device.holds(record.ids)
+
+
+def test_batches_already_there_pass_through(
+    device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    there = [torch.full((2,), float(n), device=device.torch_device) for n in range(3)]
+    for source, batch in zip(there, prefetch(there, device), strict=True):
+        assert batch is source
+    said = [record for record in caplog.records if "already" in record.getMessage()]
+    assert len(said) == (1 if device.asynchronous else 0)
+
+
+def test_a_batch_of_another_device_is_refused() -> None:
+    with FakeDevice() as device, pytest.raises(DeviceMismatchError, match="a tensor on meta"):
+        list(prefetch([torch.ones(2, device="meta")], device))
+
+
+@pytest.mark.parametrize("depth", [-1, 1.5, True, None])
+def test_depth_is_checked(depth: Any) -> None:
+    with pytest.raises(PlanError, match=r"depth = .*: expected a whole number"):
+        prefetch([], "cpu", depth)
+
+
+class BrokenError(Exception):
+    pass
+
+
+def breaking_after(count: int) -> Iterator[torch.Tensor]:
+    yield from numbers(count)
+    raise BrokenError(f"after {count}")
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+@pytest.mark.parametrize("depth", [0, 2, 9])
+def test_an_error_comes_after_the_batches_before_it(device: Device, count: int, depth: int) -> None:
+    found: list[float] = []
+
+    def run() -> None:
+        for batch in prefetch(breaking_after(count), device, depth):
+            found.append(float(batch[0]))
+
+    with pytest.raises(BrokenError, match=f"after {count}"):
+        run()
+    assert found == [float(n) for n in range(count)]
+
+
+def test_leaving_early_leaves_nothing_behind(device: Device) -> None:
+    closed = []
+
+    def loader() -> Iterator[torch.Tensor]:
+        try:
+            yield from numbers(10)
+        finally:
+            closed.append(True)
+
+    threads = threading.active_count()
+    for batch in prefetch(loader(), device):
+        marker = weakref.ref(batch)
+        break
+    del batch
+    gc.collect()
+    assert closed == [True]
+    assert marker() is None
+    assert device.pinned.lent == 0
+    assert threading.active_count() == threads
+
+
+def test_an_exception_in_the_loop_leaves_nothing_behind(device: Device) -> None:
+    def run() -> None:
+        for _ in prefetch(numbers(10), device):
+            raise BrokenError
+
+    with pytest.raises(BrokenError):
+        run()
+    gc.collect()
+    assert device.pinned.lent == 0
+
+
+def test_memory_is_bounded_by_the_depth() -> None:
+    with FakeDevice() as device:
+        for batch in prefetch(numbers(100, 1000), device, depth=2):
+            assert device.memory().allocated <= 4 * 4000  # in use, two ahead, and the one before
+            device.work(10.0, reads=[batch])
+        del batch
+        assert device.memory().allocated == 0
+        # The host is far ahead of the device, but not further than so many copies.
+        assert device.pinned.held_bytes <= 34 * 4096
+        assert device.ledger.statistics()["copies_behind"].count > 0
+
+
+def test_copies_run_beside_compute() -> None:
+    costs = Costs(kernel_us=0, query_us=0, by_name={"copy h2d": 2000})
+    with FakeDevice(costs=costs) as device:
+        for _ in prefetch(numbers(10), device):
+            device.work(10.0)
+        device.synchronize("end")
+    assert device.timeline().length_ms == 2.0 + 10 * 10.0
+    assert device.ledger.statistics().device_waits() == 1
+
+
+def test_the_loader_is_in_the_ledger_as_data() -> None:
+    with FakeDevice(costs=Costs(query_us=0)) as device:
+
+        def slow() -> Iterator[torch.Tensor]:
+            for batch in numbers(3):
+                device.host_work(5.0, "load")
+                yield batch
+
+        list(prefetch(slow(), device))
+    assert device.ledger.statistics()["data"].total_ms == 15.0
+    assert device.ledger.statistics().device_waits() == 0
+
+
+class TestCache:
+    def test_a_list_of_batches_is_copied_once(self) -> None:
+        with FakeDevice() as device:
+            source, cache = numbers(4), BatchCache(device, 3)
+            loader = Prefetcher(source, device, cache=cache)
+            for _ in range(3):
+                assert values(loader) == [0.0, 1.0, 2.0, 3.0]
+            copies = [s for s in device.timeline().spans if s.name == "copy h2d"]
+            assert len(copies) == 4 + 1 + 1  # three stay, the fourth is copied each time
+            assert (cache.hits, cache.misses) == (6, 6)
+
+    def test_a_batch_that_was_written_to_is_copied_again(self) -> None:
+        with FakeDevice() as device:
+            source, cache = numbers(2), BatchCache(device, 4)
+            loader = Prefetcher(source, device, cache=cache)
+            assert values(loader) == [0.0, 1.0]
+            source[0].fill_(9)
+            assert values(loader) == [9.0, 1.0]
+
+    def test_a_data_loader_never_hits(self) -> None:
+        with FakeDevice() as device:
+            cache = BatchCache(device, 4)
+            data = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2, shuffle=True)
+            for _ in range(2):
+                found = [b[0].cpu() for b in Prefetcher(data, device, cache=cache)]
+                assert sorted(torch.cat(found).tolist()) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+            assert cache.hits == 0
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(nested, max_size=5), st.integers(0, 4), st.booleans())
+def test_any_batches_arrive_as_they_were(source: list[Any], depth: int, pin: bool) -> None:
+    with FakeDevice() as device:
+        arrived = list(prefetch(source, device, depth, pin=pin))
+        back = [batches.rebuild(b, [leaf.cpu() for leaf in batches.leaves(b)]) for b in arrived]
+    assert repr(back) == repr(source)
