@@ -93,10 +93,9 @@ def test_an_object_that_moves_itself_is_one_leaf() -> None:
 
 def test_counting() -> None:
     batch = (torch.ones(3, 2), {"y": torch.ones(3, dtype=torch.int64)}, "x")
-    assert batches.nbytes(batch) == 24 + 24
-    assert batches.sample_count(batch) == 3
-    assert batches.sample_count((torch.tensor(1.0),)) == 1
-    assert batches.sample_count("x") == 1
+    assert batches.measure(batches.leaves(batch)) == (24 + 24, 3)
+    assert batches.measure([torch.tensor(1.0)]) == (4, 1)
+    assert batches.measure([]) == (0, 1)
 
 
 @pytest.mark.parametrize(

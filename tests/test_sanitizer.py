@@ -54,9 +54,17 @@ def test_a_seeded_bug_is_reported_and_its_twin_is_not() -> None:
 
 
 @pytest.mark.timeout(600)
-def test_the_stream_and_event_tests_are_clean() -> None:
-    files = ("tests/test_device.py", "tests/test_streams.py")
-    run = sanitized("-m", "pytest", "-k", "cuda", "-p", "no:cacheprovider", *files)
-    assert run.returncode == 0, run.stdout + run.stderr
+@pytest.mark.parametrize(
+    ("files", "chosen"),
+    [
+        (["tests/test_device.py", "tests/test_streams.py"], "cuda"),
+        (["tests/test_prefetcher.py", "tests/test_deferred.py"], "cuda"),
+        (["tests/test_engine.py"], "cuda and (TestSameLosses or TestLoop or TestEvaluate)"),
+    ],
+    ids=["seam", "parts", "engine"],
+)
+def test_our_own_tests_are_clean(files: list[str], chosen: str) -> None:
+    run = sanitized("-m", "pytest", "-k", chosen, "-p", "no:cacheprovider", *files)
+    assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
     assert "data race" not in run.stdout + run.stderr
     assert " passed" in run.stdout

@@ -56,17 +56,18 @@ def rebuild(batch: Any, new_leaves: Iterable[Any]) -> Any:
     return _rebuild(batch, lambda leaf: next(supply))
 
 
-def nbytes(batch: Any) -> int:
-    """Bytes of all tensors in the batch."""
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors(batch))
+def measure(leaves: Iterable[Any]) -> tuple[int, int]:
+    """Of a batch's leaves: the bytes of all tensors, and how many samples they are.
 
-
-def sample_count(batch: Any) -> int:
-    """How many samples: the length of the first tensor that has one, else 1."""
-    for tensor in tensors(batch):
-        if tensor.dim() > 0:
-            return int(tensor.shape[0])
-    return 1
+    Samples are counted along the first dimension of the first tensor that has one, else 1.
+    """
+    nbytes = samples = 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            nbytes += leaf.numel() * leaf.element_size()
+            if not samples and leaf.dim() > 0:
+                samples = leaf.shape[0]
+    return nbytes, samples or 1
 
 
 def _parts(batch: Any) -> Iterable[Any]:

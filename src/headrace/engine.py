@@ -291,7 +291,7 @@ class _Run:
             for index, batch in enumerate(feed):
                 self.lanes.arrived(feed)
                 self._window.admit(feed.last_nbytes)
-                self._samples += batches.sample_count(batch)
+                self._samples += feed.last_samples
                 if index == 0 and self.engine._step is not None:
                     _require_tensor(batch)
                 try:

@@ -94,6 +94,7 @@ class _Slot:
     batch: Any
     ready: Event | None
     nbytes: int
+    samples: int
 
 
 class PrefetchIterator:
@@ -114,7 +115,7 @@ class PrefetchIterator:
         self._copies: deque[Event] = deque()
         self.freed_by: Event | None = None
         self.delivered = 0
-        self.last_nbytes = 0
+        self.last_nbytes = self.last_samples = 0
         self._source = iter(settings.loader)  # last: it may raise, and close() needs the rest
 
     def __iter__(self) -> PrefetchIterator:
@@ -134,7 +135,7 @@ class PrefetchIterator:
         if slot.ready is not None:
             self._hand_over(slot)
         self.delivered += 1
-        self.last_nbytes = slot.nbytes
+        self.last_nbytes, self.last_samples = slot.nbytes, slot.samples
         return slot.batch
 
     def close(self) -> None:
@@ -166,23 +167,29 @@ class PrefetchIterator:
             self._pulled += 1
 
     def _send(self, batch: Any) -> _Slot:
-        size, cache = batches.nbytes(batch), self._settings.cache
+        leaves, cache = list(batches.leaves(batch)), self._settings.cache
+        nbytes, samples = batches.measure(leaves)
         kept = None if cache is None else cache.find(batch)
         if kept is not None:
-            return _Slot(kept, None, size)
+            return _Slot(kept, None, nbytes, samples)
         if not self._device.asynchronous:
-            target = self._device.torch_device
-            here = batches.rebuild(batch, [leaf.to(target) for leaf in batches.leaves(batch)])
-            return _Slot(here, None, size)
+            return _Slot(self._moved(batch, leaves), None, nbytes, samples)
         self._bound_copies()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
         sending = _Sending(self._device, self._owner, transfer, self._settings.pin, self.freed_by)
-        on_device = sending.send(batch)
+        on_device = batches.rebuild(batch, sending.send(leaves))
         if sending.ready is not None:
             self._copies.append(sending.ready)
         if cache is not None:
             cache.keep(batch, on_device)
-        return _Slot(on_device, sending.ready, size)
+        return _Slot(on_device, sending.ready, nbytes, samples)
+
+    def _moved(self, batch: Any, leaves: list[Any]) -> Any:
+        """On a device that copies nothing: the batch itself, if all of it is there already."""
+        if all(type(leaf) is torch.Tensor and self._device.holds(leaf) for leaf in leaves):
+            return batch
+        target = self._device.torch_device
+        return batches.rebuild(batch, [leaf.to(target) for leaf in leaves])
 
     def _bound_copies(self) -> None:
         while self._copies and self._copies[0].query():
@@ -214,8 +221,8 @@ class _Sending:
         self._buffers: list[PinnedBuffer] = []
         self.ready: Event | None = None
 
-    def send(self, batch: Any) -> Any:
-        leaves = list(batches.leaves(batch))
+    def send(self, leaves: list[Any]) -> list[Any]:
+        """The leaves on the device, or on their way there."""
         arrived: dict[int, Any] = {}
         host: list[int] = []
         for index, leaf in enumerate(leaves):
@@ -228,7 +235,7 @@ class _Sending:
         if host:
             copied = self._copy([leaves[index] for index in host])
             arrived |= zip(host, copied, strict=True)
-        return batches.rebuild(batch, [arrived[index] for index in range(len(leaves))])
+        return [arrived[index] for index in range(len(leaves))]
 
     def _copy(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sources' copies, under way on the transfer stream; `ready` marks their arrival."""

@@ -1,0 +1,164 @@
+"""The eager plans on this machine's GPU: speed against data that is already there, waits, memory.
+
+    python benchmarks/engine.py [--out results.json] [--soak-steps 20000]
+
+"resident" is the limit: the same model on batches that lie on the GPU, its loss never read. Each
+plan is fed from pinned host batches (baseline and interval from pageable ones, as they prescribe).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from measuring import header, interleaved_ms, save, table
+from works import Work, mlp, resnet50, transformer
+
+from headrace.device import Device, open_device
+from headrace.engine import Engine, StepInfo
+from headrace.plan import Plan
+
+PLANS = ("baseline", "interval", "event", "streams4", "pipeline")
+
+
+def resident(work: Work, device: Device, precision: str) -> Callable[[int], object]:
+    model, optimizer = work.fresh(device.torch_device)
+    there = [tuple(part.to(device.torch_device) for part in batch) for batch in work.batches[:4]]
+
+    def run(steps: int) -> None:
+        with device.numerics(precision):
+            for step in range(steps):
+                with torch.autocast("cuda", torch.bfloat16, enabled=precision == "bf16"):
+                    loss = work.loss(model, there[step % len(there)])
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+
+    return run
+
+
+class Planned:
+    """A work under a plan, as a way to be timed; `result` is the last epoch's."""
+
+    def __init__(self, work: Work, device: Device, plan: Plan, precision: str) -> None:
+        model, optimizer = work.fresh(device.torch_device)
+        self._engine = Engine(
+            model, optimizer, work.loss, plan=plan, device=device, precision=precision
+        )
+        self._host = work.batches
+        if plan.pin:
+            self._host = [tuple(p.pin_memory() for p in batch) for batch in work.batches]
+        self.result: Any = None
+
+    def __call__(self, steps: int) -> None:
+        source = itertools.islice(itertools.cycle(self._host), steps)
+        self.result = self._engine.epoch(source)
+
+
+def compare(work: Work, device: Device, precision: str, steps: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds a step, device waits a step and peak memory of every plan."""
+    planned = {name: Planned(work, device, Plan.preset(name), precision) for name in PLANS}
+    ways = {"resident": resident(work, device, precision), **planned}
+    rows = interleaved_ms(ways, device, steps=steps, repeats=repeats)
+    limit, losses = rows["resident"]["ms"], {}
+    for name, way in planned.items():
+        waits = way.result.waits
+        losses[name] = way.result.losses
+        rows[name]["over resident %"] = round((rows[name]["ms"] / limit - 1) * 100, 2)
+        rows[name]["waits a step"] = round(waits.device_waits() / steps, 3)
+        rows[name]["blocked ms a step"] = round(waits.wall_ms / steps, 3)
+        rows[name]["peak MB"] = way.result.statistics.peak_memory_bytes >> 20
+        rows[name]["waits"] = {w.reason: w.count for w in waits.reasons}
+    same = {name: losses[name] == losses["baseline"] for name in PLANS}
+    return {"precision": precision, "steps": steps, "rows": rows, "losses as baseline's": same}
+
+
+def memory_over_plain(work: Work, device: Device) -> dict[str, float]:
+    """Peak device memory of the pipeline over a plain loop's, counted in batches."""
+    batch_bytes = sum(part.numel() * part.element_size() for part in work.batches[0])
+    peaks = {}
+    for name in ("baseline", "pipeline"):
+        way = Planned(work, device, Plan.preset(name), "bf16")
+        way(30)
+        peaks[name] = way.result.statistics.peak_memory_bytes
+        del way
+        torch.cuda.empty_cache()
+    over = (peaks["pipeline"] - peaks["baseline"]) / batch_bytes
+    return {
+        "batch MB": round(batch_bytes / 1e6, 2),
+        "over the plain loop, in batches": round(over, 2),
+    }
+
+
+def soak(device: Device, steps: int) -> dict[str, Any]:
+    """One long epoch: device memory reserved and host memory, early and late."""
+    work = mlp(rows=256, width=256, layers=12)
+    figures: dict[int, dict[str, int]] = {}
+    process = psutil.Process()
+
+    def look(info: StepInfo) -> None:
+        if info.batch + 1 in (1_000, steps):
+            figures[info.batch + 1] = {
+                "reserved": device.memory().reserved,
+                "allocated": device.memory().allocated,
+                "host": process.memory_info().rss,
+            }
+
+    model, optimizer = work.fresh(device.torch_device)
+    engine = Engine(model, optimizer, work.loss, plan="pipeline", device=device, on_step=look)
+
+    def fresh_batches() -> Iterator[Any]:
+        for batch in itertools.islice(itertools.cycle(work.batches), steps):
+            yield tuple(part.clone() for part in batch)
+
+    result = engine.epoch(fresh_batches())
+    early, late = figures[1_000], figures[steps]
+    return {
+        "steps": steps,
+        "ms a step": round(result.statistics.elapsed_s / steps * 1e3, 3),
+        "losses": len(result.losses),
+        "reserved at 1,000": early["reserved"],
+        "reserved at the end": late["reserved"],
+        "host growth MB": round((late["host"] - early["host"]) / 1e6, 2),
+        "waits": {w.reason: w.count for w in result.waits.reasons},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
+    parser.add_argument("--soak-steps", type=int, default=20_000)
+    arguments = parser.parse_args()
+    device = open_device("cuda")
+    result: dict[str, Any] = header("engine.py")
+    # First, while nothing else is in memory.
+    result["soak"] = soak(device, arguments.soak_steps)
+    print(result["soak"], flush=True)
+    works = (
+        (transformer(30, 60), "tf32", 50),
+        (transformer(256, 64), "bf16", 40),
+        (resnet50(128), "bf16", 40),
+    )
+    for work, precision, steps in works:
+        found = compare(work, device, precision, steps=steps, repeats=5)
+        shown = {
+            n: {k: v for k, v in row.items() if k != "waits"} for n, row in found["rows"].items()
+        }
+        print(f"{work.name}, {precision}\n{table(shown)}", flush=True)
+        print(found["losses as baseline's"], flush=True)
+        result[work.name] = found
+        torch.cuda.empty_cache()
+    result["memory"] = {
+        work.name: memory_over_plain(work, device) for work in (transformer(256, 64), resnet50(128))
+    }
+    print(result["memory"])
+    save(arguments.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""How benchmarks measure: ways interleaved in one process, medians, and the spread beside them."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.device import Device
+
+
+def interleaved_ms(
+    ways: Mapping[str, Callable[[int], object]],
+    device: Device,
+    *,
+    steps: int,
+    repeats: int,
+    warm_up: int = 10,
+) -> dict[str, dict[str, Any]]:
+    """Milliseconds a step of each way: all are run in turn, repeats times.
+
+    A way is a function of the number of steps. Between two readings of the clock the device is
+    synchronised, so that all of a way's work is in its time.
+    """
+    for way in ways.values():
+        way(warm_up)
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(repeats):
+        for name, way in ways.items():
+            device.synchronize("bench")
+            start = time.perf_counter()
+            way(steps)
+            device.synchronize("bench")
+            times[name].append((time.perf_counter() - start) / steps * 1e3)
+    return {
+        name: {
+            "ms": round(statistics.median(found), 4),
+            "low": round(min(found), 4),
+            "high": round(max(found), 4),
+        }
+        for name, found in times.items()
+    }
+
+
+def header(script: str) -> dict[str, Any]:
+    """What a stored result must say of itself."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
+    return {
+        "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "date": datetime.date.today().isoformat(),
+        "python": sys.version.split()[0],
+        "torch": torch.__version__,
+        "gpu": gpu,
+    }
+
+
+def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
+    from headrace.tables import text_table
+
+    columns = list(dict.fromkeys(key for row in rows.values() for key in row))
+    return text_table(
+        ("", *columns), [(name, *[row.get(c, "") for c in columns]) for name, row in rows.items()]
+    )
+
+
+def save(path: Path | None, result: Mapping[str, Any]) -> None:
+    if path is not None:
+        path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -1,0 +1,156 @@
+"""What the engine costs the host over a hand-written loop that does the same.
+
+    python benchmarks/overhead.py [--out results.json]
+
+The loop written by hand has the pipeline plan's parts in it: pinned batches copied ahead on a
+stream of their own, losses gathered on the device and read back ten at a time, a bounded run-ahead.
+On the CPU neither has anything to overlap, and both only keep their losses.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from measuring import header, interleaved_ms, save, table
+from works import Work, mlp
+
+from headrace.device import Device, open_device
+from headrace.engine import Engine
+
+DEPTH, AHEAD, EVERY = 2, 8, 10
+
+
+def batches_of(work: Work, device: Device) -> list[Any]:
+    if not device.asynchronous:
+        return work.batches
+    return [tuple(part.pin_memory() for part in batch) for batch in work.batches]
+
+
+def by_hand(work: Work, device: Device) -> Callable[[int], object]:
+    model, optimizer = work.fresh(device.torch_device)
+    host = batches_of(work, device)
+    return (_cuda_loop if device.asynchronous else _cpu_loop)(work, model, optimizer, host)
+
+
+def _cpu_loop(work: Work, model: Any, optimizer: Any, host: list[Any]) -> Callable[[int], object]:
+    def run(steps: int) -> list[float]:
+        losses = []
+        for step in range(steps):
+            loss = work.loss(model, host[step % len(host)])
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
+        return torch.stack(losses).tolist()
+
+    return run
+
+
+def _cuda_loop(work: Work, model: Any, optimizer: Any, host: list[Any]) -> Callable[[int], object]:
+    transfer, readback = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def run(steps: int) -> list[float]:
+        compute = torch.cuda.current_stream()
+        ahead: deque[Any] = deque()
+        flying: deque[torch.cuda.Event] = deque()
+        losses: list[float] = []
+        sent: deque[Any] = deque()
+        gathered = torch.empty(EVERY, device="cuda")
+
+        def send(step: int) -> None:
+            slots = tuple(torch.empty_like(part, device="cuda") for part in host[step % len(host)])
+            transfer.wait_stream(compute)
+            with torch.cuda.stream(transfer):
+                for slot, part in zip(slots, host[step % len(host)], strict=True):
+                    slot.copy_(part, non_blocking=True)
+                ready = torch.cuda.Event()
+                ready.record()
+            ahead.append((slots, ready))
+
+        for step in range(min(DEPTH, steps)):
+            send(step)
+        for step in range(steps):
+            if step + DEPTH < steps:
+                send(step + DEPTH)
+            batch, ready = ahead.popleft()
+            compute.wait_event(ready)
+            if len(flying) == AHEAD:
+                flying.popleft().synchronize()
+            loss = work.loss(model, batch)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            gathered[step % EVERY].copy_(loss.detach())
+            if (step + 1) % EVERY == 0 or step + 1 == steps:
+                pinned = torch.empty(EVERY, pin_memory=True)
+                readback.wait_stream(compute)
+                with torch.cuda.stream(readback):
+                    pinned.copy_(gathered, non_blocking=True)
+                    arrived = torch.cuda.Event()
+                    arrived.record()
+                sent.append((pinned, arrived, gathered))
+                gathered = torch.empty(EVERY, device="cuda")
+            while sent and sent[0][1].query():
+                losses += sent.popleft()[0].tolist()
+            done = torch.cuda.Event(blocking=True)
+            done.record()
+            flying.append(done)
+        for pinned, arrived, _ in sent:
+            arrived.synchronize()
+            losses += pinned.tolist()
+        return losses[:steps]
+
+    return run
+
+
+def through_the_engine(work: Work, device: Device) -> Callable[[int], object]:
+    model, optimizer = work.fresh(device.torch_device)
+    engine = Engine(model, optimizer, work.loss, plan="pipeline", device=device, precision="tf32")
+    host = batches_of(work, device)
+
+    def run(steps: int) -> object:
+        return engine.epoch(host[step % len(host)] for step in range(steps)).losses
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--repeats", type=int, default=7)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+    device = open_device("auto")
+    works = [
+        mlp(),
+        mlp(layers=20),
+        mlp(rows=512, width=512 if device.asynchronous else 256, layers=60),
+    ]
+    rows: dict[str, dict[str, Any]] = {}
+    for work in works:
+        ways = {"by hand": by_hand(work, device), "engine": through_the_engine(work, device)}
+        found = interleaved_ms(
+            ways, device, steps=arguments.steps, repeats=arguments.repeats, warm_up=20
+        )
+        hand, engine = found["by hand"]["ms"], found["engine"]["ms"]
+        rows[work.name] = {
+            "by hand ms": hand,
+            "engine ms": engine,
+            "more µs a step": round((engine - hand) * 1e3, 1),
+            "more %": round((engine / hand - 1) * 100, 1),
+            "spread by hand": f"{found['by hand']['low']}–{found['by hand']['high']}",
+            "spread engine": f"{found['engine']['low']}–{found['engine']['high']}",
+        }
+    print(table(rows))
+    save(arguments.out, {**header("overhead.py"), "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
