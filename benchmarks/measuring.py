@@ -44,6 +44,7 @@ def interleaved_ms(
             "ms": round(statistics.median(found), 4),
             "low": round(min(found), 4),
             "high": round(max(found), 4),
+            "all": [round(ms, 4) for ms in found],
         }
         for name, found in times.items()
     }

@@ -117,4 +117,4 @@ def mlp(rows: int = 64, width: int = 64, layers: int = 3, count: int = 16) -> Wo
         hidden = [part for _ in range(layers) for part in (nn.Linear(width, width), nn.ReLU())]
         return nn.Sequential(*hidden, nn.Linear(width, 10))
 
-    return Work(f"mlp {layers} × {width}", build, classification_loss, batches)
+    return Work(f"mlp {layers} × {width}, {rows} rows", build, classification_loss, batches)
