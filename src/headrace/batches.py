@@ -45,6 +45,13 @@ def leaves(batch: Any) -> Iterator[Any]:
         yield from leaves(part)
 
 
+def flatten(batch: Any) -> list[Any]:
+    """The `leaves` as a list; a plain tuple or list of tensors, the common case, is quick."""
+    if type(batch) in (tuple, list) and all(type(part) is torch.Tensor for part in batch):
+        return list(batch)
+    return list(leaves(batch))
+
+
 def tensors(batch: Any) -> list[torch.Tensor]:
     """The tensors among the leaves."""
     return [leaf for leaf in leaves(batch) if isinstance(leaf, torch.Tensor)]
@@ -52,6 +59,8 @@ def tensors(batch: Any) -> list[torch.Tensor]:
 
 def rebuild(batch: Any, new_leaves: Iterable[Any]) -> Any:
     """The same batch with its `leaves` replaced, one by one and in order."""
+    if type(batch) in (tuple, list) and all(type(part) is torch.Tensor for part in batch):
+        return type(batch)(new_leaves)
     supply = iter(new_leaves)
     return _rebuild(batch, lambda leaf: next(supply))
 

@@ -21,6 +21,8 @@ from headrace.errors import DeferredError
 
 Scalar = torch.Tensor | float | int
 _MOST_BLOCKS = 4
+# Stands for a value that is on the device. Told by identity: a value of the host may be NaN too.
+_ON_DEVICE = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,15 +68,22 @@ class DeferredScalars:
     def push(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
         """Keep this step's values on the device, to be read back with the others."""
         named = values if isinstance(values, Mapping) else {"loss": values}
-        tensors = {name: value for name, value in named.items() if isinstance(value, torch.Tensor)}
-        _check(tensors)
-        layout = _layout(tensors)
-        if self._filling is not None and self._filling.layout != layout:
-            self.flush()
-        if self._filling is None:
-            self._filling = self._take_block(layout)
+        tensors, numbers = [], {}
+        for name, value in named.items():
+            if isinstance(value, torch.Tensor):
+                if value.numel() != 1:
+                    raise DeferredError(
+                        f"{name!r} has shape {tuple(value.shape)}: expected a single number"
+                    )
+                tensors.append(value.detach())
+                numbers[name] = _ON_DEVICE
+            else:
+                numbers[name] = float(value)
         block = self._filling
-        block.add(step, named)
+        if block is None or not block.fits(numbers, tensors):
+            self.flush()
+            block = self._filling = self._take_block(_Layout.of(numbers, tensors))
+        block.add(step, numbers, tensors)
         if len(block.entries) == self._every:
             self.flush()
 
@@ -137,8 +146,21 @@ class DeferredScalars:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
+    """Which names are read from the device, and in which type."""
+
     names: tuple[str, ...]
-    dtype: torch.dtype
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> _Layout:
+        names = tuple(name for name, number in numbers.items() if number is _ON_DEVICE)
+        return cls(names, tuple(tensor.dtype for tensor in tensors))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """One type in which all of them are exact."""
+        exact = (torch.float32, torch.float16, torch.bfloat16)
+        return torch.float32 if all(t in exact for t in self.dtypes) else torch.float64
 
 
 class _Block:
@@ -155,26 +177,34 @@ class _Block:
         self._on_host: torch.Tensor | None = None
         self._buffer: PinnedBuffer | None = None
         self._filled, self._arrived = device.event(), device.event()
+        self._rows: list[torch.Tensor] = []
         if layout.names:
             shape = (every, len(layout.names))
             self._on_device = device.empty(shape, layout.dtype)
+            # Views of each row, made once: a single value's row is the number itself.
+            single = self._on_device.view(-1) if shape[1] == 1 else self._on_device
+            self._rows = list(single.unbind(0))
             self._buffer = device.pinned.take(math.prod(shape) * layout.dtype.itemsize)
             self._on_host = self._buffer.view(shape, layout.dtype)
 
-    def add(self, step: int, named: Mapping[str, Scalar]) -> None:
+    def fits(self, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> bool:
+        """Whether values of these names and types can go into the same block."""
+        if len(tensors) != len(self.layout.names):
+            return False
+        same_names = all(numbers.get(name) is _ON_DEVICE for name in self.layout.names)
+        return same_names and all(
+            tensor.dtype is dtype for tensor, dtype in zip(tensors, self.layout.dtypes, strict=True)
+        )
+
+    def add(self, step: int, numbers: dict[str, float], tensors: list[torch.Tensor]) -> None:
         """Keep one step's values: tensors in the next row, numbers as they are."""
-        values = [value.detach() for value in named.values() if isinstance(value, torch.Tensor)]
-        if self._on_device is not None:
-            row = self._on_device[len(self.entries)]
-            if len(values) == 1:
-                row.copy_(values[0].reshape(1))
+        if tensors:
+            row = self._rows[len(self.entries)]
+            if len(tensors) == 1:
+                value = tensors[0]
+                row.copy_(value if value.dim() == 0 else value.reshape(()))
             else:
-                torch.stack([value.to(row.dtype).reshape(()) for value in values], out=row)
-        # A tensor's place is held by NaN: the tensor itself need not live until it is read.
-        numbers = {
-            name: math.nan if isinstance(value, torch.Tensor) else float(value)
-            for name, value in named.items()
-        }
+                torch.stack([value.to(row.dtype).reshape(()) for value in tensors], out=row)
         self.entries.append((step, numbers))
 
     def send(self, stream: Stream) -> None:
@@ -214,17 +244,4 @@ class _Block:
                 self._device.current_stream().wait_event(after)
             self._buffer.release(after=after)
             self._buffer = self._on_device = self._on_host = None
-
-
-def _layout(tensors: Mapping[str, torch.Tensor]) -> _Layout:
-    exact_in_float32 = (torch.float32, torch.float16, torch.bfloat16)
-    all_small = all(tensor.dtype in exact_in_float32 for tensor in tensors.values())
-    return _Layout(tuple(tensors), torch.float32 if all_small else torch.float64)
-
-
-def _check(tensors: Mapping[str, torch.Tensor]) -> None:
-    for name, tensor in tensors.items():
-        if tensor.numel() != 1:
-            raise DeferredError(
-                f"{name!r} has shape {tuple(tensor.shape)}: expected a single number"
-            )
+            self._rows = []

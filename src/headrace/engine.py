@@ -162,7 +162,7 @@ class Engine:
         run = self._training_run(loader, max_steps)
         try:
             with self._reported(run), closing(run.loop()) as loop:
-                for info in loop:
+                while (info := self._next(run, loop)) is not None:
                     run.lanes.give_back()
                     yield info
                     run.lanes.take_over()
@@ -192,11 +192,11 @@ class Engine:
     def _train_batch(self, run: _Run, index: int, batch: Any) -> None:
         step, lanes = self._step, run.lanes
         assert step is not None
-        with self.device.use(lanes.forward), self._annotated("forward"):
+        with lanes.on(lanes.forward), self._annotated("forward"):
             parts = step.forward(batch)
             run.report(index, parts)
         lanes.forward_to_backward()
-        with self.device.use(lanes.backward), self._annotated("backward"):
+        with lanes.on(lanes.backward), self._annotated("backward"):
             step.backward(parts)
             if step.group_is_full:
                 step.update()
@@ -204,12 +204,12 @@ class Engine:
 
     def _evaluate_batch(self, run: _Run, index: int, batch: Any) -> None:
         assert self._step is not None
-        with self.device.use(run.lanes.forward), self._annotated("evaluate"):
+        with run.lanes.on(run.lanes.forward), self._annotated("evaluate"):
             run.report(index, self._step.forward(batch))
 
     def _custom_batch(self, run: _Run, index: int, batch: Any) -> None:
         assert self._custom is not None
-        with self.device.use(run.lanes.forward), self._annotated("step"):
+        with run.lanes.on(run.lanes.forward), self._annotated("step"):
             returned = self._custom(batch)
             if returned is not None:
                 run.report(index, LossParts.of(returned, self.device, needs_grad=False))
@@ -241,6 +241,11 @@ class Engine:
             self.on_epoch(result)
         return result
 
+    def _next(self, run: _Run, loop: Iterator[StepInfo]) -> StepInfo | None:
+        """One batch, on the stream the loop began on, whatever is current by now."""
+        with self.device.use(run.lanes.caller):
+            return next(loop, None)
+
     def _annotated(self, name: str) -> AbstractContextManager[object]:
         return self.device.annotate(name) if self._nvtx else nullcontext()
 
@@ -270,6 +275,7 @@ class _Run:
             pin=plan.pin,
             transfers=self.lanes.transfers,
             owner=self.lanes.forward,
+            runs_on_owner=self.lanes.forward is self.lanes.caller,
             cache=engine._cache,
         )
         self._run_batch = run_batch
@@ -323,7 +329,7 @@ class _Run:
             samples=self._samples,
             weighted=self._weighted,
             elapsed_s=self._elapsed_s,
-            peak_memory_bytes=self.device.memory().peak_allocated,
+            peak_memory_bytes=self.device.peak_memory(),
         )
         return epoch_result(counted, self._entries, self.device.ledger.epoch_statistics())
 
@@ -337,14 +343,14 @@ class _Run:
     def _end(self) -> None:
         """Use a last partial group's gradients, read the last values, and hand the streams back."""
         if self.step is not None and self.step.group_is_open:
-            with self.device.use(self.lanes.backward):
+            with self.lanes.on(self.lanes.backward):
                 self.step.update()
             self.lanes.backward_to_forward()
-        with self.device.use(self.lanes.forward):
+        with self.lanes.on(self.lanes.forward):
             self._deferred.flush()
         self._sync.at_end(self._batches)
         self._collect(self._deferred.drain())
-        with self.device.use(self.lanes.forward):
+        with self.lanes.on(self.lanes.forward):
             self._deferred.close()
         self.lanes.give_back()
         self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9

@@ -8,10 +8,14 @@ streams4      transfer, transfer_next | forward | backward
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 from headrace.device import Device, Event, Stream
 from headrace.plan import Plan
 from headrace.prefetcher import PrefetchIterator
 from headrace.streams import StreamManager
+
+_THERE_ALREADY = nullcontext()
 
 
 class Lanes:
@@ -24,12 +28,12 @@ class Lanes:
 
     def __init__(self, device: Device, plan: Plan, *, split: bool) -> None:
         self._device = device
-        self._caller = device.current_stream()
+        self.caller = device.current_stream()
         self._blocking = plan.prefetch_depth == 0
         self._split = split
         self._forwarded, self._updated = device.event(), device.event()
         if plan.sync == "none":
-            self.forward = self.backward = self._caller
+            self.forward = self.backward = self.caller
             self.losses = device.stream("losses")
             self.transfers: tuple[Stream, ...] = (device.stream("transfer"),)
         else:
@@ -44,15 +48,19 @@ class Lanes:
         """What new transfers must wait for before they fill memory, if not the forward stream."""
         return self._updated if self._split and self._updated.recorded else None
 
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Send work to `stream`; nothing to do for the caller's, on which the loop runs."""
+        return _THERE_ALREADY if stream is self.caller else self._device.use(stream)
+
     def take_over(self) -> None:
         """The engine's streams start after what the caller's holds."""
         for stream in self._own():
-            stream.wait_stream(self._caller)
+            stream.wait_stream(self.caller)
 
     def give_back(self) -> None:
         """The caller's stream goes on after what the engine's hold."""
         for stream in self._own():
-            self._caller.wait_stream(stream)
+            self.caller.wait_stream(stream)
 
     def arrived(self, feed: PrefetchIterator) -> None:
         """Where copies are to block, wait here for the batch that is about to be used."""
@@ -71,7 +79,7 @@ class Lanes:
             self.forward.wait_event(self._updated)
 
     def _own(self) -> set[Stream]:
-        return {self.forward, self.backward} - {self._caller}
+        return {self.forward, self.backward} - {self.caller}
 
 
 class HostSync:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,8 @@ class Prefetcher:
     """What `prefetch` returns: an iterable over device batches, as often as the loader allows.
 
     `transfers` are the streams that copy, batch by batch in turn. `owner` is the stream that
-    reads; without one, the stream that is current when the loop begins.
+    reads; without one, the stream that is current when the loop begins. `runs_on_owner` promises
+    that each batch is asked for with the owner as the current stream.
     """
 
     def __init__(
@@ -68,6 +70,7 @@ class Prefetcher:
         pin: bool = True,
         transfers: tuple[Stream, ...] = (),
         owner: Stream | None = None,
+        runs_on_owner: bool = False,
         cache: BatchCache | None = None,
     ) -> None:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
@@ -78,6 +81,7 @@ class Prefetcher:
         self.pin = pin
         self.transfers = transfers or (device.stream("transfer"),)
         self.owner = owner
+        self.runs_on_owner = runs_on_owner
         self.cache = cache
 
     def __len__(self) -> int:
@@ -167,7 +171,7 @@ class PrefetchIterator:
             self._pulled += 1
 
     def _send(self, batch: Any) -> _Slot:
-        leaves, cache = list(batches.leaves(batch)), self._settings.cache
+        leaves, cache = batches.flatten(batch), self._settings.cache
         nbytes, samples = batches.measure(leaves)
         kept = None if cache is None else cache.find(batch)
         if kept is not None:
@@ -176,7 +180,7 @@ class PrefetchIterator:
             return _Slot(self._moved(batch, leaves), None, nbytes, samples)
         self._bound_copies()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
-        sending = _Sending(self._device, self._owner, transfer, self._settings.pin, self.freed_by)
+        sending = _Sending(self._device, self._owner, transfer, self._settings, self.freed_by)
         on_device = batches.rebuild(batch, sending.send(leaves))
         if sending.ready is not None:
             self._copies.append(sending.ready)
@@ -211,12 +215,18 @@ class _Sending:
     """One batch on its way: from host memory, by way of staging if need be, into its slot."""
 
     def __init__(
-        self, device: Device, owner: Stream, transfer: Stream, pin: bool, freed_by: Event | None
+        self,
+        device: Device,
+        owner: Stream,
+        transfer: Stream,
+        settings: Prefetcher,
+        freed_by: Event | None,
     ) -> None:
         self._device = device
         self._owner = owner
         self._transfer = transfer
-        self._pin = pin
+        self._pin = settings.pin
+        self._on_owner = nullcontext(owner) if settings.runs_on_owner else device.use(owner)
         self._freed_by = freed_by
         self._buffers: list[PinnedBuffer] = []
         self.ready: Event | None = None
@@ -240,12 +250,15 @@ class _Sending:
     def _copy(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
         """The sources' copies, under way on the transfer stream; `ready` marks their arrival."""
         device = self._device
-        small = [at for at, source in enumerate(sources) if _is_small(source)]
-        together = small if self._pin and len(small) > _FEW_TENSORS else []
+        together: list[int] = []
+        if self._pin and len(sources) > _FEW_TENSORS:
+            small = [at for at, source in enumerate(sources) if _is_small(source)]
+            together = small if len(small) > _FEW_TENSORS else []
         packed = [_Packed(device, group) for group in _by_dtype(sources, together)]
-        alone = [at for at in range(len(sources)) if at not in set(together)]
+        packed_ones = set(together)
+        alone = [at for at in range(len(sources)) if at not in packed_ones]
         staged = {at: self._staged(sources[at]) for at in alone}
-        with device.use(self._owner):  # the memory is to be the reader's
+        with self._on_owner:  # the memory is to be the reader's
             slots = {at: _empty_like(device, sources[at]) for at in alone}
             for pack in packed:
                 pack.allocate()
@@ -256,10 +269,10 @@ class _Sending:
         self.ready = device.event()
         with device.use(self._transfer):
             for at, slot in slots.items():
-                device.copy(slot, staged[at])
+                device.copy(slot, staged[at], known_pinned=self._pin)
             for pack in packed:
                 pack.copy()
-            self.ready.record()
+            self.ready.record(self._transfer)
         for buffer in [*self._buffers, *(pack.buffer for pack in packed)]:
             buffer.release(after=self.ready)
         for pack in packed:
@@ -333,7 +346,7 @@ class _Packed:
 
     def copy(self) -> None:
         assert self._arena is not None
-        self._device.copy(self._arena, self._staged)
+        self._device.copy(self._arena, self._staged, known_pinned=True)
 
     def views(self) -> dict[int, torch.Tensor]:
         assert self._arena is not None

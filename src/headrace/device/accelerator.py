@@ -109,6 +109,9 @@ class AcceleratorDevice(Device):
             peak_reserved=module.max_memory_reserved(device),
         )
 
+    def peak_memory(self) -> int:
+        return int(self._module.max_memory_allocated(self.torch_device))
+
     def reset_peak_memory(self) -> None:
         self._module.reset_peak_memory_stats(self.torch_device)
 

@@ -10,8 +10,8 @@ from __future__ import annotations
 import abc
 import logging
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -161,14 +161,9 @@ class Device(abc.ABC):
     def current_stream(self) -> Stream:
         """The stream that this thread's work goes to now."""
 
-    @contextmanager
-    def use(self, stream: Stream) -> Iterator[Stream]:
+    def use(self, stream: Stream) -> AbstractContextManager[Stream]:
         """Send this thread's work to `stream` inside the `with` block, and back after it."""
-        before = self.switch(stream)
-        try:
-            yield stream
-        finally:
-            self.switch_back(before)
+        return _Use(self, stream)
 
     def switch(self, stream: Stream) -> object:
         """Send this thread's work to `stream` until `switch_back` is given what this returns.
@@ -220,13 +215,16 @@ class Device(abc.ABC):
         it must be ordered by events, and be done (or recorded) before it is freed."""
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
-    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+    def copy(
+        self, destination: torch.Tensor, source: torch.Tensor, *, known_pinned: bool = False
+    ) -> None:
         """Copy `source` into `destination` on the current stream; the host goes on at once.
 
         From or to host memory that is not pinned the copy still happens, but the host stands
-        still for it; that is said once in the log, with the remedy.
+        still for it; that is said once in the log, with the remedy. `known_pinned` spares the
+        look at a loop's every batch.
         """
-        if self.asynchronous:
+        if self.asynchronous and not known_pinned:
             for tensor in (source, destination):
                 if not self.holds(tensor) and not self.is_pinned(tensor):
                     self._copy_pageable(destination, source)
@@ -261,6 +259,10 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def memory(self) -> MemoryFigures: ...
+
+    def peak_memory(self) -> int:
+        """Most bytes allocated at once since `reset_peak_memory`; 0 where nothing is counted."""
+        return 0
 
     def reset_peak_memory(self) -> None:
         """Let the peaks in `memory()` count from now. Nothing to do where nothing is counted."""
@@ -310,6 +312,8 @@ class Device(abc.ABC):
 
     def require_own(self, what: str, device: Device) -> None:
         """Raise unless `device`, to which `what` ("a stream", say) belongs, is this one."""
+        if device is self:
+            return
         if device.torch_device != self.torch_device or type(device) is not type(self):
             raise DeviceMismatchError(f"{what} of {device} was given to {self}")
 
@@ -318,6 +322,23 @@ class Device(abc.ABC):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.torch_device}>"
+
+
+class _Use:
+    """The block of `Device.use`: a class, since a generator would cost three times as much."""
+
+    __slots__ = ("_before", "_device", "_stream")
+
+    def __init__(self, device: Device, stream: Stream) -> None:
+        self._device = device
+        self._stream = stream
+
+    def __enter__(self) -> Stream:
+        self._before = self._device.switch(self._stream)
+        return self._stream
+
+    def __exit__(self, *exception: object) -> None:
+        self._device.switch_back(self._before)
 
 
 class StreamOfThread:
