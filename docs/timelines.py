@@ -1,0 +1,120 @@
+"""Draws the pictures in plans.md: each plan's timeline, from the fake device's virtual clock.
+
+    python docs/timelines.py          # writes docs/img/timeline-PLAN.svg
+
+A batch takes 3 ms to load and 3 ms to copy, forward 4 ms, backward 6 ms, the update 2 ms. On a real
+GPU the figures differ; the order, which is what the pictures show, does not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+import torch
+
+mpl.use("svg")
+mpl.rcParams |= {"svg.hashsalt": "headrace", "svg.fonttype": "none"}  # small, and always the same
+from matplotlib import pyplot
+
+from headrace.engine import Engine
+from headrace.testing import Costs, FakeDevice
+from headrace.timeline import Span, Timeline
+
+HERE = Path(__file__).parent
+PLANS = ("baseline", "interval", "event", "streams4", "pipeline")
+BATCHES = 6
+COLOURS = {
+    "load": "#8d99ae",
+    "copy": "#f4a259",
+    "forward": "#3a7ca5",
+    "backward": "#2f6690",
+    "update": "#81c3d7",
+    "wait": "#d62828",
+}
+COSTS = Costs(kernel_us=0, query_us=0, by_name={"copy h2d": 3000, "copy d2h": 200})
+
+
+def run(plan: str) -> Timeline:
+    """A few batches under the plan, on the virtual clock."""
+    with FakeDevice(costs=COSTS) as device:
+
+        class Timed(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+                device.work(4.0, "forward")
+                return value.clone()
+
+            @staticmethod
+            def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+                device.work(6.0, "backward")
+                return gradient.clone()
+
+        def loss(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
+            return Timed.apply(model(batch).sum())
+
+        def loader() -> Iterator[torch.Tensor]:
+            for _ in range(BATCHES):
+                device.host_work(3.0, "load")
+                yield torch.ones(4, 1).pin_memory()
+
+        model = torch.nn.Linear(1, 1).to(device.torch_device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer.register_step_pre_hook(lambda *_: device.work(2.0, "update"))
+        engine = Engine(model, optimizer, loss, plan=plan, device=device)
+        begins_ns = round(device.now_ms * 1e6)
+        engine.epoch(loader())
+        spans = [span for span in device.timeline().spans if span.start_ns >= begins_ns]
+    return Timeline(
+        replace(span, start_ns=span.start_ns - begins_ns, end_ns=span.end_ns - begins_ns)
+        for span in spans
+    )
+
+
+def colour(span: Span) -> str:
+    if span.kind == "wait":
+        return COLOURS["wait"]
+    return COLOURS["copy"] if span.kind == "copy" else COLOURS[span.name]
+
+
+def draw(plan: str, timeline: Timeline) -> None:
+    order = ["host", "transfer", "transfer_next", "forward", "default", "backward", "losses"]
+    lanes = [lane for lane in order if timeline.on(lane)]
+    figure, axes = pyplot.subplots(figsize=(9, 0.45 * len(lanes) + 0.9))
+    for row, lane in enumerate(lanes):
+        for span in timeline.on(lane):
+            axes.broken_barh(
+                [(span.start_ms, span.duration_ms)],
+                (row - 0.4, 0.8),
+                facecolors=colour(span),
+                edgecolor="white",
+                linewidth=0.5,
+            )
+    names = {"default": "compute (the caller's)"}
+    axes.set_yticks(range(len(lanes)), [names.get(lane, lane) for lane in lanes])
+    axes.invert_yaxis()
+    axes.set_xlim(0, 112)
+    axes.set_xlabel("ms")
+    axes.set_title(f"{plan}: {BATCHES} batches in {timeline.length_ms:.1f} ms", loc="left")
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    handles = [pyplot.Rectangle((0, 0), 1, 1, color=shade) for shade in COLOURS.values()]
+    axes.legend(handles, list(COLOURS), ncols=6, fontsize=7, frameon=False, loc="upper right",
+                bbox_to_anchor=(1, 1.22))  # fmt: skip
+    path = HERE / "img" / f"timeline-{plan}.svg"
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+
+
+def main() -> None:
+    for plan in PLANS:
+        timeline = run(plan)
+        draw(plan, timeline)
+        print(f"{plan}: {timeline.length_ms:.1f} ms, overlap {timeline.overlap_ms():.1f} ms")
+
+
+if __name__ == "__main__":
+    main()
