@@ -7,14 +7,18 @@ a call is missing, the twin has the call.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from headrace.device import Device
-from headrace.testing import FakeDevice
+from headrace.testing import FakeDevice, FakeStream
 
 Case = Callable[[FakeDevice, bool], object]
 CASES: list[Case] = []
@@ -31,6 +35,14 @@ def pinned(*shape: int) -> torch.Tensor:
 
 def on(device: Device, *shape: int) -> torch.Tensor:
     return torch.randn(*shape, device=device.torch_device)
+
+
+def split(device: FakeDevice, *names: str) -> list[FakeStream]:
+    """Streams that have waited for the current one."""
+    streams = [device.stream(name) for name in names]
+    for stream in streams:
+        stream.wait_stream(device.current_stream())
+    return streams
 
 
 # --- copies and slots -----------------------------------------------------------------------------
@@ -120,6 +132,20 @@ def static_output_overwritten_while_it_is_read_back(device: FakeDevice, bug: boo
     return loss
 
 
+@case
+def ordinary_memory_is_only_staged(device: FakeDevice, bug: bool) -> object:
+    # The host stands still while the bytes are taken; they need not have arrived yet.
+    compute, transfer = device.current_stream(), device.stream("transfer")
+    slot, ready = device.empty((64,), torch.float32), device.event()
+    transfer.wait_stream(compute)
+    with device.use(transfer):
+        slot.copy_(torch.ones(64), non_blocking=True)  # FIRST
+        ready.record()
+    if not bug:
+        compute.wait_event(ready)
+    return slot * 2  # SECOND
+
+
 # --- byte ranges ----------------------------------------------------------------------------------
 
 
@@ -164,6 +190,20 @@ def race_through_scattered_writes(device: FakeDevice, bug: bool) -> object:
     if not bug:
         compute.wait_stream(side)
     return counts.sum()  # SECOND
+
+
+@case
+def race_in_a_column_of_a_tall_matrix(device: FakeDevice, bug: bool) -> object:
+    # More pieces than are looked at one by one. The other column's write must not hide this one's.
+    compute, side = device.current_stream(), device.stream("side")
+    table = torch.zeros(200_000, 2, device=device.torch_device)
+    side.wait_stream(compute)
+    with device.use(side):
+        table[:, 1].fill_(1)  # FIRST
+        if not bug:
+            compute.wait_stream(side)
+        table[:, 0].fill_(1)
+    return table[5:6, 1] + 1  # SECOND
 
 
 # --- events ---------------------------------------------------------------------------------------
@@ -274,6 +314,51 @@ def array_read_before_the_copy_is_done(device: FakeDevice, bug: bool) -> object:
 
 
 @case
+def tensor_on_its_way_to_the_host_is_read(device: FakeDevice, bug: bool) -> object:
+    # PyTorch makes the result pinned, and the copy runs beside the host.
+    host, copied = on(device, 8).to("cpu", non_blocking=True), device.event()  # FIRST
+    copied.record()
+    if not bug:
+        device.wait(copied, "test")
+    return host.tolist()  # SECOND
+
+
+@case
+def number_on_the_host_is_used_too_early(device: FakeDevice, bug: bool) -> object:
+    # A kernel takes a 0-dim host tensor's value when it is launched.
+    scale, host, copied = on(device, 1)[0], torch.zeros(()).pin_memory(), device.event()
+    host.copy_(scale, non_blocking=True)  # FIRST
+    copied.record()
+    if not bug:
+        device.wait(copied, "test")
+    return scale * host  # SECOND
+
+
+@case
+def checkpoint_saved_too_early(device: FakeDevice, bug: bool) -> object:
+    compute, side = device.current_stream(), device.stream("side")
+    weight = on(device, 8)
+    side.wait_stream(compute)
+    with device.use(side):
+        weight.mul_(2)  # FIRST
+    if not bug:
+        compute.wait_stream(side)
+    return torch.save({"weight": weight}, io.BytesIO())  # SECOND
+
+
+@case
+def race_inside_the_standard_library(device: FakeDevice, bug: bool) -> object:
+    compute, side = device.current_stream(), device.stream("side")
+    value = on(device, 8)
+    side.wait_stream(compute)
+    with device.use(side):
+        value.mul_(2)  # FIRST
+    if not bug:
+        compute.wait_stream(side)
+    return functools.reduce(torch.add, [value, value])  # SECOND
+
+
+@case
 def query_whose_answer_is_ignored(device: FakeDevice, bug: bool) -> object:
     losses, host, copied = on(device, 8), pinned(8), device.event()
     device.copy(host, losses)  # FIRST
@@ -376,6 +461,23 @@ def memory_freed_before_the_streams_meet(device: FakeDevice, bug: bool) -> objec
     return host
 
 
+@case
+def older_of_two_freed_tensors_is_still_read(device: FakeDevice, bug: bool) -> object:
+    compute, slow, fast = device.current_stream(), device.stream("slow"), device.stream("fast")
+    one, two = on(device, 1000), on(device, 1000)
+    slow.wait_stream(compute)
+    fast.wait_stream(compute)
+    with device.use(slow):
+        read = one * 2  # FIRST
+    with device.use(fast):
+        read_too = two * 2
+    del one, two
+    compute.wait_stream(fast)
+    if not bug:
+        compute.wait_stream(slow)
+    return read, read_too, torch.ones(1000, device=device.torch_device)  # SECOND
+
+
 # --- training -------------------------------------------------------------------------------------
 
 
@@ -444,6 +546,77 @@ def backward_op_reads_what_another_stream_overwrites(device: FakeDevice, bug: bo
     with device.use(side):
         device.copy(batch.detach(), pinned(8))  # SECOND
     return weight
+
+
+@case
+def hook_chooses_the_stream_backward_was_called_under(device: FakeDevice, bug: bool) -> object:
+    # The gradient is made on the forward's stream; the caller's has not waited for it.
+    forward, backward = device.stream("forward"), device.stream("backward")
+    weight = on(device, 8).requires_grad_()
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    forward.wait_stream(device.current_stream())
+    backward.wait_stream(device.current_stream())
+
+    def step(_: torch.Tensor) -> None:
+        if not bug:
+            backward.wait_stream(device.current_stream())
+        with device.use(backward):
+            optimizer.step()  # SECOND
+
+    weight.register_post_accumulate_grad_hook(step)
+    with device.use(forward):
+        loss = (weight * weight).sum()
+    backward.wait_stream(forward)
+    with device.use(backward):
+        loss.backward()  # FIRST
+    return loss
+
+
+@case
+def backward_of_a_custom_function(device: FakeDevice, bug: bool) -> object:
+    # It runs on its forward's stream too, also where it is the last operation of the loss; and if
+    # backward() fails after it, the caller's stream has not waited for it.
+    class Scaled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(factor)
+            return value * factor
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            return gradient * ctx.saved_tensors[0], None  # FIRST
+
+    forward, backward = device.stream("forward"), device.stream("backward")
+    weight, factor = on(device, 1)[0].requires_grad_(), on(device, 1)[0]
+    weight.register_hook(fail)
+    forward.wait_stream(device.current_stream())
+    with device.use(forward):
+        loss = Scaled.apply(weight, factor)
+    backward.wait_stream(forward)
+    with device.use(backward):
+        with contextlib.suppress(KeyError):
+            loss.backward()
+        if not bug:
+            backward.wait_stream(forward)
+        factor.zero_()  # SECOND
+    return loss
+
+
+def fail(gradient: torch.Tensor) -> None:
+    raise KeyError("a hook that fails")
+
+
+@case
+def running_figures_read_while_they_are_updated(device: FakeDevice, bug: bool) -> object:
+    # The schema of batch normalisation does not say that it writes them.
+    compute, side = device.current_stream(), device.stream("side")
+    norm, batch = torch.nn.BatchNorm1d(4).to(device.torch_device), on(device, 8, 4)
+    side.wait_stream(compute)
+    with device.use(side):
+        result = norm(batch)  # FIRST
+    if not bug:
+        compute.wait_stream(side)
+    return result, norm.running_mean + 1  # SECOND
 
 
 @case

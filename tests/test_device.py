@@ -256,16 +256,29 @@ class TestPinnedPool:
             buffer.view((129,), torch.float32)
         with pytest.raises(DeviceError, match="offset_bytes = 2: expected a multiple of 4"):
             buffer.view((1,), torch.float32, offset_bytes=2)
+        for shape in ((-1,), (-2, -2), (1.5,), ("4",)):
+            with pytest.raises(DeviceError, match=r"shape = \(.*\): expected whole numbers, 0 or"):
+                buffer.view(shape, torch.float32)  # type: ignore[arg-type]
+        for offset in (-8, 1.0, None):
+            with pytest.raises(DeviceError, match=r"offset_bytes = .*: expected whole numbers"):
+                buffer.view((1,), torch.float32, offset_bytes=offset)  # type: ignore[arg-type]
         with pytest.raises(EventNotRecordedError):
             buffer.release(after=device.event())
-        buffer = device.pinned.take(512)
+        assert device.pinned.lent == 1  # it is still ours
+        buffer.view((1,), torch.uint8)
         buffer.release()
+        assert device.pinned.lent == 0
         with pytest.raises(ClosedError, match="released twice"):
             buffer.release()
         with pytest.raises(ClosedError, match="after its release"):
             buffer.view((1,), torch.uint8)
         with pytest.raises(DeviceError, match="nbytes = -1"):
             device.pinned.take(-1)
+        for nbytes in (1.5, "4", None, True):
+            with pytest.raises(
+                DeviceError, match=r"nbytes = .*: expected whole numbers, 0 or more"
+            ):
+                device.pinned.take(nbytes)  # type: ignore[arg-type]
 
     def test_close_lets_go(self, device: Device) -> None:
         device.pinned.take(512).release()

@@ -1,24 +1,23 @@
-"""The fake device beyond the seeded bugs: what a report says, what counts as device memory,
-hidden waits, backward, threads, and the pytest fixture."""
+"""The fake device beyond the seeded bugs: what a report says, whole training loops, threads, and
+the pytest fixture."""
 
 from __future__ import annotations
 
-import copy
 import subprocess
 import sys
 import textwrap
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Lock, RLock
+from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from headrace.errors import DeviceError, RaceError
-from headrace.testing import FakeDevice
-from headrace.testing.layout import Layout
+from headrace.errors import RaceError
+from headrace.testing import FakeDevice, host_threads
 
 
 def unordered_copy(device: FakeDevice) -> torch.Tensor:
@@ -122,144 +121,6 @@ class TestReports:
             assert torch.ones(100, device=device.torch_device) is not kept
 
 
-class TestMemory:
-    def test_what_lies_on_the_device(self) -> None:
-        with FakeDevice() as device:
-            here, host = torch.ones(3, device=device.torch_device), torch.ones(3)
-            for tensor in (here, here + 1, here[1:], here.t(), host.to(device.torch_device)):
-                assert device.holds(tensor)
-                assert tensor.device == device.torch_device
-            for tensor in (host, host + 1, here.cpu(), here.to("cpu"), torch.zeros(2)):
-                assert not device.holds(tensor)
-                assert tensor.device == torch.device("cpu")
-            assert device.holds(torch.arange(3, device=here.device))
-            assert device.holds(torch.tensor([1, 2], device=device.torch_device))
-            assert device.holds(host.to(here))
-            assert here.to(device.torch_device) is here
-
-    def test_a_model_moves_there_and_back(self) -> None:
-        with FakeDevice() as device:
-            model = torch.nn.Linear(3, 2).to(device.torch_device)
-            assert all(device.holds(parameter) for parameter in model.parameters())
-            twin = copy.deepcopy(model)
-            assert all(device.holds(parameter) for parameter in twin.parameters())
-            assert device.holds(copy.deepcopy(torch.ones(2, device=device.torch_device)))
-            model.cpu()
-            assert not any(device.holds(parameter) for parameter in model.parameters())
-
-    def test_mixing_host_and_device_fails_as_on_a_gpu(self) -> None:
-        with FakeDevice() as device:
-            here = torch.ones(3, device=device.torch_device)
-            with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
-                here + torch.ones(3)
-            assert device.holds(here * torch.tensor(2.0))  # a 0-dim host tensor is a number
-            assert device.holds(here[torch.tensor([0, 2])])  # and indices may lie on the host
-            with pytest.raises(TypeError, match="can't convert fake:1 device type tensor to numpy"):
-                here.numpy()
-            with pytest.raises(RuntimeError, match="cannot pin a tensor on fake:1"):
-                here.pin_memory()
-
-    def test_pinned_memory(self) -> None:
-        with FakeDevice() as device:
-            pinned = torch.ones(4).pin_memory()
-            assert pinned.is_pinned()
-            assert pinned.pin_memory() is pinned
-            assert not torch.ones(4).is_pinned()
-            assert torch.empty(4, pin_memory=True).is_pinned()
-            assert device.is_pinned(pinned[1:])
-
-    def test_memory_is_counted_and_freed(self) -> None:
-        with FakeDevice() as device:
-            before = device.memory().allocated
-            kept = torch.ones(1000, device=device.torch_device)
-            assert device.memory().allocated == before + 4000
-            view = kept[10:]
-            del kept
-            assert device.memory().allocated == before + 4000
-            del view
-            assert device.memory().allocated == before
-            assert device.memory().peak_allocated >= before + 4000
-
-    def test_record_stream_of_a_host_tensor(self) -> None:
-        with FakeDevice() as device, pytest.raises(DeviceError, match="is not on fake:1"):
-            device.record_stream(torch.ones(1), device.stream("side"))
-
-    def test_two_fake_devices_are_two(self) -> None:
-        with FakeDevice() as one, FakeDevice(index=2) as two:
-            assert one.torch_device != two.torch_device
-            tensor = torch.ones(1, device=two.torch_device)
-            assert two.holds(tensor)
-            assert not one.holds(tensor)
-
-    @pytest.mark.parametrize("arguments", [{"index": 0}, {"host_order": "loose"}])
-    def test_arguments_are_checked(self, arguments: dict[str, object]) -> None:
-        with pytest.raises(DeviceError, match="expected"):
-            FakeDevice(**arguments)  # type: ignore[arg-type]
-
-
-class TestHiddenWaits:
-    @pytest.mark.parametrize(
-        "read",
-        [
-            lambda t: t.sum().item(),
-            lambda t: float(t[0]),
-            lambda t: bool(t[0] > 0),
-            lambda t: t.tolist(),
-            lambda t: t.cpu(),
-            lambda t: t.to("cpu", non_blocking=True),
-            lambda t: str(t),
-            lambda t: f"{t}",
-            lambda t: f"{t[0]:.3f}",
-            lambda t: t[t > 0],
-            lambda t: t.nonzero(),
-            lambda t: t.masked_select(t > 0),
-            lambda t: t.unique(),
-            lambda t: torch.equal(t, t),
-            lambda t: torch.ones(4).copy_(t),
-            lambda t: t.copy_(torch.ones(4)),
-            lambda t: t.copy_(torch.ones(4), non_blocking=True),  # pageable: not asynchronous
-            lambda t: t.copy_(torch.ones(4).pin_memory()),
-        ],
-    )
-    def test_is_found_with_its_line(self, read: object) -> None:
-        with FakeDevice() as device:
-            tensor = torch.ones(4, device=device.torch_device)
-            assert device.hidden_waits == []
-            read(tensor)  # type: ignore[operator]
-        (wait,) = {(wait.site.file, wait.site.line) for wait in device.hidden_waits}
-        assert wait[0] == __file__
-
-    @pytest.mark.parametrize(
-        "work",
-        [
-            lambda t: (t * 2).sum(),
-            lambda t: t.view(2, 2).t(),
-            lambda t: t.copy_(torch.ones(4).pin_memory(), non_blocking=True),
-            lambda t: torch.empty(4, pin_memory=True).copy_(t, non_blocking=True),
-            lambda t: t[torch.zeros(2, dtype=torch.int64, device=t.device)],
-            lambda t: torch.where(t > 0, t, -t),
-            lambda t: t.shape[0] + len(t) + t.numel(),
-        ],
-    )
-    def test_ordinary_work_has_none(self, work: object) -> None:
-        with FakeDevice() as device:
-            work(torch.ones(4, device=device.torch_device))  # type: ignore[operator]
-        assert device.hidden_waits == []
-
-    def test_a_training_step_has_none(self) -> None:
-        with FakeDevice() as device:
-            model = torch.nn.Linear(4, 4, device=device.torch_device)
-            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            device.hidden_waits.clear()
-            for _ in range(2):
-                batch = torch.ones(4, 4, pin_memory=True).to(device.torch_device, non_blocking=True)
-                model(batch).pow(2).mean().backward()
-                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-        assert device.hidden_waits == []
-
-
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("amp", [False, True])
 def test_arithmetic_is_the_cpus_own(amp: bool, fused: bool) -> None:
@@ -335,16 +196,66 @@ class TestThreads:
         assert [race.kind for race in device.races] == ["write-read"]
         assert "a lock, queue or join" in device.races[0].missing
 
-    def test_everything_is_put_back(self) -> None:
-        before = (threading.Lock, threading.RLock, threading.Thread.start, threading.Thread.join)
+    def test_the_pinned_pool_hands_over(self) -> None:
+        def fill(device: FakeDevice) -> None:
+            buffer = device.pinned.take(100)
+            buffer.view((4,), torch.float32).fill_(1)
+            buffer.release()
+
+        with FakeDevice() as device:
+            threads = [threading.Thread(target=fill, args=(device,)) for _ in range(2)]
+            for thread in threads:
+                thread.start()
+                while thread.is_alive():  # so that the buffer is free again; this orders nothing
+                    continue
+            for thread in threads:
+                thread.join()
+
+    def test_a_lock_hands_over_however_it_was_imported(self) -> None:
         with FakeDevice():
-            assert threading.Lock is not before[0]
-        assert before == (
-            threading.Lock,
-            threading.RLock,
-            threading.Thread.start,
-            threading.Thread.join,
-        )
+            for lock in (threading.Lock(), Lock(), RLock()):
+                staging = torch.zeros(8).pin_memory()
+
+                def fill(lock: Any = lock, staging: torch.Tensor = staging) -> None:
+                    with lock:
+                        staging.fill_(1.0)
+
+                thread = threading.Thread(target=fill)
+                thread.start()
+                while thread.is_alive():
+                    continue
+                with lock:
+                    assert staging.tolist() == [1.0] * 8
+                thread.join()
+
+    def test_a_queue_hands_over_however_it_was_imported(self) -> None:
+        with FakeDevice():
+            batches: SimpleQueue[torch.Tensor] = SimpleQueue()
+            thread = threading.Thread(target=lambda: batches.put(torch.ones(8).pin_memory()))
+            thread.start()
+            assert batches.get().sum() == 8
+            thread.join()
+
+    def test_only_locks_of_the_named_modules_are_left_out(self) -> None:
+        source = "import threading\ndef make(): return threading.Lock()"
+        with FakeDevice():
+            for name, traced in (("torch", False), ("torch.x", False), ("torch_helpers", True)):
+                module: dict[str, Any] = {"__name__": name}
+                exec(source, module)
+                assert isinstance(module["make"](), host_threads._TracedLock) == traced
+
+    def test_everything_is_put_back(self) -> None:
+        def patched() -> list[object]:
+            return [
+                *(threading.Lock, threading.RLock, Lock, RLock, SimpleQueue),
+                *(threading.Thread.start, threading.Thread.join),
+                *(torch.autograd._engine_run_backward, torch.autograd.Function.__dict__["apply"]),
+            ]
+
+        before = patched()
+        with FakeDevice():
+            assert all(new is not old for new, old in zip(patched(), before, strict=True))
+        assert patched() == before
 
 
 class TestFixture:
@@ -378,46 +289,3 @@ class TestFixture:
         assert "race (write-read)" in run.stdout
         assert "side.wait_event" not in run.stdout
         assert "fake_device.copy(slot" not in "".join(run.stdout.splitlines()[:3])
-
-
-def covered(tensor: torch.Tensor) -> set[int]:
-    """The bytes a tensor covers, one by one: slow and plainly right."""
-    offsets = torch.tensor([tensor.storage_offset()])
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        offsets = (offsets[:, None] + torch.arange(size) * stride).flatten()
-    size = tensor.element_size()
-    return {
-        byte for offset in offsets.tolist() for byte in range(offset * size, (offset + 1) * size)
-    }
-
-
-@st.composite
-def views(draw: st.DrawFn) -> torch.Tensor:
-    view = draw(st.sampled_from([BASE, BASE[0], BASE.flatten()]))
-    for _ in range(draw(st.integers(0, 3))):
-        dim = draw(st.integers(0, view.dim() - 1)) if view.dim() else None
-        if dim is None:
-            break
-        start = draw(st.integers(0, view.shape[dim]))
-        step = draw(st.integers(1, 3))
-        index = [slice(None)] * view.dim()
-        index[dim] = slice(start, draw(st.integers(start, view.shape[dim])), step)
-        view = view[tuple(index)]
-        if draw(st.booleans()):
-            view = view.transpose(0, -1)
-    return view
-
-
-BASE = torch.zeros(4, 6, 5, dtype=torch.int16)
-
-
-@settings(max_examples=300)
-@given(views(), views())
-def test_layouts_overlap_exactly_when_they_share_a_byte(
-    one: torch.Tensor, two: torch.Tensor
-) -> None:
-    first, second = Layout.of(one), Layout.of(two)
-    assert first.overlaps(second) == bool(covered(one) & covered(two))
-    if first.covers(second):
-        assert covered(two) <= covered(one)
-    assert {byte for low, high in first.runs for byte in range(low, high)} == covered(one)

@@ -31,6 +31,7 @@ ROOMS = {
     "step": 2,
     "results": 2,
     "lanes": 2,
+    "loop": 2,
     "engine": 2,
     "doctor": 3,
     "cli": 4,

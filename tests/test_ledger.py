@@ -142,6 +142,21 @@ def test_an_epoch_may_end_inside_a_wait(ledger: Ledger, clock: Clock) -> None:
         clock.ns += 2 * MS
     assert ledger.epoch_statistics().wall_ms == 2.0
     assert ledger.statistics().wall_ms == 6.0
+    # The wait itself belongs to the epoch in which it ended.
+    assert ledger.epoch_statistics()["data"].total_ms == 6.0
+    assert ledger.epoch_statistics()["data"].count == 1
+
+
+def test_wall_time_never_goes_back(ledger: Ledger, clock: Clock) -> None:
+    # On the fake device each thread has its own clock, and another's may be behind.
+    clock.ns = 100 * MS
+    with ledger.waiting("data"):
+        clock.ns = 40 * MS
+        assert ledger.statistics().wall_ms == 0.0
+        ledger.start_epoch()
+        clock.ns = 103 * MS
+        assert ledger.statistics().wall_ms == 3.0
+    assert ledger.statistics().wall_ms == 3.0
 
 
 @given(st.lists(st.integers(1, 10**11), min_size=1, max_size=200))

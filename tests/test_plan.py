@@ -60,6 +60,7 @@ def test_a_plan_cannot_be_changed() -> None:
         ({"precision": "bf61"}, r"did you mean 'bf16'\?"),
         ({"graphs": None}, "graphs = None: expected off, on, auto"),
         ({"name": ""}, "name = '': expected a name"),
+        ({"streams": 10**5000}, "streams = <int too long to show>: expected a whole number"),
         ({"streams": 2, "split_backward": True}, "streams = 2: expected 3 to 8 with split_back"),
         ({"split_backward": True, "graphs": "on"}, "graphs = 'on': expected 'off' with split_"),
         ({"graphs": "auto", "prefetch_depth": 0}, "prefetch_depth = 0: expected 1 to 64 with"),
@@ -98,6 +99,12 @@ def test_whatever_may_stand_for_a_plan(tmp_path: Path) -> None:
     assert Plan.of(path) == Plan.of(str(path)) == event
 
 
+@pytest.mark.parametrize("nothing", [5, None, ["event"], b"event", True])
+def test_what_cannot_stand_for_a_plan(nothing: Any) -> None:
+    with pytest.raises(PlanError, match=r"plan = .*: expected a Plan, a preset's name, a mapping"):
+        Plan.of(nothing)
+
+
 def test_a_plan_file_has_a_plan_and_a_loader(tmp_path: Path) -> None:
     path = tmp_path / "plan.yaml"
     path.write_text(
@@ -126,6 +133,13 @@ def test_a_plan_file_has_a_plan_and_a_loader(tmp_path: Path) -> None:
         ("plan: {a: 1\nb: }: 2\n", r"plan.yaml:\d+: is not YAML"),
         ("plan: !!python/object/apply:os.system ['true']\n", r"plan.yaml:1: is not YAML"),
         ("plan: \x00\n", "plan.yaml: is not YAML"),
+        ("plan: event\nloader: []\n", "plan.yaml: loader: expected a mapping, found list"),
+        ("plan: event\nloader: 0\n", "plan.yaml: loader: expected a mapping, found int"),
+        ("plan: {streams: 2024-13-45}\n", r"plan.yaml: has a value that cannot be read \(month"),
+        ('plan: {streams: !!int "abc"}\n', "plan.yaml: has a value that cannot be read"),
+        (f"plan: {{streams: {'9' * 5000}}}\n", "plan.yaml: has a value that cannot be read"),
+        (f"plan: {{streams: 0x{'f' * 5000}}}\n", "streams = <int too long to show>: expected"),
+        (f"plan: {'[' * 3000}{']' * 3000}\n", "plan.yaml: is nested too deeply"),
     ],
 )
 def test_a_bad_plan_file_is_named_with_its_fault(tmp_path: Path, text: str, message: str) -> None:
@@ -140,6 +154,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load_plan(tmp_path / "missing.yaml")
     with pytest.raises(PlanError, match=r"cannot be read \(Is a directory"):
         load_plan(tmp_path)
+    with pytest.raises(PlanError, match="has a value that cannot be read"):
+        load_plan("nul\0.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"plan: \xff\n")
     with pytest.raises(PlanError, match="is not UTF-8"):
         load_plan(tmp_path / "latin.yaml")

@@ -216,6 +216,20 @@ def test_an_event_of_another_device(device: Device) -> None:
             call()
 
 
+def test_what_is_no_event_and_no_device(device: Device) -> None:
+    manager = StreamManager(device)
+    for call in (
+        lambda: manager.record_event(None, 0),  # type: ignore[arg-type]
+        lambda: manager.query_event("mine"),  # type: ignore[arg-type]
+        lambda: manager.wait_event(0, None),  # type: ignore[arg-type]
+        lambda: manager.synchronize_event(None),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(DeviceError, match=r"expected an Event; create_event\(\) makes one"):
+            call()
+    with pytest.raises(DeviceError, match=r"device = 'cpu': expected a Device; open_device\(\)"):
+        StreamManager("cpu")  # type: ignore[arg-type]
+
+
 def test_closing_drains_and_then_everything_is_refused(device: Device) -> None:
     with StreamManager(device) as manager:
         event = manager.create_event()

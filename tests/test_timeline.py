@@ -137,6 +137,19 @@ def test_a_fixed_timeline() -> None:
     assert (first.start_ms, first.end_ms, first.duration_ms) == (0.0, 6.0, 6.0)
 
 
+def test_a_timeline_can_be_left_out() -> None:
+    with FakeDevice(costs=COSTS, keep_timeline=False) as device:
+        one_after_the_other(device, 2)
+    assert device.timeline().spans == ()
+    assert device.now_ms == 24.0
+
+
+def test_ordinary_memory_takes_the_hosts_time() -> None:
+    with FakeDevice(costs=COSTS) as device:
+        device.empty((4,), torch.float32).copy_(torch.ones(4), non_blocking=True)
+        assert device.now_ms == 2.0
+
+
 def test_an_empty_timeline() -> None:
     empty = Timeline([])
     assert (empty.length_ms, empty.overlap_ms(), empty.lanes()) == (0.0, 0.0, [])

@@ -20,9 +20,10 @@ if TYPE_CHECKING:
     from headrace.deferred import DeferredScalars, DeferredValues
     from headrace.device import Device, Event, Stream, available_devices, open_device
     from headrace.ema import Ema
-    from headrace.engine import Engine, StepInfo
+    from headrace.engine import Engine
     from headrace.errors import HeadraceError
     from headrace.ledger import Ledger, LedgerStatistics, WaitStatistics
+    from headrace.loop import StepInfo
     from headrace.plan import PRESETS, LoaderPlan, Plan, PlanFile, load_plan
     from headrace.prefetcher import Prefetcher, prefetch
     from headrace.results import EpochResult, EpochStatistics
@@ -51,7 +52,7 @@ _HOMES = {
     "Prefetcher": "prefetcher",
     "RunAhead": "runahead",
     "Span": "timeline",
-    "StepInfo": "engine",
+    "StepInfo": "loop",
     "Stream": "device",
     "StreamManager": "streams",
     "Timeline": "timeline",

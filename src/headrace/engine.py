@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
-import os
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from headrace import batches
-from headrace.deferred import DeferredScalars, DeferredValues, Scalar
+from headrace.deferred import Scalar
 from headrace.device import Device, open_device
 from headrace.ema import Ema
 from headrace.errors import StepError
-from headrace.lanes import HostSync, Lanes
+from headrace.loop import Loop, StepInfo
 from headrace.plan import Plan
-from headrace.prefetcher import BatchCache, Prefetcher, PrefetchIterator
-from headrace.results import EpochResult, Pass, epoch_result
-from headrace.runahead import RunAhead
+from headrace.prefetcher import BatchCache
+from headrace.results import EpochResult
 from headrace.step import LossFunction, LossParts, TrainingStep
 
 log = logging.getLogger("headrace")
 
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
-
-
-@dataclass(frozen=True, slots=True)
-class StepInfo:
-    """Where the loop stands after a batch. `come_back` are earlier batches' values that have
-    arrived from the device since the last one: nothing was waited for."""
-
-    epoch: int
-    batch: int
-    updates: int
-    come_back: tuple[DeferredValues, ...]
 
 
 class Engine:
@@ -145,8 +130,8 @@ class Engine:
         If the loader or the loss raises, what was trained on before is in `last_result`.
         """
         run = self._training_run(loader, max_steps)
-        with self._reported(run), closing(run.loop()) as loop:
-            for _ in loop:
+        with self._reported(run), closing(run.run()) as steps:
+            for _ in steps:
                 pass
         return self._finish(run)
 
@@ -161,8 +146,8 @@ class Engine:
         """
         run = self._training_run(loader, max_steps)
         try:
-            with self._reported(run), closing(run.loop()) as loop:
-                while (info := self._next(run, loop)) is not None:
+            with self._reported(run), closing(run.run()) as steps:
+                while (info := self._next(run, steps)) is not None:
                     run.lanes.give_back()
                     yield info
                     run.lanes.take_over()
@@ -179,9 +164,9 @@ class Engine:
         training = self.model.training
         self.model.eval()
         try:
-            run = _Run(self, loader, self._evaluate_batch)
-            with closing(run.loop()) as loop:
-                for _ in loop:
+            run = self._loop(loader, self._evaluate_batch)
+            with closing(run.run()) as steps:
+                for _ in steps:
                     pass
         finally:
             self.model.train(training)
@@ -189,7 +174,7 @@ class Engine:
 
     # --- one batch -------------------------------------------------------------------------------
 
-    def _train_batch(self, run: _Run, index: int, batch: Any) -> None:
+    def _train_batch(self, run: Loop, index: int, batch: Any) -> None:
         step, lanes = self._step, run.lanes
         assert step is not None
         with lanes.on(lanes.forward), self._annotated("forward"):
@@ -202,12 +187,12 @@ class Engine:
                 step.update()
         lanes.backward_to_forward()
 
-    def _evaluate_batch(self, run: _Run, index: int, batch: Any) -> None:
+    def _evaluate_batch(self, run: Loop, index: int, batch: Any) -> None:
         assert self._step is not None
         with run.lanes.on(run.lanes.forward), self._annotated("evaluate"):
             run.report(index, self._step.forward(batch))
 
-    def _custom_batch(self, run: _Run, index: int, batch: Any) -> None:
+    def _custom_batch(self, run: Loop, index: int, batch: Any) -> None:
         assert self._custom is not None
         with run.lanes.on(run.lanes.forward), self._annotated("step"):
             returned = self._custom(batch)
@@ -216,15 +201,37 @@ class Engine:
 
     # --- around the loop -------------------------------------------------------------------------
 
-    def _training_run(self, loader: Iterable[Any], max_steps: int | None) -> _Run:
+    def _training_run(self, loader: Iterable[Any], max_steps: int | None) -> Loop:
         _tell_epoch(loader, self.epochs)
         if self._step is None:
-            return _Run(self, loader, self._custom_batch, most=max_steps)
+            return self._loop(
+                loader,
+                self._custom_batch,
+                most=max_steps,
+                needs_tensors=False,
+                on_step=self.on_step,
+            )
         most = None if max_steps is None else max_steps * self._step.accumulate
-        return _Run(self, loader, self._train_batch, most=most, step=self._step)
+        return self._loop(
+            loader, self._train_batch, most=most, step=self._step, on_step=self.on_step
+        )
+
+    def _loop(
+        self, loader: Iterable[Any], run_batch: Callable[[Loop, int, Any], None], **options: Any
+    ) -> Loop:
+        return Loop(
+            loader,
+            run_batch,
+            device=self.device,
+            plan=self.plan,
+            epoch=self.epochs,
+            cache=self._cache,
+            deterministic=self._deterministic,
+            **options,
+        )
 
     @contextmanager
-    def _reported(self, run: _Run) -> Iterator[None]:
+    def _reported(self, run: Loop) -> Iterator[None]:
         """Whatever ends the loop, its result is kept."""
         try:
             yield
@@ -232,7 +239,7 @@ class Engine:
             if run.ended:
                 self.last_result = run.result()
 
-    def _finish(self, run: _Run) -> EpochResult:
+    def _finish(self, run: Loop) -> EpochResult:
         result = run.result()
         self.epochs += 1
         if self._step is not None:
@@ -241,160 +248,13 @@ class Engine:
             self.on_epoch(result)
         return result
 
-    def _next(self, run: _Run, loop: Iterator[StepInfo]) -> StepInfo | None:
+    def _next(self, run: Loop, steps: Iterator[StepInfo]) -> StepInfo | None:
         """One batch, on the stream the loop began on, whatever is current by now."""
         with self.device.use(run.lanes.caller):
-            return next(loop, None)
+            return next(steps, None)
 
     def _annotated(self, name: str) -> AbstractContextManager[object]:
         return self.device.annotate(name) if self._nvtx else nullcontext()
-
-
-class _Run:
-    """One pass over a loader under the engine's plan."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        loader: Iterable[Any],
-        run_batch: Callable[[_Run, int, Any], None],
-        *,
-        most: int | None = None,
-        step: TrainingStep | None = None,
-    ) -> None:
-        plan, device = engine.plan, engine.device
-        self.engine, self.device, self.plan = engine, device, plan
-        self.step = step
-        self.ended = False
-        self.lanes = Lanes(device, plan, split=plan.split_backward and step is not None)
-        source = loader if most is None else _First(loader, most)
-        self._feed = Prefetcher(
-            source,
-            device,
-            plan.prefetch_depth,
-            pin=plan.pin,
-            transfers=self.lanes.transfers,
-            owner=self.lanes.forward,
-            runs_on_owner=self.lanes.forward is self.lanes.caller,
-            cache=engine._cache,
-        )
-        self._run_batch = run_batch
-        self._deferred = DeferredScalars(device, plan.deferred_every, stream=self.lanes.losses)
-        self._window = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
-        self._sync = HostSync(device, plan, self.lanes)
-        self._entries: list[DeferredValues] = []
-        self._come_back: tuple[DeferredValues, ...] = ()
-        self._batches = self._samples = 0
-        self._weighted = False
-        self._updates_before = step.updates if step is not None else 0
-
-    def loop(self) -> Generator[StepInfo, None, None]:
-        """The loop. Whatever happens, what was launched is finished and its values come back."""
-        with ExitStack() as session:
-            session.enter_context(self._settings())
-            session.callback(self._end)
-            feed = session.enter_context(closing(self._begin()))
-            for index, batch in enumerate(feed):
-                self.lanes.arrived(feed)
-                self._window.admit(feed.last_nbytes)
-                self._samples += feed.last_samples
-                if index == 0 and self.engine._step is not None:
-                    _require_tensor(batch)
-                try:
-                    self._run_batch(self, index, batch)
-                except BaseException:
-                    if self.step is not None:
-                        self.step.abandon()
-                    raise
-                del batch  # freed before the next one is asked for
-                self._batches += 1
-                self._window.launched(self.lanes.backward)
-                feed.freed_by = self.lanes.freed_by
-                self._sync.after_batch(index)
-                self._collect(self._deferred.ready())
-                yield self._info(index)
-
-    def report(self, index: int, parts: LossParts) -> None:
-        self._weighted = self._weighted or parts.weighted
-        self._deferred.push(index, parts.values)
-
-    def result(self) -> EpochResult:
-        """What the pass gave; the loop must have ended."""
-        counted = Pass(
-            epoch=self.engine.epochs,
-            plan=self.plan.name,
-            device=str(self.device),
-            batches=self._batches,
-            updates=self._updates(),
-            samples=self._samples,
-            weighted=self._weighted,
-            elapsed_s=self._elapsed_s,
-            peak_memory_bytes=self.device.peak_memory(),
-        )
-        return epoch_result(counted, self._entries, self.device.ledger.epoch_statistics())
-
-    def _begin(self) -> PrefetchIterator:
-        self.device.ledger.start_epoch()
-        self.device.reset_peak_memory()
-        self._start_ns = self.device.ledger.now_ns()
-        self.lanes.take_over()
-        return iter(self._feed)
-
-    def _end(self) -> None:
-        """Use a last partial group's gradients, read the last values, and hand the streams back."""
-        if self.step is not None and self.step.group_is_open:
-            with self.lanes.on(self.lanes.backward):
-                self.step.update()
-            self.lanes.backward_to_forward()
-        with self.lanes.on(self.lanes.forward):
-            self._deferred.flush()
-        self._sync.at_end(self._batches)
-        self._collect(self._deferred.drain())
-        with self.lanes.on(self.lanes.forward):
-            self._deferred.close()
-        self.lanes.give_back()
-        self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
-        self.ended = True
-
-    def _collect(self, come_back: list[DeferredValues]) -> None:
-        self._entries += come_back
-        self._come_back = tuple(come_back)
-        for entry in come_back:
-            if entry.non_finite:
-                names = ", ".join(entry.non_finite)
-                self.device.say_once("non-finite", "%s not finite at batch %d", names, entry.step)
-
-    def _info(self, index: int) -> StepInfo:
-        info = StepInfo(self.engine.epochs, index, self._updates(), self._come_back)
-        if self.engine.on_step is not None:
-            self.engine.on_step(info)
-        return info
-
-    def _updates(self) -> int:
-        return self._batches if self.step is None else self.step.updates - self._updates_before
-
-    @contextmanager
-    def _settings(self) -> Iterator[None]:
-        with self.device.numerics(self.plan.precision), _determinism(self.engine._deterministic):
-            yield
-
-
-class _First:
-    """The first items of a loader: no more are asked for, so none are lost to prefetching."""
-
-    def __init__(self, loader: Iterable[Any], most: int) -> None:
-        self._loader, self._most = loader, most
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._loader), self._most)
-
-
-def _require_tensor(batch: Any) -> None:
-    if next(batches.leaves(batch), None) is None:
-        raise StepError(
-            f"batch 0 (a {type(batch).__name__}) holds no tensor: expected tensors, in whatever "
-            "nesting of tuples, dicts and dataclasses"
-        )
 
 
 def _where(model: torch.nn.Module) -> Device | torch.device:
@@ -410,23 +270,3 @@ def _tell_epoch(loader: Iterable[Any], epoch: int) -> None:
     for owner in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
         if callable(getattr(owner, "set_epoch", None)):
             owner.set_epoch(epoch)  # type: ignore[union-attr]
-
-
-@contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
-    """Deterministic kernels inside the block, errors where PyTorch has none."""
-    if not wanted:
-        yield
-        return
-    # cuBLAS reads this when it is first used; without it PyTorch refuses.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    cudnn = torch.backends.cudnn
-    was = (cudnn.deterministic, cudnn.benchmark)
-    torch.use_deterministic_algorithms(True)
-    cudnn.deterministic, cudnn.benchmark = True, False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        cudnn.deterministic, cudnn.benchmark = was

@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 
 from headrace.tables import text_table
@@ -47,6 +47,7 @@ class LedgerStatistics:
 
     `total_ms` adds up every thread's waits. `wall_ms` is how long at least one thread stood
     still: two threads that wait for the same second add two to `total_ms` and one to `wall_ms`.
+    Waits that are still under way are in `wall_ms` up to now, and in the others when they end.
     """
 
     reasons: tuple[WaitStatistics, ...]
@@ -116,18 +117,16 @@ class Ledger:
         with self._lock:
             self._epoch.of(reason).count += 1
 
-    @contextmanager
-    def waiting(self, reason: str) -> Iterator[None]:
+    def waiting(self, reason: str) -> AbstractContextManager[None]:
         """Time the block as a host wait. An exception in it is counted too, and passed on."""
-        nested_ns = self._enter()
-        start_ns = self._clock_ns()
-        try:
-            yield
-        finally:
-            self._leave(reason, self._clock_ns() - start_ns, nested_ns)
+        return _Waiting(self, reason)
 
     def start_epoch(self) -> None:
-        """From here on `epoch_statistics` counts from zero; `statistics` goes on."""
+        """From here on `epoch_statistics` counts from zero; `statistics` goes on.
+
+        A wait that is under way belongs, with its count and all of its time, to the epoch in
+        which it ends; `wall_ms` alone is split at this moment.
+        """
         with self._lock:
             self._close_wall()
             self._before.add(self._epoch)
@@ -172,9 +171,28 @@ class Ledger:
     def _close_wall(self) -> None:
         """Add the wall time up to now, so that an epoch's end can fall inside a wait."""
         if self._waiting_threads:
-            now_ns = self._clock_ns()
+            # On the fake device each thread has a clock of its own: this one may be behind.
+            now_ns = max(self._clock_ns(), self._wall_since_ns)
             self._epoch.wall_ns += now_ns - self._wall_since_ns
             self._wall_since_ns = now_ns
+
+
+class _Waiting:
+    """The block of `Ledger.waiting`: a class, since it stands in every step of every loop."""
+
+    __slots__ = ("_ledger", "_outer_ns", "_reason", "_start_ns")
+
+    def __init__(self, ledger: Ledger, reason: str) -> None:
+        self._ledger = ledger
+        self._reason = reason
+
+    def __enter__(self) -> None:
+        self._outer_ns = self._ledger._enter()
+        self._start_ns = self._ledger.now_ns()
+
+    def __exit__(self, *exception: object) -> None:
+        elapsed_ns = self._ledger.now_ns() - self._start_ns
+        self._ledger._leave(self._reason, elapsed_ns, self._outer_ns)
 
 
 class _Tally:

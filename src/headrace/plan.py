@@ -96,7 +96,9 @@ class Plan(_Checked):
     def preset(cls, name: str) -> Plan:
         """The preset of that name; `PRESETS` has them all."""
         if not isinstance(name, str) or name not in PRESETS:
-            raise PlanError(f"no plan {name!r}{_nearest(name, PRESETS)}; known: {_list(PRESETS)}")
+            raise PlanError(
+                f"no plan {_quoted(name)}{_nearest(name, PRESETS)}; known: {_list(PRESETS)}"
+            )
         return PRESETS[name]
 
     @classmethod
@@ -122,8 +124,13 @@ class Plan(_Checked):
             return plan
         if isinstance(plan, Mapping):
             return cls.from_dict(plan)
-        if isinstance(plan, Path) or plan.endswith((".yaml", ".yml")):
+        if isinstance(plan, Path) or (isinstance(plan, str) and plan.endswith((".yaml", ".yml"))):
             return load_plan(plan).plan
+        if not isinstance(plan, str):
+            raise PlanError(
+                f"plan = {_quoted(plan)}: expected a Plan, a preset's name, a mapping of fields or "
+                "the path of a YAML file"
+            )
         return cls.preset(plan)
 
     def but(self, **changes: Any) -> Plan:
@@ -188,6 +195,10 @@ def load_plan(path: str | Path) -> PlanFile:
         raise PlanError(f"{path}{line}: is not YAML ({problem.problem})") from problem
     except yaml.YAMLError as problem:
         raise PlanError(f"{path}: is not YAML ({problem})") from problem
+    except ValueError as problem:  # a date or number that is none, or a path that is none
+        raise PlanError(f"{path}: has a value that cannot be read ({problem})") from problem
+    except RecursionError as problem:
+        raise PlanError(f"{path}: is nested too deeply") from problem
     content = _mapping(content, str(path))
     _refuse_unknown(content, ["plan", "loader"], str(path))
     if "plan" not in content:
@@ -195,7 +206,8 @@ def load_plan(path: str | Path) -> PlanFile:
     plan = content["plan"]
     if isinstance(plan, str):
         plan = {"preset": plan}
-    loader = _mapping(content.get("loader") or {}, f"{path}: loader")
+    loader = content.get("loader")
+    loader = _mapping({} if loader is None else loader, f"{path}: loader")
     _refuse_unknown(loader, LoaderPlan.field_names(), f"{path}: loader")
     try:
         loader_plan = LoaderPlan(**loader)
@@ -220,7 +232,8 @@ def _check_field(known: dataclasses.Field[Any], hint: Any, value: object) -> Non
         choices = typing.get_args(hint)
         if value not in choices:
             raise PlanError(
-                f"{known.name} = {value!r}{_nearest(value, choices)}: expected {_list(choices)}"
+                f"{known.name} = {_quoted(value)}{_nearest(value, choices)}: "
+                f"expected {_list(choices)}"
             )
         return
     allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
@@ -230,12 +243,12 @@ def _check_field(known: dataclasses.Field[Any], hint: Any, value: object) -> Non
         low, high = known.metadata["low"], known.metadata["high"]
         if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
             raise PlanError(
-                f"{known.name} = {value!r}: expected a whole number from {low:,} to {high:,}"
+                f"{known.name} = {_quoted(value)}: expected a whole number from {low:,} to {high:,}"
             )
     elif bool in allowed and not isinstance(value, bool):
-        raise PlanError(f"{known.name} = {value!r}: expected true or false")
+        raise PlanError(f"{known.name} = {_quoted(value)}: expected true or false")
     elif str in allowed and not (isinstance(value, str) and value):
-        raise PlanError(f"{known.name} = {value!r}: expected a name")
+        raise PlanError(f"{known.name} = {_quoted(value)}: expected a name")
 
 
 def _mapping(values: object, where: str) -> Mapping[str, Any]:
@@ -248,13 +261,21 @@ def _refuse_unknown(given: Mapping[str, Any], known: list[str], where: str) -> N
     for key in given:
         if key not in known:
             raise PlanError(
-                f"{where}: unknown key {key!r}{_nearest(key, known)}; known: {_list(known)}"
+                f"{where}: unknown key {_quoted(key)}{_nearest(key, known)}; known: {_list(known)}"
             )
 
 
 def _nearest(word: object, known: typing.Iterable[str]) -> str:
     close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def _quoted(value: object) -> str:
+    """The value as it was given; Python refuses to write out a number of thousands of digits."""
+    try:
+        return repr(value)
+    except (ValueError, RecursionError):
+        return f"<{type(value).__name__} too long to show>"
 
 
 def _list(words: typing.Iterable[object]) -> str:

@@ -196,10 +196,10 @@ class PrefetchIterator:
         return batches.rebuild(batch, [leaf.to(target) for leaf in leaves])
 
     def _bound_copies(self) -> None:
-        while self._copies and self._copies[0].query():
-            self._copies.popleft()
-        if len(self._copies) == _MOST_COPIES:
-            self._device.wait(self._copies.popleft(), "copies_behind")
+        while len(self._copies) >= _MOST_COPIES:
+            oldest = self._copies.popleft()
+            if not oldest.query():
+                self._device.wait(oldest, "copies_behind")
 
     def _hand_over(self, slot: _Slot) -> None:
         assert slot.ready is not None

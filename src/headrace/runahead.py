@@ -26,14 +26,17 @@ class RunAhead:
 
     def admit(self, nbytes: int = 0) -> None:
         """Call before a step is launched. A step larger than the whole window goes alone."""
-        while self._flying and self._flying[0][0].query():
-            self._land()
-        while len(self._flying) >= self._steps or (
-            self._flying and self._max_bytes is not None and self._bytes + nbytes > self._max_bytes
-        ):
-            self._device.wait(self._flying[0][0], "run_ahead")
+        while self._is_full(nbytes):
+            if not self._flying[0][0].query():
+                self._device.wait(self._flying[0][0], "run_ahead")
             self._land()
         self._admitted_bytes = nbytes
+
+    def _is_full(self, nbytes: int) -> bool:
+        if len(self._flying) >= self._steps:
+            return True
+        bounded = self._max_bytes is not None and len(self._flying) > 0
+        return bounded and self._bytes + nbytes > (self._max_bytes or 0)
 
     def launched(self, stream: Stream) -> None:
         """Call after the step's last operation was put on `stream`."""
@@ -44,7 +47,7 @@ class RunAhead:
 
     @property
     def in_flight(self) -> int:
-        """Steps launched and not known to be done."""
+        """Steps launched and not known to be done; looked at only when the window is full."""
         return len(self._flying)
 
     def _land(self) -> None:

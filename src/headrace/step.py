@@ -36,27 +36,17 @@ class LossParts:
 
     @classmethod
     def of(cls, returned: object, device: Device, *, needs_grad: bool) -> LossParts:
-        values: dict[str, Any]
-        values = dict(returned) if isinstance(returned, Mapping) else {"loss": returned}
-        loss = values.get("loss")
-        if not isinstance(loss, torch.Tensor):
-            found = f"a dict with {sorted(values)}" if isinstance(returned, Mapping) else repr(loss)
+        if isinstance(returned, torch.Tensor):
+            _check_loss(returned, device, needs_grad)
+            return cls(returned, 1, False, {"loss": returned})
+        if not isinstance(returned, Mapping) or "loss" not in returned:
+            found = f"a dict with {sorted(returned)}" if isinstance(returned, Mapping) else returned
             raise StepError(
-                f"the loss function returned {found[:200]}: expected a 0-dim tensor, or a dict "
-                "whose 'loss' is one"
+                f"the loss function returned {str(found)[:200]}: expected a 0-dim tensor, or a "
+                "dict whose 'loss' is one"
             )
-        if loss.dim() != 0:
-            raise StepError(
-                f"the loss has shape {tuple(loss.shape)}: expected a single number "
-                "(reduce it with .mean())"
-            )
-        if not device.holds(loss):
-            raise StepError(f"the loss is on {loss.device}: expected it on {device}")
-        if needs_grad and not loss.requires_grad:
-            raise StepError(
-                "the loss needs no grad, so backward() would do nothing: is every parameter "
-                "frozen, or the loss detached?"
-            )
+        values = dict(returned)
+        _check_loss(values["loss"], device, needs_grad)
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise StepError(
@@ -64,7 +54,24 @@ class LossParts:
                 )
             if not isinstance(value, torch.Tensor | int | float):
                 raise StepError(f"{name!r} is a {type(value).__name__}: expected a number")
-        return cls(loss, values.get("weight", 1), "weight" in values, values)
+        return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
+
+
+def _check_loss(loss: object, device: Device, needs_grad: bool) -> None:
+    if not isinstance(loss, torch.Tensor):
+        raise StepError(f"the loss is a {type(loss).__name__}: expected a 0-dim tensor")
+    if loss.dim() != 0:
+        raise StepError(
+            f"the loss has shape {tuple(loss.shape)}: expected a single number "
+            "(reduce it with .mean())"
+        )
+    if not device.holds(loss):
+        raise StepError(f"the loss is on {loss.device}: expected it on {device}")
+    if needs_grad and not loss.requires_grad:
+        raise StepError(
+            "the loss needs no grad, so backward() would do nothing: is every parameter "
+            "frozen, or the loss detached?"
+        )
 
 
 class TrainingStep:

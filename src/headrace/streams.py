@@ -64,6 +64,8 @@ class StreamManager:
     """
 
     def __init__(self, device: Device, streams: int = 4) -> None:
+        if not isinstance(device, Device):
+            raise DeviceError(f"device = {device!r}: expected a Device; open_device() makes one")
         if isinstance(streams, bool) or not isinstance(streams, int):
             raise DeviceError(f"streams = {streams!r}: expected a whole number")
         if not FEWEST_STREAMS <= streams <= MOST_STREAMS:
@@ -143,14 +145,14 @@ class StreamManager:
     def record_event(self, event: Event, which: int | str) -> None:
         """Put the mark at the end of that stream."""
         index = self.index_of(which)
-        self.device.require_own("an event", event.device)
+        self._require_own(event)
         event.record(self._streams[index])
         self._count(index, "records")
 
     def query_event(self, event: Event) -> bool:
         """Whether the event has passed. Never blocks."""
         self._require_open()
-        self.device.require_own("an event", event.device)
+        self._require_own(event)
         done = event.query()
         with self._lock:
             self._queries += 1
@@ -160,14 +162,14 @@ class StreamManager:
     def wait_event(self, which: int | str, event: Event) -> None:
         """Make that stream wait for the event. The host goes on."""
         index = self.index_of(which)
-        self.device.require_own("an event", event.device)
+        self._require_own(event)
         self._streams[index].wait_event(event)
         self._count(index, "waits")
 
     def synchronize_event(self, event: Event, reason: str = "synchronize_event") -> None:
         """Make the host wait for the event; in the ledger under `reason`."""
         self._require_open()
-        self.device.require_own("an event", event.device)
+        self._require_own(event)
         self.device.wait(event, reason)
         with self._lock:
             self._host_waits += 1
@@ -233,6 +235,11 @@ class StreamManager:
     def _require_open(self) -> None:
         if self._closed:
             raise ClosedError(f"the stream manager on {self.device} was used after close()")
+
+    def _require_own(self, event: Event) -> None:
+        if not isinstance(event, Event):
+            raise DeviceError(f"event = {event!r}: expected an Event; create_event() makes one")
+        self.device.require_own("an event", event.device)
 
     def _count(self, index: int, what: str) -> None:
         with self._lock:

@@ -37,6 +37,9 @@ class PinnedBuffer:
         """The buffer's bytes from `offset_bytes` on, seen as a tensor of that shape and type."""
         if self._memory is None:
             raise ClosedError("a pinned buffer was used after its release")
+        for size in shape:
+            _require_whole(f"shape = {tuple(shape)}", size)
+        _require_whole(f"offset_bytes = {offset_bytes!r}", offset_bytes)
         needed = offset_bytes + math.prod(shape) * dtype.itemsize
         if needed > self.nbytes:
             raise DeviceError(
@@ -55,6 +58,8 @@ class PinnedBuffer:
         pass the event recorded behind the copy that reads (or fills) this buffer."""
         if self._memory is None:
             raise ClosedError("a pinned buffer was released twice")
+        if after is not None:
+            after._require_recorded("given to PinnedBuffer.release")
         memory, self._memory = self._memory, None
         self._pool._give_back(memory, after)
 
@@ -76,8 +81,7 @@ class PinnedPool:
 
         Never blocks: a buffer whose copy still runs is passed over.
         """
-        if nbytes < 0:
-            raise DeviceError(f"nbytes = {nbytes}: expected 0 or more")
+        _require_whole(f"nbytes = {nbytes!r}", nbytes)
         size = max(_SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())
         with self._lock:
             self._collect(size)
@@ -110,8 +114,6 @@ class PinnedPool:
             self._free.clear()
 
     def _give_back(self, memory: torch.Tensor, after: Event | None) -> None:
-        if after is not None:
-            after._require_recorded("given to PinnedBuffer.release")
         size = memory.numel()
         with self._lock:
             self._lent -= 1
@@ -130,3 +132,8 @@ class PinnedPool:
                 still_running.append((event, memory))
         if still_running:
             self._in_flight[size] = still_running
+
+
+def _require_whole(what: str, number: object) -> None:
+    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
+        raise DeviceError(f"{what}: expected whole numbers, 0 or more")

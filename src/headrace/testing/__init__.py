@@ -9,8 +9,9 @@ or, without pytest, `with FakeDevice() as device: …`.
 from __future__ import annotations
 
 from headrace.testing.costs import Costs
-from headrace.testing.fake import FakeDevice, FakeEvent, FakeStream
+from headrace.testing.fake import FakeDevice
 from headrace.testing.races import Access, HiddenWait, Race, Site
+from headrace.testing.streams import FakeEvent, FakeStream
 
 __all__ = [
     "Access",

@@ -2,28 +2,34 @@
 
 On an accelerator the engine runs a backward operation on the stream its forward operation ran on,
 whatever stream `backward()` was called under; makes each node's stream wait for the streams of
-the nodes that feed it; and makes the caller's stream wait for all of them at the end. Here the CPU
-engine does the arithmetic, and hooks on each node say when it begins and ends.
+the nodes that feed it; adds up gradients that meet on the stream of the node they meet at; and
+makes the caller's stream wait for all of them at the end. Here the CPU engine does the
+arithmetic, and hooks on each node say when it begins and ends.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections import OrderedDict
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd import Variable
 
-from headrace.testing.checker import Clock, join
-from headrace.testing.races import Site
+from headrace.testing import followed
+from headrace.testing.checker import Clock, join, storage_key
+from headrace.testing.operators import tensors
+from headrace.testing.races import Site, calling_site
 
 if TYPE_CHECKING:
-    from headrace.testing.fake import FakeDevice, FakeStream
+    from headrace.testing.fake import FakeDevice
+    from headrace.testing.streams import FakeStream
 
 _KEY = "headrace.forward"
-_MOST_TASKS = 64
+_SUMS = ("add", "add_")
 _numbers = itertools.count()
 
 
@@ -32,44 +38,79 @@ class _Forward:
     """What is remembered at a node about the operation that made it."""
 
     number: int
-    stream: FakeStream
+    device: FakeDevice
+    #: None: the operation's result lies on the host, so its backward runs where the caller is.
+    stream: FakeStream | None
     site: Site
 
 
 @dataclass(slots=True)
-class _Task:
-    """One run of the engine."""
+class _Arrival:
+    """A gradient that has come in at a node: what its makers knew, and when they ended."""
 
-    caller: FakeStream
-    #: For each node that has not begun: what the nodes that feed it knew, and when they ended.
-    pending: dict[int, tuple[Clock, int]] = field(default_factory=dict)
+    clock: Clock = field(default_factory=dict)
+    time_ns: int = 0
+
+
+@dataclass(slots=True)
+class _Run:
+    """One run of the engine, from the call to its end."""
+
+    callers: dict[FakeDevice, FakeStream]
+    #: By the number of a node that has not begun, and the position of the gradient.
+    arrivals: dict[int, dict[int, _Arrival]] = field(default_factory=dict)
     streams: set[FakeStream] = field(default_factory=set)
+    begun: _Forward | None = None
+    #: The sums that are due now that a node has ended: the memory of the gradient that came
+    #: second, the node it meets another one at, and the position there.
+    sums: list[tuple[int, _Forward, int]] = field(default_factory=list)
+    #: The node for which a sum is being made.
+    summing_for: _Forward | None = None
+
+    def stream_of(self, forward: _Forward) -> FakeStream:
+        return forward.stream or self.callers[forward.device]
 
 
-# A run that raised leaves its task behind; the oldest are dropped.
-_tasks: OrderedDict[int, _Task] = OrderedDict()
+class _Runs(threading.local):
+    """The engine's runs in this thread, the innermost last: a node may call `backward()` too."""
+
+    def __init__(self) -> None:
+        self.stack: list[_Run] = []
 
 
-def tag(outputs: list[torch.Tensor], stream: FakeStream, site: Site) -> None:
+_runs = _Runs()
+
+
+def tag(outputs: Sequence[torch.Tensor], stream: FakeStream, site: Site) -> None:
     """Remember `stream` and `site` at all nodes that these outputs brought into being."""
     todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while todo:
         node: Any = todo.pop()
-        if _KEY in node.metadata:
-            continue
-        node.metadata[_KEY] = _Forward(next(_numbers), stream, site)
-        node.register_prehook(_begins)
-        node.register_hook(_ends)
-        todo += [feeding for feeding, _ in node.next_functions if feeding is not None]
+        if _KEY not in node.metadata:
+            tag_node(node, stream.device, stream, site)
+            todo += [feeding for feeding, _ in node.next_functions if feeding is not None]
 
 
-def stream_of_node(device: FakeDevice, chosen: FakeStream) -> FakeStream:
-    """The stream that work goes to now: the running node's, unless a hook chose another."""
-    forward = _running()
-    if forward is None or forward.stream.device is not device:
-        return chosen
-    task = _tasks.get(torch._C._current_graph_task_id())
-    return forward.stream if task is not None and task.caller is chosen else chosen
+def tag_node(node: Any, device: FakeDevice, stream: FakeStream | None, site: Site) -> None:
+    """Remember one node's forward; `tag` goes no further than to a node that has it."""
+    node.metadata[_KEY] = _Forward(next(_numbers), device, stream, site)
+    node.register_prehook(_begins)
+    node.register_hook(_ends)
+
+
+# --- for the modes and the device -----------------------------------------------------------------
+
+
+def stream_in_run(device: FakeDevice) -> FakeStream | None:
+    """The stream that work goes to while the engine runs, unless a hook chooses another."""
+    if not _runs.stack:
+        return None
+    run, forward = _runs.stack[-1], _running()
+    if forward is None or forward.device is not device:
+        return run.callers.get(device)
+    # A tensor's hook runs before the node's own first hook, and is ordered like the node.
+    _begin(run, forward)
+    return run.stream_of(forward)
 
 
 def forward_site() -> Site | None:
@@ -83,58 +124,145 @@ def in_node() -> bool:
     return _running() is not None
 
 
+def notice(operation: str, inputs: Sequence[torch.Tensor]) -> None:
+    """Look whether an operation is the engine's own sum of two gradients: then it belongs to the
+    node where they meet, not to the one that has just ended."""
+    if not _runs.stack:
+        return
+    run = _runs.stack[-1]
+    run.summing_for = None
+    if not run.sums or operation not in _SUMS:
+        return
+    keys = {storage_key(tensor) for tensor in inputs}
+    for index, (key, consumer, position) in enumerate(run.sums):
+        if key in keys:
+            del run.sums[index]
+            run.summing_for = consumer
+            _join(run.stream_of(consumer), run.arrivals[consumer.number][position])
+            _record(inputs, run.stream_of(consumer))
+            return
+
+
+# --- the engine -----------------------------------------------------------------------------------
+
+
 def _running() -> _Forward | None:
+    if _runs.stack and _runs.stack[-1].summing_for is not None:
+        return _runs.stack[-1].summing_for
     node: Any = torch._C._current_autograd_node()
     return None if node is None else node.metadata.get(_KEY)
 
 
-def _begins(gradients: object) -> None:
-    forward = _running()
-    assert forward is not None
-    stream, device = forward.stream, forward.stream.device
-    number = torch._C._current_graph_task_id()
-    with device.lock:
-        task = _tasks.get(number)
-        if task is None:
-            chosen = device._current.get()
-            task = _tasks[number] = _Task(chosen)  # type: ignore[arg-type]
-            while len(_tasks) > _MOST_TASKS:
-                _tasks.popitem(last=False)
-            Variable._execution_engine.queue_callback(lambda: _finished(number))
+def _run_backward(*args: Any, **kwargs: Any) -> Any:
+    """In place of PyTorch's own way into the engine."""
+    run = _Run({device: device.current_stream() for device in followed.devices})
+    with ExitStack() as afterwards:
+        for device in run.callers:
+            afterwards.enter_context(device.engine_runs())
+        _runs.stack.append(run)
+        afterwards.callback(_runs.stack.pop)
+        return followed.originals["_engine_run_backward"](*args, **kwargs)
+
+
+def _begin(run: _Run, forward: _Forward) -> None:
+    if run.begun is forward or run.summing_for is not None:
+        return
+    if run.begun is None:
+        Variable._execution_engine.queue_callback(lambda: _finish(run))
+    run.begun = forward
+    run.sums = []
+    stream = run.stream_of(forward)
+    forward.device.choose(None)  # a choice that the last node's hooks left behind ended with it
+    arrivals = run.arrivals.pop(forward.number, {})
+    if not arrivals:
         # A root is fed by whatever the caller's stream holds: the gradient came from there.
-        caller = task.caller.actor
-        clock, ends_ns = task.pending.pop(forward.number, (caller.clock, caller.time_ns))
-        device.launch(stream.actor)
-        join(stream.actor.clock, clock)
-        stream.actor.time_ns = max(stream.actor.time_ns, ends_ns)
-        task.streams.add(stream)
+        caller = run.callers[forward.device].actor
+        arrivals = {0: _Arrival(caller.clock, caller.time_ns)}
+    for arrival in arrivals.values():
+        _join(stream, arrival)
+    run.streams.add(stream)
 
 
-def _ends(gradients_in: object, gradients_out: object) -> None:
+def _join(stream: FakeStream, arrival: _Arrival) -> None:
+    with stream.device.lock:
+        stream.device.launch(stream.actor)
+        join(stream.actor.clock, arrival.clock)
+        stream.actor.time_ns = max(stream.actor.time_ns, arrival.time_ns)
+
+
+def _record(gradients: Sequence[torch.Tensor | None], stream: FakeStream) -> None:
+    """As the engine does: a gradient's memory is kept for the stream that it is used on."""
+    with torch._C.DisableTorchFunction():
+        for gradient in gradients:
+            known = None if gradient is None else stream.device.checker.storage_of(gradient)
+            if known is not None:
+                known.recorded.add(stream.actor.number)
+
+
+def _begins(gradients: Sequence[torch.Tensor | None]) -> None:
+    if not _runs.stack:
+        return  # after the block, or by a way into the engine that is not followed
+    run = _runs.stack[-1]
+    run.summing_for = None
     forward = _running()
     assert forward is not None
-    task = _tasks.get(torch._C._current_graph_task_id())
+    _begin(run, forward)
+    _record(gradients, run.stream_of(forward))
+
+
+def _ends(made: Sequence[torch.Tensor | None], gradients: object) -> None:
+    if not _runs.stack:
+        return
+    run, forward = _runs.stack[-1], _running()
+    assert forward is not None
     node: Any = torch._C._current_autograd_node()
-    if task is None:
-        return
-    actor = forward.stream.actor
-    with forward.stream.device.lock:
-        for fed, _ in node.next_functions:
-            below = None if fed is None else fed.metadata.get(_KEY)
-            if below is None:
-                continue
-            clock, ends_ns = task.pending.setdefault(below.number, ({}, 0))
-            join(clock, actor.clock)
-            task.pending[below.number] = (clock, max(ends_ns, actor.time_ns))
+    actor = run.stream_of(forward).actor
+    for (fed, position), gradient in zip(node.next_functions, made, strict=True):
+        below = None if fed is None else fed.metadata.get(_KEY)
+        if below is None or gradient is None:
+            continue
+        arrivals = run.arrivals.setdefault(below.number, {})
+        if position in arrivals:
+            run.sums.append((storage_key(gradient), below, position))
+        arrival = arrivals.setdefault(position, _Arrival())
+        join(arrival.clock, actor.clock)
+        arrival.time_ns = max(arrival.time_ns, actor.time_ns)
 
 
-def _finished(number: int) -> None:
+def _finish(run: _Run) -> None:
     """The engine's end: the caller's stream waits for every stream that was used."""
-    task = _tasks.pop(number, None)
-    if task is None:
-        return
-    with task.caller.device.lock:
-        caller = task.caller.actor
-        for stream in task.streams:
-            join(caller.clock, stream.actor.clock)
-            caller.time_ns = max(caller.time_ns, stream.actor.time_ns)
+    for stream in run.streams:
+        _join(run.callers[stream.device], _Arrival(stream.actor.clock, stream.actor.time_ns))
+
+
+def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    """In place of `torch.autograd.Function.apply`, which the function mode does not see."""
+    result = followed.originals["apply"].__func__(cls, *args, **kwargs)
+    if torch.is_grad_enabled():
+        for device in followed.devices:
+            here = [tensor for tensor in tensors(result) if device.holds(tensor)]
+            if here:
+                tag(here, device.current_stream(), calling_site())
+    return result
+
+
+def _saved_tensors_hooks(self: Any, pack_hook: Any, unpack_hook: Any) -> None:
+    """In place of `saved_tensors_hooks.__init__`, on which checkpointing is built too."""
+    followed.originals["__init__"](self, _seen(pack_hook), _seen(unpack_hook))
+
+
+def _seen(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The hook with the function mode on: PyTorch calls it in the midst of an operation."""
+
+    def run(value: Any) -> Any:
+        with ExitStack() as afterwards:
+            for device in followed.devices:
+                afterwards.enter_context(device.called_back())
+            return hook(value)
+
+    return run
+
+
+followed.patch(torch.autograd, "_engine_run_backward", _run_backward)
+followed.patch(torch.autograd.graph.saved_tensors_hooks, "__init__", _saved_tensors_hooks)
+followed.patch(torch.autograd.Function, "apply", classmethod(_apply))

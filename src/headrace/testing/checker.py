@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
+from headrace.testing.operators import memory_of
 from headrace.testing.races import Access, Race, Site, missing_call
 
 Clock = dict[int, int]
@@ -21,6 +23,15 @@ Clock = dict[int, int]
 # to 512 bytes: memory freed in one pool is never handed out in the other.
 _SMALL_POOL_BYTES = 1 << 20
 _ROUNDING_BYTES = 512
+# A program that never orders its streams leaves freed memory pending for ever; one report is all
+# that is wanted of it.
+_MOST_FREED = 1000
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """What tells one piece of memory from another."""
+    with torch._C.DisableTorchFunction():
+        return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else id(tensor)
 
 
 def join(into: Clock, other: Clock) -> None:
@@ -50,17 +61,6 @@ class Actor:
 
 
 @dataclass(slots=True)
-class _Entry:
-    """An access that later ones must be ordered behind."""
-
-    actor: int
-    tick: int
-    layout: Layout
-    access: Access
-    of_previous_owner: bool = False
-
-
-@dataclass(slots=True)
 class Storage:
     """What is known of one tensor storage. `home` is "device" or "pinned"."""
 
@@ -69,14 +69,14 @@ class Storage:
     allocated_at: Site
     label: str
     nbytes: int
-    entries: list[_Entry] = field(default_factory=list)
+    entries: Entries = field(default_factory=Entries)
     recorded: set[int] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class _FreedBlock:
     nbytes: int
-    entries: list[_Entry]
+    entries: list[Entry]
 
 
 class Checker:
@@ -106,8 +106,9 @@ class Checker:
 
     def storage_of(self, tensor: torch.Tensor) -> Storage | None:
         """What is known of the tensor's storage; None for ordinary host memory."""
-        if tensor.layout is not torch.strided:
-            return None  # sparse tensors are not followed
+        if not torch._C._has_storage(tensor):
+            memory = memory_of(tensor)
+            return self.storage_of(memory[-1]) if memory else None
         return self._storages.get(tensor.untyped_storage()._cdata)
 
     def track(self, tensor: torch.Tensor, home: str, owner: Actor, site: Site) -> Storage:
@@ -126,12 +127,12 @@ class Checker:
             self.device_bytes += nbytes
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
             whole = Layout.whole(nbytes)
-            record.entries = self._take_freed(owner, nbytes, whole)
+            record.entries = Entries(self._take_freed(owner, nbytes, whole))
             # Memory is safe at once for the stream it was allocated on, not for another: earlier
             # work of the owner may still use these bytes.
             allocation = Access(site, owner.name, "allocation", writes=True)
             tick = owner.clock[owner.number]
-            record.entries.append(_Entry(owner.number, tick, whole, allocation))
+            record.entries.add(Entry(owner.number, tick, whole, allocation))
         return record
 
     def _freed_storage(self, key: int) -> None:
@@ -141,31 +142,35 @@ class Checker:
         self.device_bytes -= record.nbytes
         pending = [
             entry
-            for entry in record.entries
-            if entry.actor != record.owner.number
-            and entry.actor not in record.recorded
-            and not record.owner.knows(entry.actor, entry.tick)
+            for entry in self._unknown(record.owner, record.entries.all())
+            if entry.actor != record.owner.number and entry.actor not in record.recorded
         ]
         if pending:
             blocks = self._freed.setdefault(record.owner.number, [])
             blocks.append(_FreedBlock(record.nbytes, pending))
+            del blocks[:-_MOST_FREED]
 
-    def _take_freed(self, owner: Actor, nbytes: int, whole: Layout) -> list[_Entry]:
+    def _take_freed(self, owner: Actor, nbytes: int, whole: Layout) -> list[Entry]:
         """Hand out the newest freed block of this stream that fits and that others may still use.
 
         The real allocator might pick another; a checker assumes the worst.
         """
         blocks = self._freed.get(owner.number, [])
-        for index in reversed(range(len(blocks))):
+        # Blocks that the owner has since been ordered behind are as good as new.
+        blocks[:] = [block for block in blocks if self._unknown(owner, block.entries)]
+        for index in reversed(range(len(blocks) if nbytes else 0)):
             block = blocks[index]
             if _rounded(block.nbytes) >= _rounded(nbytes) and _pool(block.nbytes) == _pool(nbytes):
                 del blocks[index]
                 return [
-                    _Entry(entry.actor, entry.tick, whole, entry.access, of_previous_owner=True)
-                    for entry in block.entries
-                    if not owner.knows(entry.actor, entry.tick)
+                    Entry(entry.actor, entry.tick, whole, entry.access, of_previous_owner=True)
+                    for entry in self._unknown(owner, block.entries)
                 ]
         return []
+
+    @staticmethod
+    def _unknown(owner: Actor, entries: list[Entry]) -> list[Entry]:
+        return [entry for entry in entries if not owner.knows(entry.actor, entry.tick)]
 
     # --- accesses ---------------------------------------------------------------------------------
 
@@ -174,23 +179,29 @@ class Checker:
         record = self.storage_of(tensor)
         if record is None:
             return
+        self._count_resized(record, tensor)
         layout = Layout.of(tensor)
-        kept = []
-        for entry in record.entries:
+        for entry in record.entries.near(layout):
             ordered = actor.knows(entry.actor, entry.tick)
             conflict = access.writes or entry.access.writes
             if conflict and not ordered and layout.overlaps(entry.layout):
                 self._report(record, entry, access)
             # A later access that this one precedes also comes after all that this one follows.
-            superseded = layout.covers(entry.layout) and (
-                access.writes or (ordered and not entry.access.writes)
-            )
-            if not superseded:
-                kept.append(entry)
-        kept.append(_Entry(actor.number, actor.clock[actor.number], layout, access))
-        record.entries = kept
+            if (access.writes or (ordered and not entry.access.writes)) and layout.covers(
+                entry.layout
+            ):
+                record.entries.remove(entry)
+        record.entries.add(Entry(actor.number, actor.clock[actor.number], layout, access))
 
-    def _report(self, record: Storage, entry: _Entry, access: Access) -> None:
+    def _count_resized(self, record: Storage, tensor: torch.Tensor) -> None:
+        """`out=` and `resize_` make a storage larger where it is."""
+        nbytes = tensor.untyped_storage().nbytes()
+        if record.home == "device" and nbytes != record.nbytes:
+            self.device_bytes += nbytes - record.nbytes
+            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+        record.nbytes = nbytes
+
+    def _report(self, record: Storage, entry: Entry, access: Access) -> None:
         first, second = entry.access, access
         if entry.of_previous_owner:
             kind = "reuse"

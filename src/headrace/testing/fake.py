@@ -8,76 +8,25 @@ a GPU, checked for races, and given a place on a virtual clock.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Literal
 
 import torch
 
-from headrace.device.base import Device, Event, MemoryFigures, Stream, StreamOfThread
-from headrace.errors import DeviceError, RaceError
+from headrace.device.base import Device, MemoryFigures, Stream
+from headrace.errors import DeviceError, DeviceMismatchError, RaceError
 from headrace.ledger import Ledger
-from headrace.testing import autograd, host_threads
+from headrace.testing import autograd, followed, host_threads
 from headrace.testing.checker import Actor, Checker, Clock, join
 from headrace.testing.costs import Costs
-from headrace.testing.modes import Call, DispatchMode, FunctionMode
+from headrace.testing.dispatch_mode import DispatchMode
+from headrace.testing.function_mode import Call, FunctionMode
 from headrace.testing.races import Access, HiddenWait, Race, Site, calling_site, report
+from headrace.testing.streams import FakeEvent, FakeStream
 from headrace.timeline import Kind, Span, Timeline
 
 _NS_PER_US = 1_000
-
-
-class FakeStream(Stream):
-    device: FakeDevice
-
-    def __init__(self, device: FakeDevice, name: str, priority: int = 0) -> None:
-        super().__init__(device, name, priority)
-        self.actor = device.checker.new_actor(name, is_host=False)
-
-    def query(self) -> bool:
-        with self.device.lock:
-            return self.device.host_knows(dict(self.actor.clock), self.actor.time_ns)
-
-    def _wait_event(self, event: Event) -> None:
-        assert isinstance(event, FakeEvent)
-        with self.device.lock:
-            join(self.actor.clock, event.clock)
-            self.actor.time_ns = max(self.actor.time_ns, event.passes_ns)
-
-    def _wait_stream(self, other: Stream) -> None:
-        assert isinstance(other, FakeStream)
-        with self.device.lock:
-            self.device.launch(other.actor)  # the hidden event is recorded now
-            join(self.actor.clock, other.actor.clock)
-            self.actor.time_ns = max(self.actor.time_ns, other.actor.time_ns)
-
-
-class FakeEvent(Event):
-    device: FakeDevice
-
-    def __init__(self, device: FakeDevice, timing: bool) -> None:
-        super().__init__(device, timing)
-        self.clock: Clock = {}
-        self.passes_ns = 0
-
-    def _record(self, stream: Stream) -> None:
-        assert isinstance(stream, FakeStream)
-        with self.device.lock:
-            self.device.launch(stream.actor)
-            # A new dict each time: a stream that waits keeps what the event was when it waited.
-            self.clock = dict(stream.actor.clock)
-            self.passes_ns = max(stream.actor.time_ns, self.device.host().time_ns)
-
-    def _query(self) -> bool:
-        with self.device.lock:
-            return self.device.host_knows(self.clock, self.passes_ns)
-
-    def _synchronize(self) -> None:
-        with self.device.lock:
-            self.device.host_waits(self.clock, self.passes_ns, "wait for event")
-
-    def _elapsed_ms(self, end: Event) -> float:
-        assert isinstance(end, FakeEvent)
-        return (end.passes_ns - self.passes_ns) / 1e6
 
 
 class FakeDevice(Device):
@@ -92,10 +41,10 @@ class FakeDevice(Device):
     clock. With `host_order="traced"` (the default) host threads are ordered by `Thread.start`
     and `join`, locks, conditions, events and queues made inside the block; with "total" every
     host thread is taken to know what the others did. `check=False` leaves the races to be looked
-    at in `races`.
+    at in `races`; `keep_timeline=False` saves the memory that a very long run's timeline takes.
 
-    Not seen: what C++ does with a raw pointer, numpy writing into a tensor's memory, sparse
-    tensors, and threads that were started before the block (unless they enter `with device:`).
+    Not seen: what C++ does with a raw pointer, numpy writing into a tensor's memory, and threads
+    that were started before the block (unless they enter `with device:`).
     """
 
     def __init__(
@@ -106,6 +55,7 @@ class FakeDevice(Device):
         check: bool = True,
         host_order: Literal["traced", "total"] = "traced",
         memory_bytes: int = 16 << 30,
+        keep_timeline: bool = True,
     ) -> None:
         if index < 1:
             raise DeviceError(f"index = {index}: expected 1 or more")
@@ -116,24 +66,27 @@ class FakeDevice(Device):
         self.costs = costs or Costs()
         self.checker = Checker()
         self.lock = host_threads.untraced_rlock()
+        # A buffer goes from thread to thread through the pool, also if the pool was made earlier.
+        self.pinned._lock = host_threads.traced_lock()
         self.hidden_waits: list[HiddenWait] = []
         self._check = check
         self._host_order = host_order
         self._memory_bytes = memory_bytes
+        self._keep_timeline = keep_timeline
         self._spans: list[Span] = []
         self.call = Call()
         self._thread = threading.local()
         self._entered = 0
         self._thread.host = self.checker.new_actor("host", is_host=True)
         self._streams: dict[str, FakeStream] = {}
-        self._current = StreamOfThread(FakeStream(self, "default"))
+        self._default = FakeStream(self, "default")
 
     # --- the block --------------------------------------------------------------------------------
 
     def __enter__(self) -> FakeDevice:
         """Follow this thread's operations, and those of threads it starts, until `__exit__`."""
         if self._entered == 0:
-            host_threads.follow(self)
+            followed.follow(self)
         self._entered += 1
         self.enter_modes()
         return self
@@ -142,7 +95,7 @@ class FakeDevice(Device):
         self.exit_modes()
         self._entered -= 1
         if self._entered == 0:
-            host_threads.unfollow(self)
+            followed.unfollow(self)
             if self._check and kind is None:
                 self.check()
 
@@ -152,6 +105,9 @@ class FakeDevice(Device):
         for mode in modes:
             mode.__enter__()  # type: ignore[no-untyped-call]
         self._thread.modes = [*getattr(self._thread, "modes", []), modes]
+
+    def _thread_is_followed(self) -> bool:
+        return bool(getattr(self._thread, "modes", None))
 
     def exit_modes(self) -> None:
         for mode in reversed(self._thread.modes.pop()):
@@ -197,7 +153,7 @@ class FakeDevice(Device):
     ) -> None:
         """Put a made-up kernel of that length on the current stream."""
         self.operation(
-            self._current_fake(),
+            self.current_stream(),
             name,
             "kernel",
             reads=reads,
@@ -220,7 +176,8 @@ class FakeDevice(Device):
         return stream
 
     def current_stream(self) -> FakeStream:
-        return self._current_fake()
+        chosen: FakeStream | None = getattr(self._thread, "chosen", None)
+        return chosen or autograd.stream_in_run(self) or self._default
 
     def event(self, *, timing: bool = False) -> FakeEvent:
         return FakeEvent(self, timing)
@@ -247,6 +204,9 @@ class FakeDevice(Device):
         used, peak = self.checker.device_bytes, self.checker.peak_device_bytes
         return MemoryFigures(self._memory_bytes, self._memory_bytes - used, used, used, peak, peak)
 
+    def peak_memory(self) -> int:
+        return self.checker.peak_device_bytes
+
     def reset_peak_memory(self) -> None:
         self.checker.peak_device_bytes = self.checker.device_bytes
 
@@ -254,10 +214,19 @@ class FakeDevice(Device):
         return "a fake device on CPU tensors"
 
     def _switch(self, stream: Stream) -> object:
-        return self._current.set(stream)
+        assert isinstance(stream, FakeStream)
+        self.current_stream()  # inside a backward node, the node begins before a hook's choice
+        return self.choose(stream)
 
     def switch_back(self, before: object) -> None:
-        self._current.set(before)
+        assert before is None or isinstance(before, FakeStream)
+        self.choose(before)
+
+    def require_own(self, what: str, device: Device) -> None:
+        # Two fakes may bear the same number; their streams still know nothing of each other.
+        if device is not self:
+            other = ", another device of that number" if str(device) == str(self) else ""
+            raise DeviceMismatchError(f"{what} of {device} was given to {self}{other}")
 
     def _synchronize(self, stream: Stream | None) -> None:
         with self.lock:
@@ -275,7 +244,7 @@ class FakeDevice(Device):
         self.mark_pinned(memory)
         return memory
 
-    # --- for the modes ----------------------------------------------------------------------------
+    # --- for the modes and autograd ---------------------------------------------------------------
 
     def host(self) -> Actor:
         """The actor of this host thread."""
@@ -330,11 +299,42 @@ class FakeDevice(Device):
             host.time_ns = until_ns
         join(host.clock, clock)
 
-    def hidden_wait(self, stream: FakeStream, operation: str) -> None:
-        """The host waits for a stream because of something that does not look like a wait."""
+    def hidden_wait(self, stream: FakeStream, operation: str, *, orders: bool = True) -> None:
+        """The host waits for a stream because of something that does not look like a wait. Unless
+        it `orders`, the host stands still and yet may not take the work as done."""
         with self.lock:
             self.hidden_waits.append(HiddenWait(calling_site(), operation))
-            self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, operation)
+            clock = dict(stream.actor.clock) if orders else {}
+            self.host_waits(clock, stream.actor.time_ns, operation)
+
+    def choose(self, stream: FakeStream | None) -> FakeStream | None:
+        """Make `stream` this thread's current one; None leaves it to autograd, or is the default.
+        Returns what was chosen before."""
+        before: FakeStream | None = getattr(self._thread, "chosen", None)
+        self._thread.chosen = stream
+        return before
+
+    @contextmanager
+    def engine_runs(self) -> Iterator[None]:
+        """Inside the block autograd's engine runs in this thread, and nodes have own streams."""
+        before = self.choose(None)
+        try:
+            with self.called_back():
+                yield
+        finally:
+            self.choose(before)
+
+    @contextmanager
+    def called_back(self) -> Iterator[None]:
+        """Inside the block PyTorch runs the user's code in the midst of a call: a hook, say. It is
+        seen as if no call were under way."""
+        fresh = self.call.but(named=None, inside=None, moving=None, storing_number=False)
+        with fresh:
+            if self._thread_is_followed() and not FunctionMode.is_on(self):
+                with FunctionMode(self):
+                    yield
+            else:
+                yield
 
     def mark_pinned(self, tensor: torch.Tensor) -> None:
         with torch._C.DisableTorchFunction(), self.lock:
@@ -381,13 +381,8 @@ class FakeDevice(Device):
     def _span(
         self, actor: Actor, name: str, kind: Kind, start_ns: int, end_ns: int, site: Site
     ) -> None:
-        if end_ns > start_ns:
+        if self._keep_timeline and end_ns > start_ns:
             self._spans.append(Span(actor.name, name, kind, start_ns, end_ns, str(site)))
-
-    def _current_fake(self) -> FakeStream:
-        chosen = self._current.get()
-        assert isinstance(chosen, FakeStream)
-        return autograd.stream_of_node(self, chosen)
 
     def __str__(self) -> str:
         assert self.torch_device.index is not None

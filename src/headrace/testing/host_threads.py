@@ -12,63 +12,44 @@ import _thread
 import queue
 import sys
 import threading
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from headrace.testing import followed
 from headrace.testing.checker import Clock, join
 
-if TYPE_CHECKING:
-    from headrace.testing.fake import FakeDevice
-
-_devices: list[FakeDevice] = []
-_originals: dict[str, Any] = {}
-# Locks made by these are no hand-over between the user's threads.
+# Locks made by these modules, and by those below them, are no hand-over between the user's threads.
 _UNTRACED_CALLERS = ("headrace.ledger", "headrace.device", "headrace.testing", "logging", "torch")
 
 untraced_rlock = _thread.RLock
 
 
-def follow(device: FakeDevice) -> None:
-    """Begin to trace threads and locks for `device`."""
-    if not _devices:
-        for owner, name, traced in _TRACED:
-            _originals[name] = getattr(owner, name)
-            setattr(owner, name, traced)
-    _devices.append(device)
-
-
-def unfollow(device: FakeDevice) -> None:
-    """Stop tracing for `device`; after the last one, everything is as it was."""
-    _devices.remove(device)
-    if not _devices:
-        for owner, name, _ in _TRACED:
-            setattr(owner, name, _originals.pop(name))
-
-
 def _start(thread: threading.Thread) -> None:
-    followed = [(device, dict(device.host().clock), device.host().time_ns) for device in _devices]
+    begin = [
+        (device, dict(device.host().clock), device.host().time_ns) for device in followed.devices
+    ]
     run = thread.run
 
     def run_followed() -> None:
         hosts = []
-        for device, clock, time_ns in followed:
+        for device, clock, time_ns in begin:
             hosts.append(device.adopt_thread(f"host thread {thread.name!r}", clock, time_ns))
             device.enter_modes()
         try:
             run()
         finally:
-            for device, _, _ in reversed(followed):
+            for device, _, _ in reversed(begin):
                 device.exit_modes()
             thread._headrace_hosts = hosts  # type: ignore[attr-defined]
 
     thread.run = run_followed  # type: ignore[method-assign]
-    _originals["start"](thread)
+    followed.originals["start"](thread)
 
 
 def _join(thread: threading.Thread, timeout: float | None = None) -> None:
-    _originals["join"](thread, timeout)
+    followed.originals["join"](thread, timeout)
     if not thread.is_alive():
         ended = getattr(thread, "_headrace_hosts", [])
-        for device in _devices:
+        for device in followed.devices:
             for host in ended:
                 if host in device.checker.actors():
                     mine = device.host()
@@ -94,13 +75,13 @@ class _TracedLock:
         self._lock.release()
 
     def _learn(self) -> None:
-        for device in _devices:
+        for device in followed.devices:
             host = device.known_host()
             if host is not None:
                 join(host.clock, self._knowledge.get(id(device), {}))
 
     def _publish(self) -> None:
-        for device in _devices:
+        for device in followed.devices:
             host = device.known_host()
             if host is not None:
                 join(self._knowledge.setdefault(id(device), {}), host.clock)
@@ -133,6 +114,11 @@ class _TracedRLock(_TracedLock):
         return bool(self._lock._is_owned())
 
 
+def traced_lock() -> Any:
+    """A lock that hands over, whoever makes it."""
+    return _TracedLock(_thread.allocate_lock())
+
+
 def _lock() -> Any:
     lock = _thread.allocate_lock()
     return lock if _called_from_untraced() else _TracedLock(lock)
@@ -145,14 +131,12 @@ def _rlock() -> Any:
 
 def _called_from_untraced() -> bool:
     caller: str = sys._getframe(2).f_globals.get("__name__", "")
-    return caller.startswith(_UNTRACED_CALLERS)
+    return any(caller == name or caller.startswith(f"{name}.") for name in _UNTRACED_CALLERS)
 
 
-_TRACED: list[tuple[Any, str, Any]] = [
-    (threading.Thread, "start", _start),
-    (threading.Thread, "join", _join),
-    (threading, "Lock", _lock),
-    (threading, "RLock", _rlock),
-    # The C queue has no lock to trace; the standard library's own Python twin has.
-    (queue, "SimpleQueue", queue._PySimpleQueue),  # type: ignore[attr-defined]
-]
+followed.patch(threading.Thread, "start", _start)
+followed.patch(threading.Thread, "join", _join)
+followed.patch(threading, "Lock", _lock)
+followed.patch(threading, "RLock", _rlock)
+# The C queue has no lock to trace; the standard library's own Python twin has.
+followed.patch(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -44,12 +45,13 @@ class Layout:
 
     def covers(self, other: Layout) -> bool:
         """Whether every byte of `other` is certainly one of these."""
-        return self == other or (
-            len(self.runs) == 1 and self.low <= other.low and other.high <= self.high
-        )
+        if self == other:
+            return True
+        within = self.low <= other.low and other.high <= self.high
+        return within and self._exact and len(self.runs) == 1
 
     def overlaps(self, other: Layout) -> bool:
-        if self.low >= other.high or other.low >= self.high:
+        if self.low >= other.high or other.low >= self.high or self._interleaves(other):
             return False
         mine, theirs = self.runs, other.runs
         at = beside = 0
@@ -67,18 +69,9 @@ class Layout:
         """The covered bytes as (start, end) stretches in order."""
         if self.low == self.high:
             return ()
-        stretch = self.itemsize
-        outer: list[tuple[int, int]] = []
-        for size, stride in reversed(self.dims):
-            if not outer and stride == stretch:
-                stretch *= size
-            else:
-                outer.append((size, stride))
-        pieces = 1
-        for size, _ in outer:
-            pieces *= size
-        if pieces > _MOST_RUNS:
+        if not self._exact:
             return ((self.low, self.high),)
+        stretch, outer = self._pieces
         starts = [self.low]
         for size, stride in outer:
             starts = [start + step * stride for start in starts for step in range(size)]
@@ -89,3 +82,27 @@ class Layout:
             else:
                 merged.append((start, start + stretch))
         return tuple(merged)
+
+    @cached_property
+    def _pieces(self) -> tuple[int, tuple[tuple[int, int], ...]]:
+        """The bytes that lie together, and the dims by which such pieces are repeated."""
+        stretch = self.itemsize
+        outer: list[tuple[int, int]] = []
+        for size, stride in reversed(self.dims):
+            if not outer and stride == stretch:
+                stretch *= size
+            else:
+                outer.append((size, stride))
+        return stretch, tuple(outer)
+
+    @cached_property
+    def _exact(self) -> bool:
+        return math.prod(size for size, _ in self._pieces[1]) <= _MOST_RUNS
+
+    def _interleaves(self, other: Layout) -> bool:
+        """Whether the two certainly pass each other by, as two columns of one matrix do: all
+        pieces of each lie at the same place within a period that both share."""
+        (mine, my_dims), (theirs, their_dims) = self._pieces, other._pieces
+        period = math.gcd(*(stride for _, stride in (*my_dims, *their_dims)))
+        ahead = (other.low - self.low) % period if period else 0
+        return mine <= ahead and ahead + theirs <= period

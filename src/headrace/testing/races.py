@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import torch
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# Frames that are never "the place": PyTorch's, the seam's, the checker's, the standard library's
-# go-betweens. The line that called into them is.
+# Frames that are never "the place": PyTorch's, the seam's, the checker's, the standard library's.
+# The line that called into them is.
 _PASSED_OVER = (
-    str(Path(torch.__file__).resolve().parent),
-    str(_PACKAGE / "testing"),
-    str(_PACKAGE / "device"),
+    str(Path(torch.__file__).resolve().parent) + os.sep,
+    str(_PACKAGE / "testing") + os.sep,
+    str(_PACKAGE / "device") + os.sep,
     str(_PACKAGE / "streams.py"),
-    *(str(Path(sys.modules[name].__file__ or "")) for name in ("contextlib", "threading", "queue")),
+    "<frozen ",
 )
+_STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +128,16 @@ def calling_site() -> Site:
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
     while frame is not None:
-        if not frame.f_code.co_filename.startswith(_PASSED_OVER):
+        if not _is_passed_over(frame.f_code.co_filename):
             return Site(frame.f_code.co_filename, frame.f_lineno)
         outermost, frame = frame, frame.f_back
     assert outermost is not None
     return Site(outermost.f_code.co_filename, outermost.f_lineno)
+
+
+@cache
+def _is_passed_over(file: str) -> bool:
+    if file.startswith(_STANDARD_LIBRARY):
+        # Installed packages may lie inside the standard library's folder.
+        return "site-packages" not in file and "dist-packages" not in file
+    return file.startswith(_PASSED_OVER)

@@ -1,0 +1,211 @@
+"""One pass over a loader under a plan: the loop."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable, Generator, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace import batches
+from headrace.deferred import DeferredScalars, DeferredValues
+from headrace.device import Device
+from headrace.errors import StepError
+from headrace.lanes import HostSync, Lanes
+from headrace.plan import Plan
+from headrace.prefetcher import BatchCache, Prefetcher, PrefetchIterator
+from headrace.results import EpochResult, Pass, epoch_result
+from headrace.runahead import RunAhead
+from headrace.step import LossParts, TrainingStep
+
+
+@dataclass(frozen=True, slots=True)
+class StepInfo:
+    """Where the loop stands after a batch. `come_back` are earlier batches' values that have
+    arrived from the device since the last one: nothing was waited for."""
+
+    epoch: int
+    batch: int
+    updates: int
+    come_back: tuple[DeferredValues, ...]
+
+
+class Loop:
+    """One pass over a loader. `run_batch(loop, index, batch)` launches a batch on the loop's
+    `lanes` and calls `report` with what its loss function returned. `most` bounds the batches that
+    are asked for."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        run_batch: Callable[[Loop, int, Any], None],
+        *,
+        device: Device,
+        plan: Plan,
+        epoch: int,
+        step: TrainingStep | None = None,
+        most: int | None = None,
+        needs_tensors: bool = True,
+        cache: BatchCache | None = None,
+        deterministic: bool = False,
+        on_step: Callable[[StepInfo], object] | None = None,
+    ) -> None:
+        self.device, self.plan, self.epoch = device, plan, epoch
+        self.step = step
+        self.ended = False
+        self.lanes = Lanes(device, plan, split=plan.split_backward and step is not None)
+        self._needs_tensors = needs_tensors
+        self._deterministic = deterministic
+        self._on_step = on_step
+        source = loader if most is None else _First(loader, most)
+        self._feed = Prefetcher(
+            source,
+            device,
+            plan.prefetch_depth,
+            pin=plan.pin,
+            transfers=self.lanes.transfers,
+            owner=self.lanes.forward,
+            runs_on_owner=self.lanes.forward is self.lanes.caller,
+            cache=cache,
+        )
+        self._run_batch = run_batch
+        self._deferred = DeferredScalars(device, plan.deferred_every, stream=self.lanes.losses)
+        self._window = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
+        self._sync = HostSync(device, plan, self.lanes)
+        self._entries: list[DeferredValues] = []
+        self._come_back: tuple[DeferredValues, ...] = ()
+        self._batches = self._samples = 0
+        self._weighted = False
+        self._updates_before = step.updates if step is not None else 0
+
+    def run(self) -> Generator[StepInfo, None, None]:
+        """The loop. Whatever happens, what was launched is finished and its values come back."""
+        with ExitStack() as session:
+            session.enter_context(self._settings())
+            session.callback(self._end)
+            feed = session.enter_context(closing(self._begin()))
+            for index, batch in enumerate(feed):
+                self.lanes.arrived(feed)
+                self._window.admit(feed.last_nbytes)
+                self._samples += feed.last_samples
+                if index == 0 and self._needs_tensors:
+                    _require_tensor(batch)
+                try:
+                    self._run_batch(self, index, batch)
+                except BaseException:
+                    if self.step is not None:
+                        self.step.abandon()
+                    raise
+                del batch  # freed before the next one is asked for
+                self._batches += 1
+                self._window.launched(self.lanes.backward)
+                feed.freed_by = self.lanes.freed_by
+                self._sync.after_batch(index)
+                self._collect(self._deferred.ready())
+                yield self._info(index)
+
+    def report(self, index: int, parts: LossParts) -> None:
+        self._weighted = self._weighted or parts.weighted
+        self._deferred.push(index, parts.values)
+
+    def result(self) -> EpochResult:
+        """What the pass gave; the loop must have ended."""
+        counted = Pass(
+            epoch=self.epoch,
+            plan=self.plan.name,
+            device=str(self.device),
+            batches=self._batches,
+            updates=self._updates(),
+            samples=self._samples,
+            weighted=self._weighted,
+            elapsed_s=self._elapsed_s,
+            peak_memory_bytes=self.device.peak_memory(),
+        )
+        return epoch_result(counted, self._entries, self.device.ledger.epoch_statistics())
+
+    def _begin(self) -> PrefetchIterator:
+        self.device.ledger.start_epoch()
+        self.device.reset_peak_memory()
+        self._start_ns = self.device.ledger.now_ns()
+        self.lanes.take_over()
+        return iter(self._feed)
+
+    def _end(self) -> None:
+        """Use a last partial group's gradients, read the last values, and hand the streams back."""
+        if self.step is not None and self.step.group_is_open:
+            with self.lanes.on(self.lanes.backward):
+                self.step.update()
+            self.lanes.backward_to_forward()
+        with self.lanes.on(self.lanes.forward):
+            self._deferred.flush()
+        self._sync.at_end(self._batches)
+        self._collect(self._deferred.drain())
+        with self.lanes.on(self.lanes.forward):
+            self._deferred.close()
+        self.lanes.give_back()
+        self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
+        self.ended = True
+
+    def _collect(self, come_back: list[DeferredValues]) -> None:
+        self._entries += come_back
+        self._come_back = tuple(come_back)
+        for entry in come_back:
+            if entry.non_finite:
+                names = ", ".join(entry.non_finite)
+                self.device.say_once("non-finite", "%s not finite at batch %d", names, entry.step)
+
+    def _info(self, index: int) -> StepInfo:
+        info = StepInfo(self.epoch, index, self._updates(), self._come_back)
+        if self._on_step is not None:
+            self._on_step(info)
+        return info
+
+    def _updates(self) -> int:
+        return self._batches if self.step is None else self.step.updates - self._updates_before
+
+    @contextmanager
+    def _settings(self) -> Iterator[None]:
+        with self.device.numerics(self.plan.precision), _determinism(self._deterministic):
+            yield
+
+
+class _First:
+    """The first items of a loader: no more are asked for, so none are lost to prefetching."""
+
+    def __init__(self, loader: Iterable[Any], most: int) -> None:
+        self._loader, self._most = loader, most
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._loader), self._most)
+
+
+def _require_tensor(batch: Any) -> None:
+    if next(batches.leaves(batch), None) is None:
+        raise StepError(
+            f"batch 0 (a {type(batch).__name__}) holds no tensor: expected tensors, in whatever "
+            "nesting of tuples, dicts and dataclasses"
+        )
+
+
+@contextmanager
+def _determinism(wanted: bool) -> Iterator[None]:
+    """Deterministic kernels inside the block, errors where PyTorch has none."""
+    if not wanted:
+        yield
+        return
+    # cuBLAS reads this when it is first used; without it PyTorch refuses.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    before = torch.are_deterministic_algorithms_enabled()
+    cudnn = torch.backends.cudnn
+    was = (cudnn.deterministic, cudnn.benchmark)
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before)
+        cudnn.deterministic, cudnn.benchmark = was

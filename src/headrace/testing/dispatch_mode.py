@@ -1,0 +1,190 @@
+"""The mode below autograd: it sees the operations that really run, backward's too, and hands each
+one's reads, writes and allocations to the device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from headrace.testing import autograd, operators
+from headrace.testing.checker import storage_key
+from headrace.testing.operators import Operation, tensors
+
+if TYPE_CHECKING:
+    from headrace.testing.fake import FakeDevice
+    from headrace.testing.streams import FakeStream
+
+
+class DispatchMode(TorchDispatchMode):
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._device = device
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        operation = Operation(func, args, kwargs or {})
+        with torch._C.DisableTorchFunction():
+            inputs = operation.inputs()
+            on_device = [tensor for tensor in inputs if self._device.holds(tensor)]
+            self._refuse_mixed(operation, inputs, on_device)
+            autograd.notice(operation.short, on_device)
+            if operation.short in operators.METADATA_ONLY:
+                return operation.run()
+            if operation.short in ("copy_", "_foreach_copy_"):
+                return self._copies(operation)
+            if operation.short == "_to_copy" and self._device.call.moving is not None:
+                return self._move(operation)
+            if self._runs_on_device(operation, inputs, on_device):
+                return self._on_stream(operation, inputs)
+            self._on_host(operation, inputs)
+            return operation.run()
+
+    def _runs_on_device(
+        self, operation: Operation, inputs: list[torch.Tensor], on_device: list[torch.Tensor]
+    ) -> bool:
+        if inputs and not operation.only_for_shape():
+            return bool(on_device)
+        # A factory: where it was told to, else where its model lies; without either, inside a
+        # device call or a backward node, on the device.
+        call = self._device.call
+        if call.named is not None:
+            return call.named == "device"
+        if inputs:
+            return bool(on_device)
+        return autograd.in_node() if call.inside is None else call.inside == "device"
+
+    def _on_stream(self, operation: Operation, inputs: list[torch.Tensor]) -> Any:
+        device, stream = self._device, self._device.current_stream()
+        reads, writes = operation.reads_and_writes()
+        self._take_from_host(stream, operation, [t for t in reads if not device.holds(t)])
+        reads = [tensor for tensor in reads if device.holds(tensor)]
+        result = operation.run()
+        known = {storage_key(tensor) for tensor in inputs}
+        outputs = tensors(result)
+        aliases = {storage_key(tensor) for tensor in outputs} & known
+        if operation.short in operators.HOST_RESULTS:
+            del outputs[operators.HOST_RESULTS[operation.short]]
+        fresh = [tensor for tensor in outputs if storage_key(tensor) not in known]
+        if aliases and not writes:
+            # A view: no kernel runs, whatever the schema says.
+            reads = [tensor for tensor in reads if storage_key(tensor) not in aliases]
+        written = [] if operation.short in operators.ALLOCATE_ONLY else fresh
+        if reads or writes or fresh:
+            device.operation(
+                stream,
+                operation.name,
+                "kernel",
+                reads=reads,
+                writes=[*writes, *written],
+                allocates=fresh,
+                cost_ns=None if reads or writes or written else 0,
+            )
+        if operation.makes_the_host_wait():
+            device.hidden_wait(stream, operation.name)
+        return result
+
+    def _take_from_host(
+        self, stream: FakeStream, operation: Operation, operands: list[torch.Tensor]
+    ) -> None:
+        """Numbers and lengths on the host are read when the kernel is launched; indices are
+        copied over first, and the host waits."""
+        if any(self._device.is_pinned(tensor) for tensor in operands):
+            self._device.operation(None, operation.name, "host", reads=operands)
+        if any(not self._device.holds(index) for index in operation.indices()):
+            self._device.hidden_wait(stream, "index from host memory")
+
+    def _on_host(self, operation: Operation, inputs: list[torch.Tensor]) -> None:
+        """Only pinned memory can be shared with a stream: the rest needs no look."""
+        if any(self._device.is_pinned(tensor) for tensor in inputs):
+            reads, writes = operation.reads_and_writes()
+            if writes or not operation.returns_alias():
+                self._device.operation(None, operation.name, "host", reads=reads, writes=writes)
+
+    # --- copies -----------------------------------------------------------------------------------
+
+    def _copies(self, operation: Operation) -> Any:
+        result = operation.run()
+        into, source = tensors(operation.args[0]), tensors(operation.args[1])
+        non_blocking = bool(operation.argument(2, "non_blocking"))
+        for one, other in zip(into, source, strict=False):
+            self._copy(one, other, non_blocking)
+        return result
+
+    def _copy(self, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
+        device = self._device
+        to_device, from_device = device.holds(into), device.holds(source)
+        stream = device.current_stream()
+        if to_device and from_device:
+            device.operation(stream, "copy d2d", "kernel", reads=[source], writes=[into])
+        elif to_device:
+            self._host_to_device(stream, into, source, non_blocking)
+        elif from_device:
+            self._device_to_host(stream, into, source, non_blocking)
+        else:
+            device.operation(None, "aten::copy_", "host", reads=[source], writes=[into])
+
+    def _move(self, operation: Operation) -> Any:
+        """`.to(device)` and `.cpu()`: the copy, and the memory it makes."""
+        device, stream, source = self._device, self._device.current_stream(), operation.args[0]
+        non_blocking = device.call.non_blocking
+        result = operation.run()
+        if device.call.moving == "to device":
+            device.operation(stream, "allocation", "kernel", allocates=tensors(result), cost_ns=0)
+            self._host_to_device(stream, result, source, non_blocking)
+        else:
+            if non_blocking:
+                device.mark_pinned(result)  # as PyTorch does, so that the copy can run beside
+            self._device_to_host(stream, result, source, non_blocking)
+        return result
+
+    def _host_to_device(
+        self, stream: FakeStream, into: torch.Tensor, source: torch.Tensor, non_blocking: bool
+    ) -> None:
+        device, pinned = self._device, self._device.is_pinned(source)
+        if pinned:
+            device.operation(stream, "copy h2d", "copy", reads=[source], writes=[into])
+        else:
+            device.operation(stream, "copy h2d", "copy", writes=tensors(into))
+        if device.call.storing_number:
+            return  # on a GPU the number is made there
+        if not pinned:
+            # The driver takes the bytes before the call returns, but with non_blocking it need not
+            # have put them in place: the host stands still and yet knows nothing.
+            device.hidden_wait(stream, "copy from pageable memory", orders=not non_blocking)
+        elif not non_blocking:
+            device.hidden_wait(stream, "blocking copy")
+
+    def _device_to_host(
+        self, stream: FakeStream, into: torch.Tensor, source: torch.Tensor, non_blocking: bool
+    ) -> None:
+        device, pinned = self._device, self._device.is_pinned(into)
+        writes = [into] if pinned else []
+        device.operation(stream, "copy d2h", "copy", reads=tensors(source), writes=writes)
+        if not pinned or not non_blocking:
+            device.hidden_wait(stream, "blocking copy" if pinned else "copy to pageable memory")
+
+    # --- mixing -----------------------------------------------------------------------------------
+
+    def _refuse_mixed(
+        self, operation: Operation, inputs: list[torch.Tensor], on_device: list[torch.Tensor]
+    ) -> None:
+        if not on_device or len(on_device) == len(inputs) or operation.short in operators.MAY_MIX:
+            return
+        if operation.short in operators.INDEXING:
+            if not any(self._device.holds(tensor) for tensor in tensors(operation.args[0])):
+                raise RuntimeError(
+                    "indices should be either on cpu or on the same device as the indexed tensor "
+                    f"(cpu): aten::{operation.short} was given an index on {self._device}"
+                )
+            inputs = tensors((operation.args[0], operation.args[2:]))  # indices may come from both
+        strays = [t for t in inputs if t.dim() > 0 and not self._device.holds(t)]
+        if strays and not operation.only_for_shape():
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but found at least two devices, "
+                f"{self._device} and cpu: {operation.name} was given a host tensor of shape "
+                f"{tuple(strays[0].shape)} (move it with .to(device.torch_device), inside the "
+                "`with device:` block)"
+            )

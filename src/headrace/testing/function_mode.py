@@ -1,0 +1,334 @@
+"""The mode above autograd: it sees calls as the user wrote them.
+
+It gives `device=`, `.to()`, `.cpu()`, `.device` and pinning their meaning on a device that PyTorch
+does not know, and tells autograd's new nodes which stream they were made on.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from headrace.testing import autograd, followed
+from headrace.testing.operators import tensors
+from headrace.testing.races import calling_site
+
+if TYPE_CHECKING:
+    from headrace.testing.fake import FakeDevice
+
+_DEVICE_PROPERTY = torch.Tensor.__dict__.get("device") or torch._C.TensorBase.device
+_TORCH = Path(torch.__file__).resolve().parent
+_OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
+_ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
+
+
+class Call(threading.local):
+    """What the function mode tells the dispatch mode about the call that is under way."""
+
+    #: Where the call named by `device=` that its result should lie: "device" or "host".
+    named: str | None = None
+    #: Whether it is a call on device tensors ("device") or not ("host"); None outside any.
+    inside: str | None = None
+    #: "to device" or "to host" while a tensor is moved, and whether the host goes on.
+    moving: str | None = None
+    non_blocking = False
+    #: While `x[i] = 1.0` runs: PyTorch makes a tensor of the number, and copies that.
+    storing_number = False
+
+    @contextmanager
+    def but(self, **changes: Any) -> Iterator[None]:
+        """Change some fields inside the block."""
+        before = {name: getattr(self, name) for name in changes}
+        vars(self).update(changes)
+        try:
+            yield
+        finally:
+            vars(self).update(before)
+
+
+class FunctionMode(TorchFunctionMode):
+    def __init__(self, device: FakeDevice) -> None:
+        super().__init__()
+        self._device = device
+
+    @classmethod
+    def is_on(cls, device: FakeDevice) -> bool:
+        """Whether calls in this thread are seen: PyTorch turns the mode off inside each call."""
+        modes = _get_current_function_mode_stack()
+        return any(isinstance(mode, cls) and mode._device is device for mode in modes)
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        device, name = self._device, getattr(func, "__name__", "")
+        tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        if tensor is not None:
+            if name == "__get__" and getattr(func, "__self__", None) is _DEVICE_PROPERTY:
+                return device.torch_device if device.holds(tensor) else func(*args)
+            special = _TENSOR_METHODS.get(name)
+            if special is not None:
+                return special(device, func, tensor, args, kwargs)
+        if kwargs.pop("pin_memory", False):
+            return _pinned(device, _call(device, func, args, kwargs))
+        return _call(device, func, args, kwargs)
+
+
+def _call(device: FakeDevice, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+    """Run `func`, as device work if it names the device or takes tensors that lie on it."""
+    call, target = device.call, kwargs.get("device")
+    named = None
+    if target is not None:
+        named = "device" if _is_here(target, device) else "host"
+    if named == "device":
+        kwargs = {**kwargs, "device": "cpu"}
+    inside = named or call.inside
+    if inside != "device" and named is None:
+        held = any(device.holds(leaf) for leaf in tensors((args, kwargs)))
+        inside = "device" if held else "host"
+    outside = call.named, call.inside
+    call.named, call.inside = named, inside
+    try:
+        result = func(*args, **kwargs)
+    finally:
+        call.named, call.inside = outside
+    if named == "device" and isinstance(result, torch.Tensor) and not device.holds(result):
+        # torch.tensor(numbers, device=…): made on the host, behind the modes' back, then copied.
+        return _move(device, result, "to device", False, {"dtype": result.dtype})
+    if inside == "device" and torch.is_grad_enabled():
+        autograd.tag(tensors(result), device.current_stream(), calling_site())
+    return result
+
+
+# --- moving ---------------------------------------------------------------------------------------
+
+
+def _to(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    target, dtype, non_blocking, memory_format = _parse_to(device, args[1:], kwargs)
+    copied = bool(kwargs.get("copy", False))
+    here, there = device.holds(tensor), _is_here(target, device)
+    if target is None or (here and not there and _device_from_cpp()):
+        target, there = None, here
+    if target is None and not copied and memory_format is None:
+        return _call(device, torch.Tensor.to, (tensor, dtype or tensor.dtype), {})
+    options = {"dtype": dtype or tensor.dtype}
+    if memory_format is not None:
+        options["memory_format"] = memory_format
+    if here == there:
+        return _call(device, torch.Tensor.to, (tensor,), {**options, "copy": copied})
+    return _move(device, tensor, "to device" if there else "to host", non_blocking, options)
+
+
+def _cpu(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    if not device.holds(tensor):
+        return func(*args, **kwargs)
+    return _move(device, tensor, "to host", False, {"dtype": tensor.dtype})
+
+
+def _move(
+    device: FakeDevice, tensor: torch.Tensor, way: str, non_blocking: bool, options: dict[str, Any]
+) -> Any:
+    if not (tensor.requires_grad and torch.is_grad_enabled()):
+        return _copy_over(device, tensor, way, non_blocking, options)
+    apply = followed.originals["apply"].__func__
+    moved = apply(_Moved, tensor, device, way, non_blocking, options)
+    if moved.grad_fn is not None:
+        # The nodes behind it are the other side's: this one alone is tagged.
+        stream = device.current_stream() if way == "to device" else None
+        autograd.tag_node(moved.grad_fn, device, stream, calling_site())
+    return moved
+
+
+class _Moved(torch.autograd.Function):
+    """A copy between host and device whose gradient goes the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        tensor: torch.Tensor,
+        device: FakeDevice,
+        way: str,
+        non_blocking: bool,
+        options: dict[str, Any],
+    ) -> torch.Tensor:
+        ctx.device, ctx.dtype = device, tensor.dtype
+        ctx.back = "to host" if way == "to device" else "to device"
+        return _copy_over(device, tensor, way, non_blocking, options)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+        back = _move(ctx.device, gradient, ctx.back, False, {"dtype": ctx.dtype})
+        return back, None, None, None, None
+
+
+def _copy_over(
+    device: FakeDevice, tensor: torch.Tensor, way: str, non_blocking: bool, options: dict[str, Any]
+) -> torch.Tensor:
+    moving = device.call.but(moving=way, non_blocking=non_blocking)
+    with moving, torch._C.DisableTorchFunction():
+        return tensor.to(**options, copy=True)
+
+
+# --- pinned memory --------------------------------------------------------------------------------
+
+
+def _pinned(device: FakeDevice, tensor: torch.Tensor) -> torch.Tensor:
+    if device.holds(tensor):
+        raise RuntimeError(f"cannot pin a tensor on {device}; only host memory can be pinned")
+    device.mark_pinned(tensor)
+    return tensor
+
+
+def _pin_memory(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    if device.is_pinned(tensor):
+        return tensor
+    with torch.no_grad():
+        return _pinned(device, tensor if device.holds(tensor) else tensor.detach().clone())
+
+
+def _is_pinned(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    return device.is_pinned(tensor)
+
+
+# --- what no operation shows to the dispatch mode -------------------------------------------------
+
+
+def _read(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """`tolist()`, `print(tensor)` and such."""
+    _note_read(device, tensor, func.__name__.strip("_"))
+    return func(*args, **kwargs)
+
+
+def _pickle(tensor: torch.Tensor, protocol: int) -> Any:
+    """In place of what `torch.save` asks of each tensor."""
+    for device in followed.devices:
+        _note_read(device, tensor, "pickle")
+    return followed.originals["_reduce_ex_internal"](tensor, protocol)
+
+
+followed.patch(torch.Tensor, "_reduce_ex_internal", _pickle)
+
+
+def _note_read(device: FakeDevice, tensor: torch.Tensor, name: str) -> None:
+    if device.holds(tensor):
+        stream = device.current_stream()
+        device.operation(stream, "copy d2h", "copy", reads=tensors(tensor))
+        device.hidden_wait(stream, name)
+    else:
+        device.operation(None, name, "host", reads=tensors(tensor))
+
+
+def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    if device.holds(tensor):
+        raise TypeError(
+            f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the "
+            "tensor to host memory first."
+        )
+    device.operation(None, "numpy", "host", reads=[tensor])
+    return func(*args, **kwargs)
+
+
+def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """PyTorch copies the storage behind the modes' back; a clone is the same and is seen."""
+    memo = args[1]
+    if not device.holds(tensor) or not tensor.is_leaf or id(tensor) in memo:
+        return func(*args, **kwargs)
+    copied = _call(device, torch.Tensor.clone, (tensor.detach(),), {})
+    memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)
+    if tensor.grad is not None:
+        copied.grad = _deepcopy(device, func, tensor.grad, (tensor.grad, memo), kwargs)
+    vars(copied).update(copy.deepcopy(vars(tensor), memo))
+    return copied
+
+
+def _new_tensor(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    if device.holds(tensor) and kwargs.get("device") is None:
+        kwargs = {**kwargs, "device": device.torch_device}
+    return _call(device, func, args, kwargs)
+
+
+def _setitem(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    with device.call.but(storing_number=not isinstance(args[2], torch.Tensor)):
+        return _call(device, func, args, kwargs)
+
+
+def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """Its lengths may lie on the host; C++, which knows one device, would mix them in."""
+
+    def listed(value: Any) -> Any:
+        on_host = isinstance(value, torch.Tensor) and not device.holds(value)
+        return value.tolist() if on_host else value
+
+    if device.holds(tensor):
+        kwargs = {
+            name: listed(kwargs[name]) if "lengths" in name else kwargs[name] for name in kwargs
+        }
+        args = (*args[:2], *map(listed, args[2:]))
+    return _call(device, func, args, kwargs)
+
+
+def _pad_packed(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """The lengths that it gives back lie on the host."""
+    padded, lengths = _call(device, func, args, kwargs)
+    return padded, torch.tensor(lengths.tolist())
+
+
+_TENSOR_METHODS: dict[str, Callable[..., Any]] = {
+    "to": _to,
+    "cpu": _cpu,
+    "pin_memory": _pin_memory,
+    "is_pinned": _is_pinned,
+    "tolist": _read,
+    "__repr__": _read,
+    "__format__": _read,
+    "numpy": _numpy,
+    "__array__": _numpy,
+    "__deepcopy__": _deepcopy,
+    "new_tensor": _new_tensor,
+    "__setitem__": _setitem,
+    "ctc_loss": _ctc_loss,
+    "_pad_packed_sequence": _pad_packed,
+}
+
+
+# --- devices as arguments -------------------------------------------------------------------------
+
+
+def _is_here(target: Any, device: FakeDevice) -> bool:
+    if target is None or isinstance(target, int):
+        return False
+    return torch.device(target) == device.torch_device
+
+
+def _device_from_cpp() -> bool:
+    """Whether `.to` was called by library code that asked C++ where its tensors lie. C++ says
+    "cpu" of the fake device's tensors, so such a call does not mean the host."""
+    frame = sys._getframe(2)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FRAMES):
+        frame = frame.f_back
+    return frame.f_code.co_filename.startswith(_ASKS_CPP)
+
+
+def _parse_to(device: FakeDevice, args: Any, kwargs: Any) -> tuple[Any, Any, bool, Any]:
+    """What `.to(…)` was asked for; `.to(other)` means the other's device and type."""
+    other = args[0] if args else kwargs.get("other")
+    if isinstance(other, torch.Tensor):
+        target = device.torch_device if device.holds(other) else other.device
+        non_blocking = args[1] if len(args) > 1 else kwargs.get("non_blocking")
+        return target, other.dtype, bool(non_blocking), None
+    kwargs = {key: value for key, value in kwargs.items() if key != "copy"}
+    parsed = torch._C._nn._parse_to(*args, **kwargs)
+    return parsed[0], parsed[1], parsed[2], parsed[3]
