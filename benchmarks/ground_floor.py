@@ -1,9 +1,9 @@
-"""What the ground floor costs, and that it holds on this machine's device.
+"""What the ground floor costs on this machine.
 
     python benchmarks/ground_floor.py [--out results.json]
 
-Times a ledger entry, an import, and switches and waits at the seam; runs `headrace doctor`'s
-measurements; and on a machine with CUDA runs the GPU tests, PyTorch's stream sanitizer included.
+Times a ledger entry, an import, and switches and waits at the seam, and takes `headrace doctor`'s
+measurements.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import datetime
 import json
-import re
 import statistics
 import subprocess
 import sys
@@ -26,8 +25,6 @@ import headrace
 from headrace.device import open_device
 from headrace.doctor import diagnose
 from headrace.ledger import Ledger
-
-ROOT = Path(__file__).resolve().parent.parent
 
 
 def microseconds(work: Callable[[], object], number: int = 20_000, repeats: int = 7) -> float:
@@ -84,15 +81,6 @@ def import_seconds() -> dict[str, float]:
     return {name: statistics.median(seconds) for name, seconds in times.items()}
 
 
-def gpu_tests() -> dict[str, Any]:
-    """The GPU tests in a process of their own: outcome, counts and the sanitizer's word."""
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-vv", "-p", "no:cacheprovider"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    outcomes = re.findall(r"^(tests/\S+) (PASSED|FAILED|ERROR|SKIPPED)", run.stdout, re.MULTILINE)
-    print(run.stdout[-3000:] if run.returncode else run.stdout.strip().splitlines()[-1])
-    return {"exit": run.returncode, "tests": dict(outcomes)}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
@@ -107,8 +95,6 @@ def main() -> None:
         "import_s": import_seconds(),
         "doctor": diagnose().to_dict(),
     }
-    if torch.cuda.is_available():
-        result["gpu_tests"] = gpu_tests()
     print(json.dumps({key: result[key] for key in ("ledger_us", "seam_us", "import_s")}, indent=1))
     if arguments.out is not None:
         arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")

@@ -96,6 +96,8 @@ class DeferredScalars:
 
     def ready(self) -> list[DeferredValues]:
         """The values that have come back since the last call. Never blocks."""
+        if not self._under_way and not self._come_back:
+            return []
         while self._under_way and self._under_way[0].has_arrived():
             self._collect()
         arrived = list(self._come_back)

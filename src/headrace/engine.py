@@ -24,6 +24,7 @@ from headrace.step import LossFunction, LossParts, TrainingStep
 
 log = logging.getLogger("headrace")
 
+_NOT_ANNOTATED = nullcontext()
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
 
 
@@ -147,9 +148,9 @@ class Engine:
         run = self._training_run(loader, max_steps)
         try:
             with self._reported(run), closing(run.run()) as steps:
-                while (info := self._next(run, steps)) is not None:
+                while self._advanced(run, steps):
                     run.lanes.give_back()
-                    yield info
+                    yield run.info()
                     run.lanes.take_over()
         except GeneratorExit:
             self._finish(run)
@@ -248,13 +249,13 @@ class Engine:
             self.on_epoch(result)
         return result
 
-    def _next(self, run: Loop, steps: Iterator[StepInfo]) -> StepInfo | None:
-        """One batch, on the stream the loop began on, whatever is current by now."""
+    def _advanced(self, run: Loop, steps: Iterator[None]) -> bool:
+        """One batch more, on the stream the loop began on, whatever is current by now."""
         with self.device.use(run.lanes.caller):
-            return next(steps, None)
+            return next(steps, run) is not run
 
     def _annotated(self, name: str) -> AbstractContextManager[object]:
-        return self.device.annotate(name) if self._nvtx else nullcontext()
+        return self.device.annotate(name) if self._nvtx else _NOT_ANNOTATED
 
 
 def _where(model: torch.nn.Module) -> Device | torch.device:

@@ -82,7 +82,7 @@ class Loop:
         self._weighted = False
         self._updates_before = step.updates if step is not None else 0
 
-    def run(self) -> Generator[StepInfo, None, None]:
+    def run(self) -> Generator[None, None, None]:
         """The loop. Whatever happens, what was launched is finished and its values come back."""
         with ExitStack() as session:
             session.enter_context(self._settings())
@@ -106,11 +106,17 @@ class Loop:
                 feed.freed_by = self.lanes.freed_by
                 self._sync.after_batch(index)
                 self._collect(self._deferred.ready())
-                yield self._info(index)
+                if self._on_step is not None:
+                    self._on_step(self.info())
+                yield
 
     def report(self, index: int, parts: LossParts) -> None:
         self._weighted = self._weighted or parts.weighted
         self._deferred.push(index, parts.values)
+
+    def info(self) -> StepInfo:
+        """Where the loop stands, after a batch."""
+        return StepInfo(self.epoch, self._batches - 1, self._updates(), self._come_back)
 
     def result(self) -> EpochResult:
         """What the pass gave; the loop must have ended."""
@@ -151,18 +157,12 @@ class Loop:
         self.ended = True
 
     def _collect(self, come_back: list[DeferredValues]) -> None:
-        self._entries += come_back
         self._come_back = tuple(come_back)
+        self._entries += come_back
         for entry in come_back:
             if entry.non_finite:
                 names = ", ".join(entry.non_finite)
                 self.device.say_once("non-finite", "%s not finite at batch %d", names, entry.step)
-
-    def _info(self, index: int) -> StepInfo:
-        info = StepInfo(self.epoch, index, self._updates(), self._come_back)
-        if self._on_step is not None:
-            self._on_step(info)
-        return info
 
     def _updates(self) -> int:
         return self._batches if self.step is None else self.step.updates - self._updates_before

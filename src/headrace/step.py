@@ -25,7 +25,7 @@ LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class LossParts:
     """What a loss function returned, checked. `weight` is 1 when it gave none."""
 

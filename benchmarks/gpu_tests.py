@@ -1,0 +1,36 @@
+"""Runs the GPU tests, PyTorch's stream sanitizer included, and keeps what each gave.
+
+    python benchmarks/gpu_tests.py [--out results.json]
+
+CI has no GPU: what can only be seen on one is run by hand, and its result is committed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from measuring import header, save
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write every test's outcome here, as JSON")
+    arguments = parser.parse_args()
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "4", "-rA", "--timeout", "110"]
+    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    outcomes = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (tests/\S+)", run.stdout, re.MULTILINE)
+    tests = {name: outcome.lower() for outcome, name in outcomes}
+    if run.returncode:
+        print(run.stdout[-6000:])
+    print(run.stdout.strip().splitlines()[-1])
+    save(arguments.out, {**header("gpu_tests.py"), "exit": run.returncode, "tests": tests})
+
+
+if __name__ == "__main__":
+    main()
