@@ -52,9 +52,10 @@ def interleaved_ms(
 
 def header(script: str) -> dict[str, Any]:
     """What a stored result must say of itself."""
+    told = [word for word in sys.argv[1:] if word != "--out" and not word.endswith(".json")]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join(["python", f"benchmarks/{script}", *sys.argv[1:]]),
+        "command": " ".join(["python", f"benchmarks/{script}", *told]),
         "date": datetime.date.today().isoformat(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,

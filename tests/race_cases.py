@@ -146,6 +146,26 @@ def ordinary_memory_is_only_staged(device: FakeDevice, bug: bool) -> object:
     return slot * 2  # SECOND
 
 
+@case
+def slot_filled_by_deterministic_mode_after_its_copy(device: FakeDevice, bug: bool) -> object:
+    # With deterministic algorithms `empty` fills its memory, by a kernel on the allocating stream.
+    compute, transfer = device.current_stream(), device.stream("transfer")
+    idle = device.event()
+    torch.use_deterministic_algorithms(True)
+    try:
+        if bug:
+            idle.record(compute)
+        slot = device.empty((64,), torch.float32)  # FIRST
+        if not bug:
+            idle.record(compute)
+        transfer.wait_event(idle)
+        with device.use(transfer):
+            device.copy(slot, pinned(64))  # SECOND
+    finally:
+        torch.use_deterministic_algorithms(False)
+    return slot
+
+
 # --- byte ranges ----------------------------------------------------------------------------------
 
 

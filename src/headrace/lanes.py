@@ -22,8 +22,9 @@ class Lanes:
     """The streams of one pass over a loader, ordered among themselves and with the caller's.
 
     With `split`, backward and update have a stream of their own and four edges order a batch:
-    forward after its transfer (the prefetcher's), backward after its forward, the next forward
-    after this update, and new transfers after the backward that used the memory before.
+    forward after its transfer, backward after its forward, the next forward after this update, and
+    new transfers after the backward that used the memory before. The first and the last are the
+    prefetcher's: a transfer waits for the forward stream, which has waited for the update.
     """
 
     def __init__(self, device: Device, plan: Plan, *, split: bool) -> None:
@@ -42,11 +43,6 @@ class Lanes:
             self.backward = manager.get_stream("backward") if split else self.forward
             transfer, following = (manager.get_stream(r) for r in ("transfer", "transfer_next"))
             self.transfers = (transfer,) if transfer is following else (transfer, following)
-
-    @property
-    def freed_by(self) -> Event | None:
-        """What new transfers must wait for before they fill memory, if not the forward stream."""
-        return self._updated if self._split and self._updated.recorded else None
 
     def on(self, stream: Stream) -> AbstractContextManager[object]:
         """Send work to `stream`; nothing to do for the caller's, on which the loop runs."""

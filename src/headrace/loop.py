@@ -103,7 +103,6 @@ class Loop:
                 del batch  # freed before the next one is asked for
                 self._batches += 1
                 self._window.launched(self.lanes.backward)
-                feed.freed_by = self.lanes.freed_by
                 self._sync.after_batch(index)
                 self._collect(self._deferred.ready())
                 if self._on_step is not None:

@@ -102,11 +102,7 @@ class _Slot:
 
 
 class PrefetchIterator:
-    """One pass over the loader. `close` (or dropping it) lets go of everything at once.
-
-    `freed_by`: set to an event, copies wait for it before they fill new memory, instead of for
-    all that the owner has queued. It must come after the last use of any memory freed so far.
-    """
+    """One pass over the loader. `close` (or dropping it) lets go of everything at once."""
 
     def __init__(self, settings: Prefetcher) -> None:
         self._settings = settings
@@ -117,7 +113,6 @@ class PrefetchIterator:
         self._error: BaseException | None = None
         self._pulled = 0
         self._copies: deque[Event] = deque()
-        self.freed_by: Event | None = None
         self.delivered = 0
         self.last_nbytes = self.last_samples = 0
         self._source = iter(settings.loader)  # last: it may raise, and close() needs the rest
@@ -180,7 +175,7 @@ class PrefetchIterator:
             return _Slot(self._moved(batch, leaves), None, nbytes, samples)
         self._bound_copies()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
-        sending = _Sending(self._device, self._owner, transfer, self._settings, self.freed_by)
+        sending = _Sending(self._device, self._owner, transfer, self._settings)
         on_device = batches.rebuild(batch, sending.send(leaves))
         if sending.ready is not None:
             self._copies.append(sending.ready)
@@ -220,14 +215,12 @@ class _Sending:
         owner: Stream,
         transfer: Stream,
         settings: Prefetcher,
-        freed_by: Event | None,
     ) -> None:
         self._device = device
         self._owner = owner
         self._transfer = transfer
         self._pin = settings.pin
         self._on_owner = nullcontext(owner) if settings.runs_on_owner else device.use(owner)
-        self._freed_by = freed_by
         self._buffers: list[PinnedBuffer] = []
         self.ready: Event | None = None
 
@@ -262,10 +255,9 @@ class _Sending:
             slots = {at: _empty_like(device, sources[at]) for at in alone}
             for pack in packed:
                 pack.allocate()
-        if self._freed_by is None:
-            self._transfer.wait_stream(self._owner)
-        else:
-            self._transfer.wait_event(self._freed_by)
+        # Earlier work of the owner may still use this memory; and with deterministic algorithms
+        # PyTorch fills fresh memory, on the owner too.
+        self._transfer.wait_stream(self._owner)
         self.ready = device.event()
         with device.use(self._transfer):
             for at, slot in slots.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from types import ModuleType
 from typing import Any
@@ -16,6 +17,8 @@ from headrace.ledger import Ledger
 # a priority, after which they alias, and memory freed on one is not reused on another.
 _streams: dict[tuple[torch.device, str], tuple[Any, int]] = {}
 _streams_lock = threading.Lock()
+# PyTorch's stream sanitizer does not know that a query's yes orders the host; a wait it knows.
+_SANITIZED = bool(os.environ.get("TORCH_CUDA_SANITIZER"))
 
 
 class AcceleratorStream(Stream):
@@ -47,7 +50,10 @@ class AcceleratorEvent(Event):
         self.raw.record(stream.raw)
 
     def _query(self) -> bool:
-        return bool(self.raw.query())
+        done = bool(self.raw.query())
+        if done and _SANITIZED:
+            self.raw.synchronize()  # returns at once: there is nothing left to wait for
+        return done
 
     def _synchronize(self) -> None:
         self.raw.synchronize()

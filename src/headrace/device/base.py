@@ -187,8 +187,6 @@ class Device(abc.ABC):
         self.require_own("an event", event.device)
         if event.query():
             self.ledger.passed(reason)
-            # Returns at once. PyTorch's stream sanitizer does not take a query's yes for an order.
-            event._synchronize()
         else:
             with self.ledger.waiting(reason):
                 event._synchronize()

@@ -71,7 +71,7 @@ class DispatchMode(TorchDispatchMode):
         if aliases and not writes:
             # A view: no kernel runs, whatever the schema says.
             reads = [tensor for tensor in reads if storage_key(tensor) not in aliases]
-        written = [] if operation.short in operators.ALLOCATE_ONLY else fresh
+        written = [] if operators.only_allocates(operation.short) else fresh
         if reads or writes or fresh:
             device.operation(
                 stream,

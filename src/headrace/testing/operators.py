@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 # Operators that allocate and do not write, or take a tensor only for its shape.
-ALLOCATE_ONLY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
-_SHAPE_ONLY = ("_like", "new_full", "new_zeros", "new_ones", *ALLOCATE_ONLY)
+_ALLOCATE_ONLY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
+_SHAPE_ONLY = ("_like", "new_full", "new_zeros", "new_ones", *_ALLOCATE_ONLY)
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 # Everywhere else mixing host and device is an error, save for 0-dim tensors. The second line
 # takes lengths from the host.
@@ -127,3 +127,13 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return []
+
+
+def only_allocates(short: str) -> bool:
+    """Whether an operator leaves its fresh memory unwritten. With deterministic algorithms PyTorch
+    fills it: a kernel on the allocating stream that nobody sees."""
+    fills = (
+        torch.are_deterministic_algorithms_enabled()
+        and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    )
+    return short in _ALLOCATE_ONLY and not fills
