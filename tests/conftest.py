@@ -34,3 +34,11 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
             yield fake
     else:
         yield open_device(request.param)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print what tests recorded as worth a line in the summary, whatever process they ran in."""
+    for report in terminalreporter.getreports("passed"):
+        for name, line in report.user_properties:
+            if name == "summary":
+                terminalreporter.write_line(str(line))

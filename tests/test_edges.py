@@ -221,7 +221,7 @@ def test_no_scenario_races_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_edge_is_load_bearing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, record_property: Callable[[str, object], None]
 ) -> None:
     with watched(monkeypatch) as seen:
         for scenario in SCENARIOS:
@@ -232,7 +232,7 @@ def test_every_edge_is_load_bearing(
         with watched(monkeypatch, left_out=line):
             if not any(complaint(scenario) for scenario in SCENARIOS):
                 unnoticed.append(f"{line} ({', '.join(sorted(calls))})")
-    with capsys.disabled():
-        print(f"\n{len(edges)} edges, {len(edges) - len(unnoticed)} found when left out")
+    found = len(edges) - len(unnoticed)
+    record_property("summary", f"{len(edges)} ordering edges, {found} found when left out")
     assert len(edges) >= 10
     assert unnoticed == []

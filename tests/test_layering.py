@@ -22,6 +22,7 @@ ROOMS = {
     "streams": 1,
     "testing": 1,
     "batches": 1,
+    "batchcache": 1,
     "prefetcher": 1,
     "deferred": 1,
     "runahead": 1,

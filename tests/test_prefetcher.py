@@ -16,9 +16,10 @@ from test_batches import Moves, Pair, Record, nested
 from torch.utils.data import DataLoader, TensorDataset
 
 from headrace import batches
+from headrace.batchcache import BatchCache
 from headrace.device import Device
 from headrace.errors import DeviceMismatchError, PlanError
-from headrace.prefetcher import BatchCache, Prefetcher, prefetch
+from headrace.prefetcher import Prefetcher, prefetch
 from headrace.testing import Costs, FakeDevice
 
 
@@ -251,7 +252,7 @@ def test_the_loader_is_in_the_ledger_as_data() -> None:
 class TestCache:
     def test_a_list_of_batches_is_copied_once(self) -> None:
         with FakeDevice() as device:
-            source, cache = numbers(4), BatchCache(device, 3)
+            source, cache = numbers(4), BatchCache(3)
             loader = Prefetcher(source, device, cache=cache)
             for _ in range(3):
                 assert values(loader) == [0.0, 1.0, 2.0, 3.0]
@@ -261,7 +262,7 @@ class TestCache:
 
     def test_a_batch_that_was_written_to_is_copied_again(self) -> None:
         with FakeDevice() as device:
-            source, cache = numbers(2), BatchCache(device, 4)
+            source, cache = numbers(2), BatchCache(4)
             loader = Prefetcher(source, device, cache=cache)
             assert values(loader) == [0.0, 1.0]
             source[0].fill_(9)
@@ -269,7 +270,7 @@ class TestCache:
 
     def test_a_data_loader_never_hits(self) -> None:
         with FakeDevice() as device:
-            cache = BatchCache(device, 4)
+            cache = BatchCache(4)
             data = DataLoader(TensorDataset(torch.arange(6.0)), batch_size=2, shuffle=True)
             for _ in range(2):
                 found = [b[0].cpu() for b in Prefetcher(data, device, cache=cache)]

@@ -12,13 +12,13 @@ from typing import Any, Literal
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from headrace.batchcache import BatchCache
 from headrace.deferred import Scalar
 from headrace.device import Device, open_device
 from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.loop import Loop, StepInfo
 from headrace.plan import Plan
-from headrace.prefetcher import BatchCache
 from headrace.results import EpochResult
 from headrace.step import LossFunction, LossParts, TrainingStep
 
@@ -121,7 +121,7 @@ class Engine:
             )
         self._cache = None
         if self.plan.cache_batches:
-            self._cache = BatchCache(self.device, self.plan.cache_batches)
+            self._cache = BatchCache(self.plan.cache_batches)
 
     # --- what is called --------------------------------------------------------------------------
 

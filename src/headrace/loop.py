@@ -12,12 +12,13 @@ from typing import Any
 import torch
 
 from headrace import batches
+from headrace.batchcache import BatchCache
 from headrace.deferred import DeferredScalars, DeferredValues
 from headrace.device import Device
 from headrace.errors import StepError
 from headrace.lanes import HostSync, Lanes
 from headrace.plan import Plan
-from headrace.prefetcher import BatchCache, Prefetcher, PrefetchIterator
+from headrace.prefetcher import Prefetcher, PrefetchIterator
 from headrace.results import EpochResult, Pass, epoch_result
 from headrace.runahead import RunAhead
 from headrace.step import LossParts, TrainingStep
