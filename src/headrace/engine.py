@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
@@ -21,8 +20,6 @@ from headrace.loop import Loop, StepInfo
 from headrace.plan import Plan
 from headrace.results import EpochResult
 from headrace.step import LossFunction, LossParts, TrainingStep
-
-log = logging.getLogger("headrace")
 
 _NOT_ANNOTATED = nullcontext()
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
@@ -134,7 +131,7 @@ class Engine:
         with self._reported(run), closing(run.run()) as steps:
             for _ in steps:
                 pass
-        return self._finish(run)
+        return self._finish()
 
     def steps(
         self, loader: Iterable[Any], *, max_steps: int | None = None
@@ -153,9 +150,9 @@ class Engine:
                     yield run.info()
                     run.lanes.take_over()
         except GeneratorExit:
-            self._finish(run)
+            self._finish()
             raise
-        self._finish(run)
+        self._finish()
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> EpochResult:
@@ -240,8 +237,10 @@ class Engine:
             if run.ended:
                 self.last_result = run.result()
 
-    def _finish(self, run: Loop) -> EpochResult:
-        result = run.result()
+    def _finish(self) -> EpochResult:
+        """Count the epoch that was just reported as done."""
+        result = self.last_result
+        assert result is not None
         self.epochs += 1
         if self._step is not None:
             self._step.end_epoch(result.mean_loss)
