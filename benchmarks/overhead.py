@@ -120,11 +120,17 @@ def through_the_engine(work: Work, device: Device) -> Callable[[int], object]:
     return run
 
 
+def difference(found: dict[str, Any], one: str, other: str) -> float:
+    """Milliseconds by which `one` is slower, the median over neighbouring repeats."""
+    pairs = zip(found[one]["all"], found[other]["all"], strict=True)
+    return statistics.median(mine - theirs for mine, theirs in pairs)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--repeats", type=int, default=15)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # deep layers' tiny gradients would take the CPU ages
@@ -134,19 +140,23 @@ def main() -> None:
     works = [mlp(), mlp(layers=20), large]
     rows: dict[str, dict[str, Any]] = {}
     for work in works:
-        ways = {"by hand": by_hand(work, device), "engine": through_the_engine(work, device)}
+        ways = {
+            "by hand": by_hand(work, device),
+            "engine": through_the_engine(work, device),
+            "by hand again": by_hand(work, device),  # the same twice: how far noise goes
+        }
         found = interleaved_ms(
             ways, device, steps=arguments.steps, repeats=arguments.repeats, warm_up=20
         )
         hand, engine = found["by hand"]["ms"], found["engine"]["ms"]
         # Each repeat against its neighbour: the CPU's speed drifts.
-        pairs = zip(found["engine"]["all"], found["by hand"]["all"], strict=True)
-        more = statistics.median(mine - theirs for mine, theirs in pairs)
+        more = difference(found, "engine", "by hand")
         rows[work.name] = {
             "by hand ms": hand,
             "engine ms": engine,
             "more µs a step": round(more * 1e3, 1),
             "more %": round(more / hand * 100, 1),
+            "noise µs": round(abs(difference(found, "by hand again", "by hand")) * 1e3, 1),
             "spread by hand": f"{found['by hand']['low']}–{found['by hand']['high']}",
             "spread engine": f"{found['engine']['low']}–{found['engine']['high']}",
         }
