@@ -79,6 +79,14 @@ def test_keys_may_change(device: Device) -> None:
     ]
 
 
+def test_the_order_of_keys_may_change(device: Device) -> None:
+    deferred = DeferredScalars(device, 4)
+    deferred.push(0, {"loss": on(device, 1.0), "accuracy": on(device, 0.5)})
+    deferred.push(1, {"accuracy": on(device, 0.5), "loss": on(device, 1.0)})
+    for entry in deferred.drain():
+        assert entry.values == {"loss": 1.0, "accuracy": 0.5}
+
+
 @pytest.mark.parametrize(
     ("dtype", "value"),
     [

@@ -266,6 +266,7 @@ class TestPlans:
         assert self.counts("interval", batches).get("sync", 0) == due
         assert self.counts("event", batches).get("sync", 0) == due
         assert self.counts("streams4", batches).get("sync", 0) == due
+        assert self.counts(Plan(sync="batch"), batches).get("sync", 0) == batches
         waits = self.counts("pipeline", batches)
         assert set(waits) <= {"data", "run_ahead", "losses"}
         assert waits.get("run_ahead", 0) == max(0, batches - 8)
@@ -422,6 +423,22 @@ class TestLoop:
         assert engine.epochs == 0
         assert device.pinned.lent == 0
         assert len(engine.epoch(data(5)).losses) == 5  # and it goes on working
+
+    def test_a_batch_whose_backward_raised_is_not_reported(self, device: Device) -> None:
+        calls: list[int] = []
+
+        def fragile(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            value = loss(model, batch)
+            calls.append(0)
+            if len(calls) == 4:
+                value.register_hook(lambda gradient: gradient.new_ones(7))  # of a wrong shape
+            return value
+
+        engine = make_engine(device, loss=fragile)
+        with pytest.raises(RuntimeError):
+            engine.epoch(data())
+        assert engine.last_result is not None
+        assert len(engine.last_result.losses) == engine.last_result.statistics.batches == 3
 
     def test_max_steps_asks_for_no_batch_too_many(self, device: Device) -> None:
         source = iter(data(10))

@@ -79,10 +79,11 @@ class DeferredScalars:
                 numbers[name] = _ON_DEVICE
             else:
                 numbers[name] = float(value)
+        layout = _Layout.of(numbers, tensors)
         block = self._filling
-        if block is None or not block.fits(numbers, tensors):
+        if block is None or block.layout != layout:  # the order of names counts, too
             self.flush()
-            block = self._filling = self._take_block(_Layout.of(numbers, tensors))
+            block = self._filling = self._take_block(layout)
         block.add(step, numbers, tensors)
         if len(block.entries) == self._every:
             self.flush()
@@ -188,15 +189,6 @@ class _Block:
             self._rows = list(single.unbind(0))
             self._buffer = device.pinned.take(math.prod(shape) * layout.dtype.itemsize)
             self._on_host = self._buffer.view(shape, layout.dtype)
-
-    def fits(self, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> bool:
-        """Whether values of these names and types can go into the same block."""
-        if len(tensors) != len(self.layout.names):
-            return False
-        same_names = all(numbers.get(name) is _ON_DEVICE for name in self.layout.names)
-        return same_names and all(
-            tensor.dtype is dtype for tensor, dtype in zip(tensors, self.layout.dtypes, strict=True)
-        )
 
     def add(self, step: int, numbers: dict[str, float], tensors: list[torch.Tensor]) -> None:
         """Keep one step's values: tensors in the next row, numbers as they are."""

@@ -85,13 +85,14 @@ class HostSync:
         self._device = device
         self._plan = plan
         self._lanes = lanes
+        self._every = 1 if plan.sync == "batch" else plan.sync_every
         self._events: list[Event] = []
         self._synchronized = 0
 
     def after_batch(self, index: int) -> None:
         if self._plan.sync == "event":
             self._mark()
-        if self._plan.sync != "none" and (index + 1) % self._plan.sync_every == 0:
+        if self._plan.sync != "none" and (index + 1) % self._every == 0:
             self._wait(index + 1)
 
     def at_end(self, batches: int) -> None:

@@ -131,7 +131,9 @@ class Loop:
             elapsed_s=self._elapsed_s,
             peak_memory_bytes=self.device.peak_memory(),
         )
-        return epoch_result(counted, self._entries, self.device.ledger.epoch_statistics())
+        # A batch whose backward raised has a loss, but nothing was learned from it.
+        trained = [entry for entry in self._entries if entry.step < self._batches]
+        return epoch_result(counted, trained, self.device.ledger.epoch_statistics())
 
     def _begin(self) -> PrefetchIterator:
         self.device.ledger.start_epoch()

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import logging
-import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -337,22 +336,3 @@ class _Use:
 
     def __exit__(self, *exception: object) -> None:
         self._device.switch_back(self._before)
-
-
-class StreamOfThread:
-    """Which stream each thread's work goes to, for devices without a driver that knows."""
-
-    def __init__(self, default: Stream) -> None:
-        self._default = default
-        self._thread = threading.local()
-
-    def get(self) -> Stream:
-        stream: Stream = getattr(self._thread, "stream", self._default)
-        return stream
-
-    def set(self, stream: object) -> Stream:
-        """Make `stream` current; returns the one that was."""
-        assert isinstance(stream, Stream)
-        before = self.get()
-        self._thread.stream = stream
-        return before

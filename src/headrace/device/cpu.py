@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
 
-from headrace.device.base import Device, Event, MemoryFigures, Stream, StreamOfThread
+from headrace.device.base import Device, Event, MemoryFigures, Stream
 from headrace.errors import DeviceError
 from headrace.ledger import Ledger
 
@@ -39,6 +40,25 @@ class CpuEvent(Event):
         return (end._recorded_ns - self._recorded_ns) / 1e6
 
 
+class _StreamOfThread:
+    """Which stream each thread's work goes to: here no driver knows."""
+
+    def __init__(self, default: Stream) -> None:
+        self._default = default
+        self._thread = threading.local()
+
+    def get(self) -> Stream:
+        stream: Stream = getattr(self._thread, "stream", self._default)
+        return stream
+
+    def set(self, stream: object) -> Stream:
+        """Make `stream` current; returns the one that was."""
+        assert isinstance(stream, Stream)
+        before = self.get()
+        self._thread.stream = stream
+        return before
+
+
 class CpuDevice(Device):
     """Streams and events exist and are checked as on an accelerator, and do nothing."""
 
@@ -47,7 +67,7 @@ class CpuDevice(Device):
     def __init__(self, ledger: Ledger | None = None) -> None:
         super().__init__(torch.device("cpu"), ledger)
         self._streams: dict[str, CpuStream] = {}
-        self._current = StreamOfThread(CpuStream(self, "default"))
+        self._current = _StreamOfThread(CpuStream(self, "default"))
 
     def stream(self, name: str, *, priority: int = 0) -> CpuStream:
         stream = self._streams.setdefault(name, CpuStream(self, name, priority))
