@@ -20,14 +20,19 @@ ROOT = Path(__file__).resolve().parent.parent
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, help="write every test's outcome here, as JSON")
+    parser.add_argument(
+        "--out", type=Path, help="every test's outcome goes here, as JSON (failures beside it)"
+    )
     arguments = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "4", "-rA", "--timeout", "110"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     outcomes = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (tests/\S+)", run.stdout, re.MULTILINE)
     tests = {name: outcome.lower() for outcome, name in outcomes}
     if run.returncode:
-        print(run.stdout[-6000:])
+        failures = run.stdout.partition("= FAILURES =")[2].partition("= PASSES =")[0]
+        print(failures[:9000])
+        if arguments.out is not None:
+            arguments.out.with_suffix(".txt").write_text(run.stdout + run.stderr, encoding="utf-8")
     print(run.stdout.strip().splitlines()[-1])
     save(arguments.out, {**header("gpu_tests.py"), "exit": run.returncode, "tests": tests})
 

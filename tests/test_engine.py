@@ -157,6 +157,7 @@ class TestSameLosses:
         depth=st.integers(0, 4),
         every=st.integers(1, 12),
         fails_after=st.none() | st.integers(0, 25),
+        fails_in=st.sampled_from(["loader", "loss"]),
     )
     def test_exactly_once_whatever_happens(
         self,
@@ -166,17 +167,26 @@ class TestSameLosses:
         depth: int,
         every: int,
         fails_after: int | None,
+        fails_in: str,
     ) -> None:
         batches = data(count, rows=2)
 
         def loader() -> Iterator[Any]:
             for index, batch in enumerate(batches):
-                if index == fails_after:
+                if index == fails_after and fails_in == "loader":
                     raise OSError("the disk is gone")
                 yield batch
 
         def run(device: Device, chosen: Plan) -> tuple[Any, Any]:
-            engine = make_engine(device, chosen, accumulate=accumulate)
+            seen: list[int] = []
+
+            def fragile(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+                seen.append(len(seen))
+                if seen[-1] == fails_after and fails_in == "loss":
+                    raise OSError("the loss is gone")
+                return loss(model, batch)
+
+            engine = make_engine(device, chosen, accumulate=accumulate, loss=fragile)
             with contextlib.suppress(OSError):
                 engine.epoch(loader())
             result = engine.last_result
@@ -423,6 +433,25 @@ class TestLoop:
         assert engine.epochs == 0
         assert device.pinned.lent == 0
         assert len(engine.epoch(data(5)).losses) == 5  # and it goes on working
+
+    def test_an_error_in_the_loss_keeps_the_groups_earlier_gradients(self, device: Device) -> None:
+        """Batches that were trained on count, whether it is the loader or the loss that fails."""
+        calls: list[int] = []
+
+        def fragile(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+            calls.append(0)
+            if len(calls) == 6:
+                raise ZeroDivisionError("mine")
+            return loss(model, batch)
+
+        expected = make_engine(device, accumulate=3)
+        expected.epoch(data()[:5])
+        engine = make_engine(device, accumulate=3, loss=fragile)
+        with pytest.raises(ZeroDivisionError):
+            engine.epoch(data())
+        assert engine.last_result is not None
+        assert engine.last_result.statistics.updates == 2
+        assert same(weights(engine), weights(expected))
 
     def test_a_batch_whose_backward_raised_is_not_reported(self, device: Device) -> None:
         calls: list[int] = []

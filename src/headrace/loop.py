@@ -99,7 +99,7 @@ class Loop:
                     self._run_batch(self, index, batch)
                 except BaseException:
                     if self.step is not None:
-                        self.step.abandon()
+                        self.step.recover()
                     raise
                 del batch  # freed before the next one is asked for
                 self._batches += 1

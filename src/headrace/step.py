@@ -108,6 +108,7 @@ class TrainingStep:
         self._precision = precision
         self._clip_norm = clip_norm
         self._in_group = 0
+        self._torn = False
         self._group_weight: Scalar = 0
         kind = device.torch_device.type
         self.scaler = torch.amp.GradScaler(kind) if precision == "fp16" else None
@@ -130,6 +131,7 @@ class TrainingStep:
     def backward(self, parts: LossParts) -> None:
         """Add this batch's gradients to the group's."""
         target = parts.loss
+        self._torn = True
         if self.accumulate > 1:
             target = target * parts.weight
             first = self._in_group == 0
@@ -138,9 +140,11 @@ class TrainingStep:
             target = self.scaler.scale(target)
         target.backward()
         self._in_group += 1
+        self._torn = False
 
     def update(self) -> None:
         """Use the group's gradients: divide, clip, step, and begin a new group."""
+        self._torn = True
         if self.accumulate > 1:
             _divide(self._gradients(), self._group_weight)
         if self._clip_norm is not None:
@@ -161,6 +165,7 @@ class TrainingStep:
         if self.ema is not None:
             self.ema.update()
         self._in_group = 0
+        self._torn = False
         self.updates += 1
 
     def end_epoch(self, mean_loss: float) -> None:
@@ -172,10 +177,13 @@ class TrainingStep:
         else:
             self.scheduler.step()
 
-    def abandon(self) -> None:
-        """Forget a group that an error cut short, so that it cannot leak into the next."""
-        self.optimizer.zero_grad(set_to_none=True)
-        self._in_group = 0
+    def recover(self) -> None:
+        """After an error: gradients that it left half made are forgotten, so that they cannot leak
+        into the next group. Whole ones, of batches before the failed one, stay to be used."""
+        if self._torn:
+            self.optimizer.zero_grad(set_to_none=True)
+            self._in_group = 0
+            self._torn = False
 
     def autocast(self) -> AbstractContextManager[object]:
         dtype = _AUTOCAST.get(self._precision)
