@@ -129,8 +129,8 @@ def difference(found: dict[str, Any], one: str, other: str) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--repeats", type=int, default=31)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     torch.set_flush_denormal(True)  # deep layers' tiny gradients would take the CPU ages

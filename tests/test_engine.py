@@ -134,6 +134,7 @@ class TestSameLosses:
         assert same(found[3], expected[3])
         assert same(found[4], expected[4])
 
+    @pytest.mark.unsanitized
     def test_pinned_batches_of_a_data_loader(self, device: Device) -> None:
         features = torch.cat([batch[0] for batch in data()])
         labels = torch.cat([batch[1] for batch in data()])
@@ -396,6 +397,7 @@ class TestLoop:
         assert same(weights(engine), final)
 
     @pytest.mark.parametrize("plan", EAGER)
+    @pytest.mark.unsanitized
     def test_leaving_early_loses_nothing(self, device: Device, plan: str) -> None:
         expected, _ = plain_loop(device, data(6))
         engine = make_engine(device, plan)
@@ -407,6 +409,7 @@ class TestLoop:
         assert engine.epochs == 1
         assert device.pinned.lent == 0
 
+    @pytest.mark.unsanitized
     def test_leaving_early_uses_a_partial_group(self, device: Device) -> None:
         engine = make_engine(device, accumulate=4)
         for info in engine.steps(data()):
@@ -416,6 +419,7 @@ class TestLoop:
         assert engine.last_result.statistics.updates == 2
 
     @pytest.mark.parametrize("plan", EAGER)
+    @pytest.mark.unsanitized
     def test_an_error_in_the_loss_is_itself(self, device: Device, plan: str) -> None:
         calls = []
 
@@ -434,6 +438,7 @@ class TestLoop:
         assert device.pinned.lent == 0
         assert len(engine.epoch(data(5)).losses) == 5  # and it goes on working
 
+    @pytest.mark.unsanitized
     def test_an_error_in_the_loss_keeps_the_groups_earlier_gradients(self, device: Device) -> None:
         """Batches that were trained on count, whether it is the loader or the loss that fails."""
         calls: list[int] = []
@@ -453,6 +458,7 @@ class TestLoop:
         assert engine.last_result.statistics.updates == 2
         assert same(weights(engine), weights(expected))
 
+    @pytest.mark.unsanitized
     def test_a_batch_whose_backward_raised_is_not_reported(self, device: Device) -> None:
         calls: list[int] = []
 

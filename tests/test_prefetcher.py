@@ -54,6 +54,7 @@ def test_a_generator_without_length(device: Device) -> None:
 
 
 @pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.unsanitized
 def test_a_data_loader_with_a_last_partial_batch(device: Device, workers: int) -> None:
     loader = DataLoader(
         TensorDataset(torch.arange(10.0)),
@@ -170,6 +171,7 @@ def breaking_after(count: int) -> Iterator[torch.Tensor]:
 
 @pytest.mark.parametrize("count", [0, 1, 5])
 @pytest.mark.parametrize("depth", [0, 2, 9])
+@pytest.mark.unsanitized
 def test_an_error_comes_after_the_batches_before_it(device: Device, count: int, depth: int) -> None:
     found: list[float] = []
 
@@ -203,6 +205,7 @@ def test_leaving_early_leaves_nothing_behind(device: Device) -> None:
     assert threading.active_count() == threads
 
 
+@pytest.mark.unsanitized
 def test_an_exception_in_the_loop_leaves_nothing_behind(device: Device) -> None:
     def run() -> None:
         for _ in prefetch(numbers(10), device):

@@ -73,7 +73,7 @@ def measure(leaves: Iterable[Any]) -> tuple[int, int]:
     nbytes = samples = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
-            nbytes += leaf.numel() * leaf.element_size()
+            nbytes += leaf.nbytes
             if not samples and leaf.dim() > 0:
                 samples = leaf.shape[0]
     return nbytes, samples or 1

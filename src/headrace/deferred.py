@@ -79,11 +79,10 @@ class DeferredScalars:
                 numbers[name] = _ON_DEVICE
             else:
                 numbers[name] = float(value)
-        layout = _Layout.of(numbers, tensors)
         block = self._filling
-        if block is None or block.layout != layout:  # the order of names counts, too
+        if block is None or not block.layout.fits(numbers, tensors):
             self.flush()
-            block = self._filling = self._take_block(layout)
+            block = self._filling = self._take_block(_Layout.of(numbers, tensors))
         block.add(step, numbers, tensors)
         if len(block.entries) == self._every:
             self.flush()
@@ -158,6 +157,12 @@ class _Layout:
     def of(cls, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> _Layout:
         names = tuple(name for name, number in numbers.items() if number is _ON_DEVICE)
         return cls(names, tuple(tensor.dtype for tensor in tensors))
+
+    def fits(self, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> bool:
+        """Whether these values have this layout; the order of names counts, too."""
+        if len(tensors) == len(numbers) == 1 and len(self.names) == 1:  # mostly: a loss, no more
+            return self.names[0] in numbers and self.dtypes[0] == tensors[0].dtype
+        return self == _Layout.of(numbers, tensors)
 
     @property
     def dtype(self) -> torch.dtype:

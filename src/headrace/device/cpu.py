@@ -88,7 +88,7 @@ class CpuDevice(Device):
         return False
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        return tensor.device.type == "cpu"
+        return tensor.is_cpu
 
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         """Nothing to do: no stream still reads the tensor."""
