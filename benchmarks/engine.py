@@ -49,7 +49,7 @@ class Planned:
 
     def __init__(self, work: Work, device: Device, plan: Plan, precision: str) -> None:
         model, optimizer = work.fresh(device.torch_device)
-        self._engine = Engine(
+        self.engine = Engine(
             model, optimizer, work.loss, plan=plan, device=device, precision=precision
         )
         self._host = work.batches
@@ -59,7 +59,7 @@ class Planned:
 
     def __call__(self, steps: int) -> None:
         source = itertools.islice(itertools.cycle(self._host), steps)
-        self.result = self._engine.epoch(source)
+        self.result = self.engine.epoch(source)
 
 
 def compare(work: Work, device: Device, precision: str, steps: int, repeats: int) -> dict[str, Any]:

@@ -36,6 +36,16 @@ def device(request: pytest.FixtureRequest) -> Iterator[Device]:
         yield open_device(request.param)
 
 
+@pytest.fixture(params=["fake", needs_cuda])
+def capturing(request: pytest.FixtureRequest) -> Iterator[Device]:
+    """A device that captures graphs."""
+    if request.param == "fake":
+        with FakeDevice() as fake:
+            yield fake
+    else:
+        yield open_device(request.param)
+
+
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print what tests recorded as worth a line in the summary, whatever process they ran in."""
     for report in terminalreporter.getreports("passed"):

@@ -667,6 +667,75 @@ def one_unordered_batch_in_a_whole_training_loop(device: FakeDevice, bug: bool) 
     return model
 
 
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+@case
+def static_input_refilled_before_the_replay(device: FakeDevice, bug: bool) -> object:
+    # The capture itself needs no order: nothing runs.
+    compute, transfer = device.current_stream(), device.stream("transfer")
+    static, ready = device.empty((64,), torch.float32), device.event()
+    transfer.wait_stream(compute)
+    graph, result = device.capture(lambda: (static * 2).sum(), device.graph_pool())
+    with device.use(transfer):
+        device.copy(static, pinned(64))  # FIRST
+        ready.record()
+    if not bug:
+        compute.wait_event(ready)
+    graph.replay()  # SECOND
+    return result
+
+
+@case
+def static_input_refilled_while_the_graph_runs(device: FakeDevice, bug: bool) -> object:
+    compute, transfer = device.current_stream(), device.stream("transfer")
+    static, weight, done = on(device, 64), on(device, 64).requires_grad_(), device.event()
+    transfer.wait_stream(compute)
+
+    def step() -> None:
+        weight.grad = None
+        (weight * static).sum().backward()
+
+    graph, _ = device.capture(step, device.graph_pool())
+    graph.replay()  # FIRST
+    done.record()
+    if not bug:
+        transfer.wait_event(done)
+    with device.use(transfer):
+        device.copy(static, pinned(64))  # SECOND
+    return weight
+
+
+@case
+def graphs_loss_read_on_another_stream(device: FakeDevice, bug: bool) -> object:
+    compute, losses, host = device.current_stream(), device.stream("losses"), pinned(1)
+    static = on(device, 64)
+    losses.wait_stream(compute)
+    graph, loss = device.capture(lambda: static.square().mean(), device.graph_pool())
+    graph.replay()  # FIRST
+    if not bug:
+        losses.wait_stream(compute)
+    with device.use(losses):
+        device.copy(host[0], loss)  # SECOND
+    return loss
+
+
+@case
+def graphs_of_one_pool_at_the_same_time(device: FakeDevice, bug: bool) -> object:
+    # Each has results of its own, but what lies between is the pool's.
+    compute, side, pool = device.current_stream(), device.stream("side"), device.graph_pool()
+    one, two = on(device, 64), on(device, 64)
+    side.wait_stream(compute)
+    first, first_result = device.capture(lambda: (one * 2).sum(), pool)
+    second, second_result = device.capture(lambda: (two * 2).sum(), pool)
+    first.replay()  # FIRST
+    if not bug:
+        side.wait_stream(compute)
+    with device.use(side):
+        second.replay()  # SECOND
+    return first_result, second_result
+
+
 # --- host threads ---------------------------------------------------------------------------------
 
 

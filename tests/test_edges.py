@@ -25,8 +25,8 @@ from headrace.engine import Engine
 from headrace.errors import EventNotRecordedError
 from headrace.plan import Plan
 from headrace.prefetcher import Prefetcher, prefetch
+from headrace.sites import Site
 from headrace.testing import FakeDevice
-from headrace.testing.races import Site
 
 PACKAGE = Path(headrace.__file__).parent
 # The primitives themselves, and code whose calls are not part of any loop.

@@ -14,6 +14,7 @@ PACKAGE = Path(headrace.__file__).parent
 # (device/, testing/ and the others are one room each, whatever they hold.)
 ROOMS = {
     "errors": 0,
+    "sites": 0,
     "tables": 0,
     "timeline": 0,
     "plan": 0,
@@ -26,10 +27,16 @@ ROOMS = {
     "prefetcher": 1,
     "deferred": 1,
     "runahead": 1,
+    "buckets": 1,
+    "graphs": 1,
     "pytest_plugin": 2,
     "probe": 2,
     "ema": 2,
     "step": 2,
+    "capturing": 2,
+    "capturable": 2,
+    "rates": 2,
+    "compiling": 2,
     "results": 2,
     "lanes": 2,
     "loop": 2,
@@ -39,7 +46,7 @@ ROOMS = {
     "__main__": 5,
 }
 # Within room 0 there is an order too: the ledger knows no device, plan and errors know nobody.
-GROUND_FLOOR = ["errors", "tables", "timeline", "plan", "ledger", "device"]
+GROUND_FLOOR = ["errors", "sites", "tables", "timeline", "plan", "ledger", "device"]
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -66,7 +66,9 @@ def test_a_seeded_bug_is_reported_and_its_twin_is_not() -> None:
 def test_our_own_tests_are_clean(files: list[str], chosen: str) -> None:
     """All but what the sanitizer cannot follow: its hooks fail in forked workers, and where device
     memory is freed while an exception is under way (a generator's closing is one)."""
-    run = sanitized("-m", "pytest", "-m", "not unsanitized", "-k", chosen, "-p", "no:cacheprovider", *files)
+    run = sanitized(
+        "-m", "pytest", "-m", "not unsanitized", "-k", chosen, "-p", "no:cacheprovider", *files
+    )
     assert run.returncode == 0, run.stdout[-5000:] + run.stderr[-5000:]
     assert "data race" not in run.stdout + run.stderr
     assert " passed" in run.stdout

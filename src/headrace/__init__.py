@@ -17,6 +17,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.buckets import BucketBatches, Buckets, PadToBuckets
+    from headrace.capturing import GraphReport
     from headrace.deferred import DeferredScalars, DeferredValues
     from headrace.device import Device, Event, Stream, available_devices, open_device
     from headrace.ema import Ema
@@ -34,6 +36,8 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BucketBatches": "buckets",
+    "Buckets": "buckets",
     "DeferredScalars": "deferred",
     "DeferredValues": "deferred",
     "Device": "device",
@@ -42,11 +46,13 @@ _HOMES = {
     "EpochResult": "results",
     "EpochStatistics": "results",
     "Event": "device",
+    "GraphReport": "capturing",
     "HeadraceError": "errors",
     "Ledger": "ledger",
     "LedgerStatistics": "ledger",
     "LoaderPlan": "plan",
     "PRESETS": "plan",
+    "PadToBuckets": "buckets",
     "Plan": "plan",
     "PlanFile": "plan",
     "Prefetcher": "prefetcher",
@@ -65,6 +71,8 @@ _HOMES = {
 
 __all__ = [
     "PRESETS",
+    "BucketBatches",
+    "Buckets",
     "DeferredScalars",
     "DeferredValues",
     "Device",
@@ -73,10 +81,12 @@ __all__ = [
     "EpochResult",
     "EpochStatistics",
     "Event",
+    "GraphReport",
     "HeadraceError",
     "Ledger",
     "LedgerStatistics",
     "LoaderPlan",
+    "PadToBuckets",
     "Plan",
     "PlanFile",
     "Prefetcher",

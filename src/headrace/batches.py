@@ -36,9 +36,14 @@ def is_movable(leaf: object) -> bool:
     return isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None))
 
 
+def moves_itself(leaf: object) -> bool:
+    """Whether it is moved as a whole: a tensor, or an object with `.to()`, containers or not."""
+    return is_movable(leaf) and type(leaf) not in _CONTAINERS
+
+
 def leaves(batch: Any) -> Iterator[Any]:
     """Everything in the batch that can move to a device, depth first, in a fixed order."""
-    if is_movable(batch) and type(batch) not in _CONTAINERS:
+    if moves_itself(batch):
         yield batch
         return
     for part in _parts(batch):
@@ -90,7 +95,7 @@ def _parts(batch: Any) -> Iterable[Any]:
 
 
 def _rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
-    if is_movable(batch) and type(batch) not in _CONTAINERS:
+    if moves_itself(batch):
         return change(batch)
     if isinstance(batch, Mapping):
         return _rebuild_mapping(batch, change)

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from headrace import capturable
 from headrace.batchcache import BatchCache
+from headrace.capturing import GraphedStep, GraphReport
+from headrace.compiling import CompiledLoss
 from headrace.deferred import Scalar
 from headrace.device import Device, open_device
 from headrace.ema import Ema
@@ -74,6 +78,8 @@ class Engine:
             scheduler_every=scheduler_every,
             ema=self.ema,
         )
+        self._loss = loss
+        self._follow_plan()
 
     @classmethod
     def from_step(
@@ -94,6 +100,7 @@ class Engine:
         engine._set_up(plan, device, None, deterministic, nvtx)
         engine._step, engine._custom = None, step
         engine.on_step, engine.on_epoch = on_step, on_epoch
+        engine._follow_plan()
         return engine
 
     def _set_up(
@@ -108,17 +115,29 @@ class Engine:
         self._custom: StepFunction | None = None
         self._deterministic = deterministic
         self._nvtx = nvtx
-        if self.plan.graphs != "off":
+        self._graphed: GraphedStep | None = None
+        self._cache: BatchCache | None = None
+
+    def _follow_plan(self) -> None:
+        """Set up what the plan asks for, or say why it is not there."""
+        plan, step = self.plan, self._step
+        self._cache = BatchCache(plan.cache_batches) if plan.cache_batches else None
+        if step is not None:
+            step.set_precision(plan.precision)
+            compiled = plan.compile and self.device.compiles
+            step.loss = CompiledLoss(self._loss, self.device) if compiled else self._loss
+            if plan.graphs == "off" or not self.device.captures:
+                capturable.release(step)
+            else:
+                self._graphed = GraphedStep(step, plan)
+        if plan.graphs != "off" and self._graphed is None:
+            whose = f"{self.device} captures no graphs" if step is not None else "it is your own"
             self.device.say_once(
-                "graphs",
-                "plan %s: this version launches the step's kernels one by one on %s; "
-                "all else is as the plan says",
-                self.plan.name,
-                self.device,
+                f"graphs: {whose}",
+                "plan %s: the step's kernels are launched one by one, not as a graph: %s",
+                plan.name,
+                whose,
             )
-        self._cache = None
-        if self.plan.cache_batches:
-            self._cache = BatchCache(self.plan.cache_batches)
 
     # --- what is called --------------------------------------------------------------------------
 
@@ -170,11 +189,35 @@ class Engine:
             self.model.train(training)
         return run.result()
 
+    def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
+        """Go on under another plan, from the next epoch on."""
+        self.close()
+        self._graphed = None
+        self.plan = Plan.of(plan)
+        self._follow_plan()
+
+    @property
+    def graphs(self) -> GraphReport | None:
+        """What became of the plan's graphs; None if it has none, or the device cannot."""
+        return None if self._graphed is None else self._graphed.report()
+
+    def close(self) -> None:
+        """Let go of the device memory that the plan holds: graphs and cached batches. The engine
+        may be used on."""
+        if self._graphed is not None:
+            self._graphed.close()
+        if self._cache is not None:
+            self._cache = BatchCache(self.plan.cache_batches)
+
     # --- one batch -------------------------------------------------------------------------------
 
     def _train_batch(self, run: Loop, index: int, batch: Any) -> None:
         step, lanes = self._step, run.lanes
         assert step is not None
+        if self._graphed is not None:
+            with self._annotated("step"):
+                run.replays += self._graphed.train(batch, partial(run.report, index))
+            return
         with lanes.on(lanes.forward), self._annotated("forward"):
             parts = step.forward(batch)
             run.report(index, parts)
@@ -209,6 +252,8 @@ class Engine:
                 needs_tensors=False,
                 on_step=self.on_step,
             )
+        if self._graphed is not None:
+            self._graphed.begin_epoch()
         most = None if max_steps is None else max_steps * self._step.accumulate
         return self._loop(
             loader, self._train_batch, most=most, step=self._step, on_step=self.on_step

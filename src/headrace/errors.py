@@ -6,6 +6,7 @@ HeadraceError
 │   ├── DeviceMismatchError     an object of one device was given to another
 │   ├── EventNotRecordedError   an event was waited for before anything recorded it
 │   ├── StreamIndexError        no stream of that index or role (also an IndexError)
+│   ├── CaptureError            work that could not be captured as a graph
 │   └── ClosedError             used after close
 ├── PlanError                   a plan or plan file that cannot be run (also a ValueError)
 ├── DeferredError               a value that cannot be deferred (also a ValueError)
@@ -44,6 +45,11 @@ class EventNotRecordedError(DeviceError):
 
 class StreamIndexError(DeviceError, IndexError):
     """A stream manager has no stream of that index or role."""
+
+
+class CaptureError(DeviceError):
+    """Work could not be captured as a graph. The process is as healthy as before, random state
+    included, but graphs captured earlier must not be replayed any more."""
 
 
 class ClosedError(DeviceError):

@@ -58,6 +58,7 @@ class Loop:
         self.device, self.plan, self.epoch = device, plan, epoch
         self.step = step
         self.ended = False
+        self.replays = 0
         self.lanes = Lanes(device, plan, split=plan.split_backward and step is not None)
         self._needs_tensors = needs_tensors
         self._deterministic = deterministic
@@ -126,6 +127,7 @@ class Loop:
             device=str(self.device),
             batches=self._batches,
             updates=self._updates(),
+            replays=self.replays,
             samples=self._samples,
             weighted=self._weighted,
             elapsed_s=self._elapsed_s,

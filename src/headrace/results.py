@@ -16,15 +16,16 @@ from headrace.ledger import LedgerStatistics
 class EpochStatistics:
     """Counts and rates of one pass over a loader.
 
-    `updates` are optimizer steps. Rates are per second of wall time, the reading of the last loss
-    included. `weight_per_s` is tokens a second where weights are token counts; None without
-    weights. `host_blocked_share` is the part of the time in which the host waited for the device;
-    `data_wait_share` that in which it waited for the loader: 0 is never, 1 always. Memory in
-    bytes.
+    `updates` are optimizer steps, `replays` batches that ran as a captured graph. Rates are per
+    second of wall time, the reading of the last loss included. `weight_per_s` is tokens a second
+    where weights are token counts; None without weights. `host_blocked_share` is the part of the
+    time in which the host waited for the device; `data_wait_share` that in which it waited for the
+    loader: 0 is never, 1 always. Memory in bytes.
     """
 
     batches: int
     updates: int
+    replays: int
     samples: int
     elapsed_s: float
     batches_per_s: float
@@ -84,6 +85,7 @@ class Pass:
     device: str
     batches: int
     updates: int
+    replays: int
     samples: int
     weighted: bool
     elapsed_s: float
@@ -101,6 +103,7 @@ def epoch_result(
     statistics = EpochStatistics(
         batches=counted.batches,
         updates=counted.updates,
+        replays=counted.replays,
         samples=counted.samples,
         elapsed_s=counted.elapsed_s,
         batches_per_s=counted.batches / elapsed_s,

@@ -20,6 +20,7 @@ from headrace.deferred import Scalar
 from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
+from headrace.rates import LearningRates
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -104,15 +105,24 @@ class TrainingStep:
         self.scheduler_every = scheduler_every
         self.ema = ema
         self.updates = 0
-        self._loss = loss
-        self._precision = precision
+        self.loss = loss
+        #: Where the optimizer's rates are read from on the device; None: they are Python numbers.
+        self.rates: LearningRates | None = None
+        #: Whether gradients keep their memory from group to group, as a graph needs it.
+        self.keeps_gradients = False
         self._clip_norm = clip_norm
         self._in_group = 0
-        self._torn = False
-        self._group_weight: Scalar = 0
-        kind = device.torch_device.type
-        self.scaler = torch.amp.GradScaler(kind) if precision == "fp16" else None
-        self._scales_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self._torn = self._unclear = False
+        self._group_weight: torch.Tensor | None = None
+        self.set_precision(precision)
+        self.scales_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+
+    def set_precision(self, precision: str) -> None:
+        """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16"."""
+        self._precision = precision
+        self.scaler: torch.amp.GradScaler | None = None
+        if precision == "fp16":
+            self.scaler = torch.amp.GradScaler(self.device.torch_device.type)
 
     @property
     def group_is_open(self) -> bool:
@@ -125,48 +135,93 @@ class TrainingStep:
 
     def forward(self, batch: Any) -> LossParts:
         with self.autocast():
-            returned = self._loss(self.model, batch)
+            returned = self.loss(self.model, batch)
         return LossParts.of(returned, self.device, needs_grad=torch.is_grad_enabled())
 
     def backward(self, parts: LossParts) -> None:
         """Add this batch's gradients to the group's."""
-        target = parts.loss
+        self.begin()
         self._torn = True
-        if self.accumulate > 1:
-            target = target * parts.weight
-            first = self._in_group == 0
-            self._group_weight = parts.weight if first else self._group_weight + parts.weight
-        if self.scaler is not None:
-            target = self.scaler.scale(target)
-        target.backward()
-        self._in_group += 1
-        self._torn = False
+        self.gather(parts)
+        self.gathered()
 
     def update(self) -> None:
         """Use the group's gradients: divide, clip, step, and begin a new group."""
+        if self.rates is not None:
+            self.rates.write()
         self._torn = True
+        self.apply()
+        self.applied()
+
+    # --- the same in parts: a graph has the device's part in it, the host's is done each time ---
+
+    def begin(self) -> None:
+        """Before a batch: what an error left of the group before is cleared away."""
+        if self._unclear:
+            self._clear()
+            self._unclear = False
+
+    def gather(self, parts: LossParts) -> None:
+        """The device's part of `backward`."""
+        target = parts.loss
         if self.accumulate > 1:
+            target = target * parts.weight
+            self._add_weight(parts.weight)
+        if self.scaler is not None:
+            target = self.scaler.scale(target)
+        target.backward()
+
+    def gathered(self) -> None:
+        """The host's part of `backward`."""
+        self._in_group += 1
+        self._torn = False
+
+    def apply(self) -> None:
+        """The device's part of `update`."""
+        if self._group_weight is not None:
             _divide(self._gradients(), self._group_weight)
         if self._clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
             torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip_norm)
-        if self.scaler is None:
-            self.optimizer.step()
-        else:
-            # Only fused optimizers keep "was there an infinity" on the device; others read it.
-            fused = self._scales_on_device
-            with nullcontext() if fused else self.device.ledger.waiting("fp16_found_inf"):
-                self.scaler.step(self.optimizer)
-            self.scaler.update()
-        self.optimizer.zero_grad(set_to_none=True)
-        if self.scheduler is not None and self.scheduler_every == "step":
-            self.scheduler.step()
+        with self.rates.in_groups() if self.rates is not None else nullcontext():
+            self._optimize()
+        self._clear()
         if self.ema is not None:
             self.ema.update()
+
+    def applied(self) -> None:
+        """The host's part of `update`."""
+        if self.scheduler is not None and self.scheduler_every == "step":
+            self.scheduler.step()
         self._in_group = 0
         self._torn = False
         self.updates += 1
+
+    def _optimize(self) -> None:
+        if self.scaler is None:
+            self.optimizer.step()
+            return
+        # Only fused optimizers keep "was there an infinity" on the device; others read it.
+        fused = self.scales_on_device
+        with nullcontext() if fused else self.device.ledger.waiting("fp16_found_inf"):
+            self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def _clear(self) -> None:
+        self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
+        if self._group_weight is not None:
+            self._group_weight.zero_()
+
+    def _add_weight(self, weight: Scalar) -> None:
+        if self._group_weight is None:
+            # In double precision where there is one: sums of token counts stay exact.
+            kind = self.device.torch_device.type
+            dtype = torch.float32 if kind == "mps" else torch.float64
+            self._group_weight = torch.zeros((), dtype=dtype, device=self.device.torch_device)
+        if isinstance(weight, torch.Tensor):
+            weight = weight.detach().reshape(())
+        self._group_weight.add_(weight)
 
     def end_epoch(self, mean_loss: float) -> None:
         """Step a scheduler that goes by epochs."""
@@ -181,7 +236,7 @@ class TrainingStep:
         """After an error: gradients that it left half made are forgotten, so that they cannot leak
         into the next group. Whole ones, of batches before the failed one, stay to be used."""
         if self._torn:
-            self.optimizer.zero_grad(set_to_none=True)
+            self._unclear = True
             self._in_group = 0
             self._torn = False
 
@@ -198,15 +253,11 @@ class TrainingStep:
         return [p.grad for p in self._parameters() if p.grad is not None]
 
 
-def _divide(gradients: list[torch.Tensor], weight: Scalar) -> None:
-    if not gradients:
-        return
-    if isinstance(weight, torch.Tensor):
+def _divide(gradients: list[torch.Tensor], weight: torch.Tensor) -> None:
+    if gradients:
         # A group of weight 0 has gradients of 0: they stay that.
-        weight = weight.detach().to(gradients[0].dtype).clamp(min=torch.finfo(torch.float32).tiny)
-    elif weight == 0:
-        weight = 1
-    torch._foreach_div_(gradients, weight)
+        weight = weight.to(gradients[0].dtype).clamp(min=torch.finfo(torch.float32).tiny)
+        torch._foreach_div_(gradients, weight)
 
 
 def _check_parts(

@@ -16,6 +16,7 @@ import torch
 
 from headrace.device.base import Device, Event, MemoryFigures, Stream
 from headrace.device.cpu import CpuDevice
+from headrace.device.graph import Graph, Obstacle
 from headrace.device.pinned import PinnedBuffer, PinnedPool
 from headrace.errors import DeviceNotFoundError
 from headrace.ledger import Ledger
@@ -23,7 +24,9 @@ from headrace.ledger import Ledger
 __all__ = [
     "Device",
     "Event",
+    "Graph",
     "MemoryFigures",
+    "Obstacle",
     "PinnedBuffer",
     "PinnedPool",
     "Stream",

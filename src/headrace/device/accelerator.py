@@ -121,6 +121,17 @@ class AcceleratorDevice(Device):
     def reset_peak_memory(self) -> None:
         self._module.reset_peak_memory_stats(self.torch_device)
 
+    def release_unused(self) -> None:
+        with self.ledger.waiting("release_memory"):
+            self._module.empty_cache()
+
+    def random_state(self) -> torch.Tensor:
+        state: torch.Tensor = self._module.get_rng_state(self.torch_device)
+        return state
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self._module.set_rng_state(state, self.torch_device)
+
     def description(self) -> str:
         return str(self._module.get_device_name(self.torch_device))
 

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import abc
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
+from headrace.device.graph import Graph, Obstacle
 from headrace.device.pinned import PinnedPool
-from headrace.errors import DeviceError, DeviceMismatchError, EventNotRecordedError
+from headrace.errors import CaptureError, DeviceError, DeviceMismatchError, EventNotRecordedError
 from headrace.ledger import Ledger
+
+Result = TypeVar("Result")
 
 log = logging.getLogger("headrace")
 
@@ -139,6 +143,10 @@ class Device(abc.ABC):
 
     #: Whether work runs beside the host at all. On the CPU every call returns with its work done.
     asynchronous: bool = True
+    #: Whether `capture` works here.
+    captures: bool = False
+    #: Whether `torch.compile` is worth its time here.
+    compiles: bool = False
 
     def __init__(self, torch_device: torch.device, ledger: Ledger | None = None) -> None:
         self.torch_device = torch_device
@@ -264,6 +272,38 @@ class Device(abc.ABC):
     def reset_peak_memory(self) -> None:
         """Let the peaks in `memory()` count from now. Nothing to do where nothing is counted."""
         return
+
+    def release_unused(self) -> None:
+        """Give memory that the allocator keeps for reuse back to the device. May wait for it."""
+        return
+
+    # --- graphs ---------------------------------------------------------------------------------
+
+    def graph_pool(self) -> object:
+        """Memory that graphs share. They must be replayed one at a time, each must write what it
+        reads there, and what is to outlive a replay must be copied out before the next."""
+        raise CaptureError(f"{self} captures no graphs")
+
+    def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
+        """Record what `work` puts on the current stream, without running any of it; also returns
+        what `work` returned. All memory that `work` gets is the pool's.
+
+        Raises `CaptureError`, from the error that was its cause, if that cannot be done. Where
+        the host waits meanwhile it is in the ledger as `capture`.
+        """
+        raise CaptureError(f"{self} captures no graphs")
+
+    def watch(self) -> AbstractContextManager[list[Obstacle]]:
+        """Run a step in the block as usual; then the list has what a graph could not repeat in
+        it: host waits, copies from host memory, random numbers drawn on the host."""
+        return nullcontext([])
+
+    def random_state(self) -> torch.Tensor:
+        """Where this device's default random generator stands. Waits for nothing."""
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        torch.set_rng_state(state)
 
     # --- arithmetic and profiling ---------------------------------------------------------------
 

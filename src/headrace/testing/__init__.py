@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from headrace.testing.costs import Costs
 from headrace.testing.fake import FakeDevice
-from headrace.testing.races import Access, HiddenWait, Race, Site
+from headrace.testing.races import Access, HiddenWait, Race
 from headrace.testing.streams import FakeEvent, FakeStream
 
 __all__ = [
@@ -21,5 +21,4 @@ __all__ = [
     "FakeStream",
     "HiddenWait",
     "Race",
-    "Site",
 ]

@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
-from headrace.testing import followed
+from headrace.sites import Site
+from headrace.testing import followed, graphs
 from headrace.testing.checker import Clock, join, storage_key
 from headrace.testing.operators import tensors
-from headrace.testing.races import Site, calling_site
+from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
@@ -31,6 +32,10 @@ if TYPE_CHECKING:
 _KEY = "headrace.forward"
 _SUMS = ("add", "add_")
 _numbers = itertools.count()
+# Whether nodes that a captured backward finds on other streams are to run on the captured one.
+_override_stale_streams: Callable[[], bool] = getattr(
+    torch._C, "_override_stale_capture_stream", bool
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +55,17 @@ class _Arrival:
 
     clock: Clock = field(default_factory=dict)
     time_ns: int = 0
+    #: The makers' moments, if they are captured.
+    marks: list[graphs.Mark] = field(default_factory=list)
+
+    def add(self, stream: FakeStream) -> _Arrival:
+        """All that is on `stream` now is among the makers."""
+        mark = stream.mark()
+        if mark is not None:
+            self.marks.append(mark)
+        join(self.clock, stream.actor.clock)
+        self.time_ns = max(self.time_ns, stream.actor.time_ns)
+        return self
 
 
 @dataclass(slots=True)
@@ -68,7 +84,10 @@ class _Run:
     summing_for: _Forward | None = None
 
     def stream_of(self, forward: _Forward) -> FakeStream:
-        return forward.stream or self.callers[forward.device]
+        caller = self.callers[forward.device]
+        if forward.stream is None or (caller.tape is not None and _override_stale_streams()):
+            return caller
+        return forward.stream
 
 
 class _Runs(threading.local):
@@ -176,14 +195,18 @@ def _begin(run: _Run, forward: _Forward) -> None:
     arrivals = run.arrivals.pop(forward.number, {})
     if not arrivals:
         # A root is fed by whatever the caller's stream holds: the gradient came from there.
-        caller = run.callers[forward.device].actor
-        arrivals = {0: _Arrival(caller.clock, caller.time_ns)}
+        arrivals = {0: _Arrival().add(run.callers[forward.device])}
     for arrival in arrivals.values():
         _join(stream, arrival)
     run.streams.add(stream)
 
 
 def _join(stream: FakeStream, arrival: _Arrival) -> None:
+    if stream.tape is not None or arrival.marks:
+        marks: Sequence[graphs.Mark | None] = arrival.marks or [None]
+        for mark in marks:
+            graphs.wait(stream, mark)
+        return
     with stream.device.lock:
         stream.device.launch(stream.actor)
         join(stream.actor.clock, arrival.clock)
@@ -216,7 +239,7 @@ def _ends(made: Sequence[torch.Tensor | None], gradients: object) -> None:
     run, forward = _runs.stack[-1], _running()
     assert forward is not None
     node: Any = torch._C._current_autograd_node()
-    actor = run.stream_of(forward).actor
+    stream = run.stream_of(forward)
     for (fed, position), gradient in zip(node.next_functions, made, strict=True):
         below = None if fed is None else fed.metadata.get(_KEY)
         if below is None or gradient is None:
@@ -224,15 +247,13 @@ def _ends(made: Sequence[torch.Tensor | None], gradients: object) -> None:
         arrivals = run.arrivals.setdefault(below.number, {})
         if position in arrivals:
             run.sums.append((storage_key(gradient), below, position))
-        arrival = arrivals.setdefault(position, _Arrival())
-        join(arrival.clock, actor.clock)
-        arrival.time_ns = max(arrival.time_ns, actor.time_ns)
+        arrivals.setdefault(position, _Arrival()).add(stream)
 
 
 def _finish(run: _Run) -> None:
     """The engine's end: the caller's stream waits for every stream that was used."""
     for stream in run.streams:
-        _join(run.callers[stream.device], _Arrival(stream.actor.clock, stream.actor.time_ns))
+        _join(run.callers[stream.device], _Arrival().add(stream))
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

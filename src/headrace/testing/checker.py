@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import torch
 
+from headrace.sites import Site
 from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
-from headrace.testing.races import Access, Race, Site, missing_call
+from headrace.testing.races import Access, Race, missing_call
 
 Clock = dict[int, int]
 
@@ -62,7 +63,8 @@ class Actor:
 
 @dataclass(slots=True)
 class Storage:
-    """What is known of one tensor storage. `home` is "device" or "pinned"."""
+    """What is known of one tensor storage. `home` is "device", "pinned" or, for what stands for a
+    graph pool, "pool"."""
 
     home: str
     owner: Actor
@@ -71,6 +73,8 @@ class Storage:
     nbytes: int
     entries: Entries = field(default_factory=Entries)
     recorded: set[int] = field(default_factory=set)
+    #: A graph pool's: any stream may use it first, and no other allocation gets it afterwards.
+    pooled: bool = False
 
 
 @dataclass(slots=True)
@@ -111,7 +115,9 @@ class Checker:
             return self.storage_of(memory[-1]) if memory else None
         return self._storages.get(tensor.untyped_storage()._cdata)
 
-    def track(self, tensor: torch.Tensor, home: str, owner: Actor, site: Site) -> Storage:
+    def track(
+        self, tensor: torch.Tensor, home: str, owner: Actor, site: Site, *, pooled: bool = False
+    ) -> Storage:
         """Follow a storage from its allocation on `owner` until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -120,12 +126,13 @@ class Checker:
             return known
         nbytes = storage.nbytes()
         label = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor"
-        record = Storage(home, owner, site, label, nbytes)
+        record = Storage(home, owner, site, label, nbytes, pooled=pooled)
         self._storages[key] = record
         weakref.finalize(storage, self._freed_storage, key).atexit = False
         if home == "device":
             self.device_bytes += nbytes
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
+        if home == "device" and not pooled:
             whole = Layout.whole(nbytes)
             record.entries = Entries(self._take_freed(owner, nbytes, whole))
             # Memory is safe at once for the stream it was allocated on, not for another: earlier
@@ -140,6 +147,8 @@ class Checker:
         if record.home != "device":
             return
         self.device_bytes -= record.nbytes
+        if record.pooled:
+            return
         pending = [
             entry
             for entry in self._unknown(record.owner, record.entries.all())

@@ -61,6 +61,8 @@ class DispatchMode(TorchDispatchMode):
         reads, writes = operation.reads_and_writes()
         self._take_from_host(stream, operation, [t for t in reads if not device.holds(t)])
         reads = [tensor for tensor in reads if device.holds(tensor)]
+        if stream.tape is not None:
+            stream.tape.begins(operation, writes)
         result = operation.run()
         known = {storage_key(tensor) for tensor in inputs}
         outputs = tensors(result)
@@ -82,6 +84,8 @@ class DispatchMode(TorchDispatchMode):
                 allocates=fresh,
                 cost_ns=None if reads or writes or written else 0,
             )
+            if stream.tape is not None and (writes or written):
+                stream.tape.ended(operation, result, written)
         if operation.makes_the_host_wait():
             device.hidden_wait(stream, operation.name)
         return result
@@ -106,10 +110,14 @@ class DispatchMode(TorchDispatchMode):
     # --- copies -----------------------------------------------------------------------------------
 
     def _copies(self, operation: Operation) -> Any:
-        result = operation.run()
         into, source = tensors(operation.args[0]), tensors(operation.args[1])
+        pairs, holds = list(zip(into, source, strict=False)), self._device.holds
+        tape = self._device.current_stream().tape
+        if tape is not None:
+            tape.keep([one for one, other in pairs if holds(one) or holds(other)])
+        result = operation.run()
         non_blocking = bool(operation.argument(2, "non_blocking"))
-        for one, other in zip(into, source, strict=False):
+        for one, other in pairs:
             self._copy(one, other, non_blocking)
         return result
 
@@ -117,6 +125,8 @@ class DispatchMode(TorchDispatchMode):
         device = self._device
         to_device, from_device = device.holds(into), device.holds(source)
         stream = device.current_stream()
+        if stream.tape is not None and (to_device or from_device):
+            stream.tape.copied(into, source)
         if to_device and from_device:
             device.operation(stream, "copy d2d", "kernel", reads=[source], writes=[into])
         elif to_device:
@@ -138,6 +148,9 @@ class DispatchMode(TorchDispatchMode):
             if non_blocking:
                 device.mark_pinned(result)  # as PyTorch does, so that the copy can run beside
             self._device_to_host(stream, result, source, non_blocking)
+        if stream.tape is not None:
+            stream.tape.made(tensors(result))
+            stream.tape.copied(result, source)
         return result
 
     def _host_to_device(
@@ -150,6 +163,7 @@ class DispatchMode(TorchDispatchMode):
             device.operation(stream, "copy h2d", "copy", writes=tensors(into))
         if device.call.storing_number:
             return  # on a GPU the number is made there
+        device.hinders_capture("host memory is copied to the device")
         if not pinned:
             # The driver takes the bytes before the call returns, but with non_blocking it need not
             # have put them in place: the host stands still and yet knows nothing.

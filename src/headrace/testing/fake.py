@@ -7,29 +7,29 @@ a GPU, checked for races, and given a place on a virtual clock.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Literal
 
 import torch
 
-from headrace.device.base import Device, MemoryFigures, Stream
+from headrace.device.base import Device, MemoryFigures, Result, Stream
+from headrace.device.graph import Graph, Obstacle
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
-from headrace.ledger import Ledger
-from headrace.testing import autograd, followed, host_threads
-from headrace.testing.checker import Actor, Checker, Clock, join
+from headrace.sites import Site, users_line
+from headrace.testing import autograd, followed, graphs, host_threads
+from headrace.testing.checker import Actor, Clock, join
 from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
 from headrace.testing.function_mode import Call, FunctionMode
-from headrace.testing.races import Access, HiddenWait, Race, Site, calling_site, report
+from headrace.testing.races import HiddenWait, Launch, Race, calling_site, report
 from headrace.testing.streams import FakeEvent, FakeStream
 from headrace.timeline import Kind, Span, Timeline
 
 _NS_PER_US = 1_000
 
 
-class FakeDevice(Device):
+class FakeDevice(host_threads.Hosts):
     """A device for tests, on a machine without one.
 
         with FakeDevice() as device:             # raises RaceError on the way out if it saw any
@@ -47,6 +47,8 @@ class FakeDevice(Device):
     that were started before the block (unless they enter `with device:`).
     """
 
+    captures = True
+
     def __init__(
         self,
         *,
@@ -62,24 +64,19 @@ class FakeDevice(Device):
         if host_order not in ("traced", "total"):
             raise DeviceError(f"host_order = {host_order!r}: expected 'traced' or 'total'")
         # cpu:1 computes like cpu, but tells a call that names it from one that means the host.
-        super().__init__(torch.device("cpu", index), Ledger(lambda: self.host().time_ns))
+        super().__init__(torch.device("cpu", index), host_order)
         self.costs = costs or Costs()
-        self.checker = Checker()
-        self.lock = host_threads.untraced_rlock()
         # A buffer goes from thread to thread through the pool, also if the pool was made earlier.
         self.pinned._lock = host_threads.traced_lock()
         self.hidden_waits: list[HiddenWait] = []
         self._check = check
-        self._host_order = host_order
         self._memory_bytes = memory_bytes
         self._keep_timeline = keep_timeline
         self._spans: list[Span] = []
         self.call = Call()
-        self._thread = threading.local()
         self._entered = 0
-        self._thread.host = self.checker.new_actor("host", is_host=True)
         self._streams: dict[str, FakeStream] = {}
-        self._default = FakeStream(self, "default")
+        self.default_stream = FakeStream(self, "default")
 
     # --- the block --------------------------------------------------------------------------------
 
@@ -106,7 +103,7 @@ class FakeDevice(Device):
             mode.__enter__()  # type: ignore[no-untyped-call]
         self._thread.modes = [*getattr(self._thread, "modes", []), modes]
 
-    def _thread_is_followed(self) -> bool:
+    def follows_this_thread(self) -> bool:
         return bool(getattr(self._thread, "modes", None))
 
     def exit_modes(self) -> None:
@@ -177,7 +174,7 @@ class FakeDevice(Device):
 
     def current_stream(self) -> FakeStream:
         chosen: FakeStream | None = getattr(self._thread, "chosen", None)
-        return chosen or autograd.stream_in_run(self) or self._default
+        return chosen or autograd.stream_in_run(self) or self.default_stream
 
     def event(self, *, timing: bool = False) -> FakeEvent:
         return FakeEvent(self, timing)
@@ -229,14 +226,24 @@ class FakeDevice(Device):
             raise DeviceMismatchError(f"{what} of {device} was given to {self}{other}")
 
     def _synchronize(self, stream: Stream | None) -> None:
+        assert stream is None or isinstance(stream, FakeStream)
+        graphs.refuse(self, "device.synchronize()", stream)
         with self.lock:
-            if stream is None:
-                for actor in self.checker.actors():
-                    if not actor.is_host:
-                        self.host_waits(dict(actor.clock), actor.time_ns, "synchronize device")
-            else:
-                assert isinstance(stream, FakeStream)
+            if stream is not None:
                 self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, "synchronize")
+                return
+            for actor in self.checker.actors():
+                if not actor.is_host:
+                    self.host_waits(dict(actor.clock), actor.time_ns, "synchronize device")
+
+    def graph_pool(self) -> object:
+        return graphs.Pool(self)
+
+    def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
+        return graphs.capture(self, work, pool)
+
+    def watch(self) -> AbstractContextManager[list[Obstacle]]:
+        return graphs.watch(self)
 
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
         with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
@@ -245,43 +252,6 @@ class FakeDevice(Device):
         return memory
 
     # --- for the modes and autograd ---------------------------------------------------------------
-
-    def host(self) -> Actor:
-        """The actor of this host thread."""
-        host = self.known_host()
-        if host is None:
-            # A thread nobody saw start: taken to know all that any host thread knows.
-            name = threading.current_thread().name
-            host = self.adopt_thread(f"host thread {name!r}", self.all_hosts())
-        if self._host_order == "total":
-            join(host.clock, self.all_hosts())
-        return host
-
-    def known_host(self) -> Actor | None:
-        """The actor of this host thread, if it has one: a thread that is just starting has none."""
-        host: Actor | None = getattr(self._thread, "host", None)
-        return host
-
-    def adopt_thread(self, name: str, knows: Clock, time_ns: int = 0) -> Actor:
-        """Make an actor for the calling thread, which begins with what `knows` knows."""
-        with self.lock:
-            host: Actor
-            host = self._thread.host = self.checker.new_actor(name, is_host=True)
-            join(host.clock, knows)
-            host.time_ns = time_ns
-        return host
-
-    def all_hosts(self) -> Clock:
-        with self.lock:
-            everyone: Clock = {}
-            for actor in self.checker.actors():
-                if actor.is_host:
-                    join(everyone, actor.clock)
-            return everyone
-
-    def launch(self, actor: Actor) -> None:
-        """The launch edge: what is put on a stream comes after all that this host knows."""
-        join(actor.clock, self.host().clock)
 
     def host_knows(self, clock: Clock, passes_ns: int) -> bool:
         """A query: whether the work is done. A yes orders this host behind it, as a wait does."""
@@ -302,10 +272,17 @@ class FakeDevice(Device):
     def hidden_wait(self, stream: FakeStream, operation: str, *, orders: bool = True) -> None:
         """The host waits for a stream because of something that does not look like a wait. Unless
         it `orders`, the host stands still and yet may not take the work as done."""
+        graphs.refuse(self, operation, stream)
+        self.hinders_capture(f"the host waits for the device ({operation})")
         with self.lock:
             self.hidden_waits.append(HiddenWait(calling_site(), operation))
             clock = dict(stream.actor.clock) if orders else {}
             self.host_waits(clock, stream.actor.time_ns, operation)
+
+    def hinders_capture(self, what: str) -> None:
+        """Note, for `watch`, something that a graph could not repeat."""
+        if self.call.obstacles is not None:
+            self.call.obstacles.append(Obstacle(what, users_line()))
 
     def choose(self, stream: FakeStream | None) -> FakeStream | None:
         """Make `stream` this thread's current one; None leaves it to autograd, or is the default.
@@ -330,7 +307,7 @@ class FakeDevice(Device):
         seen as if no call were under way."""
         fresh = self.call.but(named=None, inside=None, moving=None, storing_number=False)
         with fresh:
-            if self._thread_is_followed() and not FunctionMode.is_on(self):
+            if self.follows_this_thread() and not FunctionMode.is_on(self):
                 with FunctionMode(self):
                     yield
             else:
@@ -352,31 +329,52 @@ class FakeDevice(Device):
         cost_ns: int | None = None,
     ) -> None:
         """One operation on a stream, or on this host thread when `stream` is None."""
-        site, forward_site = calling_site(), autograd.forward_site()
+        site = calling_site()
+        launch = Launch(name, kind, reads, writes, cost_ns, site, autograd.forward_site())
         with torch._C.DisableTorchFunction(), self.lock:
-            actor = self.host() if stream is None else stream.actor
-            if stream is not None:
+            if stream is None:
+                self._run(self.host(), launch)
+                return
+            tape, actor = stream.tape, stream.actor
+            self._pay_launch()
+            if tape is None:
                 self.launch(actor)
             for tensor in allocates:
-                self.checker.track(tensor, "device", actor, site)
-            if reads or writes:  # an allocation alone puts nothing on the stream
-                actor.advance()
-            for writing, tensors in ((False, reads), (True, writes)):
-                for tensor in tensors:
-                    access = Access(site, actor.name, name, writing, actor.is_host, forward_site)
-                    self.checker.touch(tensor, actor, access)
-            if stream is not None:
-                if cost_ns is None:
-                    nbytes = sum(tensor.numel() * tensor.element_size() for tensor in writes)
-                    cost_ns = self.costs.of(name, kind, nbytes)
-                self._run(actor, name, kind, cost_ns, site)
+                self.checker.track(tensor, "device", actor, site, pooled=tape is not None)
+            if tape is None:
+                self._run(actor, launch)
+            else:  # nothing runs
+                tape.made(allocates)
+                tape.launched(stream, launch)
 
-    def _run(self, actor: Actor, name: str, kind: Kind, cost_ns: int, site: Site) -> None:
-        host = self.host()
-        host.time_ns += round(self.costs.launch_us * _NS_PER_US)
-        start_ns = max(actor.time_ns, host.time_ns)
+    def replay(self, launches: Sequence[Launch], pool: torch.Tensor) -> None:
+        """Put a graph's operations on the current stream, for the price of one launch."""
+        actor, site = self.current_stream().actor, calling_site()
+        with torch._C.DisableTorchFunction(), self.lock:
+            self._pay_launch()
+            self.launch(actor)
+            self._run(actor, Launch("graph replay", "kernel", (), (pool,), 0, site, None))
+            for launch in launches:
+                self._run(actor, launch, replayed_at=site)
+
+    def _pay_launch(self) -> None:
+        self.host().time_ns += round(self.costs.launch_us * _NS_PER_US)
+
+    def _run(self, actor: Actor, launch: Launch, replayed_at: Site | None = None) -> None:
+        """Check an operation, and give a stream's its time."""
+        cost_ns = launch.cost_ns
+        if launch.reads or launch.writes:  # an allocation alone puts nothing on the stream
+            actor.advance()
+        for tensor, access in launch.accesses(actor.name, actor.is_host, replayed_at):
+            self.checker.touch(tensor, actor, access)
+        if actor.is_host:
+            return
+        if cost_ns is None:
+            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in launch.writes)
+            cost_ns = self.costs.of(launch.name, launch.kind, nbytes)
+        start_ns = max(actor.time_ns, self.host().time_ns)
         actor.time_ns = start_ns + cost_ns
-        self._span(actor, name, kind, start_ns, actor.time_ns, site)
+        self._span(actor, launch.name, launch.kind, start_ns, actor.time_ns, launch.site)
 
     def _span(
         self, actor: Actor, name: str, kind: Kind, start_ns: int, end_ns: int, site: Site

@@ -23,7 +23,9 @@ from headrace.testing.operators import tensors
 from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
+    from headrace.device.graph import Obstacle
     from headrace.testing.fake import FakeDevice
+    from headrace.testing.graphs import Tape
 
 _DEVICE_PROPERTY = torch.Tensor.__dict__.get("device") or torch._C.TensorBase.device
 _TORCH = Path(torch.__file__).resolve().parent
@@ -43,6 +45,9 @@ class Call(threading.local):
     non_blocking = False
     #: While `x[i] = 1.0` runs: PyTorch makes a tensor of the number, and copies that.
     storing_number = False
+    #: The capture that this thread makes, and where `device.watch()` notes what would hinder one.
+    tape: Tape | None = None
+    obstacles: list[Obstacle] | None = None
 
     @contextmanager
     def but(self, **changes: Any) -> Iterator[None]:

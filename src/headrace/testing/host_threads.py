@@ -14,13 +14,66 @@ import sys
 import threading
 from typing import Any
 
+import torch
+
+from headrace.device.base import Device
+from headrace.ledger import Ledger
 from headrace.testing import followed
-from headrace.testing.checker import Clock, join
+from headrace.testing.checker import Actor, Checker, Clock, join
 
 # Locks made by these modules, and by those below them, are no hand-over between the user's threads.
 _UNTRACED_CALLERS = ("headrace.ledger", "headrace.device", "headrace.testing", "logging", "torch")
 
 untraced_rlock = _thread.RLock
+
+
+class Hosts(Device):
+    """The part of a fake device that knows the host threads, each of which is an actor."""
+
+    def __init__(self, torch_device: torch.device, host_order: str) -> None:
+        super().__init__(torch_device, Ledger(lambda: self.host().time_ns))
+        self.checker = Checker()
+        self.lock = untraced_rlock()
+        self._host_order = host_order
+        self._thread = threading.local()
+        self._thread.host = self.checker.new_actor("host", is_host=True)
+
+    def host(self) -> Actor:
+        """The actor of this host thread."""
+        host = self.known_host()
+        if host is None:
+            # A thread nobody saw start: taken to know all that any host thread knows.
+            name = threading.current_thread().name
+            host = self.adopt_thread(f"host thread {name!r}", self.all_hosts())
+        if self._host_order == "total":
+            join(host.clock, self.all_hosts())
+        return host
+
+    def known_host(self) -> Actor | None:
+        """The actor of this host thread, if it has one: a thread that is just starting has none."""
+        host: Actor | None = getattr(self._thread, "host", None)
+        return host
+
+    def adopt_thread(self, name: str, knows: Clock, time_ns: int = 0) -> Actor:
+        """Make an actor for the calling thread, which begins with what `knows` knows."""
+        with self.lock:
+            host: Actor
+            host = self._thread.host = self.checker.new_actor(name, is_host=True)
+            join(host.clock, knows)
+            host.time_ns = time_ns
+        return host
+
+    def all_hosts(self) -> Clock:
+        with self.lock:
+            everyone: Clock = {}
+            for actor in self.checker.actors():
+                if actor.is_host:
+                    join(everyone, actor.clock)
+            return everyone
+
+    def launch(self, actor: Actor) -> None:
+        """The launch edge: what is put on a stream comes after all that this host knows."""
+        join(actor.clock, self.host().clock)
 
 
 def _start(thread: threading.Thread) -> None:

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from types import FrameType
 
 import torch
+
+from headrace.sites import Site
+from headrace.timeline import Kind
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Frames that are never "the place": PyTorch's, the seam's, the checker's, the standard library's.
@@ -27,17 +30,6 @@ _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
-    """A line of code."""
-
-    file: str
-    line: int
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}"
-
-
-@dataclass(frozen=True, slots=True)
 class Access:
     """One use of a tensor's memory. `forward_site` is set for a backward operation: the line of
     the forward operation it belongs to, on whose stream it runs; `site` is then the `backward()`
@@ -49,6 +41,8 @@ class Access:
     writes: bool
     on_host: bool = False
     forward_site: Site | None = None
+    #: Set for an operation of a graph: its own line. `site` is then the replay's.
+    captured_at: Site | None = None
 
     def __str__(self) -> str:
         does = "writes" if self.writes else "reads"
@@ -56,7 +50,46 @@ class Access:
         text = f"{self.operation} {does} it on {place} at {self.site}"
         if self.forward_site is not None:
             text += f" (backward of the operation at {self.forward_site})"
+        if self.captured_at is not None:
+            text += f" (captured at {self.captured_at})"
         return text
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """One operation of a stream or a host thread: what it touches, and what it takes. A cost of
+    None is the device's to say."""
+
+    name: str
+    kind: Kind
+    reads: Sequence[torch.Tensor]
+    writes: Sequence[torch.Tensor]
+    cost_ns: int | None
+    site: Site
+    forward_site: Site | None
+
+    def accesses(
+        self, where: str, on_host: bool, replayed_at: Site | None
+    ) -> Iterator[tuple[torch.Tensor, Access]]:
+        """Each tensor with its access."""
+        for writes, tensors in ((False, self.reads), (True, self.writes)):
+            for tensor in tensors:
+                yield (
+                    tensor,
+                    Access(
+                        replayed_at or self.site,
+                        where,
+                        self.name,
+                        writes,
+                        on_host,
+                        self.forward_site,
+                        self.site if replayed_at else None,
+                    ),
+                )
+
+    def on(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Launch:
+        """The same operation on other tensors."""
+        return replace(self, reads=reads, writes=writes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from headrace.device.base import Event, Stream
+from headrace.testing import graphs
 from headrace.testing.checker import Clock, join
 
 if TYPE_CHECKING:
@@ -17,19 +18,30 @@ class FakeStream(Stream):
     def __init__(self, device: FakeDevice, name: str, priority: int = 0) -> None:
         super().__init__(device, name, priority)
         self.actor = device.checker.new_actor(name, is_host=False)
+        #: The capture that it is part of.
+        self.tape: graphs.Tape | None = None
+
+    def mark(self) -> graphs.Mark | None:
+        """Now, if the stream is captured."""
+        return None if self.tape is None else self.tape.mark(self)
 
     def query(self) -> bool:
+        graphs.refuse(self.device, "stream.query()", self)
         with self.device.lock:
             return self.device.host_knows(dict(self.actor.clock), self.actor.time_ns)
 
     def _wait_event(self, event: Event) -> None:
         assert isinstance(event, FakeEvent)
+        if graphs.wait(self, event.captured):
+            return
         with self.device.lock:
             join(self.actor.clock, event.clock)
             self.actor.time_ns = max(self.actor.time_ns, event.passes_ns)
 
     def _wait_stream(self, other: Stream) -> None:
         assert isinstance(other, FakeStream)
+        if graphs.wait(self, other.mark()):
+            return
         with self.device.lock:
             self.device.launch(other.actor)  # the hidden event is recorded now
             join(self.actor.clock, other.actor.clock)
@@ -43,9 +55,13 @@ class FakeEvent(Event):
         super().__init__(device, timing)
         self.clock: Clock = {}
         self.passes_ns = 0
+        self.captured: graphs.Mark | None = None
 
     def _record(self, stream: Stream) -> None:
         assert isinstance(stream, FakeStream)
+        self.captured = stream.mark()
+        if self.captured is not None:
+            return
         with self.device.lock:
             self.device.launch(stream.actor)
             # A new dict each time: a stream that waits keeps what the event was when it waited.
@@ -53,13 +69,24 @@ class FakeEvent(Event):
             self.passes_ns = max(stream.actor.time_ns, self.device.host().time_ns)
 
     def _query(self) -> bool:
+        self._refuse_captured("event.query()")
         with self.device.lock:
             return self.device.host_knows(self.clock, self.passes_ns)
 
     def _synchronize(self) -> None:
+        self._refuse_captured("a wait for an event")
         with self.device.lock:
             self.device.host_waits(self.clock, self.passes_ns, "wait for event")
 
     def _elapsed_ms(self, end: Event) -> float:
         assert isinstance(end, FakeEvent)
+        for event in (self, end):
+            event._refuse_captured("event.elapsed_ms()")
         return (end.passes_ns - self.passes_ns) / 1e6
+
+    def _refuse_captured(self, what: str) -> None:
+        graphs.refuse(self.device, what)
+        if self.captured is not None:
+            raise RuntimeError(
+                "operation not permitted on an event last recorded in a capturing stream: " + what
+            )

@@ -1,0 +1,225 @@
+"""The graph and max plans on this machine's GPU: speed, losses and memory.
+
+    python benchmarks/graphs.py [--out results.json] [--corpus lengths.npz ...] [--no-peers]
+
+Speed is against `baseline` in the same run, and against the GPU's own busy time: the union of all
+kernel and copy times that the profiler sees. A corpus is a file of two arrays of lengths, `src`
+and `trg`, one of each a sentence pair: token ids are drawn, lengths are real.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy
+import torch
+from engine import Planned
+from measuring import header, interleaved_ms, save, table
+from peers import PEERS
+from torch import nn
+from works import Translator, Work, transformer, translation_loss
+
+from headrace.buckets import BucketBatches, Buckets
+from headrace.device import Device, open_device
+from headrace.engine import Engine
+from headrace.plan import Plan
+
+SENTENCES = 30
+TIMED = 96
+RAGGED = ("baseline", "pipeline", "graph")
+
+
+def busy_ms(way: Callable[[int], object], device: Device, steps: int = 10) -> float:
+    """Milliseconds a step in which the GPU does anything at all."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        way(steps)
+        device.synchronize("bench")
+    cuda = torch.autograd.DeviceType.CUDA
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profile.events()
+        if event.device_type == cuda
+    )
+    total = end = 0.0
+    for start, stop in spans:
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total / steps / 1e3
+
+
+def speed(
+    work: Work, device: Device, precision: str, plans: tuple[str, ...], *, peers: bool, steps: int
+) -> dict[str, Any]:
+    planned = {name: Planned(work, device, Plan.preset(name), precision) for name in plans}
+    ways: dict[str, Callable[[int], object]] = dict(planned)
+    if peers:
+        ways |= {name: make(work, device, precision) for name, make in PEERS.items()}
+    with device.numerics(precision):
+        rows = interleaved_ms(ways, device, steps=steps, repeats=5, warm_up=12)
+    for row in rows.values():
+        pairs = zip(rows["baseline"]["all"], row["all"], strict=True)
+        row["× baseline"] = round(statistics.median(base / ms for base, ms in pairs), 2)
+    for name, way in planned.items():
+        row = rows[name]
+        row["peak MB"] = way.result.statistics.peak_memory_bytes >> 20
+        row["replays"] = way.result.statistics.replays
+        if name != "pipeline":
+            row["busy ms"] = round(busy_ms(way, device), 3)
+            row["over busy %"] = round((row["ms"] / row["busy ms"] - 1) * 100, 1)
+        report = way.engine.graphs
+        if report is not None and report.why:
+            row["why"] = report.why
+    return {"precision": precision, "steps": steps, "rows": rows}
+
+
+class WithoutDropout(Translator):
+    def __init__(self) -> None:
+        super().__init__()
+        for module in self.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+            if isinstance(module, nn.MultiheadAttention):
+                module.dropout = 0.0
+
+
+def same_losses(work: Work, device: Device, precision: str, steps: int = 20) -> dict[str, Any]:
+    """`graph` against `pipeline`, bit for bit, with dropout; `max` against it without."""
+    bare = Work(work.name, WithoutDropout, work.loss, work.batches)
+    found: dict[str, tuple[float, ...]] = {}
+    for name, of, plan in (
+        ("pipeline", work, "pipeline"),
+        ("graph", work, "graph"),
+        ("pipeline without dropout", bare, "pipeline"),
+        ("max without dropout", bare, "max"),
+    ):
+        model, optimizer = of.fresh(device.torch_device)
+        torch.manual_seed(1)
+        engine = Engine(
+            model,
+            optimizer,
+            of.loss,
+            plan=plan,
+            device=device,
+            precision=precision,
+            deterministic=plan != "max",
+        )
+        found[name] = engine.epoch(itertools.islice(itertools.cycle(of.batches), steps)).losses
+        engine.close()
+    bare_losses = zip(found["pipeline without dropout"], found["max without dropout"], strict=True)
+    return {
+        "steps": steps,
+        "graph as pipeline, bit for bit": found["graph"] == found["pipeline"],
+        "max from pipeline, at most": max(abs(a - b) / abs(a) for a, b in bare_losses),
+        "losses": found,
+    }
+
+
+def real_lengths(path: Path, sentences: int = SENTENCES) -> tuple[Work, dict[str, Any]]:
+    """A corpus' own lengths in batches of one bucket each; token ids are drawn."""
+    stored = numpy.load(path)
+    lengths = numpy.stack([stored["src"], stored["trg"]], axis=1)
+    buckets = Buckets.choose(lengths, most=16)
+    sampler = BucketBatches(lengths, buckets, sentences, seed=0)
+    draw = torch.Generator().manual_seed(0)
+    batches, real, padded = [], [], 0
+    for indices in sampler:
+        rows = lengths[indices]
+        src_edge, trg_edge = buckets.edges[int(buckets.of(rows).max())]
+        batch = []
+        for side, edge in ((0, src_edge), (1, trg_edge)):
+            ids = torch.randint(4, 32_000, (len(rows), edge), generator=draw)
+            ids[torch.arange(edge) >= torch.tensor(rows[:, side])[:, None]] = 0
+            batch.append(ids)
+        real.append(int(rows.sum()))
+        padded += len(rows) * (src_edge + trg_edge)
+        batches.append(tuple(batch))
+    figures = {
+        "pairs": len(lengths),
+        "batches": len(batches),
+        "shapes": len(buckets.edges),
+        "waste": round(1 - sum(real) / padded, 4),
+        "real tokens a timed batch": statistics.mean(real[:TIMED]),
+    }
+    name = f"{path.stem}, {sentences} sentences"
+    return Work(name, Translator, translation_loss, batches), figures
+
+
+def ragged(path: Path, device: Device, precision: str) -> dict[str, Any]:
+    """Tokens a second over real lengths; memory with all shapes captured against eager."""
+    work, figures = real_lengths(path)
+    rows: dict[str, Any] = {}
+    for name in ("pipeline", "graph"):  # one after the other: each alone in memory
+        way = Planned(work, device, Plan.preset(name), precision)
+        way(len(work.batches) // 2)  # every shape comes often enough to be captured
+        device.release_unused()
+        device.reset_peak_memory()
+        way(TIMED)
+        rows[name] = {"peak reserved MB": device.memory().peak_reserved >> 20}
+        if way.engine.graphs is not None:
+            figures["graphs"] = asdict(way.engine.graphs)
+        way.engine.close()
+        del way
+        device.release_unused()
+    over = rows["graph"]["peak reserved MB"] / rows["pipeline"]["peak reserved MB"] - 1
+    figures["graph's memory over eager's %"] = round(over * 100, 1)
+    planned = {name: Planned(work, device, Plan.preset(name), precision) for name in RAGGED}
+    planned["graph"](len(work.batches) // 2)
+    timed = interleaved_ms(dict(planned), device, steps=TIMED, repeats=3)
+    for name, row in timed.items():
+        rows.setdefault(name, {}).update(row)
+        rows[name]["real tokens/s"] = round(figures["real tokens a timed batch"] / row["ms"] * 1e3)
+        pairs = zip(timed["baseline"]["all"], row["all"], strict=True)
+        rows[name]["× baseline"] = round(statistics.median(b / ms for b, ms in pairs), 2)
+        rows[name][f"replays of {TIMED}"] = planned[name].result.statistics.replays
+    return {"precision": precision, **figures, "rows": rows}
+
+
+def show(name: str, found: dict[str, Any]) -> None:
+    rows = {
+        way: {key: value for key, value in row.items() if key != "all"}
+        for way, row in found["rows"].items()
+    }
+    print(f"{name}, {found['precision']}\n{table(rows)}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
+    parser.add_argument("--corpus", type=Path, nargs="*", default=[])
+    parser.add_argument("--no-peers", action="store_true")
+    parser.add_argument("--steps", type=int, default=24)
+    arguments = parser.parse_args()
+    device = open_device("cuda")
+    result: dict[str, Any] = header("graphs.py")
+    every = ("baseline", "pipeline", "graph", "max")
+    for work, precision, plans, peers in (
+        (transformer(30, 60), "tf32", every[:3], False),
+        (transformer(30, 60), "bf16", every, not arguments.no_peers),
+        (transformer(256, 64), "bf16", every, False),
+    ):
+        found = speed(work, device, precision, plans, peers=peers, steps=arguments.steps)
+        show(work.name, found)
+        result[f"{work.name}, {precision}"] = found
+        save(arguments.out, result)
+        torch.cuda.empty_cache()
+    for path in arguments.corpus:
+        found = ragged(path, device, "bf16")
+        show(path.stem, found)
+        print({k: v for k, v in found.items() if k != "rows"}, flush=True)
+        result[path.stem] = found
+        save(arguments.out, result)
+        torch.cuda.empty_cache()
+    result["losses"] = same_losses(transformer(30, 60), device, "bf16")
+    print({k: v for k, v in result["losses"].items() if k != "losses"}, flush=True)
+    save(arguments.out, result)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Learning rates as device tensors: what a captured step reads, and the host writes.
+
+Schedulers go on as ever and write Python numbers into the optimizer's groups, so that a rate
+computed from the one before is as exact as in any loop. Before a step the numbers that have
+changed are written into the tensors, on the stream that runs the step; the optimizer sees the
+tensors for as long as it steps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from headrace.device import Device
+
+
+class LearningRates:
+    def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
+        self._device = device
+        self._groups: list[dict[str, Any]] = optimizer.param_groups
+        self._tensors: list[torch.Tensor] = []
+        self._written: list[float | None] = []
+
+    def write(self) -> None:
+        """Bring the tensors up to what the groups say. Call on the stream that runs the step."""
+        for group in self._groups[len(self._tensors) :]:
+            self._tensors.append(self._tensor_for(group))
+            self._written.append(None)
+        for at, group in enumerate(self._groups):
+            rate, tensor = group["lr"], self._tensors[at]
+            if rate is tensor:
+                continue
+            if isinstance(rate, torch.Tensor) and self._device.holds(rate):
+                tensor.copy_(rate)
+            elif (number := float(rate)) != self._written[at]:
+                tensor.fill_(number)
+                self._written[at] = number
+
+    @contextmanager
+    def in_groups(self) -> Iterator[None]:
+        """Inside the block the optimizer's groups hold the tensors; after it, the numbers again."""
+        numbers = [group["lr"] for group in self._groups]
+        for group, tensor in zip(self._groups, self._tensors, strict=True):
+            group["lr"] = tensor
+        try:
+            yield
+        finally:
+            for group, number in zip(self._groups, numbers, strict=True):
+                group["lr"] = number
+
+    def _tensor_for(self, group: dict[str, Any]) -> torch.Tensor:
+        rate = group["lr"]
+        if isinstance(rate, torch.Tensor) and self._device.holds(rate):
+            return rate  # the user's own: whoever changes it does so in place
+        # The type each device's fused kernels compute with: another would round the rate.
+        dtype = torch.float64 if self._device.torch_device.type == "cpu" else torch.float32
+        return torch.zeros((), dtype=dtype, device=self._device.torch_device)

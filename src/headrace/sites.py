@@ -1,0 +1,59 @@
+"""Lines of code, as errors and reports name them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import traceback
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import FrameType, TracebackType
+
+import torch
+
+_OURS = str(Path(__file__).resolve().parent) + os.sep
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+_STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """A line of code."""
+
+    file: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}"
+
+
+def users_line() -> Site:
+    """The innermost line under way that is neither PyTorch's nor ours."""
+    frame: FrameType | None = sys._getframe(1)
+    innermost = frame
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            return Site(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    assert innermost is not None
+    return Site(innermost.f_code.co_filename, innermost.f_lineno)
+
+
+def line_of_error(where: TracebackType | None) -> Site | None:
+    """The innermost line of the user's in an error's traceback; PyTorch's own if there is none."""
+    frames = [Site(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(where)]
+    users = [site for site in frames if is_users(site.file)]
+    return users[-1] if users else frames[-1] if frames else None
+
+
+@cache
+def is_users(file: str) -> bool:
+    """Whether a file is neither PyTorch's, nor ours, nor the standard library's."""
+    if file.startswith((_OURS, _TORCH, "<frozen ")):
+        return False
+    if file.startswith(_STANDARD_LIBRARY):
+        # Installed packages may lie inside the standard library's folder.
+        return "site-packages" in file or "dist-packages" in file
+    return True

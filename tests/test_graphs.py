@@ -1,0 +1,138 @@
+"""Graphs by shape: signatures, use counts, the cap; on the fake device, and on CUDA where it is."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.device import Device, open_device
+from headrace.errors import CaptureError
+from headrace.graphs import GraphCache, signature
+
+
+@dataclasses.dataclass
+class Pair:
+    ids: torch.Tensor
+    language: str
+
+
+class Boxed:
+    def to(self, device: Any) -> Boxed:
+        return self
+
+
+class TestSignature:
+    def test_same_shape_same_signature(self) -> None:
+        assert signature((torch.ones(2, 3), torch.ones(4))) == signature(
+            (torch.zeros(2, 3), torch.zeros(4))
+        )
+
+    @pytest.mark.parametrize(
+        ("one", "other"),
+        [
+            (torch.ones(2, 3), torch.ones(3, 2)),
+            (torch.ones(2, 3), torch.ones(2, 3, dtype=torch.float64)),
+            (torch.ones(2, 3), torch.ones(3, 2).t()),
+            ((torch.ones(2),), [torch.ones(2)]),
+            ({"a": torch.ones(2)}, {"b": torch.ones(2)}),
+            ((torch.ones(2), 3), (torch.ones(2), 4)),
+            ((torch.ones(2), True), (torch.ones(2), 1)),
+            ((torch.ones(2), None), (torch.ones(2), "none")),
+            (Pair(torch.ones(2), "en"), Pair(torch.ones(2), "zh")),
+        ],
+    )
+    def test_what_tells_batches_apart(self, one: Any, other: Any) -> None:
+        assert signature(one) != signature(other)
+        assert signature(one) == signature(one)
+
+    def test_nested(self) -> None:
+        batch = {"src": [torch.ones(2), (torch.ones(3), "x")], "pair": Pair(torch.ones(1), "en")}
+        assert hash(signature(batch)) == hash(signature(batch))
+
+    @pytest.mark.parametrize(
+        ("batch", "message"),
+        [
+            ((torch.ones(2), Boxed()), "a batch holds a Boxed, which moves itself"),
+            ((torch.ones(2), {1, 2}), "a batch holds a set, which cannot be compared"),
+        ],
+    )
+    def test_what_no_graph_can_take_in(self, batch: Any, message: str) -> None:
+        with pytest.raises(CaptureError, match=message):
+            signature(batch)
+
+
+def doubled(batch: Any) -> torch.Tensor:
+    return batch[0] * 2
+
+
+def on(device: Device, *numbers: float) -> tuple[torch.Tensor]:
+    return (torch.tensor(numbers).to(device.torch_device),)
+
+
+def use(cache: GraphCache[torch.Tensor], batch: Any) -> str:
+    """What the engine does with a batch, and which way it went."""
+    key = signature(batch)
+    captured, way = cache.find(key), "replay"
+    if captured is None and cache.is_due(key):
+        captured, way = cache.capture(key, batch, doubled), "capture"
+    if captured is None:
+        return "eager"
+    result = captured.replay(list(batch)).clone()
+    assert torch.equal(result, batch[0] * 2)
+    return way
+
+
+class TestCache:
+    def test_a_shape_is_captured_after_so_many_uses(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=2)
+        ways = [use(cache, on(capturing, float(number), 1.0)) for number in range(6)]
+        assert ways == ["eager", "eager", "capture", "replay", "replay", "replay"]
+        assert len(cache) == cache.captures == 1
+
+    def test_each_shape_has_its_own(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=1)
+        for _ in range(4):
+            for size in (1, 2, 3):
+                use(cache, on(capturing, *map(float, range(size))))
+        assert (len(cache), cache.captures, cache.evictions) == (3, 3, 0)
+
+    def test_the_least_used_goes(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=1)
+        one, two, three = (on(capturing, *[1.0] * size) for size in (1, 2, 3))
+        for batch in (one, one, one, one, two, two):
+            use(cache, batch)
+        assert [use(cache, three) for _ in range(4)] == ["eager", "eager", "capture", "replay"]
+        assert cache.evictions == 1
+        assert use(cache, one) == "replay"  # the one used most is still there
+        assert use(cache, two) == "eager"  # until it is used more than another
+
+    def test_shapes_that_take_turns_do_not_throw_each_other_out(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=1)
+        sizes = [1, 2, 3]
+        for _ in range(20):
+            for size in sizes:
+                use(cache, on(capturing, *[1.0] * size))
+        assert cache.captures <= 4
+
+    def test_memory_is_counted_and_given_back(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=0)
+        batch = (torch.ones(1 << 20).to(capturing.torch_device),)
+        use(cache, batch)  # what PyTorch keeps for itself is there from now on
+        cache.close()
+        before = capturing.memory().reserved
+        use(cache, batch)
+        assert cache.memory_bytes >= 4 << 20
+        assert capturing.memory().reserved > before
+        cache.close()
+        assert (len(cache), cache.memory_bytes) == (0, 0)
+        assert capturing.memory().reserved == before
+        assert use(cache, batch) == "capture"  # it may be used again
+
+    def test_endless_shapes_do_not_fill_the_memory(self) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(open_device("cpu"), most=2, after=2)
+        for number in range(20_000):
+            cache.find(number)
+        assert len(cache._uses) <= 4096
