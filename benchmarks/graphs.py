@@ -1,6 +1,6 @@
 """The graph and max plans on this machine's GPU: speed, losses and memory.
 
-    python benchmarks/graphs.py [--out results.json] [--corpus lengths.npz ...] [--no-peers]
+    python benchmarks/graphs.py [--out results.json] [--corpus lengths.npz ...] [--parts ...]
 
 Speed is against `baseline` in the same run, and against the GPU's own busy time: the union of all
 kernel and copy times that the profiler sees. A corpus is a file of two arrays of lengths, `src`
@@ -10,10 +10,18 @@ and `trg`, one of each a sentence pair: token ids are drawn, lengths are real.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import itertools
+import json
+import os
 import statistics
+import subprocess
+import sys
+import tempfile
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +63,16 @@ def busy_ms(way: Callable[[int], object], device: Device, steps: int = 10) -> fl
 
 
 def speed(
-    work: Work, device: Device, precision: str, plans: tuple[str, ...], *, peers: bool, steps: int
-) -> dict[str, Any]:
+    work: Work,
+    device: Device,
+    precision: str,
+    plans: tuple[str, ...],
+    keep: Callable[[dict[str, Any]], None],
+    *,
+    peers: bool = False,
+    steps: int,
+) -> None:
+    """Every plan, and other ways to train, in turn; then the plans' busy time, by the profiler."""
     planned = {name: Planned(work, device, Plan.preset(name), precision) for name in plans}
     ways: dict[str, Callable[[int], object]] = dict(planned)
     if peers:
@@ -66,17 +82,22 @@ def speed(
     for row in rows.values():
         pairs = zip(rows["baseline"]["all"], row["all"], strict=True)
         row["× baseline"] = round(statistics.median(base / ms for base, ms in pairs), 2)
+    found = {"precision": precision, "steps": steps, "rows": rows}
     for name, way in planned.items():
         row = rows[name]
         row["peak MB"] = way.result.statistics.peak_memory_bytes >> 20
         row["replays"] = way.result.statistics.replays
+        report = way.engine.graphs
+        if report is not None:
+            row["graphs"] = asdict(report)
+    keep(found)
+    for name, way in planned.items():
         if name != "pipeline":
+            row = rows[name]
             row["busy ms"] = round(busy_ms(way, device), 3)
             row["over busy %"] = round((row["ms"] / row["busy ms"] - 1) * 100, 1)
-        report = way.engine.graphs
-        if report is not None and report.why:
-            row["why"] = report.why
-    return {"precision": precision, "steps": steps, "rows": rows}
+            keep(found)
+    show(f"{work.name}, {precision}", rows)
 
 
 class WithoutDropout(Translator):
@@ -126,7 +147,8 @@ def real_lengths(path: Path, sentences: int = SENTENCES) -> tuple[Work, dict[str
     stored = numpy.load(path)
     lengths = numpy.stack([stored["src"], stored["trg"]], axis=1)
     buckets = Buckets.choose(lengths, most=16)
-    sampler = BucketBatches(lengths, buckets, sentences, seed=0)
+    # Last partial batches would be shapes of their own.
+    sampler = BucketBatches(lengths, buckets, sentences, seed=0, drop_last=True)
     draw = torch.Generator().manual_seed(0)
     batches, real, padded = [], [], 0
     for indices in sampler:
@@ -151,13 +173,13 @@ def real_lengths(path: Path, sentences: int = SENTENCES) -> tuple[Work, dict[str
     return Work(name, Translator, translation_loss, batches), figures
 
 
-def ragged(path: Path, device: Device, precision: str) -> dict[str, Any]:
+def ragged(path: Path, device: Device, precision: str, keep: Callable[[Any], None]) -> None:
     """Tokens a second over real lengths; memory with all shapes captured against eager."""
     work, figures = real_lengths(path)
     rows: dict[str, Any] = {}
     for name in ("pipeline", "graph"):  # one after the other: each alone in memory
         way = Planned(work, device, Plan.preset(name), precision)
-        way(len(work.batches) // 2)  # every shape comes often enough to be captured
+        way(250)  # every shape comes often enough to be captured
         device.release_unused()
         device.reset_peak_memory()
         way(TIMED)
@@ -170,7 +192,7 @@ def ragged(path: Path, device: Device, precision: str) -> dict[str, Any]:
     over = rows["graph"]["peak reserved MB"] / rows["pipeline"]["peak reserved MB"] - 1
     figures["graph's memory over eager's %"] = round(over * 100, 1)
     planned = {name: Planned(work, device, Plan.preset(name), precision) for name in RAGGED}
-    planned["graph"](len(work.batches) // 2)
+    planned["graph"](250)
     timed = interleaved_ms(dict(planned), device, steps=TIMED, repeats=3)
     for name, row in timed.items():
         rows.setdefault(name, {}).update(row)
@@ -178,48 +200,69 @@ def ragged(path: Path, device: Device, precision: str) -> dict[str, Any]:
         pairs = zip(timed["baseline"]["all"], row["all"], strict=True)
         rows[name]["× baseline"] = round(statistics.median(b / ms for b, ms in pairs), 2)
         rows[name][f"replays of {TIMED}"] = planned[name].result.statistics.replays
-    return {"precision": precision, **figures, "rows": rows}
+    found = {"precision": precision, **figures, "rows": rows}
+    keep(found)
+    show(f"{work.name}, {precision}", rows)
+    print(figures, flush=True)
 
 
-def show(name: str, found: dict[str, Any]) -> None:
-    rows = {
-        way: {key: value for key, value in row.items() if key != "all"}
-        for way, row in found["rows"].items()
+def show(name: str, rows: dict[str, Any]) -> None:
+    shown = {
+        way: {key: value for key, value in row.items() if key not in ("all", "graphs")}
+        for way, row in rows.items()
     }
-    print(f"{name}, {found['precision']}\n{table(rows)}", flush=True)
+    print(f"{name}\n{table(shown)}", flush=True)
+
+
+PLANS = ("baseline", "pipeline", "graph", "max")
+PARTS = ("30x60-tf32", "30x60-bf16", "256x64-bf16", "losses")
+
+
+def run_part(part: str, device: Device, steps: int, keep: Callable[[Any], None]) -> None:
+    if part.endswith(".npz"):
+        ragged(Path(part), device, "bf16", keep)
+    elif part == "losses":
+        found = same_losses(transformer(30, 60), device, "bf16")
+        print({key: value for key, value in found.items() if key != "losses"}, flush=True)
+        keep(found)
+    elif part == "30x60-tf32":
+        speed(transformer(30, 60), device, "tf32", PLANS[:3], keep, steps=steps)
+    elif part == "30x60-bf16":
+        speed(transformer(30, 60), device, "bf16", PLANS, keep, peers=True, steps=steps)
+    else:
+        speed(transformer(256, 64), device, "bf16", PLANS, keep, steps=steps)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
-    parser.add_argument("--corpus", type=Path, nargs="*", default=[])
-    parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--steps", type=int, default=24)
+    parser.add_argument("--corpus", nargs="*", default=[], help="files of lengths, *.npz")
+    parser.add_argument("--parts", nargs="*", default=list(PARTS), choices=PARTS)
+    parser.add_argument("--steps", type=int, default=36)
+    parser.add_argument("--part", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    device = open_device("cuda")
+    if arguments.part is not None:
+        faulthandler.enable()
+        keep = partial(save, arguments.out)
+        run_part(arguments.part, open_device("cuda"), arguments.steps, keep)
+        return
+    # A process each: CUPTI, compilers and other libraries leave things behind.
     result: dict[str, Any] = header("graphs.py")
-    every = ("baseline", "pipeline", "graph", "max")
-    for work, precision, plans, peers in (
-        (transformer(30, 60), "tf32", every[:3], False),
-        (transformer(30, 60), "bf16", every, not arguments.no_peers),
-        (transformer(256, 64), "bf16", every, False),
-    ):
-        found = speed(work, device, precision, plans, peers=peers, steps=arguments.steps)
-        show(work.name, found)
-        result[f"{work.name}, {precision}"] = found
-        save(arguments.out, result)
-        torch.cuda.empty_cache()
-    for path in arguments.corpus:
-        found = ragged(path, device, "bf16")
-        show(path.stem, found)
-        print({k: v for k, v in found.items() if k != "rows"}, flush=True)
-        result[path.stem] = found
-        save(arguments.out, result)
-        torch.cuda.empty_cache()
-    result["losses"] = same_losses(transformer(30, 60), device, "bf16")
-    print({k: v for k, v in result["losses"].items() if k != "losses"}, flush=True)
-    save(arguments.out, result)
+    for part in (*arguments.parts, *arguments.corpus):
+        with tempfile.TemporaryDirectory() as folder:
+            kept = Path(folder) / "part.json"
+            command = [sys.executable, __file__, "--part", part, "--out", str(kept)]
+            run = subprocess.run([*command, "--steps", str(arguments.steps)])
+            if run.returncode:
+                print(f"{part}: exit code {run.returncode}", flush=True)
+            if kept.exists():
+                result[Path(part).stem] = json.loads(kept.read_text(encoding="utf-8"))
+                save(arguments.out, result)
 
 
 if __name__ == "__main__":
+    # The profiler must not take itself down between a capture and its replay.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    warnings.filterwarnings("ignore")
     main()

@@ -1,6 +1,6 @@
-"""Draws the pictures in plans.md: each plan's timeline, from the fake device's virtual clock.
+"""Draws the pictures in plans.md and graphs.md: timelines from the fake device's virtual clock.
 
-    python docs/timelines.py          # writes docs/img/timeline-PLAN.svg
+    python docs/timelines.py          # writes docs/img/timeline-*.svg
 
 A batch takes 3 ms to load and 3 ms to copy, forward 4 ms, backward 6 ms, the update 2 ms. On a real
 GPU the figures differ; the order, which is what the pictures show, does not.
@@ -109,7 +109,52 @@ def draw(plan: str, timeline: Timeline) -> None:
     pyplot.close(figure)
 
 
+def kernels(plan: str, steps: int) -> list[Span]:
+    """The kernels of a few steps that take 8 µs each on the device and 30 µs to launch."""
+    costs = Costs(kernel_us=8, copy_us=8, launch_us=30, query_us=0)
+    with FakeDevice(costs=costs) as device:
+        layers = [part for _ in range(3) for part in (torch.nn.Linear(8, 8), torch.nn.ReLU())]
+        model = torch.nn.Sequential(*layers).to(device.torch_device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = Engine(
+            model, optimizer, lambda m, b: m(b).square().mean(), plan=plan, device=device
+        )
+        batches = [torch.ones(4, 8).pin_memory() for _ in range(steps)]
+        engine.epoch(batches)
+        begins_ns = round(device.now_ms * 1e6)
+        engine.epoch(batches)
+        spans = [s for s in device.timeline().on("default") if s.start_ns >= begins_ns]
+    first_ns = min(span.start_ns for span in spans)
+    return [
+        replace(span, start_ns=span.start_ns - first_ns, end_ns=span.end_ns - first_ns)
+        for span in spans
+    ]
+
+
+def draw_launches(steps: int = 8) -> None:
+    figure, axes = pyplot.subplots(figsize=(9, 1.8))
+    rows = {"one by one": kernels("pipeline", steps), "as a graph": kernels("graph", steps)}
+    for row, spans in enumerate(rows.values()):
+        bars = [(span.start_ms, span.duration_ms) for span in spans]
+        axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=COLOURS["forward"], linewidth=0)
+        ends = max(span.end_ms for span in spans)
+        axes.text(ends, row, f" {ends / steps:.2f} ms a step", va="center", fontsize=8)
+    axes.set_yticks(range(len(rows)), list(rows))
+    axes.invert_yaxis()
+    axes.set_xlim(0, max(span.end_ms for span in rows["one by one"]) * 1.16)
+    axes.set_xlabel("ms")
+    axes.set_title(
+        f"the compute stream over {steps} steps: 8 µs a kernel, 30 µs to launch one", loc="left"
+    )
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    path = HERE / "img" / "timeline-graph.svg"
+    figure.savefig(path, bbox_inches="tight", metadata={"Date": None, "Creator": None})
+    pyplot.close(figure)
+
+
 def main() -> None:
+    draw_launches()
     for plan in PLANS:
         timeline = run(plan)
         draw(plan, timeline)

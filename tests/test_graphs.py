@@ -95,13 +95,24 @@ class TestCache:
     def test_each_shape_has_its_own(self, capturing: Device) -> None:
         cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=1)
         for _ in range(4):
-            for size in (1, 2, 3):
+            for size in (3, 2, 1):
                 use(cache, on(capturing, *map(float, range(size))))
         assert (len(cache), cache.captures, cache.evictions) == (3, 3, 0)
 
+    def test_the_largest_is_captured_first(self, capturing: Device) -> None:
+        """Pieces of memory cut for small shapes would serve no large one."""
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=1)
+        small, large = on(capturing, 1.0), on(capturing, *[1.0] * 1000)
+        assert [use(cache, small) for _ in range(3)] == ["eager", "capture", "replay"]
+        assert [use(cache, large) for _ in range(2)] == ["eager", "capture"]
+        assert len(cache) == 1
+        assert [use(cache, small) for _ in range(2)] == ["capture", "replay"]
+        assert use(cache, large) == "replay"
+        assert (len(cache), cache.captures, cache.evictions) == (2, 3, 0)
+
     def test_the_least_used_goes(self, capturing: Device) -> None:
         cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=1)
-        one, two, three = (on(capturing, *[1.0] * size) for size in (1, 2, 3))
+        one, two, three = (on(capturing, *[1.0] * size) for size in (3, 2, 1))
         for batch in (one, one, one, one, two, two):
             use(cache, batch)
         assert [use(cache, three) for _ in range(4)] == ["eager", "eager", "capture", "replay"]
@@ -111,7 +122,7 @@ class TestCache:
 
     def test_shapes_that_take_turns_do_not_throw_each_other_out(self, capturing: Device) -> None:
         cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=1)
-        sizes = [1, 2, 3]
+        sizes = [3, 2, 1]
         for _ in range(20):
             for size in sizes:
                 use(cache, on(capturing, *[1.0] * size))

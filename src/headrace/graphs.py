@@ -62,6 +62,7 @@ class GraphCache(Generic[Result]):
         #: Device memory that the graphs' pool took, in bytes.
         self.memory_bytes = 0
         self.captures = self.evictions = 0
+        self._largest = -1
 
     def __len__(self) -> int:
         return len(self._graphs)
@@ -87,6 +88,12 @@ class GraphCache(Generic[Result]):
 
         Raises `CaptureError` with all graphs closed: after a failed capture none may be replayed.
         """
+        nbytes, _ = batches.measure(batches.leaves(batch))
+        if nbytes > self._largest:
+            # The largest first: smaller shapes then fit into the memory it took, while pieces cut
+            # for small shapes serve no large one. The others are captured anew when they come.
+            self.close()
+            self._largest = nbytes
         if len(self._graphs) >= self._most:
             self._graphs.pop(self._least_used()).close()
             self.evictions += 1
@@ -115,6 +122,7 @@ class GraphCache(Generic[Result]):
         had_graphs = bool(self._graphs) or self._pool is not None
         self._graphs.clear()
         self._pool = None
+        self._largest = -1
         self.memory_bytes = 0
         if had_graphs:
             self._device.release_unused()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 from types import ModuleType
@@ -19,6 +20,12 @@ _streams: dict[tuple[torch.device, str], tuple[Any, int]] = {}
 _streams_lock = threading.Lock()
 # PyTorch's stream sanitizer does not know that a query's yes orders the host; a wait it knows.
 _SANITIZED = bool(os.environ.get("TORCH_CUDA_SANITIZER"))
+
+
+# A forked child (a DataLoader's worker) must not collect the parent's garbage: to free pinned memory
+# PyTorch asks the driver, which a forked process cannot use, and the child dies.
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=gc.freeze)
 
 
 class AcceleratorStream(Stream):
