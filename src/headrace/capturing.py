@@ -133,6 +133,12 @@ class GraphedStep:
         if self._addresses is not None and capturable.addresses(self._step) != self._addresses:
             self._drop_graphs()
 
+    def restored(self) -> None:
+        """The optimizer has another state, and the settings that came with it."""
+        self._drop_graphs()
+        if self._why is None:
+            capturable.prepare(self._step)
+
     def report(self) -> GraphReport:
         return GraphReport(
             shapes=len(self._graphs),

@@ -12,11 +12,11 @@ from typing import Any, Literal
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
-from headrace import capturable
+from headrace import capturable, engine_state
 from headrace.batchcache import BatchCache
 from headrace.capturing import GraphedStep, GraphReport
 from headrace.compiling import CompiledLoss
-from headrace.deferred import Scalar
+from headrace.deferred import DeferredValues, Scalar
 from headrace.device import Device, open_device
 from headrace.ema import Ema
 from headrace.errors import StepError
@@ -116,6 +116,8 @@ class Engine:
         self._deterministic = deterministic
         self._nvtx = nvtx
         self._graphed: GraphedStep | None = None
+        self._running: Loop | None = None
+        self._random_states: dict[str, Any] | None = None
         self._cache: BatchCache | None = None
 
     def _follow_plan(self) -> None:
@@ -141,19 +143,23 @@ class Engine:
 
     # --- what is called --------------------------------------------------------------------------
 
-    def epoch(self, loader: Iterable[Any], *, max_steps: int | None = None) -> EpochResult:
+    def epoch(
+        self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int = 0
+    ) -> EpochResult:
         """Train on every batch of the loader (or for `max_steps` updates), to the last loss.
 
-        If the loader or the loss raises, what was trained on before is in `last_result`.
+        `first_batch` is the number of the loader's first batch: after a restart, those of the
+        epoch that were trained on before and that it leaves out. If the loader or the loss raises,
+        what was trained on before is in `last_result`.
         """
-        run = self._training_run(loader, max_steps)
+        run = self._training_run(loader, max_steps, first_batch)
         with self._reported(run), closing(run.run()) as steps:
             for _ in steps:
                 pass
         return self._finish()
 
     def steps(
-        self, loader: Iterable[Any], *, max_steps: int | None = None
+        self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int = 0
     ) -> Generator[StepInfo, None, None]:
         """The same as `epoch`, but the loop is the caller's: a `StepInfo` after each batch.
 
@@ -161,17 +167,49 @@ class Engine:
         `last_result` once the loop has ended, or has been left: a batch that was trained on is
         never lost.
         """
-        run = self._training_run(loader, max_steps)
+        run = self._training_run(loader, max_steps, first_batch)
         try:
             with self._reported(run), closing(run.run()) as steps:
                 while self._advanced(run, steps):
                     run.lanes.give_back()
-                    yield run.info()
-                    run.lanes.take_over()
+                    try:
+                        yield run.info()
+                    finally:  # also where the caller leaves: a last update is still to come
+                        run.lanes.take_over()
         except GeneratorExit:
             self._finish()
             raise
         self._finish()
+
+    def settle(self, reason: str = "settle") -> tuple[DeferredValues, ...]:
+        """Between two `steps()`: wait for all values so far, and return those that came back."""
+        return () if self._running is None else self._running.settle(reason)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that is needed to go on as if nothing had happened: model, optimizer, scheduler,
+        scaler, averages, gradients of an open group, random states, and the number of batches of
+        this epoch that were trained on. To be taken between two `steps()`, or outside a loop.
+
+        Tensors are the live ones: copy them before going on.
+        """
+        if self._step is None:
+            raise StepError("an engine made from a step keeps no state: the step's is your own")
+        batch = 0 if self._running is None else self._running.trained
+        return engine_state.state_of(self._step, self.ema, epoch=self.epochs, batch=batch)
+
+    def load_state_dict(self, state: dict[str, Any]) -> int:
+        """Go back to a stored state. Returns how many batches of epoch `epochs` it had trained on:
+        give the loader's rest to `epoch(rest, first_batch=…)`."""
+        if self._step is None:
+            raise StepError("an engine made from a step keeps no state: the step's is your own")
+        engine_state.restore(state, self._step, self.ema)
+        if self._graphed is not None:
+            self._graphed.restored()
+        self.epochs = state["epoch"]
+        # Set once the loader has begun, which may draw from the generators too.
+        self._random_states = state["random"]
+        batch: int = state["batch"]
+        return batch
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> EpochResult:
@@ -214,6 +252,9 @@ class Engine:
     def _train_batch(self, run: Loop, index: int, batch: Any) -> None:
         step, lanes = self._step, run.lanes
         assert step is not None
+        if self._random_states is not None:
+            engine_state.set_random_states(self.device, self._random_states)
+            self._random_states = None
         if self._graphed is not None:
             with self._annotated("step"):
                 run.replays += self._graphed.train(batch, partial(run.report, index))
@@ -242,7 +283,7 @@ class Engine:
 
     # --- around the loop -------------------------------------------------------------------------
 
-    def _training_run(self, loader: Iterable[Any], max_steps: int | None) -> Loop:
+    def _training_run(self, loader: Iterable[Any], max_steps: int | None, first: int) -> Loop:
         _tell_epoch(loader, self.epochs)
         if self._step is None:
             return self._loop(
@@ -250,13 +291,14 @@ class Engine:
                 self._custom_batch,
                 most=max_steps,
                 needs_tensors=False,
+                first=first,
                 on_step=self.on_step,
             )
         if self._graphed is not None:
             self._graphed.begin_epoch()
         most = None if max_steps is None else max_steps * self._step.accumulate
         return self._loop(
-            loader, self._train_batch, most=most, step=self._step, on_step=self.on_step
+            loader, self._train_batch, most=most, first=first, step=self._step, on_step=self.on_step
         )
 
     def _loop(
@@ -276,9 +318,11 @@ class Engine:
     @contextmanager
     def _reported(self, run: Loop) -> Iterator[None]:
         """Whatever ends the loop, its result is kept."""
+        self._running = run
         try:
             yield
         finally:
+            self._running = None
             if run.ended:
                 self.last_result = run.result()
 

@@ -38,7 +38,8 @@ class StepInfo:
 class Loop:
     """One pass over a loader. `run_batch(loop, index, batch)` launches a batch on the loop's
     `lanes` and calls `report` with what its loss function returned. `most` bounds the batches that
-    are asked for."""
+    are asked for; `first` is the number of the loader's first one, when earlier ones of the epoch
+    were trained on before."""
 
     def __init__(
         self,
@@ -50,6 +51,7 @@ class Loop:
         epoch: int,
         step: TrainingStep | None = None,
         most: int | None = None,
+        first: int = 0,
         needs_tensors: bool = True,
         cache: BatchCache | None = None,
         deterministic: bool = False,
@@ -59,6 +61,7 @@ class Loop:
         self.step = step
         self.ended = False
         self.replays = 0
+        self._first = first
         self.lanes = Lanes(device, plan, split=plan.split_backward and step is not None)
         self._needs_tensors = needs_tensors
         self._deterministic = deterministic
@@ -113,11 +116,23 @@ class Loop:
 
     def report(self, index: int, parts: LossParts) -> None:
         self._weighted = self._weighted or parts.weighted
-        self._deferred.push(index, parts.values)
+        self._deferred.push(self._first + index, parts.values)
 
     def info(self) -> StepInfo:
         """Where the loop stands, after a batch."""
-        return StepInfo(self.epoch, self._batches - 1, self._updates(), self._come_back)
+        return StepInfo(self.epoch, self.trained - 1, self._updates(), self._come_back)
+
+    @property
+    def trained(self) -> int:
+        """Batches of the epoch that were trained on, those before this loop included."""
+        return self._first + self._batches
+
+    def settle(self, reason: str) -> tuple[DeferredValues, ...]:
+        """Wait for all values so far, between two batches."""
+        with self.lanes.on(self.lanes.forward):
+            self._deferred.flush()
+        self._collect(self._deferred.drain(reason))
+        return self._come_back
 
     def result(self) -> EpochResult:
         """What the pass gave; the loop must have ended."""
@@ -134,7 +149,7 @@ class Loop:
             peak_memory_bytes=self.device.peak_memory(),
         )
         # A batch whose backward raised has a loss, but nothing was learned from it.
-        trained = [entry for entry in self._entries if entry.step < self._batches]
+        trained = [entry for entry in self._entries if entry.step < self.trained]
         return epoch_result(counted, trained, self.device.ledger.epoch_statistics())
 
     def _begin(self) -> PrefetchIterator:

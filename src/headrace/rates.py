@@ -20,9 +20,13 @@ from headrace.device import Device
 class LearningRates:
     def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
         self._device = device
-        self._groups: list[dict[str, Any]] = optimizer.param_groups
+        self._optimizer = optimizer
         self._tensors: list[torch.Tensor] = []
         self._written: list[float | None] = []
+
+    @property
+    def _groups(self) -> list[dict[str, Any]]:
+        return self._optimizer.param_groups  # another list after load_state_dict
 
     def write(self) -> None:
         """Bring the tensors up to what the groups say. Call on the stream that runs the step."""

@@ -223,6 +223,28 @@ class TrainingStep:
             weight = weight.detach().reshape(())
         self._group_weight.add_(weight)
 
+    def state_dict(self) -> dict[str, Any]:
+        """Where the step stands in its accumulation group, gradients included."""
+        gathered = self._in_group > 0
+        return {
+            "updates": self.updates,
+            "in_group": self._in_group,
+            "weight": self._group_weight if gathered else None,
+            "gradients": [p.grad for p in self._parameters()] if gathered else None,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._torn = self._unclear = False
+        self.updates, self._in_group = state["updates"], state["in_group"]
+        if self._group_weight is not None:
+            self._group_weight.zero_()
+        if state["weight"] is not None:
+            self._add_weight(state["weight"].to(self.device.torch_device))
+        gradients = state["gradients"] or [None] * len(self._parameters())
+        for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+            # Its own memory: what was stored may be used for more than one engine.
+            parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+
     def end_epoch(self, mean_loss: float) -> None:
         """Step a scheduler that goes by epochs."""
         if self.scheduler is None or self.scheduler_every != "epoch":

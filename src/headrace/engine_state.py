@@ -1,0 +1,80 @@
+"""All that an engine must know to go on as if it had never stopped, as plain values and tensors."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import numpy
+import torch
+
+from headrace.device import Device
+from headrace.ema import Ema
+from headrace.errors import StepError
+from headrace.step import TrainingStep
+
+FORMAT = 1
+
+
+def state_of(step: TrainingStep, ema: Ema | None, *, epoch: int, batch: int) -> dict[str, Any]:
+    """The state between two batches. Tensors are the live ones: copy them before going on."""
+    scheduler, scaler = step.scheduler, step.scaler
+    return {
+        "format": FORMAT,
+        "epoch": epoch,
+        "batch": batch,
+        "model": dict(step.model.state_dict()),
+        "optimizer": step.optimizer.state_dict(),
+        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scaler": None if scaler is None else scaler.state_dict(),
+        "ema": None if ema is None else list(ema.averages),
+        "step": step.state_dict(),
+        "random": random_states(step.device),
+    }
+
+
+def restore(state: dict[str, Any], step: TrainingStep, ema: Ema | None) -> None:
+    """Bring a step to `state`, all but the random generators."""
+    if not isinstance(state, dict) or state.get("format") != FORMAT:
+        found = state.get("format") if isinstance(state, dict) else type(state).__name__
+        raise StepError(f"this is no engine's state of format {FORMAT}: found {found!r}")
+    for name, part in (("scheduler", step.scheduler), ("scaler", step.scaler), ("ema", ema)):
+        if (state[name] is None) != (part is None):
+            has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
+            raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
+    step.model.load_state_dict(state["model"])
+    step.optimizer.load_state_dict(state["optimizer"])
+    if step.scheduler is not None:
+        step.scheduler.load_state_dict(state["scheduler"])
+    if step.scaler is not None:
+        step.scaler.load_state_dict(state["scaler"])
+    if ema is not None:
+        for average, stored in zip(ema.averages, state["ema"], strict=True):
+            average.copy_(stored)
+    step.load_state_dict(state["step"])
+
+
+def random_states(device: Device) -> dict[str, Any]:
+    """Where all random generators stand that a training step may draw from."""
+    generator: Any = numpy.random.get_state()
+    name, words, position, has_gauss, gauss = generator
+    return {
+        "host": torch.get_rng_state(),
+        "device": device.random_state(),
+        "python": random.getstate(),
+        "numpy": (name, torch.from_numpy(words.astype("int64")), position, has_gauss, gauss),
+    }
+
+
+def set_random_states(device: Device, states: dict[str, Any]) -> None:
+    host = torch.device("cpu")
+    torch.set_rng_state(states["host"].to(host))
+    device.set_random_state(states["device"].to(host))
+    random.setstate(_tuples(states["python"]))
+    name, words, *rest = states["numpy"]
+    numpy.random.set_state((name, words.to(host).numpy().astype("uint32"), *rest))
+
+
+def _tuples(value: Any) -> Any:
+    """Lists become tuples: what has been through JSON."""
+    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -1,0 +1,172 @@
+"""An engine that is stopped, stored and restored goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_engine import EAGER, data, loss, make_model, same, weights
+
+from headrace.device import Device, open_device
+from headrace.engine import Engine
+from headrace.errors import StepError
+from headrace.testing import FakeDevice
+
+BATCHES = data(13)
+
+
+def make(device: Device, plan: str, **options: Any) -> Engine:
+    model = make_model(device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
+    return Engine(
+        model,
+        optimizer,
+        loss,
+        plan=plan,
+        device=device,
+        scheduler=schedule,
+        ema_decay=0.9,
+        deterministic=True,
+        **options,
+    )
+
+
+def clone(state: Any) -> Any:
+    return copy.deepcopy(state)
+
+
+def uninterrupted(device: Device, plan: str, epochs: int, **options: Any) -> Any:
+    torch.manual_seed(3)
+    engine = make(device, plan, **options)
+    torch.manual_seed(4)
+    losses = [value for _ in range(epochs) for value in engine.epoch(BATCHES).losses]
+    return losses, weights(engine), engine
+
+
+def interrupted(device: Device, plan: str, epochs: int, at: int, **options: Any) -> Any:
+    """Stopped after `at` batches in all, and gone on with in another engine."""
+    torch.manual_seed(3)
+    engine = make(device, plan, **options)
+    torch.manual_seed(4)
+    losses: list[float] = []
+    stored = None
+    while stored is None:
+        values: list[float] = []
+        for info in engine.steps(BATCHES):
+            values += [entry.values["loss"] for entry in info.come_back]
+            if info.epoch * len(BATCHES) + info.batch + 1 == at:
+                values += [entry.values["loss"] for entry in engine.settle()]
+                stored = clone(engine.state_dict())
+                break
+        if stored is None:
+            assert engine.last_result is not None
+            values = list(engine.last_result.losses)
+        losses += values
+    torch.manual_seed(99)  # another process stands elsewhere
+    random.seed(99)
+    numpy.random.seed(99)
+    other = make(device, plan, **options)
+    done = other.load_state_dict(stored)
+    assert other.epochs * len(BATCHES) + done == at
+    while other.epochs < epochs:
+        result = other.epoch(BATCHES[done:], first_batch=done)
+        losses += result.losses
+        done = 0
+    return losses, weights(other), other
+
+
+class TestResume:
+    @pytest.mark.unsanitized
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    @pytest.mark.parametrize("plan", [*EAGER, "graph"])
+    def test_as_if_it_had_never_stopped(self, device: Device, plan: str, accumulate: int) -> None:
+        expected = uninterrupted(device, plan, 3, accumulate=accumulate)
+        found = interrupted(device, plan, 3, at=17, accumulate=accumulate)
+        assert found[0] == expected[0]
+        assert same(found[1], expected[1])
+        for one, other in zip(found[2].ema.averages, expected[2].ema.averages, strict=True):
+            assert torch.equal(one, other)
+
+    @settings(max_examples=20, deadline=None)
+    @given(at=st.integers(1, 25), plan=st.sampled_from(["pipeline", "event", "graph"]))
+    def test_wherever_it_stops(self, at: int, plan: str) -> None:
+        if at % len(BATCHES) == 0:
+            at += 1  # an epoch's last batch is not followed by a step of the same loop
+        expected = uninterrupted(open_device("cpu"), plan, 2, accumulate=1)
+        found = interrupted(open_device("cpu"), plan, 2, at=at, accumulate=1)
+        assert found[0] == expected[0]
+        assert same(found[1], expected[1])
+
+    def test_under_another_plan(self) -> None:
+        with FakeDevice() as device:
+            expected = uninterrupted(device, "pipeline", 2)
+            first = make(device, "graph")
+            torch.manual_seed(4)
+            first.epoch(BATCHES)
+            stored = clone(first.state_dict())
+            other = make(device, "event")
+            assert other.load_state_dict(stored) == 0
+            losses = other.epoch(BATCHES).losses
+        assert list(losses) == expected[0][len(BATCHES) :]
+
+    def test_fp16_scaling_is_part_of_it(self, device: Device) -> None:
+        engine = make(device, "pipeline", precision="fp16")
+        engine.epoch(BATCHES[:3])
+        state = clone(engine.state_dict())
+        assert state["scaler"]["scale"] > 0
+        other = make(device, "pipeline", precision="fp16")
+        other.load_state_dict(state)
+        assert other.state_dict()["scaler"] == state["scaler"]
+
+
+class TestPosition:
+    def test_batches_are_numbered_on(self, device: Device) -> None:
+        engine = make(device, "pipeline")
+        seen = [info.batch for info in engine.steps(BATCHES[5:], first_batch=5)]
+        assert seen == list(range(5, 13))
+        assert engine.last_result is not None
+        assert len(engine.last_result.losses) == 8
+
+    def test_the_state_counts_what_was_trained_on(self, device: Device) -> None:
+        """Not what was prefetched."""
+        asked = []
+
+        def loader() -> Iterator[Any]:
+            for index, batch in enumerate(BATCHES):
+                asked.append(index)
+                yield batch
+
+        engine = make(device, "pipeline")
+        for info in engine.steps(loader()):
+            if info.batch == 4:
+                assert engine.state_dict()["batch"] == 5
+                assert len(asked) > 5
+                break
+
+
+class TestBadState:
+    def test_of_another_kind(self, device: Device) -> None:
+        engine = make(device, "pipeline")
+        with pytest.raises(StepError, match="no engine's state of format 1: found None"):
+            engine.load_state_dict({"model": {}})
+
+    def test_of_an_engine_with_other_parts(self, device: Device) -> None:
+        state = clone(make(device, "pipeline").state_dict())
+        model = make_model(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = Engine(model, optimizer, loss, device=device)
+        with pytest.raises(StepError, match="scheduler: this engine has none, the stored state"):
+            engine.load_state_dict(state)
+
+    def test_of_an_engine_made_from_a_step(self, device: Device) -> None:
+        engine = Engine.from_step(lambda batch: None, device=device)
+        with pytest.raises(StepError, match="made from a step keeps no state"):
+            engine.state_dict()
