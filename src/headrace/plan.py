@@ -8,57 +8,44 @@ or in a `plan.yaml`.
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import PlanError
+from headrace.records import (
+    Checked,
+    choice,
+    listed,
+    mapping,
+    nearest,
+    quoted,
+    read_yaml,
+    refuse_unknown,
+    shown,
+    whole,
+)
 from headrace.tables import text_table
 
 _MANY = 1_000_000
 
 
-def _whole(default: int, low: int, high: int, meaning: str) -> Any:
-    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
-
-
-def _choice(default: object, meaning: str) -> Any:
-    return field(default=default, metadata={"meaning": meaning})
-
-
 @dataclass(frozen=True, slots=True)
-class _Checked:
-    """A frozen record whose fields are checked where it is made: type, choice and range."""
-
-    def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for known in dataclasses.fields(self):
-            _check_field(known, hints[known.name], getattr(self, known.name))
-
-    @classmethod
-    def field_names(cls) -> list[str]:
-        return [known.name for known in dataclasses.fields(cls)]
-
-
-@dataclass(frozen=True, slots=True)
-class Plan(_Checked):
+class Plan(Checked):
     """How the loop is run. All intervals count batches."""
 
-    name: str = _choice("custom", "what it is called in tables and results")
-    streams: int = _whole(3, 2, 8, "device streams in use, the caller's own included")
-    sync: Literal["batch", "interval", "event", "none"] = _choice(
+    name: str = choice("custom", "what it is called in tables and results")
+    streams: int = whole(3, 2, 8, "device streams in use, the caller's own included")
+    sync: Literal["batch", "interval", "event", "none"] = choice(
         "none", "when the host waits for the device, apart from the run-ahead bound"
     )
-    sync_every: int = _whole(10, 1, _MANY, "batches between two such waits (interval and event)")
-    prefetch_depth: int = _whole(
+    sync_every: int = whole(10, 1, _MANY, "batches between two such waits (interval and event)")
+    prefetch_depth: int = whole(
         2, 0, 64, "batches copied to the device ahead of use; 0 copies in line, blocking"
     )
-    pin: bool = _choice(True, "stage batches in pinned memory, so that copies run beside the host")
-    run_ahead_steps: int = _whole(8, 1, _MANY, "steps the host may be ahead of the device")
+    pin: bool = choice(True, "stage batches in pinned memory, so that copies run beside the host")
+    run_ahead_steps: int = whole(8, 1, _MANY, "steps the host may be ahead of the device")
     run_ahead_bytes: int | None = field(
         default=None,
         metadata={
@@ -67,17 +54,17 @@ class Plan(_Checked):
             "meaning": "bytes of batches in flight; none: bounded by steps alone",
         },
     )
-    split_backward: bool = _choice(False, "backward and optimizer on a stream of their own")
-    graphs: Literal["off", "on", "auto"] = _choice("off", "capture the whole step and replay it")
-    graph_shapes: int = _whole(16, 1, 4096, "shapes with a graph of their own; least used goes")
-    graph_after: int = _whole(2, 1, _MANY, "batches of a shape launched one by one before that")
-    compile: bool = _choice(False, "compile model and loss first")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = _choice("fp32", "arithmetic of the model")
-    deferred_every: int = _whole(10, 1, _MANY, "batches between two readings of the losses")
-    cache_batches: int = _whole(0, 0, _MANY, "batches kept on the device from epoch to epoch")
+    split_backward: bool = choice(False, "backward and optimizer on a stream of their own")
+    graphs: Literal["off", "on", "auto"] = choice("off", "capture the whole step and replay it")
+    graph_shapes: int = whole(16, 1, 4096, "shapes with a graph of their own; least used goes")
+    graph_after: int = whole(2, 1, _MANY, "batches of a shape launched one by one before that")
+    compile: bool = choice(False, "compile model and loss first")
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] = choice("fp32", "arithmetic of the model")
+    deferred_every: int = whole(10, 1, _MANY, "batches between two readings of the losses")
+    cache_batches: int = whole(0, 0, _MANY, "batches kept on the device from epoch to epoch")
 
     def __post_init__(self) -> None:
-        _Checked.__post_init__(self)
+        Checked.__post_init__(self)
         if self.split_backward and self.streams < 3:
             raise PlanError(
                 f"streams = {self.streams}: expected 3 to 8 with split_backward, which needs "
@@ -99,19 +86,19 @@ class Plan(_Checked):
         """The preset of that name; `PRESETS` has them all."""
         if not isinstance(name, str) or name not in PRESETS:
             raise PlanError(
-                f"no plan {_quoted(name)}{_nearest(name, PRESETS)}; known: {_list(PRESETS)}"
+                f"no plan {quoted(name)}{nearest(name, PRESETS)}; known: {listed(PRESETS)}"
             )
         return PRESETS[name]
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "plan") -> Plan:
         """A plan from plain values; `preset` names the one that the other keys change."""
-        given = dict(_mapping(values, where))
+        given = dict(mapping(values, where))
         base = given.pop("preset", None)
         if isinstance(given.get("graphs"), bool):
             # YAML reads a bare `on` or `off` as a boolean.
             given["graphs"] = "on" if given["graphs"] else "off"
-        _refuse_unknown(given, ["preset", *cls.field_names()], where)
+        refuse_unknown(given, ["preset", *cls.field_names()], where)
         try:
             if base is None:
                 return cls(**given)
@@ -130,14 +117,14 @@ class Plan(_Checked):
             return load_plan(plan).plan
         if not isinstance(plan, str):
             raise PlanError(
-                f"plan = {_quoted(plan)}: expected a Plan, a preset's name, a mapping of fields or "
+                f"plan = {quoted(plan)}: expected a Plan, a preset's name, a mapping of fields or "
                 "the path of a YAML file"
             )
         return cls.preset(plan)
 
     def but(self, **changes: Any) -> Plan:
         """This plan with some fields changed. A changed preset is called `name*`."""
-        _refuse_unknown(changes, self.field_names(), "plan")
+        refuse_unknown(changes, self.field_names(), "plan")
         if changes and "name" not in changes:
             changes["name"] = self.name if self.name.endswith("*") else f"{self.name}*"
         return dataclasses.replace(self, **changes)
@@ -149,7 +136,7 @@ class Plan(_Checked):
     def table(self) -> str:
         """Field, value and meaning, as text."""
         rows = [
-            (known.name, _shown(getattr(self, known.name)), known.metadata["meaning"])
+            (known.name, shown(getattr(self, known.name)), known.metadata["meaning"])
             for known in dataclasses.fields(self)
             if known.name != "name"
         ]
@@ -157,7 +144,7 @@ class Plan(_Checked):
 
 
 @dataclass(frozen=True, slots=True)
-class LoaderPlan(_Checked):
+class LoaderPlan(Checked):
     """How batches are loaded: what a `plan.yaml` says of the DataLoader."""
 
     workers: int | None = field(
@@ -183,34 +170,16 @@ class PlanFile:
 
 def load_plan(path: str | Path) -> PlanFile:
     """Read a `plan.yaml`: `plan:` (a preset's name, or fields) and, if wanted, `loader:`."""
-    import yaml
-
-    try:
-        text = Path(path).read_text(encoding="utf-8")
-        content = yaml.safe_load(text)
-    except OSError as problem:
-        raise PlanError(f"{path}: cannot be read ({problem.strerror})") from problem
-    except UnicodeDecodeError as problem:
-        raise PlanError(f"{path}: is not UTF-8 text ({problem.reason})") from problem
-    except yaml.MarkedYAMLError as problem:
-        line = f":{problem.problem_mark.line + 1}" if problem.problem_mark else ""
-        raise PlanError(f"{path}{line}: is not YAML ({problem.problem})") from problem
-    except yaml.YAMLError as problem:
-        raise PlanError(f"{path}: is not YAML ({problem})") from problem
-    except ValueError as problem:  # a date or number that is none, or a path that is none
-        raise PlanError(f"{path}: has a value that cannot be read ({problem})") from problem
-    except RecursionError as problem:
-        raise PlanError(f"{path}: is nested too deeply") from problem
-    content = _mapping(content, str(path))
-    _refuse_unknown(content, ["plan", "loader"], str(path))
+    content = read_yaml(path, PlanError)
+    refuse_unknown(content, ["plan", "loader"], str(path))
     if "plan" not in content:
         raise PlanError(f"{path}: has no `plan:`; expected a preset's name or a mapping of fields")
     plan = content["plan"]
     if isinstance(plan, str):
         plan = {"preset": plan}
     loader = content.get("loader")
-    loader = _mapping({} if loader is None else loader, f"{path}: loader")
-    _refuse_unknown(loader, LoaderPlan.field_names(), f"{path}: loader")
+    loader = mapping({} if loader is None else loader, f"{path}: loader")
+    refuse_unknown(loader, LoaderPlan.field_names(), f"{path}: loader")
     try:
         loader_plan = LoaderPlan(**loader)
     except PlanError as problem:
@@ -223,71 +192,10 @@ def presets_table() -> str:
     plans = list(PRESETS.values())
     rows = []
     for name in Plan.field_names():
-        values = [_shown(getattr(plan, name)) for plan in plans]
+        values = [shown(getattr(plan, name)) for plan in plans]
         if name != "name" and len(set(values)) > 1:
             rows.append((name, *values))
     return text_table(("field", *PRESETS), rows)
-
-
-def _check_field(known: dataclasses.Field[Any], hint: Any, value: object) -> None:
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise PlanError(
-                f"{known.name} = {_quoted(value)}{_nearest(value, choices)}: "
-                f"expected {_list(choices)}"
-            )
-        return
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in allowed:
-        return
-    if int in allowed:
-        low, high = known.metadata["low"], known.metadata["high"]
-        if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-            raise PlanError(
-                f"{known.name} = {_quoted(value)}: expected a whole number from {low:,} to {high:,}"
-            )
-    elif bool in allowed and not isinstance(value, bool):
-        raise PlanError(f"{known.name} = {_quoted(value)}: expected true or false")
-    elif str in allowed and not (isinstance(value, str) and value):
-        raise PlanError(f"{known.name} = {_quoted(value)}: expected a name")
-
-
-def _mapping(values: object, where: str) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        raise PlanError(f"{where}: expected a mapping, found {type(values).__name__}")
-    return values
-
-
-def _refuse_unknown(given: Mapping[str, Any], known: list[str], where: str) -> None:
-    for key in given:
-        if key not in known:
-            raise PlanError(
-                f"{where}: unknown key {_quoted(key)}{_nearest(key, known)}; known: {_list(known)}"
-            )
-
-
-def _nearest(word: object, known: typing.Iterable[str]) -> str:
-    close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
-    return f" (did you mean {close[0]!r}?)" if close else ""
-
-
-def _quoted(value: object) -> str:
-    """The value as it was given; Python refuses to write out a number of thousands of digits."""
-    try:
-        return repr(value)
-    except (ValueError, RecursionError):
-        return f"<{type(value).__name__} too long to show>"
-
-
-def _list(words: typing.Iterable[object]) -> str:
-    return ", ".join(str(word) for word in words)
-
-
-def _shown(value: object) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    return "–" if value is None else str(value)
 
 
 #: The schemes, as data. `baseline` is the loop most people have; the next three are what is
