@@ -16,8 +16,9 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev]"
 	touch $@
 
+# Trains the built-in translation task on whatever is here, a GPU or two CPU cores.
 demo: $(STAMP)
-	$(BIN)/headrace doctor
+	$(BIN)/headrace train --config demo.yaml --project runs/demo
 
 test: $(STAMP)
 	$(BIN)/python -m pytest -n 2

@@ -8,6 +8,8 @@ from collections.abc import Iterator
 # Some virtual machines announce AMX and then refuse it, which kills the process at the first bf16
 # product. Must be set before PyTorch is loaded.
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
+# As many tests run at once as there are cores: more threads would only wait for each other.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch

@@ -15,6 +15,8 @@ PACKAGE = Path(headrace.__file__).parent
 ROOMS = {
     "errors": 0,
     "sites": 0,
+    "records": 0,
+    "caches": 0,
     "tables": 0,
     "timeline": 0,
     "plan": 0,
@@ -36,17 +38,35 @@ ROOMS = {
     "capturing": 2,
     "capturable": 2,
     "rates": 2,
+    "engine_state": 2,
+    "checkpoint": 2,
+    "rundir": 2,
+    "metrics": 2,
+    "progress": 2,
+    "stopping": 2,
+    "translation": 3,
     "compiling": 2,
     "results": 2,
     "lanes": 2,
     "loop": 2,
     "engine": 2,
     "doctor": 3,
+    "cli_translation": 4,
     "cli": 4,
     "__main__": 5,
 }
 # Within room 0 there is an order too: the ledger knows no device, plan and errors know nobody.
-GROUND_FLOOR = ["errors", "sites", "tables", "timeline", "plan", "ledger", "device"]
+GROUND_FLOOR = [
+    "errors",
+    "sites",
+    "records",
+    "caches",
+    "tables",
+    "timeline",
+    "plan",
+    "ledger",
+    "device",
+]
 
 
 def modules() -> list[tuple[str, Path]]:

@@ -129,7 +129,7 @@ def test_a_plan_file_has_a_plan_and_a_loader(tmp_path: Path) -> None:
         ("plan: event\nloader: 4\n", "plan.yaml: loader: expected a mapping, found int"),
         ("loader: {}\n", "plan.yaml: has no `plan:`"),
         ("- plan\n", "plan.yaml: expected a mapping, found list"),
-        ("", "plan.yaml: expected a mapping, found NoneType"),
+        ("", "plan.yaml: expected a mapping, found nothing"),
         ("plan: {a: 1\nb: }: 2\n", r"plan.yaml:\d+: is not YAML"),
         ("plan: !!python/object/apply:os.system ['true']\n", r"plan.yaml:1: is not YAML"),
         ("plan: \x00\n", "plan.yaml: is not YAML"),

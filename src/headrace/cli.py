@@ -7,12 +7,14 @@ Exit codes: 0 done, 1 it failed (one line says why), 2 the command was typed wro
 from __future__ import annotations
 
 import json
+import os
 import sys
 from typing import Annotated, Any
 
 import typer
 
 import headrace
+from headrace import cli_translation
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -29,6 +31,9 @@ Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on std
 
 def main() -> None:
     """Run the command line. Errors that Headrace knows are one line; a traceback is a bug."""
+    # Before PyTorch is loaded: threads that wait for each other sleep. Spinning, they take ages
+    # as soon as anything else runs on the same cores: a loader's workers, say.
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
     except HeadraceError as problem:
@@ -91,6 +96,9 @@ def plan(
     else:
         chosen = Plan.of(which)
         _show(chosen.to_dict(), chosen.table(), as_json)
+
+
+cli_translation.add_to(app)
 
 
 def _show(content: dict[str, Any], text: str, as_json: bool) -> None:

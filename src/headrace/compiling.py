@@ -13,11 +13,11 @@ import os
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
+from headrace.caches import user_cache
 from headrace.device import Device
 from headrace.step import LossFunction, TrainingStep
 
@@ -88,8 +88,7 @@ def loss_as(step: TrainingStep, mode: Literal["plain", "compiled"]) -> Iterator[
 
 def keep_compiled_code() -> None:
     """Keep compiled code from run to run where it outlives a reboot, unless the user chose."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(cache / "compiled"))
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "compiled"))
 
 
 @contextmanager

@@ -235,6 +235,11 @@ class Engine:
         self._follow_plan()
 
     @property
+    def updates(self) -> int:
+        """Optimizer steps since the engine was made, those of a restored state included."""
+        return 0 if self._step is None else self._step.updates
+
+    @property
     def graphs(self) -> GraphReport | None:
         """What became of the plan's graphs; None if it has none, or the device cannot."""
         return None if self._graphed is None else self._graphed.report()

@@ -11,6 +11,10 @@ HeadraceError
 ├── PlanError                   a plan or plan file that cannot be run (also a ValueError)
 ├── DeferredError               a value that cannot be deferred (also a ValueError)
 ├── StepError                   a loss, batch, optimizer or scheduler that no step can be made of
+├── CorpusError                 text or prepared data that is of no use (also a ValueError)
+├── TranslationError            no model, search or score can be made of it (also a ValueError)
+├── RunError                    a run folder, or a file in it, cannot be used
+├── CheckpointError             a checkpoint or weight file that cannot be written or read
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that
@@ -66,6 +70,22 @@ class DeferredError(HeadraceError, ValueError):
 
 class StepError(HeadraceError):
     """The loss, batch, optimizer or scheduler given to an engine does not make a training step."""
+
+
+class CorpusError(HeadraceError, ValueError):
+    """Parallel text, a vocabulary or a prepared folder that cannot be read or trained on."""
+
+
+class TranslationError(HeadraceError, ValueError):
+    """A setting or input that no translation model, schedule, search or score can be made of."""
+
+
+class RunError(HeadraceError):
+    """A run folder, or a file in it, cannot be made, read, written or locked."""
+
+
+class CheckpointError(HeadraceError):
+    """A checkpoint, or file of weights, cannot be made of a state, written, or read back."""
 
 
 class RaceError(HeadraceError, AssertionError):

@@ -56,12 +56,13 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from problem
     except UnicodeDecodeError as problem:
-        raise error(f"{path}: is not UTF-8 text ({problem.reason})") from problem
+        line_number = problem.object.count(b"\n", 0, problem.start) + 1
+        raise error(f"{path}:{line_number}: is not UTF-8 text ({problem.reason})") from problem
     except yaml.MarkedYAMLError as problem:
         line = f":{problem.problem_mark.line + 1}" if problem.problem_mark else ""
         raise error(f"{path}{line}: is not YAML ({problem.problem})") from problem
     except yaml.YAMLError as problem:
-        raise error(f"{path}: is not YAML ({problem})") from problem
+        raise error(f"{path}: is not YAML ({' '.join(str(problem).split())})") from problem
     except ValueError as problem:  # a date or number that is none, or a path that is none
         raise error(f"{path}: has a value that cannot be read ({problem})") from problem
     except RecursionError as problem:
@@ -102,7 +103,8 @@ def mapping(
     values: object, where: str, error: type[HeadraceError] = PlanError
 ) -> Mapping[str, Any]:
     if not isinstance(values, Mapping):
-        raise error(f"{where}: expected a mapping, found {type(values).__name__}")
+        found = "nothing" if values is None else type(values).__name__
+        raise error(f"{where}: expected a mapping, found {found}")
     return values
 
 

@@ -22,8 +22,8 @@ _streams_lock = threading.Lock()
 _SANITIZED = bool(os.environ.get("TORCH_CUDA_SANITIZER"))
 
 
-# A forked child (a DataLoader's worker) must not collect the parent's garbage: to free pinned memory
-# PyTorch asks the driver, which a forked process cannot use, and the child dies.
+# A forked child (a DataLoader's worker) must not collect the parent's garbage: to free pinned
+# memory PyTorch asks the driver, which a forked process cannot use, and the child dies.
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=gc.freeze)
 

@@ -318,6 +318,15 @@ class Device(abc.ABC):
         """Mark the block with `name` in the vendor's profiler, where there is one."""
         return nullcontext()
 
+    def use_share(self) -> float | None:
+        """The share of recent time in which anything ran on the device, as its driver counts;
+        None where nobody does."""
+        return None
+
+    def has_fast_bf16(self) -> bool:
+        """Whether bf16 products are faster here than those of float32."""
+        return False
+
     @abc.abstractmethod
     def description(self) -> str:
         """The device in words, as the driver names it."""

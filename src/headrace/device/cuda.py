@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,8 @@ from headrace.device.graph import Graph, Obstacle
 from headrace.device.hostuse import HostUse
 from headrace.errors import CaptureError
 from headrace.sites import Site
+
+_USE_EVERY_NS = 1_000_000_000
 
 
 class CudaGraph(Graph):
@@ -33,6 +36,8 @@ class CudaGraph(Graph):
 class CudaDevice(AcceleratorDevice):
     captures = True
     compiles = True
+    _use: float | None = None
+    _use_asked_ns = 0
 
     @contextmanager
     def numerics(self, precision: str) -> Iterator[None]:
@@ -44,6 +49,19 @@ class CudaDevice(AcceleratorDevice):
             yield
         finally:
             matmul.allow_tf32, cudnn.allow_tf32 = before
+
+    def use_share(self) -> float | None:
+        now_ns = time.monotonic_ns()
+        if now_ns - self._use_asked_ns > _USE_EVERY_NS:  # the driver is slow to answer
+            self._use_asked_ns = now_ns
+            try:
+                self._use = torch.cuda.utilization(self.torch_device) / 100
+            except (ImportError, RuntimeError, OSError) as problem:
+                self.say_once("use", "the GPU's use is not known: %s", problem)
+        return self._use
+
+    def has_fast_bf16(self) -> bool:
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
     def annotate(self, name: str) -> AbstractContextManager[object]:
         annotation: AbstractContextManager[object] = torch.cuda.nvtx.range(name)

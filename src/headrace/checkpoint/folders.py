@@ -1,0 +1,293 @@
+"""One checkpoint is one folder, `step-00001234/`, and a folder of those is what training resumes
+from. Each is written beside and renamed, so what bears such a name was whole once; that it still
+is, checksums tell."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.checkpoint import durable, states
+from headrace.checkpoint.durable import DurableFile, FileDigest
+from headrace.checkpoint.snapshot import on_host
+from headrace.checkpoint.tensorfile import check_file, read_tensors, write_tensors
+from headrace.device import Device, open_device
+from headrace.errors import CheckpointError
+
+log = logging.getLogger("headrace")
+
+FORMAT = "headrace-checkpoint"
+VERSION = 1
+STATE_FILE = "state.json"
+TENSOR_FILE = "tensors.safetensors"
+# From the content of each older version to that of the next: {1: _from_1_to_2}, say.
+UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
+
+_NAME = re.compile(r"(?P<replaced>\.replaced-)?step-(?P<step>\d{8,})(?(replaced)-[0-9a-f]+)")
+
+
+# --- writing ----------------------------------------------------------------------------------
+
+
+def save_checkpoint(
+    folder: Path, state: object, *, step: int, keep: int = 2, device: Device | None = None
+) -> Path:
+    """Write `state` into a new checkpoint in `folder`, and remove the oldest beyond `keep`.
+
+    The state is a nest of dicts, lists, tuples, plain values and tensors. Waits for tensors that
+    lie on a device, in `device`'s ledger if it is given; `CheckpointWriter` does not. A good
+    checkpoint of the same step is replaced. After an error the older ones are as they were.
+    """
+    require_counts(step=step, keep=keep)
+    document, tensors = states.encode(state)
+    with on_host(tensors, device) as arrived:
+        return write_checkpoint(folder, document, arrived, step=step, keep=keep)
+
+
+def write_checkpoint(
+    folder: Path, document: Any, tensors: Mapping[str, torch.Tensor], *, step: int, keep: int
+) -> Path:
+    """Write an encoded state whose tensors are on the host."""
+    target = folder / f"step-{step:08d}"
+    try:
+        with durable.new_folder(target) as temporary:
+            digest = write_tensors(temporary / TENSOR_FILE, tensors)
+            with DurableFile(temporary / STATE_FILE) as file:
+                file.write(_state_json(document, step, digest))
+            durable.sync_folder(temporary)
+            _put_in_place(temporary, target)
+            durable.sync_folder(folder)
+    except OSError as problem:
+        raise CheckpointError(
+            f"the checkpoint of step {step} was not written to {folder}: "
+            f"{problem.strerror or problem}; {_still_there(folder)}"
+        ) from problem
+    _tidy(folder, target, keep)
+    return target
+
+
+def require_counts(*, step: int = 0, keep: int = 1) -> None:
+    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
+        if isinstance(number, bool) or not isinstance(number, int) or number < least:
+            raise CheckpointError(f"{name} = {number!r}: expected a whole number, {least} or more")
+
+
+def _state_json(document: Any, step: int, digest: FileDigest) -> bytes:
+    content = {
+        "step": step,
+        "tensors": {"bytes": digest.nbytes, "sha256": digest.sha256},
+        "state": document,
+    }
+    head = {"format": FORMAT, "version": VERSION, "sha256": _checksum(content)}
+    return _dumps({**head, "content": content}).encode() + b"\n"
+
+
+def _dumps(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"), allow_nan=False)
+
+
+def _checksum(content: object) -> str:
+    return hashlib.sha256(_dumps(content).encode()).hexdigest()
+
+
+def _put_in_place(temporary: Path, target: Path) -> None:
+    """Rename, where a folder of that name may be already. Between the two renames the one that is
+    replaced still counts, under its other name."""
+    replaced = durable.unique(target, "replaced")
+    if target.exists():
+        target.rename(replaced)
+    try:
+        temporary.rename(target)
+    except OSError:
+        if replaced.exists():
+            replaced.rename(target)
+        raise
+
+
+def _still_there(folder: Path) -> str:
+    try:
+        names = [found.path.name for found in _found(folder)]
+    except OSError:
+        return "that folder cannot be read"
+    return f"still there: {', '.join(names)}" if names else "no older one is there"
+
+
+def _tidy(folder: Path, written: Path, keep: int) -> None:
+    """Remove what is not needed any more. The checkpoint is written: nothing here is fatal."""
+    try:
+        durable.remove_left_behind(folder, "*step-*")
+        _restore_replaced(folder)
+        for path in _surplus(folder, written, keep):
+            durable.discard(path)
+    except OSError as problem:
+        log.warning("older checkpoints in %s were not removed: %s", folder, problem)
+
+
+def _restore_replaced(folder: Path) -> None:
+    """After a crash between two renames: what was to be replaced gets its name back."""
+    for found in _found(folder):
+        target = folder / f"step-{found.step:08d}"
+        missing = not found.in_place and not target.exists()
+        if missing and _problem(found.path, every_byte=True) is None:
+            found.path.rename(target)
+
+
+def _surplus(folder: Path, written: Path, keep: int) -> list[Path]:
+    """The good checkpoints beyond the newest `keep`, and those that were replaced. Bad ones do not
+    count, and are left for someone to look at; older ones are not read for it, only measured."""
+    kept: list[_Found] = []
+    surplus: list[Path] = []
+    seen_written = False
+    for found in _found(folder):
+        if found.path == written:
+            kept.append(found)
+            seen_written = True
+            continue
+        # Of a later step than the one just written: it may be the newest good one, or not.
+        if _problem(found.path, every_byte=not seen_written) is not None:
+            continue
+        replaced = any(found.step == other.step for other in kept)
+        if replaced or len(kept) >= keep:
+            surplus.append(found.path)
+        else:
+            kept.append(found)
+    return surplus
+
+
+# --- finding ----------------------------------------------------------------------------------
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest good checkpoint in `folder`; None if there is none.
+
+    Every byte is checked. One that is torn, foreign or of an unknown version is named in a
+    warning, and the one before is taken.
+    """
+    try:
+        candidates = _found(folder)
+    except FileNotFoundError:
+        return None
+    except OSError as problem:
+        raise CheckpointError(f"no checkpoint was looked for: {problem}") from problem
+    for found in candidates:
+        problem_found = _problem(found.path, every_byte=True)
+        if problem_found is None:
+            return found.path
+        log.warning("checkpoint refused: %s; the one before is taken, if any", problem_found)
+    return None
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _Found:
+    """A folder with a checkpoint's name. They sort by age."""
+
+    step: int
+    in_place: bool
+    changed_ns: int
+    path: Path
+
+
+def _found(folder: Path) -> list[_Found]:
+    """What bears a checkpoint's name, the newest first."""
+    found = []
+    for path in folder.iterdir():
+        name = _NAME.fullmatch(path.name)
+        if name is not None and path.is_dir():
+            changed_ns = path.stat().st_mtime_ns
+            found.append(_Found(int(name["step"]), not name["replaced"], changed_ns, path))
+    return sorted(found, reverse=True)
+
+
+def _problem(path: Path, *, every_byte: bool) -> CheckpointError | None:
+    """What is wrong with a checkpoint. Without `every_byte`, sizes are looked at, not tensors."""
+    try:
+        tensor_file = path / TENSOR_FILE
+        digest = _tensor_digest(path, _read_content(path))
+        if every_byte:
+            check_file(tensor_file, digest)
+        else:
+            digest.require_size(tensor_file, tensor_file.stat().st_size)
+    except CheckpointError as problem:
+        return problem
+    except OSError as problem:
+        return _unreadable(path, problem)
+    return None
+
+
+# --- reading ----------------------------------------------------------------------------------
+
+
+def load_checkpoint(path: Path, *, device: Device | torch.device | str | None = None) -> Any:
+    """The state in one checkpoint, checked byte for byte. Nothing in it is ever run.
+
+    Tensors come back on the host, from where `load_state_dict` takes them, or all of them on
+    `device`: then the host waits for their copies.
+    """
+    try:
+        content = _read_content(path)
+        tensors = read_tensors(path / TENSOR_FILE, _tensor_digest(path, content))
+    except OSError as problem:
+        raise _unreadable(path, problem) from problem
+    if device is not None:
+        tensors = _moved(tensors, open_device(device))
+    try:
+        return states.decode(content["state"], tensors)
+    except (CheckpointError, KeyError, ValueError, TypeError, AttributeError) as problem:
+        raise CheckpointError(
+            f"{path / STATE_FILE} holds no state that can be read: {problem!r}"
+        ) from problem
+
+
+def _moved(tensors: dict[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:
+    if not device.asynchronous:
+        return tensors
+    with device.ledger.waiting("checkpoint_load"):  # the memory is not pinned, and used only once
+        return {name: tensor.to(device.torch_device) for name, tensor in tensors.items()}
+
+
+def _read_content(path: Path) -> dict[str, Any]:
+    """What state.json holds, as the present version has it."""
+    file = path / STATE_FILE
+    try:
+        document = json.loads(file.read_bytes())
+    except (ValueError, RecursionError) as problem:
+        raise CheckpointError(f"{file} is torn, or no JSON: {problem}") from problem
+    found = document.get("format") if isinstance(document, dict) else None
+    if found != FORMAT:
+        raise CheckpointError(f"{file} has format = {found!r}: expected {FORMAT!r}")
+    version = document.get("version")
+    if type(version) is not int or (version != VERSION and version not in UPGRADES):
+        known = ", ".join(map(str, sorted([*UPGRADES, VERSION])))
+        raise CheckpointError(f"{file} has version = {version!r}: this Headrace reads {known}")
+    content: dict[str, Any] | None = document.get("content")
+    if not isinstance(content, dict) or _checksum_or_none(content) != document.get("sha256"):
+        raise CheckpointError(f"{file} does not have its own checksum: its bytes have changed")
+    while version != VERSION:
+        content, version = UPGRADES[version](content), version + 1
+    return content
+
+
+def _checksum_or_none(content: object) -> str | None:
+    try:
+        return _checksum(content)
+    except ValueError:  # a bare NaN, which no checkpoint has
+        return None
+
+
+def _tensor_digest(path: Path, content: dict[str, Any]) -> FileDigest:
+    try:
+        return FileDigest(int(content["tensors"]["bytes"]), str(content["tensors"]["sha256"]))
+    except (KeyError, TypeError, ValueError) as problem:
+        raise CheckpointError(f"{path / STATE_FILE} does not describe its tensors") from problem
+
+
+def _unreadable(path: Path, problem: OSError) -> CheckpointError:
+    return CheckpointError(f"the checkpoint {path} cannot be read: {problem}")

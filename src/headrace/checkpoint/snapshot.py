@@ -1,0 +1,99 @@
+"""Tensors as they are at one moment, on their way to the host.
+
+    current      [step N][clone][step N+1] …           the caller goes on at once
+    checkpoint              [copy to pinned]           then a host thread may read
+
+Device tensors are cloned on the stream that works on them, so that it may overwrite them at once;
+the clones are copied on a stream of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+
+from headrace.device import Device, Event, PinnedBuffer, open_device
+from headrace.errors import CheckpointError
+
+
+class Snapshot:
+    """`tensors` as they are when the current stream gets there. Release it after use."""
+
+    def __init__(self, device: Device, tensors: Mapping[str, torch.Tensor]) -> None:
+        self._device = device
+        self._on_host: dict[str, torch.Tensor] = {}
+        self._buffers: list[PinnedBuffer] = []
+        self._copied: Event | None = None
+        clones: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            if device.asynchronous and device.holds(tensor):
+                clones[name] = _clone(tensor)
+            elif tensor.is_cpu:
+                self._on_host[name] = _clone(tensor)
+            else:
+                raise CheckpointError(
+                    f"{name!r} lies on {tensor.device}: expected {device} or the host"
+                )
+        if clones:
+            self._send(clones)
+
+    def arrive(self) -> dict[str, torch.Tensor]:
+        """The tensors on the host, contiguous. Waits for their copies."""
+        if self._copied is not None:
+            self._device.wait(self._copied, "checkpoint_copy")
+        return self._on_host
+
+    def release(self) -> None:
+        """Give the pinned memory back, arrived or not."""
+        self._on_host = {}
+        while self._buffers:
+            self._buffers.pop().release(after=self._copied)
+
+    def _send(self, clones: dict[str, torch.Tensor]) -> None:
+        device, stream = self._device, self._device.stream("checkpoint")
+        cloned, self._copied = device.event(), device.event()
+        cloned.record()
+        stream.wait_event(cloned)
+        try:
+            with device.use(stream):
+                for name, clone in clones.items():
+                    buffer = device.pinned.take(clone.numel() * clone.element_size())
+                    self._buffers.append(buffer)
+                    self._on_host[name] = buffer.view(clone.shape, clone.dtype)
+                    # The clone is let go before its copy is done, and belongs to another stream.
+                    device.record_stream(clone, stream)
+                    device.copy(self._on_host[name], clone, known_pinned=True)
+        except BaseException:
+            self._copied.record(stream)
+            self.release()
+            raise
+        self._copied.record(stream)
+
+
+@contextmanager
+def on_host(
+    tensors: Mapping[str, torch.Tensor], device: Device | None
+) -> Iterator[Mapping[str, torch.Tensor]]:
+    """The tensors, contiguous and on the host, inside the block. Waits for those on a device."""
+    if device is None:
+        elsewhere = next((t.device for t in tensors.values() if not t.is_cpu), None)
+        if elsewhere is None:
+            yield {name: _plain(tensor).contiguous() for name, tensor in tensors.items()}
+            return
+        device = open_device(elsewhere)
+    snapshot = Snapshot(device, tensors)
+    try:
+        yield snapshot.arrive()
+    finally:
+        snapshot.release()
+
+
+def _clone(tensor: torch.Tensor) -> torch.Tensor:
+    return _plain(tensor).clone(memory_format=torch.contiguous_format)
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without history, and without a conjugation or sign that is yet to be applied."""
+    return tensor.detach().resolve_conj().resolve_neg()

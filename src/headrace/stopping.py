@@ -1,0 +1,58 @@
+"""Being asked to stop: Ctrl-C and SIGTERM become a flag that a loop reads between two batches."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from types import FrameType
+from typing import Any
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+class StopRequests:
+    """Inside the block SIGINT and SIGTERM ask to stop instead of stopping.
+
+        with StopRequests() as stop:
+            for info in engine.steps(loader):
+                if stop.requested:
+                    break
+
+    `requested` is the first signal's name, or None. A second Ctrl-C raises KeyboardInterrupt at
+    once. A signal that the process was told to ignore (`nohup`, `&` in a script) stays ignored.
+    Python gives signals to the main thread only: in any other the block does nothing.
+    """
+
+    def __init__(self) -> None:
+        self.requested: str | None = None
+        self._interrupts = 0
+        self._pid = os.getpid()
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> StopRequests:
+        if threading.current_thread() is threading.main_thread():
+            self._pid = os.getpid()
+            for number in _SIGNALS:
+                before = signal.getsignal(number)
+                # None: a handler that is not Python's, which could not be put back.
+                if before not in (None, signal.SIG_IGN):
+                    self._before[number] = before
+                    signal.signal(number, self._asked)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        for number, before in self._before.items():
+            signal.signal(number, before)
+        self._before.clear()
+
+    def _asked(self, number: int, frame: FrameType | None) -> None:
+        name = signal.Signals(number).name
+        if name == "SIGTERM" and os.getpid() != self._pid:
+            # A forked worker has inherited this handler; whoever terminates it means it.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+        self._interrupts += name == "SIGINT"
+        self.requested = self.requested or name
+        if name == "SIGINT" and self._interrupts > 1:
+            raise KeyboardInterrupt

@@ -1,0 +1,136 @@
+"""From a run's settings to what it is made of: corpus, model, engine, loaders."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+
+from headrace.caches import user_cache
+from headrace.device import Device, open_device
+from headrace.engine import Engine
+from headrace.plan import LoaderPlan, Plan, load_plan
+from headrace.translation.batching import BatchPlan, make_loader
+from headrace.translation.corpus import Progress
+from headrace.translation.model import Translator
+from headrace.translation.objective import constant, inverse_sqrt, noam, translation_loss
+from headrace.translation.prepare import Prepared, prepare
+from headrace.translation.settings import TrainSettings
+from headrace.translation.trained import chosen_precision, load_weights, new_model
+
+_GRAPH_SHAPES = 16
+
+
+@dataclass(frozen=True)
+class Assembly:
+    """A run, ready to train. `plan` has the precision that was chosen."""
+
+    device: Device
+    plan: Plan
+    model: Translator
+    engine: Engine
+    loader: Any  # a DataLoader whose sampler is a PlannedSampler
+    valid: DataLoader[Any]
+
+
+def prepared_for(
+    settings: TrainSettings, cache: Path | None = None, progress: Progress | None = None
+) -> Prepared:
+    """The corpus of a run's settings, encoded; made now if it is not in the cache."""
+    paths = [Path(path) for path in settings.data]
+    return prepare(
+        None if not paths else paths[0] if len(paths) == 1 else paths,
+        src=settings.src,
+        trg=settings.trg,
+        vocabulary_size=settings.vocabulary,
+        joint=settings.joint,
+        max_length=settings.max_length,
+        skip_bad=settings.skip_bad,
+        cache=cache if cache is not None else user_cache() / "text",
+        progress=progress,
+    )
+
+
+def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
+    """Everything in its first state: weights follow from the seed, or from `settings.weights`."""
+    device = open_device(settings.device)
+    plan, loader = _plans(settings, device)
+    torch.manual_seed(settings.seed)
+    model = new_model(settings, data.vocabularies)
+    if settings.weights is not None:
+        load_weights(model, Path(settings.weights))
+    model = model.to(device.torch_device).train()
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=settings.lr,
+        betas=(0.9, 0.98),
+        weight_decay=settings.weight_decay,
+        fused=True,
+    )
+    engine = Engine(
+        model,
+        optimizer,
+        translation_loss(settings.smoothing),
+        plan=plan,
+        device=device,
+        scheduler=_schedule(settings, optimizer),
+        clip_norm=settings.clip_norm or None,
+        accumulate=settings.accumulate,
+        ema_decay=settings.ema,
+        deterministic=settings.deterministic,
+    )
+    pin = plan.pin and device.asynchronous
+    timeout_s, splits = settings.loader_timeout, data.splits
+    training = make_loader(
+        splits["train"],
+        _batches(settings, data, plan, loader, device),
+        loader,
+        pin=pin,
+        timeout_s=timeout_s,
+    )
+    in_order = BatchPlan(splits["valid"].lengths, sentences=settings.sentences, shuffle=False)
+    valid = make_loader(splits["valid"], in_order, LoaderPlan(workers=0), pin=pin)
+    return Assembly(device, plan, model, engine, training, valid)
+
+
+def _plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
+    loader = LoaderPlan()
+    if settings.plan.endswith((".yaml", ".yml")):
+        stored = load_plan(settings.plan)
+        plan, loader = stored.plan, stored.loader
+    else:
+        plan = Plan.of(settings.plan)
+    precision = chosen_precision(settings.precision, device)
+    if precision != plan.precision:
+        plan = plan.but(precision=precision, name=plan.name)
+    workers = settings.workers if settings.workers is not None else loader.workers
+    if workers is None:
+        workers = 2 if device.asynchronous else 0
+    ahead = settings.prefetch_factor or loader.prefetch_factor
+    return plan, LoaderPlan(workers, ahead, loader.batch_size)
+
+
+def _schedule(settings: TrainSettings, optimizer: torch.optim.Optimizer) -> LambdaLR:
+    if settings.schedule == "noam":
+        return noam(optimizer, settings.model().width, settings.warmup)
+    shape = inverse_sqrt if settings.schedule == "inverse_sqrt" else constant
+    return shape(optimizer, settings.warmup, settings.lr)
+
+
+def _batches(
+    settings: TrainSettings, data: Prepared, plan: Plan, loader: LoaderPlan, device: Device
+) -> BatchPlan:
+    shapes = settings.shapes
+    if shapes is None and plan.graphs != "off" and device.captures:
+        shapes = min(_GRAPH_SHAPES, plan.graph_shapes)
+    return BatchPlan(
+        data.splits["train"].lengths,
+        sentences=loader.batch_size or settings.sentences,
+        tokens=settings.tokens,
+        shapes=shapes or None,
+        seed=settings.seed,
+    )

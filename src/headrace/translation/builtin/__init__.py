@@ -1,0 +1,1 @@
+"""The built-in grammar, from words to sentences; `translation.grammar` makes a corpus of them."""

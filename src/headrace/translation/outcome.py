@@ -1,0 +1,55 @@
+"""What a run came to, and the file that says so."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from headrace.errors import TranslationError
+from headrace.rundir import RunFolder, replace_file
+from headrace.translation.score import Scores
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to. `stopped` names the signal that ended it early; None: it is finished.
+    `examples` are (source, reference, translation) of sentences that it never saw."""
+
+    folder: RunFolder
+    stopped: str | None
+    updates: int
+    scores: Scores | None = None
+    examples: list[tuple[str, str, str]] = field(default_factory=list)
+
+    def store(self) -> None:
+        """Write `result.json`: the run is finished."""
+        assert self.scores is not None
+        content = {
+            "updates": self.updates,
+            "scores": asdict(self.scores),
+            "examples": self.examples,
+        }
+        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
+        replace_file(_path(self.folder), text.encode())
+
+
+def stored_result(folder: RunFolder) -> TrainResult | None:
+    """The result of a finished run; None if it is not finished."""
+    path = _path(folder)
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        examples = [(src, trg, found) for src, trg, found in content["examples"]]
+        scores = Scores(**content["scores"])
+        return TrainResult(folder, None, content["updates"], scores, examples)
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise TranslationError(
+            f"{path}: is no result of a finished run ({problem}); take it away, and --resume "
+            "scores the run again"
+        ) from problem
+
+
+def _path(folder: RunFolder) -> Path:
+    return folder.path / "result.json"

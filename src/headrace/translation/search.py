@@ -1,0 +1,316 @@
+"""Search: from source ids to the ids of a translation, many sentences at a time.
+
+A hypothesis of n tokens, eos counted, has the score log p / ((5 + n) / 6)^α, α being the
+`length_penalty`: 0 compares log-probabilities as they are and so prefers what is short, 1 comes
+near to the mean over tokens. pad and bos are never generated, and an empty translation is not
+either. A hypothesis that has as many tokens as allowed is ended with eos, at eos's own price.
+
+All of it stays on the device. Whether every sentence is done is asked every few steps and looked
+at two steps later, when the answer has mostly come; the results are read once, at the end. What a
+sentence gets does not depend on the others in its batch, but for rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import torch
+from torch import Tensor
+
+from headrace.deferred import DeferredScalars
+from headrace.device import Device
+from headrace.errors import TranslationError
+from headrace.translation.model import Translator
+from headrace.translation.vocabulary import BOS, EOS, PAD
+
+#: Steps from one question "is every sentence done?" to the next, and from question to answer.
+_ASK_EVERY, _ANSWER_AFTER = 4, 2
+
+
+def greedy(
+    model: Translator, src: Tensor, device: Device, *, max_length: int | None = None
+) -> list[list[int]]:
+    """The likeliest next token, again and again. src (sentences, length), on the device.
+
+    `max_length` is in tokens, without eos; None allows each sentence 10 more than one and a half
+    times its source, as far as the model's positions reach.
+    """
+    with torch.no_grad(), evaluating(model):
+        limits, steps = _limits(model, src, max_length)
+        hypotheses = _Greedy(model, src, limits, steps)
+        return _run(hypotheses, device, steps)
+
+
+def beam_search(
+    model: Translator,
+    src: Tensor,
+    device: Device,
+    *,
+    beam: int = 3,
+    length_penalty: float = 0.6,
+    max_length: int | None = None,
+) -> list[list[int]]:
+    """The best finished hypothesis of each sentence. src (sentences, length), on the device.
+
+    Each step the `beam` best hypotheses go on; those that end among the `beam` best are set aside.
+    A sentence is done when `beam` have ended, or when none that still runs can become better than
+    the best of them. A beam of 1 is `greedy`. `max_length` is as there.
+    """
+    _check_search(beam, length_penalty)
+    with torch.no_grad(), evaluating(model):
+        limits, steps = _limits(model, src, max_length)
+        hypotheses = _Beams(model, src, limits, steps, beam, length_penalty)
+        return _run(hypotheses, device, steps)
+
+
+def translate_ids(
+    model: Translator,
+    sources: Sequence[Sequence[int]],
+    device: Device,
+    *,
+    batch_tokens: int = 16384,
+    beam: int = 3,
+    length_penalty: float = 0.6,
+    max_length: int | None = None,
+    progress: Callable[[int, int], object] | None = None,
+) -> list[list[int]]:
+    """Translate any number of sentences, in their order.
+
+    They are searched in batches of like length, the longest first, of at most `batch_tokens`
+    source tokens times beams, padding counted. `progress` is called with (done, all) sentences
+    after each. A sentence without ids has an empty translation.
+    """
+    _check_search(beam, length_penalty)
+    _check_whole("batch_tokens", batch_tokens)
+    _check_sources(model, sources)
+    found: list[list[int]] = [[] for _ in sources]
+    order = sorted((i for i, ids in enumerate(sources) if ids), key=lambda i: -len(sources[i]))
+    done = len(sources) - len(order)
+    while order:
+        longest = len(sources[order[0]])
+        size = max(1, batch_tokens // (longest * beam))
+        batch, order = order[:size], order[size:]
+        src = _to_device([sources[i] for i in batch], device)
+        if beam == 1:
+            results = greedy(model, src, device, max_length=max_length)
+        else:
+            results = beam_search(
+                model,
+                src,
+                device,
+                beam=beam,
+                length_penalty=length_penalty,
+                max_length=max_length,
+            )
+        for i, ids in zip(batch, results, strict=True):
+            found[i] = ids
+        done += len(batch)
+        if progress is not None:
+            progress(done, len(sources))
+    return found
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block the model is in eval mode; after it, each part is as it was."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
+class _Greedy:
+    def __init__(self, model: Translator, src: Tensor, limits: Tensor, steps: int) -> None:
+        sentences = src.size(0)
+        self._model, self._limits = model, limits
+        self._state = model.start(model.encode(src), steps)
+        self._last = src.new_full((sentences, 1), BOS)
+        self.ids = src.new_full((sentences, steps), PAD)
+        self.done = torch.zeros(sentences, dtype=torch.bool, device=src.device)
+
+    def advance(self, step: int) -> None:
+        logits, self._state = self._model.step(self._last, self._state)
+        ids = _allowed(logits, step, self._limits).argmax(dim=2)
+        self._last = ids
+        self.ids[:, step] = ids[:, 0]  # what follows an eos is not read
+        self.done = self.done | ids[:, 0].eq(EOS)
+
+
+class _Beams:
+    """Shapes: (sentences, beams) for what runs, (sentences,) for the best that has ended."""
+
+    def __init__(
+        self,
+        model: Translator,
+        src: Tensor,
+        limits: Tensor,
+        steps: int,
+        beam: int,
+        length_penalty: float,
+    ) -> None:
+        sentences = src.size(0)
+        self._model, self._limits, self._beam = model, limits, beam
+        self._length_penalty = length_penalty
+        self._state = model.start(model.encode(src), steps, beam)
+        self._last = src.new_full((sentences, beam), BOS)
+        self._running = src.new_full((sentences, beam, steps), PAD)
+        # All beams begin alike: only the first counts.
+        self._scores = torch.full((sentences, beam), -math.inf, device=src.device)
+        self._scores[:, 0] = 0.0
+        self._first_row = torch.arange(0, sentences * beam, beam, device=src.device).unsqueeze(1)
+        self._rank = torch.arange(2 * beam, device=src.device)
+        self._largest_penalty = ((limits + 6) / 6) ** length_penalty
+        self._ended = torch.zeros(sentences, dtype=torch.int64, device=src.device)
+        self._best = torch.full((sentences,), -math.inf, device=src.device)
+        self.ids = src.new_full((sentences, steps), PAD)
+        self.done = torch.zeros(sentences, dtype=torch.bool, device=src.device)
+
+    def advance(self, step: int) -> None:
+        logits, self._state = self._model.step(self._last, self._state)
+        vocabulary = logits.size(2)
+        log_p = _allowed(logits.float().log_softmax(dim=2), step, self._limits)
+        # Each beam ends in one way only, so among twice as many candidates enough go on.
+        totals = (self._scores.unsqueeze(2) + log_p).flatten(1)
+        scores, at = totals.topk(2 * self._beam, dim=1)
+        beams, ids = at // vocabulary, at % vocabulary
+        ends = ids.eq(EOS)
+        self._set_aside(step, scores, beams, ends)
+        self._go_on(step, scores.masked_fill(ends, -math.inf), beams, ids)
+
+    def _set_aside(self, step: int, scores: Tensor, beams: Tensor, ends: Tensor) -> None:
+        """Keep the best hypothesis that ends now, if it is better than the best before it."""
+        ended = ends & (self._rank < self._beam) & scores.isfinite()
+        penalty = ((step + 6) / 6) ** self._length_penalty
+        values, at = (scores / penalty).masked_fill(~ended, -math.inf).max(dim=1, keepdim=True)
+        ids = _rows(self._running, beams.gather(1, at)).squeeze(1)
+        ids[:, step] = EOS
+        better = values.squeeze(1) > self._best
+        self.ids = torch.where(better.unsqueeze(1), ids, self.ids)
+        self._best = torch.where(better, values.squeeze(1), self._best)
+        self._ended = self._ended + ended.sum(dim=1)
+
+    def _go_on(self, step: int, scores: Tensor, beams: Tensor, ids: Tensor) -> None:
+        """Let the best candidates that do not end run, in the sentences that are not done."""
+        scores, at = scores.topk(self._beam, dim=1)
+        beams, ids = beams.gather(1, at), ids.gather(1, at)
+        # A log-probability only falls, so none that runs can end better than at its price now
+        # and the largest penalty.
+        reachable = scores[:, 0] / self._largest_penalty
+        self.done = self.done | self._ended.ge(self._beam) | self._best.ge(reachable)
+        self._scores = scores.masked_fill(self.done.unsqueeze(1), -math.inf)
+        self._running = _rows(self._running, beams)
+        self._running[:, :, step] = ids
+        self._last = ids
+        self._state = self._model.reorder(self._state, (self._first_row + beams).flatten())
+
+
+def _rows(hypotheses: Tensor, beams: Tensor) -> Tensor:
+    """hypotheses (sentences, beams, length), beams (sentences, n) -> (sentences, n, length)."""
+    at = beams.unsqueeze(2).expand(-1, -1, hypotheses.size(2))
+    return hypotheses.gather(1, at)
+
+
+def _allowed(values: Tensor, step: int, limits: Tensor) -> Tensor:
+    """(sentences, beams, vocabulary), with -∞ for what may not come now."""
+    values[:, :, PAD] = -math.inf
+    values[:, :, BOS] = -math.inf
+    if step == 0:
+        values[:, :, EOS] = -math.inf
+        return values
+    goes_on = torch.arange(values.size(2), device=values.device).ne(EOS)
+    return values.masked_fill(limits.le(step).view(-1, 1, 1) & goes_on, -math.inf)
+
+
+def _limits(model: Translator, src: Tensor, max_length: int | None) -> tuple[Tensor, int]:
+    """Tokens allowed in each sentence, (sentences,), and the steps that the longest takes."""
+    most = model.settings.max_length - 1  # bos has a position too
+    if max_length is None:
+        limits = (src.ne(PAD).sum(dim=1) * 3 // 2 + 10).clamp(max=most)
+        return limits, min(src.size(1) * 3 // 2 + 10, most) + 1
+    _check_whole("max_length", max_length)
+    limit = min(max_length, most)
+    return src.new_full((src.size(0),), limit), limit + 1
+
+
+def _run(hypotheses: _Greedy | _Beams, device: Device, steps: int) -> list[list[int]]:
+    """Advance until every sentence is done, or no step is left; then read the ids."""
+    with closing(DeferredScalars(device, every=1)) as questions:
+        for step in range(steps):
+            hypotheses.advance(step)
+            if step % _ASK_EVERY == _ASK_EVERY - 1:
+                questions.push(step, {"done": hypotheses.done.all()})
+            elif step % _ASK_EVERY == _ANSWER_AFTER - 1:
+                answers = questions.drain("search")
+                if any(answer.values["done"] for answer in answers):
+                    break
+    return [_until_eos(row) for row in _read(hypotheses.ids, device)]
+
+
+def _until_eos(row: list[float]) -> list[int]:
+    ids = []
+    for number in row:
+        if number in (EOS, PAD):
+            break
+        ids.append(int(number))
+    return ids
+
+
+def _read(ids: Tensor, device: Device) -> list[list[float]]:
+    """A 2-d device tensor's numbers. The one wait of a search that always is."""
+    buffer = device.pinned.take(ids.numel() * ids.element_size())
+    on_host = buffer.view(ids.shape, ids.dtype)
+    arrived = device.event()
+    device.copy(on_host, ids, known_pinned=True)
+    arrived.record()
+    device.wait(arrived, "translations")
+    rows = device.read_host(on_host)
+    buffer.release()
+    return rows
+
+
+def _to_device(sentences: list[Sequence[int]], device: Device) -> Tensor:
+    """(sentences, length), padded, on the device."""
+    shape = (len(sentences), max(len(ids) for ids in sentences))
+    buffer = device.pinned.take(math.prod(shape) * torch.int64.itemsize)
+    staging = buffer.view(shape, torch.int64).fill_(PAD)
+    for row, ids in zip(staging, sentences, strict=True):
+        row[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
+    src = device.empty(shape, torch.int64)
+    device.copy(src, staging, known_pinned=True)
+    copied = device.event()
+    copied.record()
+    buffer.release(after=copied)
+    return src
+
+
+def _check_whole(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise TranslationError(f"{name} = {value!r}: expected a whole number from 1")
+
+
+def _check_search(beam: int, length_penalty: float) -> None:
+    _check_whole("beam", beam)
+    good = isinstance(length_penalty, int | float) and not isinstance(length_penalty, bool)
+    if not good or not 0 <= length_penalty < math.inf:
+        raise TranslationError(f"length_penalty = {length_penalty!r}: expected a number from 0")
+
+
+def _check_sources(model: Translator, sources: Sequence[Sequence[int]]) -> None:
+    """On the host, where it costs little: on a GPU an unknown id ends the process' CUDA."""
+    longest, vocabulary = model.settings.max_length, model.src_vocabulary
+    for number, ids in enumerate(sources):
+        if len(ids) > longest:
+            raise TranslationError(
+                f"source {number} has {len(ids)} ids: expected at most {longest}, "
+                "the model's max_length"
+            )
+        if ids and not 0 < min(ids) <= max(ids) < vocabulary:
+            raise TranslationError(
+                f"source {number} has ids from {min(ids)} to {max(ids)}: expected 1 to "
+                f"{vocabulary - 1}, the source vocabulary without padding"
+            )

@@ -1,0 +1,338 @@
+"""The trainer: a run from its settings to its scores, and from any interruption on.
+
+    result = Trainer.create(TrainSettings(preset="tiny", epochs=5)).run()
+    print(result.scores, result.folder.path)
+
+What a run does follows from its settings and its seed alone. It may be killed at any moment:
+`Trainer.resume(folder).run()` goes on from the last checkpoint, from the very next batch.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.checkpoint import (
+    CheckpointWriter,
+    latest_checkpoint,
+    load_checkpoint,
+    weights_from_file,
+    weights_to_file,
+)
+from headrace.deferred import DeferredValues
+from headrace.metrics import MetricsLog
+from headrace.progress import Gauges, Progress
+from headrace.results import EpochResult
+from headrace.rundir import RunFolder
+from headrace.stopping import StopRequests
+from headrace.translation.assembly import assemble, prepared_for
+from headrace.translation.outcome import TrainResult, stored_result
+from headrace.translation.settings import TrainSettings
+from headrace.translation.trained import (
+    TrainedModel,
+    load_weights,
+    save_vocabularies,
+)
+
+_STEP_METRICS_EVERY_S = 5.0
+_EXAMPLES = 8
+
+
+@dataclass
+class _Sums:
+    """An epoch's loss so far, over its batches and across interruptions."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+
+    def add(self, loss: float, weight: float) -> None:
+        self.loss += loss * weight
+        self.weight += weight
+
+    @property
+    def mean(self) -> float:
+        return self.loss / self.weight if self.weight else float("nan")
+
+
+class Trainer:
+    """One run in one folder. Make it with `create` or `resume`."""
+
+    def __init__(
+        self,
+        settings: TrainSettings,
+        folder: RunFolder,
+        *,
+        cache: Path | None = None,
+        quiet: bool = False,
+    ) -> None:
+        self.settings, self.folder = settings, folder
+        self._cache = cache
+        self._quiet = quiet
+        self._best: dict[str, Any] = {}
+        self._sums = _Sums()
+        self._left_early = False
+
+    @classmethod
+    def create(
+        cls,
+        settings: TrainSettings,
+        *,
+        project: Path = Path("runs/train"),
+        name: str | None = None,
+        cache: Path | None = None,
+        quiet: bool = False,
+    ) -> Trainer:
+        """A new run. Its folder and `config.yaml` are there before anything else is done."""
+        folder = RunFolder.create(project, name)
+        folder.write_config(settings.to_dict())
+        return cls(settings, folder, cache=cache, quiet=quiet)
+
+    @classmethod
+    def resume(cls, run: Path, *, cache: Path | None = None, quiet: bool = False) -> Trainer:
+        """The run of a folder, to go on with: from its last checkpoint, or from the start if it
+        was ended before the first."""
+        folder = RunFolder.open(run)
+        return cls(TrainSettings.read(folder.config), folder, cache=cache, quiet=quiet)
+
+    def run(self) -> TrainResult:
+        """Train to the end, or until a signal asks to stop. A finished run is left as it is."""
+        stored = stored_result(self.folder)
+        if stored is not None:
+            return stored
+        with (
+            self.folder.locked(),
+            Progress(self.settings.epochs, self._quiet, gauges=self._gauges) as self._progress,
+            StopRequests() as self._stop,
+        ):
+            self._set_up()
+            with (
+                MetricsLog(
+                    self.folder.metrics, self.folder.events if self.settings.tensorboard else None
+                ) as self._metrics,
+                CheckpointWriter(self._device, self.folder.state) as self._writer,
+            ):
+                first_batch = self._restore()
+                while not self._is_done() and not self._stop.requested:
+                    self._epoch(first_batch)
+                    first_batch = 0
+                return self._end()
+
+    # --- setting up -------------------------------------------------------------------------------
+
+    def _set_up(self) -> None:
+        def tell(what: str, done: int, total: int) -> None:
+            self._progress.status(f"{what} {done:,}/{total:,}")
+
+        self._data = prepared_for(self.settings, self._cache, tell)
+        self._progress.message(self._data.table())
+        save_vocabularies(self.folder.path / "vocabulary", self._data.vocabularies)
+        parts = assemble(self.settings, self._data)
+        self._device, self._plan, self._model = parts.device, parts.plan, parts.model
+        self._engine, self._loader, self._valid = parts.engine, parts.loader, parts.valid
+        self._say_what_is_trained()
+
+    def _say_what_is_trained(self) -> None:
+        parameters = sum(p.numel() for p in self._model.parameters())
+        batches = self._loader.sampler.batches
+        self._progress.message(
+            f"{self.settings.preset} model, {parameters / 1e6:.1f} M parameters, plan "
+            f"{self._plan.name} ({self._plan.precision}) on {self._device.description()}; "
+            f"{len(batches):,} batches an epoch, {batches.shapes} shapes, "
+            f"{batches.waste:.1%} padding; {self.folder.path}"
+        )
+
+    # --- one epoch --------------------------------------------------------------------------------
+
+    def _epoch(self, first_batch: int) -> None:
+        engine, sampler, epoch = self._engine, self._loader.sampler, self._engine.epochs
+        sampler.set_epoch(epoch)
+        sampler.start_at(first_batch)
+        if first_batch == 0:
+            self._sums = _Sums()
+        before = _Sums(self._sums.loss, self._sums.weight)
+        self._progress.epoch_begins(epoch, len(sampler.batches), first_batch=first_batch)
+        self._begun_ns = self._device.ledger.now_ns()
+        saved_at = noted_at = time.monotonic()
+        for info in engine.steps(
+            self._loader, first_batch=first_batch, max_steps=self._steps_left()
+        ):
+            self._count(info.come_back)
+            self._progress.on_step(info)
+            now = time.monotonic()
+            if now - noted_at > _STEP_METRICS_EVERY_S:
+                noted_at = now
+                self._note_step()
+            if self._stop.requested:
+                self._save()
+                self._left_early = True
+                return
+            if now - saved_at > self.settings.save_every:
+                self._save()
+                saved_at = time.monotonic()
+        result = engine.last_result
+        assert result is not None
+        self._sums = before
+        for loss, weight in zip(result.losses, result.weights, strict=True):
+            self._sums.add(loss, weight)
+        self._end_epoch(result)
+
+    def _steps_left(self) -> int | None:
+        most = self.settings.max_steps
+        return None if most is None else max(0, most - self._engine.updates)
+
+    def _count(self, come_back: Iterable[DeferredValues]) -> None:
+        for entry in come_back:
+            self._sums.add(entry.values["loss"], entry.values["weight"])
+
+    def _note_step(self) -> None:
+        self._metrics.write(
+            "step", self._engine.updates, epoch=self._engine.epochs, loss=self._sums.mean
+        )
+
+    def _end_epoch(self, result: EpochResult) -> None:
+        found = self._validate()
+        figures = result.statistics
+        self._metrics.write(
+            "epoch",
+            self._engine.updates,
+            epoch=result.epoch,
+            loss=self._sums.mean,
+            tokens_per_s=figures.weight_per_s,
+            data_wait_share=figures.data_wait_share,
+            host_blocked_share=figures.host_blocked_share,
+            peak_memory_bytes=figures.peak_memory_bytes,
+            waits={wait.reason: wait.count for wait in result.waits.reasons},
+            replays=figures.replays,
+            **found,
+        )
+        self._progress.epoch_ends(result, found)
+        self._keep_weights(result.epoch, found)
+        self._save()
+
+    def _validate(self) -> dict[str, float]:
+        """Loss on the whole of valid, BLEU on a sample of it, with averaged weights if any."""
+        self._progress.status("validating")
+        with self._weights_to_use():
+            result = self._engine.evaluate(self._valid)
+            found = {"valid_loss": result.mean_loss, "valid_nll": result.metrics["nll"]}
+            sample = self._data.texts("valid")[: self.settings.valid_sentences]
+            if sample:
+                scores, _ = self._trained().score(sample, beam=1)
+                found["bleu"] = scores.bleu
+        return found
+
+    def _weights_to_use(self) -> Any:
+        return nullcontext() if self._engine.ema is None else self._engine.ema.applied()
+
+    def _trained(self) -> TrainedModel:
+        return TrainedModel(
+            self._model,
+            self._data.vocabularies,
+            self.settings,
+            self._device,
+            self._plan.precision,
+        )
+
+    # --- what is kept -----------------------------------------------------------------------------
+
+    def _keep_weights(self, epoch: int, found: dict[str, float]) -> None:
+        with self._weights_to_use():
+            weights = self._model.state_dict()
+            weights_to_file(self.folder.weights / "last.safetensors", weights)
+            value = (found.get("bleu", 0.0), -found["valid_nll"])
+            if not self._best or value > tuple(self._best["value"]):
+                self._best = {"epoch": epoch, "value": list(value)}
+                weights_to_file(self.folder.weights / "best.safetensors", weights)
+            if self.settings.average_last > 1:
+                weights_to_file(self.folder.weights / f"epoch-{epoch:05}.safetensors", weights)
+                for old in self._epochs_kept()[: -self.settings.average_last]:
+                    old.unlink()
+
+    def _epochs_kept(self) -> list[Path]:
+        return sorted(self.folder.weights.glob("epoch-*.safetensors"))
+
+    def _save(self) -> None:
+        """A checkpoint of this very moment. The losses up to here are waited for."""
+        self._count(self._engine.settle("checkpoint"))
+        state = {
+            "engine": self._engine.state_dict(),
+            "sums": [self._sums.loss, self._sums.weight],
+            "best": self._best,
+        }
+        self._writer.save(state, self._engine.updates)
+
+    def _restore(self) -> int:
+        """Go back to the last checkpoint, if there is one. Returns the batch to go on with."""
+        path = latest_checkpoint(self.folder.state)
+        if path is None:
+            return 0
+        state = load_checkpoint(path)
+        batch = self._engine.load_state_dict(state["engine"])
+        self._sums, self._best = _Sums(*state["sums"]), state["best"]
+        self._metrics.rewind(self._engine.updates)
+        self._progress.message(
+            f"going on from {path}: epoch {self._engine.epochs + 1}, batch {batch:,}"
+        )
+        return batch
+
+    def _is_done(self) -> bool:
+        return self._engine.epochs >= self.settings.epochs or self._steps_left() == 0
+
+    # --- the end ----------------------------------------------------------------------------------
+
+    def _end(self) -> TrainResult:
+        updates = self._engine.updates
+        if self._left_early or not self._is_done():
+            self._writer.close()
+            self._progress.final(
+                f"stopped by {self._stop.requested} after {updates:,} updates; go on with: "
+                f"headrace train --resume {self.folder.path}"
+            )
+            return TrainResult(self.folder, self._stop.requested, updates)
+        self._engine.close()
+        name = "best"
+        if len(self._epochs_kept()) > 1:
+            name = "averaged"
+            weights_to_file(self.folder.weights / "averaged.safetensors", self._averaged())
+        load_weights(self._model, self.folder.weights / f"{name}.safetensors")
+        split = "test" if "test" in self._data.splits else "valid"
+        pairs = self._data.texts(split)
+        self._progress.status(f"translating {split}")
+        scores, found = self._trained().score(pairs, beam=self.settings.beam)
+        self._metrics.write(
+            split, updates, weights=name, bleu=scores.bleu, chrf=scores.chrf,
+            signature=scores.bleu_signature,
+        )  # fmt: skip
+        examples = [(*pair, text) for pair, text in zip(pairs, found, strict=True)][:_EXAMPLES]
+        result = TrainResult(self.folder, None, updates, scores, examples)
+        result.store()
+        return result
+
+    def _averaged(self) -> dict[str, torch.Tensor]:
+        """The mean of the last epochs' weights."""
+        stored = [weights_from_file(path) for path in self._epochs_kept()]
+        return {
+            name: torch.stack([one[name].double() for one in stored]).mean(0).to(value.dtype)
+            for name, value in stored[0].items()
+        }
+
+    def _gauges(self) -> Gauges:
+        """For the progress line: what the ledger and the device say of this epoch so far."""
+        if not hasattr(self, "_begun_ns"):
+            return Gauges()
+        ledger = self._device.ledger
+        elapsed_ms = max(1e-3, (ledger.now_ns() - self._begun_ns) / 1e6)
+        waits = ledger.epoch_statistics()
+        data_ms = waits["data"].total_ms
+        return Gauges(
+            memory_bytes=self._device.peak_memory() or None,
+            data_wait_share=min(1.0, data_ms / elapsed_ms),
+            host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / elapsed_ms),
+            gpu_use_share=self._device.use_share(),
+        )

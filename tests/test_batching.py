@@ -1,0 +1,148 @@
+"""Batches as a pure function of (seed, epoch): exactly once, little padding, any worker count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.errors import PlanError
+from headrace.plan import LoaderPlan
+from headrace.translation.batching import BatchPlan, EpochBatches, make_loader
+from headrace.translation.prepare import Prepared, prepare
+
+LENGTHS = st.lists(st.tuples(st.integers(2, 60), st.integers(3, 60)), min_size=1, max_size=200)
+CUTS = st.sampled_from(
+    [
+        {"sentences": 1},
+        {"sentences": 7},
+        {"sentences": 30, "shapes": 4},
+        {"tokens": 60},
+        {"tokens": 300},
+        {"tokens": 100, "shapes": 6},
+    ]
+)
+
+
+def everything(batches: EpochBatches) -> list[int]:
+    return [int(index) for batch in range(len(batches)) for index in batches[batch].indices]
+
+
+class TestPlan:
+    @settings(max_examples=80, deadline=None)
+    @given(lengths=LENGTHS, cut=CUTS, seed=st.integers(0, 5), epoch=st.integers(0, 3))
+    def test_every_pair_once_and_it_fits(
+        self, lengths: Any, cut: Any, seed: int, epoch: int
+    ) -> None:
+        table = np.array(lengths)
+        batches = BatchPlan(table, seed=seed, **cut).epoch(epoch)
+        assert sorted(everything(batches)) == list(range(len(table)))
+        padded = 0
+        for number in range(len(batches)):
+            spec = batches[number]
+            assert len(spec.indices) > 0
+            assert (table[spec.indices].max(axis=0) <= spec.edges).all()
+            padded += len(spec.indices) * sum(spec.edges)
+            if "tokens" not in cut:
+                assert len(spec.indices) <= cut["sentences"]
+            elif "shapes" not in cut:
+                assert table[spec.indices, 1].sum() <= cut["tokens"]
+            else:
+                assert len(spec.indices) * spec.edges[1] <= max(cut["tokens"], spec.edges[1])
+        assert batches.waste == pytest.approx(1 - table.sum() / padded)
+
+    @settings(max_examples=30, deadline=None)
+    @given(lengths=LENGTHS, cut=CUTS)
+    def test_a_pure_function_of_seed_and_epoch(self, lengths: Any, cut: Any) -> None:
+        table = np.array(lengths)
+
+        def order(seed: int, epoch: int) -> list[int]:
+            return everything(BatchPlan(table, seed=seed, **cut).epoch(epoch))
+
+        plan = BatchPlan(table, seed=1, **cut)
+        assert everything(plan.epoch(2)) == order(1, 2)
+        assert everything(plan.epoch(0)) == order(1, 0)  # whatever was asked for before
+        if len(table) > 20:
+            assert order(1, 0) != order(1, 1)
+            assert order(1, 0) != order(2, 0)
+
+    def test_few_shapes_on_demand(self) -> None:
+        table = np.random.default_rng(0).integers(4, 60, (5000, 2))
+        batches = BatchPlan(table, sentences=30, shapes=16).epoch(0)
+        edges = {batches[number].edges for number in range(len(batches))}
+        assert len(edges) <= 16
+        assert BatchPlan(table, sentences=30).epoch(0).shapes > 30
+
+    def test_like_lengths_go_together(self) -> None:
+        table = np.random.default_rng(0).integers(4, 60, (5000, 1)).repeat(2, axis=1)
+        assert BatchPlan(table, sentences=30).epoch(0).waste < 0.05
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"sentences": 0}, "sentences = 0: expected a whole number, 1 or more"),
+            ({"tokens": -3}, "tokens = -3: expected a whole number"),
+            ({"tokens": 9}, "tokens = 9: expected 12 or more, the length of the longest target"),
+            ({"shapes": 0}, "shapes = 0: expected a whole number"),
+        ],
+    )
+    def test_bad_numbers(self, options: Any, message: str) -> None:
+        with pytest.raises(PlanError, match=message):
+            BatchPlan(np.array([[5, 12]]), **options)
+
+    def test_nothing_to_cut(self) -> None:
+        assert len(BatchPlan(np.zeros((0, 2), dtype=np.int64)).epoch(0)) == 0
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Prepared:
+    folder: Path = tmp_path_factory.mktemp("corpus")
+    lines = [f"word{n % 7} and {n} more\tWort{n % 7} und noch {n}" for n in range(300)]
+    (folder / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return prepare(
+        folder / "pairs.tsv", src="en", trg="de", vocabulary_size=300, cache=folder / "cache"
+    )
+
+
+class TestLoader:
+    def batches(self, prepared: Prepared, workers: int, *, start: int = 0, epoch: int = 0) -> Any:
+        pairs = prepared.splits["train"]
+        plan = BatchPlan(pairs.lengths, sentences=16, seed=3)
+        loader = make_loader(pairs, plan, LoaderPlan(workers, 2 if workers else None), pin=False)
+        loader.sampler.set_epoch(epoch)  # type: ignore[attr-defined]
+        loader.sampler.start_at(start)  # type: ignore[attr-defined]
+        return list(loader)
+
+    def test_the_same_whatever_the_worker_count(self, prepared: Prepared) -> None:
+        alone, helped = self.batches(prepared, 0), self.batches(prepared, 2)
+        assert len(alone) == len(helped) > 10
+        for one, other in zip(alone, helped, strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+    @pytest.mark.parametrize("workers", [0, 2])
+    def test_from_the_middle(self, prepared: Prepared, workers: int) -> None:
+        whole = self.batches(prepared, 0, epoch=1)
+        rest = self.batches(prepared, workers, start=5, epoch=1)
+        assert len(rest) == len(whole) - 5
+        for one, other in zip(whole[5:], rest, strict=True):
+            assert torch.equal(one[0], other[0])
+            assert torch.equal(one[1], other[1])
+
+    def test_ids_and_padding(self, prepared: Prepared) -> None:
+        source, target = self.batches(prepared, 0)[0]
+        assert source.dtype == target.dtype == torch.int64
+        assert (target[:, 0] == 2).all()
+        ends = target.eq(3).sum(dim=1)
+        assert (ends == 1).all()
+        assert source.ne(0).any(dim=1).all()
+
+    def test_loading_draws_from_no_generator_of_training(self, prepared: Prepared) -> None:
+        before = torch.get_rng_state()
+        self.batches(prepared, 0)
+        assert torch.equal(torch.get_rng_state(), before)

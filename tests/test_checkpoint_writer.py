@@ -1,0 +1,194 @@
+"""Checkpoints written in the background: a consistent moment, no wait, no race."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_checkpoint import contents, names, on
+
+from headrace.checkpoint import (
+    CheckpointWriter,
+    latest_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
+from headrace.device import Device, Event, PinnedBuffer, Stream
+from headrace.errors import CheckpointError, ClosedError, EventNotRecordedError
+from headrace.testing import Costs, FakeDevice
+
+
+def test_the_weights_may_be_overwritten_at_once(tmp_path: Path, device: Device) -> None:
+    weight, count = on(device, 0.0, 50, 10), torch.zeros(())
+    state = {"weight": weight, "again": weight, "t": weight.t(), "count": count, "none": weight[:0]}
+    with CheckpointWriter(device, tmp_path, keep=9) as writer:
+        for step in range(4):
+            writer.save({**state, "step": step}, step)
+            weight += 1
+            count += 1
+    for step in range(4):
+        found = load_checkpoint(tmp_path / f"step-{step:08d}")
+        assert found["step"] == step
+        assert torch.equal(found["weight"], torch.full((50, 10), float(step)))
+        assert torch.equal(found["t"], torch.full((10, 50), float(step)))
+        assert torch.equal(found["count"], torch.tensor(float(step)))
+        assert found["again"].data_ptr() == found["weight"].data_ptr()
+        assert found["none"].shape == (0, 10)
+    assert device.pinned.lent == 0
+
+
+def test_the_same_bytes_as_in_the_foreground(tmp_path: Path, device: Device) -> None:
+    state = {"a": on(device, 1.0, 3, 4).t(), "b": [on(device, 2.0), torch.ones(2)]}
+    (tmp_path / "back").mkdir()
+    (tmp_path / "fore").mkdir()
+    with CheckpointWriter(device, tmp_path / "back") as writer:
+        writer.save(state, 3, wait=True)
+        assert latest_checkpoint(tmp_path / "back") is not None
+    save_checkpoint(tmp_path / "fore", state, step=3, device=device)
+    assert contents(tmp_path / "back") == contents(tmp_path / "fore")
+
+
+def test_save_does_not_wait_and_the_next_one_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_write, write = threading.Event(), os.write
+
+    def write_later(*args: Any) -> int:
+        assert may_write.wait(60)
+        return write(*args)
+
+    monkeypatch.setattr(os, "write", write_later)
+    with FakeDevice(costs=Costs(query_us=0)) as device:
+        weight = on(device, 1.0, 4)
+        writer = CheckpointWriter(device, tmp_path)
+        device.work(50.0)
+        began = device.now_ms
+        writer.save({"weight": weight}, 1)
+        assert device.now_ms == began
+        assert device.ledger.statistics()["checkpoint"].count == 0
+        assert latest_checkpoint(tmp_path) is None
+        weight.fill_(2.0)
+        may_write.set()
+        writer.save({"weight": weight}, 2)
+        assert device.ledger.statistics()["checkpoint"].count == 1
+        newest = latest_checkpoint(tmp_path)
+        assert newest is not None
+        writer.close()
+        waits = device.ledger.statistics()
+        assert waits["checkpoint"].count == 2
+        assert waits["checkpoint_copy"].count == 2
+        assert waits["checkpoint_copy"].total_ms >= 50.0
+        assert device.hidden_waits == []
+    assert load_checkpoint(tmp_path / "step-00000001")["weight"][0] == 1.0
+    assert load_checkpoint(tmp_path / "step-00000002")["weight"][0] == 2.0
+    assert device.pinned.lent == 0
+    assert not [thread for thread in threading.enumerate() if "headrace-ch" in thread.name]
+
+
+def test_an_error_in_the_background_comes_up_as_itself(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device
+) -> None:
+    state = {"weight": on(device, 1.0, 4)}
+    broken = RuntimeError("broken")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise broken
+
+    writer = CheckpointWriter(device, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", fail)
+        writer.save(state, 1)
+        with pytest.raises(RuntimeError) as caught:
+            writer.save(state, 2)
+        assert caught.value is broken
+        writer.save(state, 3)
+        with pytest.raises(RuntimeError, match="broken"):
+            writer.close()
+    writer.close()
+    assert names(tmp_path) == []
+    assert device.pinned.lent == 0
+    with pytest.raises(ClosedError, match="after its close"):
+        writer.save(state, 4)
+    with CheckpointWriter(device, tmp_path / "missing") as other:
+        other.save(state, 1)
+        with pytest.raises(CheckpointError, match=r"was not written to .*missing"):
+            other.save(state, 2)
+        other.save({}, 1, wait=False)
+        with pytest.raises(CheckpointError):
+            other.close()
+
+
+def test_the_error_that_ends_the_block_is_the_one_raised(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail_with_a_bad_folder(device: Device) -> None:
+        with CheckpointWriter(device, tmp_path / "missing") as writer:
+            writer.save({}, 1)
+            raise ZeroDivisionError
+
+    with FakeDevice() as device, pytest.raises(ZeroDivisionError):
+        fail_with_a_bad_folder(device)
+    assert "the last checkpoint was not written" in caplog.text
+
+
+def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path, device: Device) -> None:
+    with CheckpointWriter(device, tmp_path) as writer:
+        with pytest.raises(CheckpointError, match=r"state\['a'\] is a set"):
+            writer.save({"weight": on(device, 1.0), "a": {1}}, 1)
+        with pytest.raises(CheckpointError, match="step = -1"):
+            writer.save({}, -1)
+        writer.save({"weight": on(device, 1.0)}, 1)
+    assert names(tmp_path) == ["step-00000001"]
+    assert device.pinned.lent == 0
+
+
+def test_no_pinned_memory_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with FakeDevice() as device:
+        taken: list[int] = []
+        take = device.pinned.take
+
+        def fail(nbytes: int) -> PinnedBuffer:
+            taken.append(nbytes)
+            if len(taken) == 2:
+                raise MemoryError("pinned")
+            return take(nbytes)
+
+        monkeypatch.setattr(device.pinned, "take", fail)
+        with CheckpointWriter(device, tmp_path) as writer:
+            weights = [on(device, 1.0, 4), on(device, 2.0, 4)]
+            with pytest.raises(MemoryError, match="pinned"):
+                writer.save(weights, 1)
+            for weight in weights:
+                weight.zero_()
+        assert device.pinned.lent == 0
+        take(16).view((4,), torch.float32).fill_(0)  # only once the copy has passed
+
+
+def test_every_edge_is_load_bearing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def races(left_out: tuple[type, str] | None) -> bool:
+        def nothing(*args: Any, **kwargs: Any) -> None:
+            return None
+
+        with monkeypatch.context() as patch, FakeDevice(check=False) as device:
+            weight = on(device, 1.0, 400)
+            if left_out is not None:
+                patch.setattr(*left_out, nothing)
+            try:
+                with CheckpointWriter(device, tmp_path) as writer:
+                    for step in range(3):
+                        writer.save({"weight": weight}, step)
+                        weight.mul_(2)
+                        torch.ones(400, device=device.torch_device)
+            except EventNotRecordedError:
+                return True
+        return bool(device.races)
+
+    assert not races(None)
+    assert races((Stream, "wait_event"))
+    assert races((Event, "record"))
+    assert races((FakeDevice, "wait"))
+    assert races((FakeDevice, "record_stream"))

@@ -1,0 +1,304 @@
+"""The trainer: killed anywhere and resumed, the weights are those of a run that never stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from headrace.cli import app
+from headrace.errors import HeadraceError, TranslationError
+from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings
+
+SMALL: dict[str, Any] = {
+    "src": "en",
+    "trg": "de",
+    "vocabulary": 300,
+    "preset": "tiny",
+    "width": 16,
+    "heads": 2,
+    "layers": 1,
+    "inner": 32,
+    "sentences": 16,
+    "epochs": 2,
+    "warmup": 10,
+    "beam": 2,
+    "valid_sentences": 4,
+    "device": "cpu",
+    "save_every": 0,
+    "tensorboard": False,
+}
+# Runs a trainer in a process of its own that dies, as if by SIGKILL, after so many batches.
+DIES = """
+import os, sys
+from pathlib import Path
+from headrace.engine import Engine
+from headrace.translation import Trainer
+run, cache, batches = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+steps, seen = Engine.steps, [0]
+def counted(self, *args, **options):
+    for info in steps(self, *args, **options):
+        seen[0] += 1
+        yield info
+        if seen[0] == batches:
+            os._exit(9)
+Engine.steps = counted
+Trainer.resume(run, cache=cache, quiet=True).run()
+"""
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("corpus")
+    numbers = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"]
+    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
+    lines = [
+        f"{words[a]} and {words[b]} or {words[c]}\t{numbers[a]} und {numbers[b]} oder {numbers[c]}"
+        for a in range(10)
+        for b in range(5)
+        for c in range(4)
+    ]
+    (folder / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return folder
+
+
+def new(corpus: Path, project: Path, name: str, **changes: Any) -> Trainer:
+    settings = TrainSettings.from_dict({**SMALL, "data": str(corpus / "pairs.tsv"), **changes})
+    return Trainer.create(settings, project=project, name=name, cache=corpus / "cache", quiet=True)
+
+
+def weights_of(run: Path) -> str:
+    return hashlib.sha256((run / "weights" / "last.safetensors").read_bytes()).hexdigest()
+
+
+def everything_in(run: Path) -> dict[str, tuple[int, str]]:
+    return {
+        str(path.relative_to(run)): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and "lock" not in path.name
+    }
+
+
+class TestResume:
+    @pytest.mark.parametrize(
+        ("plan", "workers", "options", "deaths"),
+        [
+            ("pipeline", 0, {}, [1, 7]),
+            ("pipeline", 2, {"ema": 0.9}, [15]),
+            ("baseline", 0, {"accumulate": 3}, [5, 9]),
+            ("streams4", 0, {"dropout": 0.3}, [12]),
+            ("graph", 0, {"average_last": 2}, [3]),
+        ],
+    )
+    def test_killed_and_resumed_it_is_the_same_run(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        plan: str,
+        workers: int,
+        options: dict[str, Any],
+        deaths: list[int],
+    ) -> None:
+        whole = new(corpus, tmp_path, "whole", plan=plan, workers=workers, **options)
+        expected = whole.run()
+        killed = new(corpus, tmp_path, "killed", plan=plan, workers=workers, **options)
+        for batches in deaths:
+            died = subprocess.run(
+                [sys.executable, "-c", DIES, killed.folder.path, corpus / "cache", str(batches)],
+                capture_output=True,
+                text=True,
+            )
+            assert died.returncode == 9, died.stderr
+        found = Trainer.resume(killed.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert weights_of(found.folder.path) == weights_of(expected.folder.path)
+        assert found.scores == expected.scores
+        assert epochs(found) == epochs(expected)
+
+    def test_killed_before_the_first_checkpoint(self, corpus: Path, tmp_path: Path) -> None:
+        expected = new(corpus, tmp_path, "whole").run()
+        fresh = new(corpus, tmp_path, "fresh")  # its folder has nothing but config.yaml
+        found = Trainer.resume(fresh.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert weights_of(found.folder.path) == weights_of(expected.folder.path)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_asked_to_stop_it_saves_and_says_where(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        number: signal.Signals,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        expected = new(corpus, tmp_path, "whole", save_every=1e6).run()
+        trainer = new(corpus, tmp_path, "stopped", save_every=1e6)
+        note = Trainer._count
+        seen: list[int] = []
+
+        def count(self: Trainer, come_back: Any) -> None:
+            seen.append(1)
+            if len(seen) == 5:
+                os.kill(os.getpid(), number)
+            note(self, come_back)
+
+        monkeypatch.setattr(Trainer, "_count", count)
+        stopped = trainer.run()
+        monkeypatch.undo()
+        assert (stopped.stopped, stopped.scores) == (number.name, None)
+        said = capfd.readouterr().err
+        assert f"stopped by {number.name} after 5 updates" in said
+        assert "headrace train --resume" in said
+        found = Trainer.resume(stopped.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert weights_of(found.folder.path) == weights_of(expected.folder.path)
+
+    def test_a_finished_run_is_left_as_it_is(self, corpus: Path, tmp_path: Path) -> None:
+        result = new(corpus, tmp_path, "done").run()
+        before = everything_in(result.folder.path)
+        again = Trainer.resume(result.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert again == result
+        assert everything_in(result.folder.path) == before
+
+    def test_the_same_weights_in_every_folder(self, corpus: Path, tmp_path: Path) -> None:
+        """No date, name or path is in a file of weights."""
+        one, other = new(corpus, tmp_path, "a").run(), new(corpus, tmp_path / "b", "c").run()
+        assert weights_of(one.folder.path) == weights_of(other.folder.path)
+
+
+def epochs(result: TrainResult) -> list[dict[str, Any]]:
+    """What a run's metrics say of its epochs, without what depends on the clock."""
+    lines = [json.loads(line) for line in result.folder.metrics.read_text().splitlines()]
+    kept = ("step", "epoch", "loss", "valid_loss", "bleu")
+    return [{name: line[name] for name in kept} for line in lines if line["kind"] == "epoch"]
+
+
+class TestRun:
+    def test_what_a_run_leaves(self, corpus: Path, tmp_path: Path) -> None:
+        result = new(corpus, tmp_path, "run", tensorboard=True, average_last=2).run()
+        there = {path.name for path in result.folder.path.rglob("*") if path.is_file()}
+        for name in (
+            *("config.yaml", "metrics.jsonl", "result.json", "src.model", "trg.model"),
+            *("best.safetensors", "last.safetensors", "averaged.safetensors"),
+        ):
+            assert name in there
+        assert any("tfevents" in name for name in there)
+        assert [entry["epoch"] for entry in epochs(result)] == [0, 1]
+        assert result.scores is not None
+        assert len(result.examples) > 0
+
+    def test_fine_tuning_starts_from_other_weights(self, corpus: Path, tmp_path: Path) -> None:
+        first = new(corpus, tmp_path, "first", epochs=3).run()
+        tuned = new(corpus, tmp_path, "tuned", epochs=1, weights=str(first.folder.path)).run()
+        assert epochs(tuned)[0]["loss"] < epochs(first)[0]["loss"]
+
+    def test_weights_that_do_not_fit(self, corpus: Path, tmp_path: Path) -> None:
+        first = new(corpus, tmp_path, "first", epochs=1).run()
+        with pytest.raises(TranslationError, match=r"is \(.*\), the model has \("):
+            new(corpus, tmp_path, "wide", width=32, weights=str(first.folder.path)).run()
+
+    def test_steps_may_be_bounded(self, corpus: Path, tmp_path: Path) -> None:
+        assert new(corpus, tmp_path, "short", max_steps=5).run().updates == 5
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"epoch": 3}, r"unknown key 'epoch' \(did you mean 'epochs'\?\)"),
+            ({"epochs": 0}, "epochs = 0: expected a whole number from 1"),
+            ({"preset": "tinny"}, r"preset = 'tinny' \(did you mean 'tiny'\?\): expected tiny"),
+            ({"dropout": 1.5}, "dropout = 1.5: expected a number from 0 to 1"),
+            ({"joint": "yes"}, "joint = 'yes': expected true or false"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, values: dict[str, Any], message: str) -> None:
+        with pytest.raises(TranslationError, match=message):
+            TrainSettings.from_dict(values)
+
+    def test_round_trip(self) -> None:
+        settings = TrainSettings(data=("a", "b"), epochs=3)
+        assert (
+            TrainSettings.from_dict(yaml.safe_load(yaml.safe_dump(settings.to_dict()))) == settings
+        )
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new(corpus, tmp_path_factory.mktemp("runs"), "run").run().folder.path
+
+
+class TestCommands:
+    def invoke(self, *arguments: object, stdin: str | None = None) -> Any:
+        return CliRunner().invoke(app, [str(word) for word in arguments], input=stdin)
+
+    def test_train_prints_its_score_last(self, corpus: Path, tmp_path: Path) -> None:
+        config = tmp_path / "small.yaml"
+        config.write_text(yaml.safe_dump({**SMALL, "epochs": 5}), encoding="utf-8")
+        found = self.invoke(
+            *("train", corpus / "pairs.tsv", "--config", config, "--epochs", 1, "--quiet"),
+            *("--project", tmp_path / "runs", "--cache", corpus / "cache"),
+        )
+        assert found.exit_code == 0, found.output
+        assert found.stdout.splitlines()[-1].startswith("BLEU ")
+        stored = yaml.safe_load((tmp_path / "runs" / "exp" / "config.yaml").read_text())
+        assert (stored["epochs"], stored["width"]) == (1, 16)  # flags override the file
+
+    def test_translate(self, trained: Path, tmp_path: Path) -> None:
+        told = self.invoke("translate", trained, "one and two or three", "four and one or zero")
+        assert told.exit_code == 0, told.output
+        piped = self.invoke(
+            "translate", trained, stdin="one and two or three\nfour and one or zero\n"
+        )
+        text = tmp_path / "text"
+        text.write_text("one and two or three\nfour and one or zero\n", encoding="utf-8")
+        read = self.invoke("translate", trained, "--file", text)
+        assert told.stdout == piped.stdout == read.stdout
+        assert len(told.stdout.splitlines()) == 2
+
+    def test_evaluate(self, trained: Path, corpus: Path) -> None:
+        found = self.invoke(
+            *("evaluate", trained, "--split", "valid", "--lowercase", "--cache", corpus / "cache")
+        )
+        assert found.exit_code == 0, found.output
+        assert "in lower case" in found.stdout
+        assert found.stdout.splitlines()[-1].startswith("BLEU ")
+
+    def test_prepare_says_where(self, corpus: Path, tmp_path: Path) -> None:
+        found = self.invoke(
+            *("prepare", corpus / "pairs.tsv", "--src", "en", "--trg", "de"),
+            *("--vocabulary", 300, "--cache", tmp_path),
+        )
+        assert found.exit_code == 0, found.output
+        assert Path(found.stdout.splitlines()[-1]).is_dir()
+
+    def test_errors_are_theirs(self, trained: Path, tmp_path: Path) -> None:
+        for arguments in (
+            ("train", tmp_path / "none.tsv"),
+            ("train", "--resume", tmp_path),
+            ("train", "--resume", trained, "--epochs", "3"),
+            ("train", "--epochs", "0"),
+            ("translate", trained, "--weights", "worst"),
+            ("evaluate", trained, "--split", "nonsense"),
+        ):
+            found = self.invoke(*arguments)
+            assert found.exit_code != 0
+            assert isinstance(found.exception, HeadraceError), found.exception
+
+
+def test_a_trained_model_is_its_folder(corpus: Path, tmp_path: Path) -> None:
+    run = new(corpus, tmp_path, "run").run().folder.path
+    moved = tmp_path / "elsewhere"
+    run.rename(moved)
+    model = TrainedModel.load(moved, device="cpu")
+    assert len(model.translate(["one and two or three", ""])) == 2
+    assert model.translate([""]) == [""]
