@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import yaml
 from typer.testing import CliRunner
@@ -302,3 +303,26 @@ def test_a_trained_model_is_its_folder(corpus: Path, tmp_path: Path) -> None:
     model = TrainedModel.load(moved, device="cpu")
     assert len(model.translate(["one and two or three", ""])) == 2
     assert model.translate([""]) == [""]
+
+
+def test_memory_is_flat_over_5000_steps(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "many.tsv").write_text(
+        "".join(f"{n} and {n % 7}\t{n} und {n % 7}\n" for n in range(5200)), encoding="utf-8"
+    )
+    process, count = psutil.Process(), Trainer._count
+    resident: list[int] = []
+
+    def counted(self: Trainer, come_back: Any) -> None:
+        resident.append(process.memory_info().rss)
+        count(self, come_back)
+
+    monkeypatch.setattr(Trainer, "_count", counted)
+    settings = {**SMALL, "width": 8, "sentences": 1, "epochs": 1, "save_every": 1e6}
+    settings |= {"data": str(tmp_path / "many.tsv"), "vocabulary": 400}
+    trainer = Trainer.create(
+        TrainSettings.from_dict(settings), project=tmp_path, cache=tmp_path / "cache", quiet=True
+    )
+    assert trainer.run().updates >= 5000
+    assert resident[5000] - resident[1000] < 20e6
