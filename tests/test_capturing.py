@@ -130,9 +130,12 @@ class TestSameLosses:
             engine.close()
         assert report is not None
         assert report.why is None
-        assert report.shapes == (1 if shapes == "one shape" else 4)
+        # The shape that comes once an epoch may never begin a group.
+        expected = {1} if shapes == "one shape" else {3, 4} if "accumulation" in name else {4}
+        assert report.shapes in expected
         assert report.replays + report.one_by_one == 80
-        assert report.replays >= 70
+        # With accumulation a shape is captured only where it begins a group.
+        assert report.replays >= (55 if "accumulation" in name else 70)
         assert found[0][:2] == found[1][:2]
         assert same(found[0][2], found[1][2])
         assert torch.equal(found[0][3], found[1][3])  # as many random numbers were drawn

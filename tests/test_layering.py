@@ -37,6 +37,7 @@ ROOMS = {
     "step": 2,
     "capturing": 2,
     "capturable": 2,
+    "trial": 2,
     "rates": 2,
     "engine_state": 2,
     "checkpoint": 2,

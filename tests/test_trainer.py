@@ -220,6 +220,8 @@ class TestSettings:
             ({"preset": "tinny"}, r"preset = 'tinny' \(did you mean 'tiny'\?\): expected tiny"),
             ({"dropout": 1.5}, "dropout = 1.5: expected a number from 0 to 1"),
             ({"joint": "yes"}, "joint = 'yes': expected true or false"),
+            ({"data": 5}, "data = 5: expected a path, or a list of them"),
+            ({"data": ["a", None]}, "expected a path, or a list of them"),
         ],
     )
     def test_what_is_wrong_is_named(self, values: dict[str, Any], message: str) -> None:
@@ -282,6 +284,21 @@ class TestCommands:
         assert found.exit_code == 0, found.output
         assert Path(found.stdout.splitlines()[-1]).is_dir()
 
+    def test_evaluate_scores_the_file_as_it_is(self, trained: Path, tmp_path: Path) -> None:
+        pairs = tmp_path / "pairs.tsv"
+        pairs.write_text("one and two or three\teins und zwei oder drei\n" * 3, encoding="utf-8")
+        found = self.invoke("evaluate", trained, pairs)
+        assert found.exit_code == 0, found.output
+        assert "3 sentences" in found.stdout
+
+    def test_translate_gives_one_line_each(self, trained: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text"
+        text.write_bytes("\ufeffone and two\r\n\u2028three\x0cfour\n\none\n".encode())
+        found = self.invoke("translate", trained, "--file", text)
+        assert found.stdout.count("\n") == 4
+        found = self.invoke("translate", trained, "\udcff")
+        assert "sentence 1: is not UTF-8" in str(found.exception)
+
     def test_errors_are_theirs(self, trained: Path, tmp_path: Path) -> None:
         for arguments in (
             ("train", tmp_path / "none.tsv"),
@@ -290,10 +307,40 @@ class TestCommands:
             ("train", "--epochs", "0"),
             ("translate", trained, "--weights", "worst"),
             ("evaluate", trained, "--split", "nonsense"),
+            ("train", "--plan", "nope", "--project", tmp_path / "no"),
+            ("train", "--dropout", "1", "--project", tmp_path / "no"),
+            ("train", "--weights", "nope.safetensors", "--project", tmp_path / "no"),
         ):
             found = self.invoke(*arguments)
             assert found.exit_code != 0
             assert isinstance(found.exception, HeadraceError), found.exception
+        assert not (tmp_path / "no").exists()  # nothing was begun
+
+
+class TestChanged:
+    """A run whose corpus or settings were changed says so, and is not harmed."""
+
+    def unfinished(self, corpus: Path, tmp_path: Path) -> Path:
+        (tmp_path / "pairs.tsv").write_bytes((corpus / "pairs.tsv").read_bytes())
+        run = new(tmp_path, tmp_path, "run").run().folder.path
+        (run / "result.json").unlink()
+        return run
+
+    def test_another_corpus(self, corpus: Path, tmp_path: Path) -> None:
+        run = self.unfinished(corpus, tmp_path)
+        before = everything_in(run / "vocabulary")
+        text = (tmp_path / "pairs.tsv").read_text(encoding="utf-8")
+        (tmp_path / "pairs.tsv").write_text(text.replace("o", "q"), encoding="utf-8")
+        with pytest.raises(TranslationError, match="other vocabularies than this run was begun"):
+            Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
+        assert everything_in(run / "vocabulary") == before
+
+    def test_another_model(self, corpus: Path, tmp_path: Path) -> None:
+        run = self.unfinished(corpus, tmp_path)
+        config = (run / "config.yaml").read_text(encoding="utf-8")
+        (run / "config.yaml").write_text(config.replace("width: 16", "width: 32"))
+        with pytest.raises(TranslationError, match="does not fit the model"):
+            Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
 
 
 def test_a_trained_model_is_its_folder(corpus: Path, tmp_path: Path) -> None:

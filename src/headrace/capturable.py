@@ -65,23 +65,36 @@ def prepare(step: TrainingStep) -> None:
         if "capturable" in group:
             group["capturable"] = True
     for state in step.optimizer.state.values():
-        if isinstance(state.get("step"), torch.Tensor):
-            state["step"] = state["step"].to(step.device.torch_device)
+        for name, value in state.items():
+            if isinstance(value, torch.Tensor) and value.dim() == 0:  # counts, and products of them
+                state[name] = value.to(step.device.torch_device)
     # It would warn that steps run uncaptured: some are meant to.
     step.optimizer._warned_capturable_if_run_uncaptured = True
     step.rates = LearningRates(step.device, step.optimizer) if by_tensor else None
-    step.keeps_gradients = step.accumulate > 1
 
 
 def release(step: TrainingStep) -> None:
     """Undo `prepare`, as far as a plan without graphs is better without it."""
     step.rates = None
-    step.keeps_gradients = False
+    if step.keeps_gradients:
+        step.keeps_gradients = False
+        if not step.group_is_open:
+            forget_gradients(step, keep=set())
+
+
+def forget_gradients(step: TrainingStep, *, keep: set[int]) -> None:
+    """Of parameters that no batch of this group has reached: their gradients are zeros that were
+    kept, and an optimizer goes on moving what has a gradient, be it zero."""
+    for parameter in step.parameters():
+        if id(parameter) not in keep:
+            parameter.grad = None
 
 
 def settings(step: TrainingStep) -> tuple[Hashable, ...]:
-    """The optimizer's settings that a graph would keep as they were when it was captured."""
-    frozen = []
+    """The settings that a graph would keep as they were when it was captured: the optimizer's,
+    and ours."""
+    decay = None if step.ema is None else step.ema.decay
+    frozen: list[tuple[str, Any]] = [("clip_norm", step.clip_norm), ("ema_decay", decay)]
     for group in step.optimizer.param_groups:
         for name, value in group.items():
             if name in _NO_SETTINGS or (name == "lr" and step.rates is not None):
@@ -96,20 +109,95 @@ def changed_setting(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
     return str(next(differing, "the number of groups"))
 
 
-def addresses(step: TrainingStep) -> tuple[Hashable, ...]:
-    """Where all memory lies that a graph of this step uses, and what else it was captured with.
-    Another value means that the graph is of yesterday's model or optimizer."""
-    model, found = step.model, []
-    for tensor in (*model.parameters(), *model.buffers()):
-        found.append((tensor.data_ptr(), tensor.requires_grad))
+def tensors_of(step: TrainingStep) -> list[torch.Tensor]:
+    """All memory that a graph of this step uses and that is there before and after it."""
+    found: dict[int, torch.Tensor] = {}
+    for tensor in (*step.model.parameters(), *step.parameters(), *step.model.buffers()):
+        found[id(tensor)] = tensor
         if step.keeps_gradients and tensor.grad is not None:
-            found.append((tensor.grad.data_ptr(), False))
+            found[id(tensor.grad)] = tensor.grad
     for state in step.optimizer.state.values():
         values = state.values() if isinstance(state, dict) else ()
-        found += [(v.data_ptr(), False) for v in values if isinstance(v, torch.Tensor)]
+        found |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
     if step.ema is not None:
-        found += [(average.data_ptr(), False) for average in step.ema.averages]
-    return (tuple(found), tuple(module.training for module in model.modules()))
+        found |= {id(average): average for average in step.ema.averages}
+    return list(found.values())
+
+
+def addresses(step: TrainingStep) -> tuple[Hashable, ...]:
+    """Where all that memory lies, and what else a graph was captured with. Another value means
+    that the graph is of yesterday's model or optimizer."""
+    memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors_of(step))
+    modules = tuple((id(module), module.training) for module in step.model.modules())
+    return (memory, modules)
+
+
+class Kept:
+    """What stands before a capture and must stand after it, since nothing of it has run: gradients,
+    the optimizer's state, buffers and tensors that modules hold, the scaler's notes."""
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._step = step
+        parameters = {id(p): p for p in (*step.model.parameters(), *step.parameters())}
+        self._gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
+        self._state = {key: dict(value) for key, value in step.optimizer.state.items()}
+        self._modules = [
+            (module, dict(module._buffers), _tensor_attributes(module))
+            for module in step.model.modules()
+        ]
+        self._scaler = None
+        if step.scaler is not None:
+            notes = step.scaler._per_optimizer_states
+            self._scaler = {key: dict(value) for key, value in notes.items()}
+
+    def state_changed(self) -> bool:
+        """Whether the optimizer has made or replaced part of its state."""
+        state = self._step.optimizer.state
+        if state.keys() != self._state.keys():
+            return True
+        return any(_differ(state[key], before) for key, before in self._state.items())
+
+    def gradients_changed(self) -> bool:
+        return any(parameter.grad is not before for parameter, before in self._gradients)
+
+    def replaced(self) -> str | None:
+        """The name of a buffer or attribute that the model's forward has replaced."""
+        for module, buffers, attributes in self._modules:
+            for before, now in (
+                (buffers, module._buffers),
+                (attributes, _tensor_attributes(module)),
+            ):
+                for name in before.keys() | now.keys():
+                    if before.get(name) is not now.get(name):
+                        return f"{type(module).__name__}.{name}"
+        return None
+
+    def restore(self) -> None:
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        state = self._step.optimizer.state
+        state.clear()
+        state.update(self._state)
+        for module, buffers, attributes in self._modules:
+            module._buffers.clear()
+            module._buffers.update(buffers)
+            for name in _tensor_attributes(module).keys() - attributes.keys():
+                del module.__dict__[name]
+            module.__dict__.update(attributes)
+        if self._step.scaler is not None and self._scaler is not None:
+            notes = self._step.scaler._per_optimizer_states
+            notes.clear()
+            notes.update(self._scaler)
+
+
+def _tensor_attributes(module: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
+
+
+def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    return one.keys() != other.keys() or any(
+        value is not other[name] for name, value in one.items() if isinstance(value, torch.Tensor)
+    )
 
 
 def _hooks(

@@ -9,10 +9,9 @@ be captured is launched one by one, and why is said once.
 from __future__ import annotations
 
 import logging
-import statistics
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,16 +23,15 @@ from headrace.graphs import Captured, GraphCache, signature
 from headrace.plan import Plan
 from headrace.sites import line_of_error
 from headrace.step import LossParts, TrainingStep
+from headrace.trial import TRIAL_STEPS, Trial
 
 log = logging.getLogger("headrace")
 Report = Callable[[LossParts], None]
 
-# A graph that saves less than this share of a step is not worth the memory it holds.
-_WORTH_IT = 0.05
-_TRIAL_STEPS = 3
 # Settings that change oftener than every so many batches leave a graph no use.
 _STEADY_BATCHES = 10
 _MOST_CHANGES = 3
+_SOME_ONLY = "some parameters get gradients from some batches only"
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,42 +50,6 @@ class GraphReport:
     decision: str | None
 
 
-@dataclass(slots=True)
-class _Trial:
-    """`graphs="auto"`: the same shape's steps timed both ways, each from an idle device."""
-
-    key: Hashable = None
-    one_by_one_ms: list[float] = field(default_factory=list)
-    launch_ms: list[float] = field(default_factory=list)
-    replay_ms: list[float] = field(default_factory=list)
-    pays: bool | None = None
-
-    def takes(self, key: Hashable, replay: bool) -> bool:
-        if self.pays is not None or (self.key is not None and key != self.key):
-            return False
-        return len(self.replay_ms if replay else self.one_by_one_ms) < _TRIAL_STEPS
-
-    def add(self, key: Hashable, replay: bool, launch_ns: int, step_ns: int) -> None:
-        self.key = key
-        if replay:
-            self.replay_ms.append(step_ns / 1e6)
-        else:
-            self.launch_ms.append(launch_ns / 1e6)
-            self.one_by_one_ms.append(step_ns / 1e6)
-
-    def is_over(self) -> bool:
-        return self.pays is None and len(self.replay_ms) == _TRIAL_STEPS
-
-    def decide(self) -> str:
-        eager, launch = statistics.median(self.one_by_one_ms), statistics.median(self.launch_ms)
-        replay = statistics.median(self.replay_ms)
-        self.pays = replay < eager * (1 - _WORTH_IT)
-        return (
-            f"a step takes {eager:.2f} ms launched kernel by kernel ({launch:.2f} ms of it on the "
-            f"host) and {replay:.2f} ms as a graph: {'' if self.pays else 'no '}graphs are used"
-        )
-
-
 class GraphedStep:
     """Trains on a batch by replaying its shape's graph, or one by one where there is none."""
 
@@ -95,14 +57,17 @@ class GraphedStep:
         self._step = step
         self._device = step.device
         self._plan = plan
-        self._trial = _Trial() if plan.graphs == "auto" else None
-        extra = _TRIAL_STEPS if self._trial is not None else 0
+        self._trial = Trial() if plan.graphs == "auto" else None
+        extra = TRIAL_STEPS if self._trial is not None else 0
         self._graphs: GraphCache[LossParts] = GraphCache(
             self._device, most=plan.graph_shapes, after=plan.graph_after + extra
         )
         self._updates: GraphCache[None] = GraphCache(self._device, most=1, after=0)
         self._settings: tuple[Hashable, ...] | None = None
         self._addresses: tuple[Hashable, ...] | None = None
+        self._held: list[torch.Tensor] = []
+        self._reached: set[int] = set()  # parameters that this group's batches gave a gradient
+        self._reached_by: dict[Hashable, frozenset[int]] = {}  # and that each graph gives one
         self._since_change = self._changes = 0
         self._replays = self._one_by_one = 0
         self._key: Hashable = None
@@ -130,13 +95,21 @@ class GraphedStep:
 
     def begin_epoch(self) -> None:
         """Graphs of memory that is not the model's or the optimizer's any more are dropped."""
-        if self._addresses is not None and capturable.addresses(self._step) != self._addresses:
+        if self._why is not None:
+            return
+        obstacle = capturable.why_not(self._step)
+        if obstacle is not None:
+            self._give_up(obstacle)
+        elif self._addresses is not None and capturable.addresses(self._step) != self._addresses:
             self._drop_graphs()
+            for parameter in self._step.parameters():
+                if not parameter.requires_grad:
+                    parameter.grad = None  # one of zeros would still be updated, by its momentum
 
     def restored(self) -> None:
         """The optimizer has another state, and the settings that came with it."""
         self._drop_graphs()
-        if self._why is None:
+        if self._step.rates is not None or self._why is None:
             capturable.prepare(self._step)
 
     def report(self) -> GraphReport:
@@ -164,19 +137,22 @@ class GraphedStep:
             self._key = signature(batch)
             captured = self._graphs.find(self._key)
             if captured is None and self._graphs.is_due(self._key) and self._step.updates > 0:
-                captured = self._capture(batch)
+                captured = self._capture(batch)  # None: not yet
         except CaptureError as problem:
             self._give_up(_told(problem))
             return None
         return captured
 
     def _launch(self, batch: Any, report: Report) -> None:
+        step = self._step
         with self._timed(replay=False):
-            parts = self._step.forward(batch)
+            parts = step.forward(batch)
             report(parts)
-            self._step.backward(parts)
-            if self._step.group_is_full:
-                self._step.update()
+            with self._noting_reached() if step.keeps_gradients else nullcontext():
+                step.backward(parts)
+            if step.group_is_full:
+                self._forget_unreached()
+                step.update()
 
     def _watch(self, batch: Any, report: Report) -> None:
         """The last batch before a capture: is there anything that a graph could not repeat?"""
@@ -195,58 +171,138 @@ class GraphedStep:
             step.gathered()
             if step.accumulate == 1:
                 step.applied()
-            elif step.group_is_full:
-                self._update()
+            else:
+                self._reached |= self._reached_by[self._key]
+                if step.group_is_full:
+                    self._forget_unreached()
+                    self._update()
         if self._trial is not None and self._trial.is_over():
             self._decide(self._trial)
 
     def _update(self) -> None:
         """The update at the end of a group, a graph of its own."""
         step = self._step
+        if self._why is not None:
+            step.update()
+            return
         if step.rates is not None:
             step.rates.write()
-        update = self._updates.find("update")
+        # Gradients that this graph knows nothing of would be neither used nor cleared.
+        key = tuple(p.grad.data_ptr() if p.grad is not None else 0 for p in step.parameters())
+        update = self._updates.find(key)
         if update is None:
+            kept = capturable.Kept(step)
             try:
-                update = self._updates.capture("update", (), lambda _: step.apply())
+                update = self._updates.capture(key, (), lambda _: step.apply())
+                if kept.state_changed():
+                    self._updates.drop(key)
+                    update = None
             except CaptureError as problem:
                 self._give_up(_told(problem))
-                step.update()
-                return
-        update.replay([])
-        step.applied()
+            finally:
+                kept.restore()
+        if update is None:
+            step.update()
+        else:
+            update.replay([])
+            step.applied()
 
     # --- capture ----------------------------------------------------------------------------------
 
-    def _capture(self, batch: Any) -> Captured[LossParts]:
+    def _capture(self, batch: Any) -> Captured[LossParts] | None:
+        """A graph of the step on this batch; None if the step first has to run as it is, because
+        it would make something that stays, such as the optimizer's state of a parameter."""
         step = self._step
-        parameters = list(step.model.parameters())
-        gradients = [parameter.grad for parameter in parameters]
+        obstacle = capturable.why_not(step)
+        if obstacle is not None:
+            raise CaptureError(obstacle)
         if step.rates is not None:
             step.rates.write()
+        if step.accumulate > 1 and not self._gradients_are_kept():
+            return None
+        kept = capturable.Kept(step)
         try:
             captured = self._graphs.capture(self._key, batch, self._device_part)
-            if any(p.grad is not before for p, before in zip(parameters, gradients, strict=True)):
-                raise CaptureError("some parameters get gradients from some batches only")
+            replaced = kept.replaced()
+            if replaced is not None:
+                raise CaptureError(
+                    f"the model replaces {replaced} in its forward, and a graph would go on with "
+                    "the old one: write to it in place"
+                )
+            if kept.state_changed():
+                self._graphs.drop(self._key)
+                return None
+            if step.keeps_gradients and (
+                kept.gradients_changed() or self._reached != self._with_gradients()
+            ):
+                raise CaptureError(_SOME_ONLY)
+            self._reached_by[self._key] = frozenset(self._reached)
         finally:
-            for parameter, before in zip(parameters, gradients, strict=True):
-                parameter.grad = before  # a failed capture leaves some in the pool's memory
+            kept.restore()
+            self._reached.clear()
         self._addresses = capturable.addresses(step)
+        self._held = capturable.tensors_of(step)  # a graph must not outlive its memory
         return captured
+
+    # --- accumulation: gradients that keep their memory -------------------------------------------
+
+    def _gradients_are_kept(self) -> bool:
+        """Whether a group is about to begin with all its gradients in place, at zero."""
+        step, state = self._step, self._step.optimizer.state
+        if step.group_is_open:
+            return False
+        if not step.keeps_gradients:
+            step.keeps_gradients = True  # from this group on: it makes them
+            self._reached.clear()
+            return False
+        return not any(p.grad is None and p.requires_grad and state.get(p) for p in self._all())
+
+    def _forget_unreached(self) -> None:
+        """Before an update: a gradient that is kept cannot say that no batch has reached it. Where
+        that happens, none are kept any more."""
+        if self._step.keeps_gradients and self._reached != self._with_gradients():
+            capturable.forget_gradients(self._step, keep=self._reached)
+            self._give_up(_SOME_ONLY)
+        self._reached.clear()
+
+    def _with_gradients(self) -> set[int]:
+        return {id(p) for p in self._all() if p.grad is not None}
+
+    def _all(self) -> list[torch.Tensor]:
+        return self._step.parameters()
 
     def _device_part(self, batch: Any) -> LossParts:
         """What a graph repeats: all of a step, or with accumulation all but the update."""
         step = self._step
         with loss_as(step, "compiled"):
             parts = step.forward(batch)
-        step.gather(parts)
-        if step.accumulate == 1:
-            step.apply()
+        # As they are now: a metric may be a view of a weight, which the update changes.
         values = {
-            name: value.detach() if isinstance(value, torch.Tensor) else value
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
             for name, value in parts.values.items()
         }
+        if step.accumulate == 1:
+            step.gather(parts)
+            step.apply()
+        else:
+            with self._noting_reached():
+                step.gather(parts)
         return replace(parts, loss=parts.loss.detach(), values=values)
+
+    @contextmanager
+    def _noting_reached(self) -> Iterator[None]:
+        """Note the parameters that backward gives a gradient: which, must not depend on the batch,
+        since a gradient that is kept cannot say that there was none."""
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p: self._reached.add(id(p)))
+            for p in self._all()
+            if p.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def _look_at_settings(self) -> None:
         settings = capturable.settings(self._step)
@@ -262,12 +318,16 @@ class GraphedStep:
                     "was (a scheduler's cycle_momentum, say; SGD's lr needs fused=True)"
                 )
             self._drop_graphs()
+            # A group that was added, or a checkpoint that was loaded, may bring others.
+            capturable.prepare(self._step)
+            settings = capturable.settings(self._step)
         self._settings, self._since_change = settings, 0
 
     def _give_up(self, why: str) -> None:
         """From now on, one by one."""
         self._why = why
         self._drop_graphs()
+        capturable.release(self._step)
         self._device.say_once(
             f"graphs: {why}",
             "plan %s: the step's kernels are launched one by one, not as a graph: %s",
@@ -279,6 +339,8 @@ class GraphedStep:
         self._graphs.close()
         self._updates.close()
         self._addresses = None
+        self._held = []
+        self._reached_by.clear()
 
     # --- graphs="auto" ----------------------------------------------------------------------------
 
@@ -302,12 +364,13 @@ class GraphedStep:
         device.synchronize("auto_graphs")
         trial.add(self._key, replay, launched - start, device.ledger.now_ns() - start)
 
-    def _decide(self, trial: _Trial) -> None:
+    def _decide(self, trial: Trial) -> None:
         self._decision = trial.decide()
         log.info("plan %s: %s", self._plan.name, self._decision)
         if not trial.pays:
             self._why = self._decision
             self._drop_graphs()
+            capturable.release(self._step)
 
 
 def _told(problem: CaptureError) -> str:

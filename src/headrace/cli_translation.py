@@ -32,6 +32,10 @@ Data = Annotated[
         show_default=False,
     ),
 ]
+Scored = Annotated[
+    list[Path] | None,
+    typer.Argument(help="Sentence pairs; none: the run's own held-out ones.", show_default=False),
+]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -61,7 +65,9 @@ def train(
 
     given = {key: value for key, value in given.items() if value is not None}
     if data:
-        given["data"] = tuple(str(path) for path in data)
+        given["data"] = tuple(str(path.absolute()) for path in data)
+    if "weights" in given:
+        given["weights"] = str(Path(given["weights"]).absolute())
     if resume is not None:
         if given or name is not None or config is not None:
             told = ", ".join(sorted({*given, *(["config"] if config else [])})) or "name"
@@ -81,14 +87,22 @@ def train(
     for source, reference, found in result.examples:
         typer.echo(f"\n  {source}\n= {reference}\n> {found}")
     typer.echo(f"\n{result.updates:,} updates; weights, metrics and state in {result.folder.path}")
-    typer.echo(f"chrF {result.scores.chrf:.1f}   {result.scores.bleu_signature}")
+    typer.echo(f"chrF {result.scores.chrf:.1f}   {result.scores.chrf_signature}")
+    typer.echo(f"signature {result.scores.bleu_signature}")
     typer.echo(f"BLEU {result.scores.bleu:.1f}")
 
 
 def evaluate(
     run: Run,
-    data: Data = None,
-    split: Annotated[str, typer.Option(help="valid or test.")] = "test",
+    data: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            help="Sentence pairs; none: the run's own held-out ones.", show_default=False
+        ),
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="valid or test; none: test if there is one.")
+    ] = None,
     weights: Weights = "best",
     beam: Beam = None,
     device: DeviceName = "auto",
@@ -100,16 +114,22 @@ def evaluate(
 
     Without DATA, on the held-out sentences of the corpus it was trained on.
     """
-    from headrace.translation import TrainedModel, read_corpus
+    from headrace.translation import TrainedModel
     from headrace.translation.assembly import prepared_for
+    from headrace.translation.corpus import read_pairs
 
+    if split not in (None, "valid", "test"):
+        raise TranslationError(f"split = {split!r}: expected valid or test")
     model = TrainedModel.load(run, weights=weights, device=device)
     settings = model.settings
     if data:
-        corpus = read_corpus(data if len(data) > 1 else data[0], src=settings.src, trg=settings.trg)
-        pairs = corpus.splits.get(split) or [p for part in corpus.splits.values() for p in part]
+        sides = {"src": settings.src, "trg": settings.trg, "skip_bad": settings.skip_bad}
+        split = split or "test"
+        pairs = read_pairs(data if len(data) > 1 else data[0], split=split, **sides)  # type: ignore[arg-type]
     else:
-        pairs = prepared_for(settings, cache).texts(split)
+        prepared = prepared_for(settings, cache)
+        split = split or ("test" if "test" in prepared.splits else "valid")
+        pairs = prepared.texts(split)
     scores, _ = model.score(pairs, beam=beam, lowercase=lowercase, watch=_watch(quiet))
     typer.echo(f"{len(pairs):,} sentences of {split}, {weights} weights")
     typer.echo(f"chrF {scores.chrf:.2f}   {scores.chrf_signature}")
@@ -138,14 +158,18 @@ def translate(
         raise TranslationError("sentences were given and a file too: expected one of them")
     if file is not None:
         try:
-            text = file.read_text(encoding="utf-8")
+            # Only a newline ends a line, as in a corpus: one line of output for each.
+            text = file.read_bytes().decode("utf-8-sig")
         except (OSError, UnicodeDecodeError) as problem:
             raise TranslationError(f"{file}: cannot be read ({problem})") from problem
-        given = text.splitlines()
+        given = text.removesuffix("\n").split("\n") if text else []
     elif sentences:
         given = sentences
     else:
         given = [line.rstrip("\n") for line in sys.stdin]
+    for number, line in enumerate(given, 1):
+        if any("\ud800" <= letter <= "\udfff" for letter in line):
+            raise TranslationError(f"sentence {number}: is not UTF-8 text")
     model = TrainedModel.load(run, weights=weights, device=device)
     for line in model.translate(given, beam=beam):
         typer.echo(line)

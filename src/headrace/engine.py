@@ -106,9 +106,8 @@ class Engine:
     def _set_up(
         self, plan: Any, device: Any, precision: str | None, deterministic: bool, nvtx: bool
     ) -> None:
-        self.plan = Plan.of(plan)
-        if precision is not None and precision != self.plan.precision:
-            self.plan = replace(self.plan, precision=precision)  # type: ignore[arg-type]
+        self._precision = precision
+        self.plan = self._own(Plan.of(plan))
         self.device = open_device(device)
         self.epochs = 0
         self.last_result: EpochResult | None = None
@@ -231,8 +230,14 @@ class Engine:
         """Go on under another plan, from the next epoch on."""
         self.close()
         self._graphed = None
-        self.plan = Plan.of(plan)
+        self.plan = self._own(Plan.of(plan))
         self._follow_plan()
+
+    def _own(self, plan: Plan) -> Plan:
+        """The plan with the engine's own precision, if it was given one."""
+        if self._precision is None or self._precision == plan.precision:
+            return plan
+        return replace(plan, precision=self._precision)  # type: ignore[arg-type]
 
     @property
     def updates(self) -> int:

@@ -43,7 +43,7 @@ def restore(state: dict[str, Any], step: TrainingStep, ema: Ema | None) -> None:
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
             raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
     step.model.load_state_dict(state["model"])
-    step.optimizer.load_state_dict(state["optimizer"])
+    step.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], step.optimizer))
     if step.scheduler is not None:
         step.scheduler.load_state_dict(state["scheduler"])
     if step.scaler is not None:
@@ -52,6 +52,15 @@ def restore(state: dict[str, Any], step: TrainingStep, ema: Ema | None) -> None:
         for average, stored in zip(ema.averages, state["ema"], strict=True):
             average.copy_(stored)
     step.load_state_dict(state["step"])
+
+
+def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`capturable` is about the plan and the device, not about what was learned: ours stays."""
+    groups = [dict(group) for group in state["param_groups"]]
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        if "capturable" in own:
+            group["capturable"] = own["capturable"]
+    return {**state, "param_groups": groups}
 
 
 def random_states(device: Device) -> dict[str, Any]:

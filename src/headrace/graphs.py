@@ -12,6 +12,7 @@ reads them, and results are copied out before the next replay overwrites them.
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, TypeVar
@@ -57,7 +58,8 @@ class GraphCache(Generic[Result]):
         self._most = most
         self._after = after
         self._graphs: dict[Hashable, Captured[Result]] = {}
-        self._uses: Counter[Hashable] = Counter()
+        # By hash: a key has the batch's own values in it, which are not to be kept alive.
+        self._uses: Counter[int] = Counter()
         self._pool: object | None = None
         #: Device memory that the graphs' pool took, in bytes.
         self.memory_bytes = 0
@@ -69,19 +71,19 @@ class GraphCache(Generic[Result]):
 
     def find(self, key: Hashable) -> Captured[Result] | None:
         """The graph for `key`, if there is one. Counts the use."""
-        self._uses[key] += 1
+        self._uses[hash(key)] += 1
         if len(self._uses) > _MOST_COUNTED:
             self._forget_rare()
         return self._graphs.get(key)
 
     def uses(self, key: Hashable) -> int:
-        return self._uses[key]
+        return self._uses[hash(key)]
 
     def is_due(self, key: Hashable) -> bool:
         """Whether `key`, which has no graph, has been used often enough for one."""
-        if self._uses[key] <= self._after:
+        if self.uses(key) <= self._after:
             return False
-        return len(self._graphs) < self._most or self._uses[key] > self._uses[self._least_used()]
+        return len(self._graphs) < self._most or self.uses(key) > self.uses(self._least_used())
 
     def capture(self, key: Hashable, batch: Any, work: Callable[[Any], Result]) -> Captured[Result]:
         """Record `work(batch)`, without running it, with inputs of its own in the batch's place.
@@ -97,8 +99,6 @@ class GraphCache(Generic[Result]):
         if len(self._graphs) >= self._most:
             self._graphs.pop(self._least_used()).close()
             self.evictions += 1
-        inputs = [leaf.clone() for leaf in batches.flatten(batch)]
-        own_batch = batches.rebuild(batch, inputs)
         # What steps launched one by one left in the allocator can serve no graph: without this,
         # the device would have to hold both.
         self._device.release_unused()
@@ -106,14 +106,23 @@ class GraphCache(Generic[Result]):
         if self._pool is None:
             self._pool = self._device.graph_pool()
         try:
+            inputs = [leaf.clone() for leaf in batches.flatten(batch)]
+            own_batch = batches.rebuild(batch, inputs)
             graph, result = self._device.capture(lambda: work(own_batch), self._pool)
-        except CaptureError:
+        except torch.OutOfMemoryError as problem:
+            self.close()
+            raise CaptureError("there is no memory for its inputs") from problem
+        except BaseException:
             self.close()
             raise
         self.memory_bytes += max(0, self._device.memory().reserved - before)
         self.captures += 1
         captured = self._graphs[key] = Captured(inputs, graph, result)
         return captured
+
+    def drop(self, key: Hashable) -> None:
+        """Let go of one graph."""
+        self._graphs.pop(key).close()
 
     def close(self) -> None:
         """Let go of all graphs and of their memory. Uses stay counted: it may be used again."""
@@ -128,11 +137,11 @@ class GraphCache(Generic[Result]):
             self._device.release_unused()
 
     def _least_used(self) -> Hashable:
-        return min(self._graphs, key=self._uses.__getitem__)
+        return min(self._graphs, key=self.uses)
 
     def _forget_rare(self) -> None:
         kept = dict(self._uses.most_common(_MOST_COUNTED // 2))
-        kept |= {key: self._uses[key] for key in self._graphs}
+        kept |= {hash(key): self.uses(key) for key in self._graphs}
         self._uses = Counter(kept)
 
 
@@ -149,9 +158,9 @@ def signature(batch: Any) -> Hashable:
         return (type(batch), *((key, signature(value)) for key, value in batch.items()))
     if isinstance(batch, tuple | list):
         return (type(batch), *map(signature, batch))
-    fields = getattr(type(batch), "__dataclass_fields__", None)
-    if fields is not None:
-        return (type(batch), *(signature(getattr(batch, name)) for name in fields))
+    if dataclasses.is_dataclass(batch):
+        fields = dataclasses.fields(batch)
+        return (type(batch), *(signature(getattr(batch, field.name)) for field in fields))
     try:
         hash(batch)
     except TypeError:

@@ -161,19 +161,21 @@ class Loop:
 
     def _end(self) -> None:
         """Use a last partial group's gradients, read the last values, and hand the streams back."""
-        if self.step is not None and self.step.group_is_open:
-            with self.lanes.on(self.lanes.backward):
-                self.step.update()
-            self.lanes.backward_to_forward()
-        with self.lanes.on(self.lanes.forward):
-            self._deferred.flush()
-        self._sync.at_end(self._batches)
-        self._collect(self._deferred.drain())
-        with self.lanes.on(self.lanes.forward):
-            self._deferred.close()
-        self.lanes.give_back()
-        self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
-        self.ended = True
+        try:
+            if self.step is not None and self.step.group_is_open:
+                with self.lanes.on(self.lanes.backward):
+                    self.step.update()
+                self.lanes.backward_to_forward()
+        finally:
+            with self.lanes.on(self.lanes.forward):
+                self._deferred.flush()
+            self._sync.at_end(self._batches)
+            self._collect(self._deferred.drain())
+            with self.lanes.on(self.lanes.forward):
+                self._deferred.close()
+            self.lanes.give_back()
+            self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
+            self.ended = True
 
     def _collect(self, come_back: list[DeferredValues]) -> None:
         self._come_back = tuple(come_back)

@@ -30,15 +30,17 @@ class LearningRates:
 
     def write(self) -> None:
         """Bring the tensors up to what the groups say. Call on the stream that runs the step."""
+        del self._tensors[len(self._groups) :], self._written[len(self._groups) :]
         for group in self._groups[len(self._tensors) :]:
             self._tensors.append(self._tensor_for(group))
             self._written.append(None)
         for at, group in enumerate(self._groups):
             rate, tensor = group["lr"], self._tensors[at]
             if rate is tensor:
-                continue
-            if isinstance(rate, torch.Tensor) and self._device.holds(rate):
+                self._written[at] = None
+            elif isinstance(rate, torch.Tensor) and self._device.holds(rate):
                 tensor.copy_(rate)
+                self._written[at] = None
             elif (number := float(rate)) != self._written[at]:
                 tensor.fill_(number)
                 self._written[at] = number
@@ -47,9 +49,9 @@ class LearningRates:
     def in_groups(self) -> Iterator[None]:
         """Inside the block the optimizer's groups hold the tensors; after it, the numbers again."""
         numbers = [group["lr"] for group in self._groups]
-        for group, tensor in zip(self._groups, self._tensors, strict=True):
-            group["lr"] = tensor
         try:
+            for group, tensor in zip(self._groups, self._tensors, strict=True):
+                group["lr"] = tensor
             yield
         finally:
             for group, number in zip(self._groups, numbers, strict=True):

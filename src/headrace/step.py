@@ -110,18 +110,20 @@ class TrainingStep:
         self.rates: LearningRates | None = None
         #: Whether gradients keep their memory from group to group, as a graph needs it.
         self.keeps_gradients = False
-        self._clip_norm = clip_norm
+        self.clip_norm = clip_norm
         self._in_group = 0
         self._torn = self._unclear = False
         self._group_weight: torch.Tensor | None = None
+        self.scaler: torch.amp.GradScaler | None = None
         self.set_precision(precision)
         self.scales_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
 
     def set_precision(self, precision: str) -> None:
         """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16"."""
         self._precision = precision
-        self.scaler: torch.amp.GradScaler | None = None
-        if precision == "fp16":
+        if precision != "fp16":
+            self.scaler = None
+        elif self.scaler is None:
             self.scaler = torch.amp.GradScaler(self.device.torch_device.type)
 
     @property
@@ -180,10 +182,10 @@ class TrainingStep:
         """The device's part of `update`."""
         if self._group_weight is not None:
             _divide(self._gradients(), self._group_weight)
-        if self._clip_norm is not None:
+        if self.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self._parameters(), self._clip_norm)
+            torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_norm)
         with self.rates.in_groups() if self.rates is not None else nullcontext():
             self._optimize()
         self._clear()
@@ -192,6 +194,7 @@ class TrainingStep:
 
     def applied(self) -> None:
         """The host's part of `update`."""
+        self._torn = True  # the gradients are used up, whatever a scheduler may raise
         if self.scheduler is not None and self.scheduler_every == "step":
             self.scheduler.step()
         self._in_group = 0
@@ -230,7 +233,7 @@ class TrainingStep:
             "updates": self.updates,
             "in_group": self._in_group,
             "weight": self._group_weight if gathered else None,
-            "gradients": [p.grad for p in self._parameters()] if gathered else None,
+            "gradients": [p.grad for p in self.parameters()] if gathered else None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -240,8 +243,8 @@ class TrainingStep:
             self._group_weight.zero_()
         if state["weight"] is not None:
             self._add_weight(state["weight"].to(self.device.torch_device))
-        gradients = state["gradients"] or [None] * len(self._parameters())
-        for parameter, gradient in zip(self._parameters(), gradients, strict=True):
+        gradients = state["gradients"] or [None] * len(self.parameters())
+        for parameter, gradient in zip(self.parameters(), gradients, strict=True):
             # Its own memory: what was stored may be used for more than one engine.
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
@@ -268,11 +271,12 @@ class TrainingStep:
             return nullcontext()
         return torch.autocast(self.device.torch_device.type, dtype)
 
-    def _parameters(self) -> list[torch.Tensor]:
+    def parameters(self) -> list[torch.Tensor]:
+        """What the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _gradients(self) -> list[torch.Tensor]:
-        return [p.grad for p in self._parameters() if p.grad is not None]
+        return [p.grad for p in self.parameters() if p.grad is not None]
 
 
 def _divide(gradients: list[torch.Tensor], weight: torch.Tensor) -> None:

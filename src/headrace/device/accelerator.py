@@ -24,8 +24,13 @@ _SANITIZED = bool(os.environ.get("TORCH_CUDA_SANITIZER"))
 
 # A forked child (a DataLoader's worker) must not collect the parent's garbage: to free pinned
 # memory PyTorch asks the driver, which a forked process cannot use, and the child dies.
+def _keep_garbage() -> None:
+    if _streams:
+        gc.freeze()
+
+
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=gc.freeze)
+    os.register_at_fork(after_in_child=_keep_garbage)
 
 
 class AcceleratorStream(Stream):

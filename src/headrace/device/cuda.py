@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -75,30 +75,39 @@ class CudaDevice(AcceleratorDevice):
 
     def capture(self, work: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
         raw, random_state = torch.cuda.CUDAGraph(), self.random_state()
-        with self.use(self.stream("capture")):  # the default stream cannot capture
-            # thread_local: a thread that pins memory for a loader meanwhile does no harm.
-            raw.capture_begin(pool=pool, capture_error_mode="thread_local")
-            try:
-                result = work()
-                raw.capture_end()
-            except BaseException as problem:
-                self._end_failed_capture(raw, pool, random_state)
-                if not isinstance(problem, Exception):
-                    raise
-                raise CaptureError("the step could not be captured") from problem
+        collects = gc.isenabled()
+        gc.disable()  # a graph or event that is freed in the midst of a capture may spoil it
+        try:
+            with self.use(self.stream("capture")):  # the default stream cannot capture
+                # thread_local: a thread that pins memory for a loader meanwhile does no harm.
+                raw.capture_begin(pool=pool, capture_error_mode="thread_local")
+                try:
+                    result = work()
+                    raw.capture_end()
+                except BaseException as problem:
+                    self._end_failed_capture(raw, pool, random_state)
+                    if not isinstance(problem, Exception):
+                        raise
+                    raise CaptureError("the step could not be captured") from problem
+        finally:
+            if collects:
+                gc.enable()
         return CudaGraph(raw), result
 
     def _end_failed_capture(self, raw: Any, pool: Any, random_state: torch.Tensor) -> None:
-        """Mend what a failed capture leaves behind: a stream that captures, an allocator that
-        serves the pool, and a random generator that refuses to work outside a graph."""
-        if torch.cuda.is_current_stream_capturing():
-            with contextlib.suppress(RuntimeError):  # the first error once more, if there was one
-                raw.capture_end()
-        torch._C._cuda_endAllocateToPool(self._index, pool)
-        torch._C._cuda_releasePool(self._index, pool)
-        fresh = torch.Generator(device=self.torch_device)
-        fresh.set_state(random_state)
-        torch.cuda.default_generators[self._index].graphsafe_set_state(fresh)
+        """Mend what a failed capture leaves behind. After an error of Python's own the capture can
+        be ended as usual; after one of CUDA's the allocator still serves the pool, and the random
+        generator refuses to work outside a graph."""
+        try:
+            raw.capture_end()
+        except RuntimeError:
+            torch._C._cuda_endAllocateToPool(self._index, pool)
+            torch._C._cuda_releasePool(self._index, pool)
+            fresh = torch.Generator(device=self.torch_device)
+            fresh.set_state(random_state)
+            torch.cuda.default_generators[self._index].graphsafe_set_state(fresh)
+        else:
+            raw.reset()
 
     def _warm_up_capture(self) -> None:
         """cuBLAS gets its workspace for a stream once and keeps it: outside of any graph's pool,

@@ -325,8 +325,9 @@ _HEALTH_CHECK = next(
 def _health_check(optimizer: torch.optim.Optimizer) -> None:
     """In place of PyTorch's own, which asks the real device whether it is capturing."""
     for device in followed.devices:
-        capturable = all(group["capturable"] for group in optimizer.param_groups)
-        if device.current_stream().tape is not None and not capturable:
+        if device.current_stream().tape is None:
+            continue
+        if not all(group.get("capturable") for group in optimizer.param_groups):
             raise RuntimeError(
                 "Attempting CUDA graph capture of step() for an instance of "
                 f"{type(optimizer).__name__} but param_groups' capturable is False."

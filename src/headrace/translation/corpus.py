@@ -78,6 +78,21 @@ def read_corpus(
     return read_sources(find_sources(data, sides), sides, skip_bad=skip_bad, progress=progress)
 
 
+def read_pairs(
+    data: Path | Sequence[Path], *, src: str, trg: str, split: str, skip_bad: bool = False
+) -> list[Pair]:
+    """All pairs of a file as they stand there, or of a folder's `split`: to be scored."""
+    sides = Sides(src, trg)
+    sources = find_sources(data, sides)
+    found = sources.get(split)
+    if found is None:
+        if len(sources) > 1:
+            there = ", ".join(sources)
+            raise CorpusError(f"no {split!r} in {data}; there is {there}")
+        (found,) = sources.values()
+    return _read_split(split, found, sides, skip_bad, None)[0]
+
+
 def read_sources(
     sources: Mapping[str, Sequence[Source]],
     sides: Sides,

@@ -391,7 +391,7 @@ def _check_vocabularies(src: object, trg: object, joint: bool) -> None:
         )
 
 
-#: `base` is the documents' model; `tiny` and `small` are for tests and small corpora.
+#: `base` is the first Transformer's size; `tiny` and `small` are for small corpora.
 MODEL_PRESETS: dict[str, ModelSettings] = {
     "tiny": ModelSettings(128, 4, 2, 2, 512, 0.1),
     "small": ModelSettings(256, 4, 4, 4, 1024, 0.1),

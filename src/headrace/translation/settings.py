@@ -84,7 +84,13 @@ class TrainSettings(Checked):
         refuse_unknown(values, cls.field_names(), where, TranslationError)
         given = dict(values)
         data = given.get("data", ())
-        given["data"] = (data,) if isinstance(data, str) else tuple(data or ())
+        given["data"] = (data,) if isinstance(data, str) else data
+        if data is None or isinstance(data, list | tuple):
+            given["data"] = tuple(data or ())
+        if not isinstance(given["data"], tuple) or not all(
+            isinstance(path, str) and path for path in given["data"]
+        ):
+            raise TranslationError(f"{where}: data = {data!r}: expected a path, or a list of them")
         try:
             return cls(**given)
         except TranslationError as problem:

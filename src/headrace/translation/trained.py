@@ -5,6 +5,7 @@ A run's folder has all of it: `config.yaml`, `vocabulary/*.model`, `weights/*.sa
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from headrace.translation.settings import TrainSettings
 from headrace.translation.vocabulary import Vocabulary
 
 Watch = Callable[[int, int], object]
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,11 @@ class TrainedModel:
             [*ids[: self.model.settings.max_length - 1], EOS] if ids else []
             for ids in source.encode([clean(sentence) for sentence in sentences])
         ]
+        hypotheses = self.settings.beam if beam is None else beam
         with autocast(self.precision, self.device):
-            found = translate_ids(
-                self.model, ids, self.device, beam=beam or self.settings.beam, progress=watch
-            )
-        return target.decode(found)
+            found = translate_ids(self.model, ids, self.device, beam=hypotheses, progress=watch)
+        # Pieces of single bytes may spell anything: a translation is one line of text.
+        return [clean(_CONTROL.sub(" ", text)) for text in target.decode(found)]
 
     def score(
         self,
@@ -110,6 +112,15 @@ def load_vocabularies(folder: Path, joint: bool) -> tuple[Vocabulary, Vocabulary
 
 
 def save_vocabularies(folder: Path, vocabularies: tuple[Vocabulary, Vocabulary]) -> None:
+    """Keep a run's vocabularies. Those it has are never overwritten: its weights go with them."""
+    if (folder / "src.model").exists():
+        stored = load_vocabularies(folder, vocabularies[0] is vocabularies[1])
+        if stored != vocabularies:
+            raise TranslationError(
+                f"{folder}: the corpus gives other vocabularies than this run was begun with: has "
+                "it changed? Expected the same text and settings"
+            )
+        return
     folder.mkdir(exist_ok=True)
     source, target = vocabularies
     source.save(folder / "src.model")

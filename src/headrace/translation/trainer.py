@@ -9,6 +9,7 @@ What a run does follows from its settings and its seed alone. It may be killed a
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -26,7 +27,10 @@ from headrace.checkpoint import (
     weights_to_file,
 )
 from headrace.deferred import DeferredValues
+from headrace.device import open_device
+from headrace.errors import TranslationError
 from headrace.metrics import MetricsLog
+from headrace.plan import Plan
 from headrace.progress import Gauges, Progress
 from headrace.results import EpochResult
 from headrace.rundir import RunFolder
@@ -40,6 +44,7 @@ from headrace.translation.trained import (
     save_vocabularies,
 )
 
+log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0
 _EXAMPLES = 8
 
@@ -88,7 +93,13 @@ class Trainer:
         cache: Path | None = None,
         quiet: bool = False,
     ) -> Trainer:
-        """A new run. Its folder and `config.yaml` are there before anything else is done."""
+        """A new run. What can be told to be wrong is told before there is a folder; then that and
+        `config.yaml` come first."""
+        settings.model()
+        Plan.of(settings.plan)
+        open_device(settings.device)
+        if settings.weights is not None and not Path(settings.weights).exists():
+            raise TranslationError(f"weights: {settings.weights} is not there")
         folder = RunFolder.create(project, name)
         folder.write_config(settings.to_dict())
         return cls(settings, folder, cache=cache, quiet=quiet)
@@ -104,14 +115,19 @@ class Trainer:
         """Train to the end, or until a signal asks to stop. A finished run is left as it is."""
         stored = stored_result(self.folder)
         if stored is not None:
+            log.warning(
+                "%s is finished; to train its weights further: headrace train --weights %s …",
+                self.folder.path,
+                self.folder.path,
+            )
             return stored
         with (
             self.folder.locked(),
             Progress(self.settings.epochs, self._quiet, gauges=self._gauges) as self._progress,
-            StopRequests() as self._stop,
         ):
-            self._set_up()
+            self._set_up()  # nothing is lost yet: Ctrl-C ends it at once
             with (
+                StopRequests() as self._stop,
                 MetricsLog(
                     self.folder.metrics, self.folder.events if self.settings.tensorboard else None
                 ) as self._metrics,
@@ -249,7 +265,7 @@ class Trainer:
             if not self._best or value > tuple(self._best["value"]):
                 self._best = {"epoch": epoch, "value": list(value)}
                 weights_to_file(self.folder.weights / "best.safetensors", weights)
-            if self.settings.average_last > 1:
+            if self.settings.average_last:
                 weights_to_file(self.folder.weights / f"epoch-{epoch:05}.safetensors", weights)
                 for old in self._epochs_kept()[: -self.settings.average_last]:
                     old.unlink()
@@ -273,7 +289,13 @@ class Trainer:
         if path is None:
             return 0
         state = load_checkpoint(path)
-        batch = self._engine.load_state_dict(state["engine"])
+        try:
+            batch = self._engine.load_state_dict(state["engine"])
+        except (RuntimeError, ValueError, KeyError) as problem:
+            raise TranslationError(
+                f"{path}: does not fit the model or optimizer that {self.folder.config} asks for: "
+                f"{' '.join(str(problem).split())[:200]}"
+            ) from problem
         self._sums, self._best = _Sums(*state["sums"]), state["best"]
         self._metrics.rewind(self._engine.updates)
         self._progress.message(
@@ -297,7 +319,7 @@ class Trainer:
             return TrainResult(self.folder, self._stop.requested, updates)
         self._engine.close()
         name = "best"
-        if len(self._epochs_kept()) > 1:
+        if self._epochs_kept():
             name = "averaged"
             weights_to_file(self.folder.weights / "averaged.safetensors", self._averaged())
         load_weights(self._model, self.folder.weights / f"{name}.safetensors")
