@@ -228,6 +228,11 @@ class TestSettings:
         with pytest.raises(TranslationError, match=message):
             TrainSettings.from_dict(values)
 
+    def test_yaml_takes_some_numbers_for_text(self) -> None:
+        assert TrainSettings.from_dict(yaml.safe_load("lr: 1e-3")).lr == 0.001
+        with pytest.raises(TranslationError, match="lr = 'fast': expected a number"):
+            TrainSettings.from_dict({"lr": "fast"})
+
     def test_round_trip(self) -> None:
         settings = TrainSettings(data=("a", "b"), epochs=3)
         assert (

@@ -84,7 +84,7 @@ def train(
     if result.stopped is not None:
         raise typer.Exit(130 if result.stopped == "SIGINT" else 143)
     assert result.scores is not None
-    for source, reference, found in result.examples:
+    for source, reference, found in [] if quiet else result.examples:
         typer.echo(f"\n  {source}\n= {reference}\n> {found}")
     typer.echo(f"\n{result.updates:,} updates; weights, metrics and state in {result.folder.path}")
     typer.echo(f"chrF {result.scores.chrf:.1f}   {result.scores.chrf_signature}")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,6 +93,10 @@ class TrainSettings(Checked):
             isinstance(path, str) and path for path in given["data"]
         ):
             raise TranslationError(f"{where}: data = {data!r}: expected a path, or a list of them")
+        for name, hint in typing.get_type_hints(cls).items():
+            if "float" in str(hint) and isinstance(given.get(name), str):
+                with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
+                    given[name] = float(given[name])
         try:
             return cls(**given)
         except TranslationError as problem:
