@@ -1,6 +1,6 @@
 """Training steps as graphs: forward, loss, backward, clipping and update, captured by shape.
 
-A shape's first batches are launched one by one, as ever: the first is watched for what a graph
+A shape's first batches are launched one by one, as ever: the last is watched for what a graph
 could not repeat, and all of them train. Then the step is captured, which runs nothing, and from
 that batch on it is replayed. With accumulation the update is a graph of its own. Whatever cannot
 be captured is launched one by one, and why is said once.
@@ -255,7 +255,9 @@ class GraphedStep:
             step.keeps_gradients = True  # from this group on: it makes them
             self._reached.clear()
             return False
-        return not any(p.grad is None and p.requires_grad and state.get(p) for p in self._all())
+        return not any(
+            p.grad is None and p.requires_grad and state.get(p) for p in step.parameters()
+        )
 
     def _forget_unreached(self) -> None:
         """Before an update: a gradient that is kept cannot say that no batch has reached it. Where
@@ -266,10 +268,7 @@ class GraphedStep:
         self._reached.clear()
 
     def _with_gradients(self) -> set[int]:
-        return {id(p) for p in self._all() if p.grad is not None}
-
-    def _all(self) -> list[torch.Tensor]:
-        return self._step.parameters()
+        return {id(p) for p in self._step.parameters() if p.grad is not None}
 
     def _device_part(self, batch: Any) -> LossParts:
         """What a graph repeats: all of a step, or with accumulation all but the update."""
@@ -295,7 +294,7 @@ class GraphedStep:
         since a gradient that is kept cannot say that there was none."""
         handles = [
             p.register_post_accumulate_grad_hook(lambda p: self._reached.add(id(p)))
-            for p in self._all()
+            for p in self._step.parameters()
             if p.requires_grad
         ]
         try:

@@ -123,9 +123,14 @@ def evaluate(
     model = TrainedModel.load(run, weights=weights, device=device)
     settings = model.settings
     if data:
-        sides = {"src": settings.src, "trg": settings.trg, "skip_bad": settings.skip_bad}
         split = split or "test"
-        pairs = read_pairs(data if len(data) > 1 else data[0], split=split, **sides)  # type: ignore[arg-type]
+        pairs = read_pairs(
+            data if len(data) > 1 else data[0],
+            src=settings.src,
+            trg=settings.trg,
+            split=split,
+            skip_bad=settings.skip_bad,
+        )
     else:
         prepared = prepared_for(settings, cache)
         split = split or ("test" if "test" in prepared.splits else "valid")
@@ -251,7 +256,7 @@ def _setting(known: dataclasses.Field[Any], hint: Any) -> Any:
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     flag = f"--{known.name.replace('_', '-')}"
     if hint is bool:
-        hint, flag = bool, f"{flag}/--no-{flag[2:]}"
+        flag = f"{flag}/--no-{flag[2:]}"
     panel = next(title for title, names in SECTIONS.items() if known.name in names)
     return Annotated[hint | None, typer.Option(flag, help=meaning + usual, rich_help_panel=panel)]
 

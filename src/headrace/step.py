@@ -136,7 +136,7 @@ class TrainingStep:
         return self._in_group == self.accumulate
 
     def forward(self, batch: Any) -> LossParts:
-        with self.autocast():
+        with autocast(self.device, self._precision):
             returned = self.loss(self.model, batch)
         return LossParts.of(returned, self.device, needs_grad=torch.is_grad_enabled())
 
@@ -265,18 +265,18 @@ class TrainingStep:
             self._in_group = 0
             self._torn = False
 
-    def autocast(self) -> AbstractContextManager[object]:
-        dtype = _AUTOCAST.get(self._precision)
-        if dtype is None:
-            return nullcontext()
-        return torch.autocast(self.device.torch_device.type, dtype)
-
     def parameters(self) -> list[torch.Tensor]:
         """What the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]
+
+
+def autocast(device: Device, precision: str) -> AbstractContextManager[object]:
+    """Inside the block a model computes in bf16 or fp16, if that is the precision."""
+    dtype = _AUTOCAST.get(precision)
+    return nullcontext() if dtype is None else torch.autocast(device.torch_device.type, dtype)
 
 
 def _divide(gradients: list[torch.Tensor], weight: torch.Tensor) -> None:

@@ -288,8 +288,8 @@ class Device(abc.ABC):
         """Record what `work` puts on the current stream, without running any of it; also returns
         what `work` returned. All memory that `work` gets is the pool's.
 
-        Raises `CaptureError`, from the error that was its cause, if that cannot be done. Where
-        the host waits meanwhile it is in the ledger as `capture`.
+        Raises `CaptureError`, from the error that was its cause, if that cannot be done. The host
+        waits for nothing.
         """
         raise CaptureError(f"{self} captures no graphs")
 

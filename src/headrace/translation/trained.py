@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from headrace.checkpoint import weights_from_file
 from headrace.device import Device, open_device
 from headrace.errors import TranslationError
 from headrace.rundir import RunFolder
+from headrace.step import autocast
 from headrace.translation.corpus import clean
 from headrace.translation.model import EOS, Translator
 from headrace.translation.score import Scores, score
@@ -64,7 +64,7 @@ class TrainedModel:
             for ids in source.encode([clean(sentence) for sentence in sentences])
         ]
         hypotheses = self.settings.beam if beam is None else beam
-        with autocast(self.precision, self.device):
+        with autocast(self.device, self.precision):
             found = translate_ids(self.model, ids, self.device, beam=hypotheses, progress=watch)
         # Pieces of single bytes may spell anything: a translation is one line of text.
         return [clean(_CONTROL.sub(" ", text)) for text in target.decode(found)]
@@ -133,11 +133,3 @@ def chosen_precision(wanted: str, device: Device) -> str:
     if wanted != "auto":
         return wanted
     return "bf16" if device.has_fast_bf16() else "fp32"
-
-
-def autocast(precision: str, device: Device) -> AbstractContextManager[object]:
-    """What a model translates in: as it was trained."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    if precision not in dtypes:
-        return nullcontext()
-    return torch.autocast(device.torch_device.type, dtypes[precision])

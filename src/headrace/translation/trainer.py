@@ -82,6 +82,7 @@ class Trainer:
         self._best: dict[str, Any] = {}
         self._sums = _Sums()
         self._left_early = False
+        self._begun_ns: int | None = None
 
     @classmethod
     def create(
@@ -259,16 +260,20 @@ class Trainer:
 
     def _keep_weights(self, epoch: int, found: dict[str, float]) -> None:
         with self._weights_to_use():
-            weights = self._model.state_dict()
-            weights_to_file(self.folder.weights / "last.safetensors", weights)
+            self._write_weights("last")
             value = (found.get("bleu", 0.0), -found["valid_nll"])
             if not self._best or value > tuple(self._best["value"]):
                 self._best = {"epoch": epoch, "value": list(value)}
-                weights_to_file(self.folder.weights / "best.safetensors", weights)
+                self._write_weights("best")
             if self.settings.average_last:
-                weights_to_file(self.folder.weights / f"epoch-{epoch:05}.safetensors", weights)
+                self._write_weights(f"epoch-{epoch:05}")
                 for old in self._epochs_kept()[: -self.settings.average_last]:
                     old.unlink()
+
+    def _write_weights(self, name: str) -> None:
+        # On the run's own device, so that the wait for the copy is in its ledger.
+        path = self.folder.weights / f"{name}.safetensors"
+        weights_to_file(path, self._model.state_dict(), device=self._device)
 
     def _epochs_kept(self) -> list[Path]:
         return sorted(self.folder.weights.glob("epoch-*.safetensors"))
@@ -346,7 +351,7 @@ class Trainer:
 
     def _gauges(self) -> Gauges:
         """For the progress line: what the ledger and the device say of this epoch so far."""
-        if not hasattr(self, "_begun_ns"):
+        if self._begun_ns is None:  # no epoch yet
             return Gauges()
         ledger = self._device.ledger
         elapsed_ms = max(1e-3, (ledger.now_ns() - self._begun_ns) / 1e6)
