@@ -21,16 +21,41 @@ from headrace.sites import Site
 _USE_EVERY_NS = 1_000_000_000
 
 
+class CudaPool:
+    """Memory that graphs share. PyTorch's pools end with their last graph, and capturing into one
+    that has ended is an internal error of its: so a new one is taken then."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._graphs = 0
+
+    def enter(self) -> Any:
+        """One graph more: PyTorch's handle of the pool that it goes to."""
+        if self._graphs == 0:
+            self._handle = torch.cuda.graph_pool_handle()
+        self._graphs += 1
+        return self._handle
+
+    def leave(self) -> None:
+        self._graphs -= 1
+
+
 class CudaGraph(Graph):
-    def __init__(self, raw: torch.cuda.CUDAGraph) -> None:
+    def __init__(self, raw: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
         #: PyTorch's own graph object.
-        self.raw = raw
+        self.raw: torch.cuda.CUDAGraph | None = raw
+        self._pool = pool
 
     def replay(self) -> None:
+        if self.raw is None:
+            raise CaptureError("this graph has been closed")
         self.raw.replay()
 
     def close(self) -> None:
-        self.raw.reset()
+        if self.raw is not None:
+            self.raw.reset()
+            self.raw = None
+            self._pool.leave()
 
 
 class CudaDevice(AcceleratorDevice):
@@ -71,38 +96,42 @@ class CudaDevice(AcceleratorDevice):
 
     def graph_pool(self) -> object:
         self._warm_up_capture()
-        return torch.cuda.graph_pool_handle()
+        return CudaPool()
 
-    def capture(self, work: Callable[[], Result], pool: Any) -> tuple[Graph, Result]:
+    def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
+        if not isinstance(pool, CudaPool):
+            raise TypeError(f"expected a pool of graph_pool()'s, found {type(pool).__name__}")
         raw, random_state = torch.cuda.CUDAGraph(), self.random_state()
         collects = gc.isenabled()
         gc.disable()  # a graph or event that is freed in the midst of a capture may spoil it
         try:
             with self.use(self.stream("capture")):  # the default stream cannot capture
-                # thread_local: a thread that pins memory for a loader meanwhile does no harm.
-                raw.capture_begin(pool=pool, capture_error_mode="thread_local")
+                handle = pool.enter()
                 try:
+                    # thread_local: a thread that pins memory for a loader meanwhile does no harm.
+                    raw.capture_begin(pool=handle, capture_error_mode="thread_local")
                     result = work()
                     raw.capture_end()
                 except BaseException as problem:
-                    self._end_failed_capture(raw, pool, random_state)
+                    self._end_failed_capture(raw, handle, random_state)
+                    pool.leave()
                     if not isinstance(problem, Exception):
                         raise
                     raise CaptureError("the step could not be captured") from problem
         finally:
             if collects:
                 gc.enable()
-        return CudaGraph(raw), result
+        return CudaGraph(raw, pool), result
 
-    def _end_failed_capture(self, raw: Any, pool: Any, random_state: torch.Tensor) -> None:
+    def _end_failed_capture(self, raw: Any, handle: Any, random_state: torch.Tensor) -> None:
         """Mend what a failed capture leaves behind. After an error of Python's own the capture can
         be ended as usual; after one of CUDA's the allocator still serves the pool, and the random
         generator refuses to work outside a graph."""
         try:
             raw.capture_end()
         except RuntimeError:
-            torch._C._cuda_endAllocateToPool(self._index, pool)
-            torch._C._cuda_releasePool(self._index, pool)
+            torch._C._cuda_endAllocateToPool(self._index, handle)
+            torch._C._cuda_releasePool(self._index, handle)
             fresh = torch.Generator(device=self.torch_device)
             fresh.set_state(random_state)
             torch.cuda.default_generators[self._index].graphsafe_set_state(fresh)
