@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from headrace.report.bench_result import BenchResult, Row, Sample
 from headrace.report.charts import empty
-from headrace.report.figures import number, seconds, share, size
+from headrace.report.figures import clock, number, share, size
 from headrace.report.lines import Axis, Line, line_chart
 from headrace.report.markup import Markup, tag
 from headrace.report.page import Section
@@ -65,7 +65,7 @@ def _use_chart(row: Row, sensor: _Sensor, top: float) -> Markup:
     chart = line_chart(
         [Line(name, points, 0, 1.5, area=True)],
         label=f"{name} of {row.plan} over time: mean {written(mean)}",
-        x=Axis("time", written=lambda at: seconds(at) if at else "0"),
+        x=Axis("time", written=clock),
         y=Axis("", 0.0, top, written),
         small=True,
     )

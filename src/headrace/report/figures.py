@@ -34,7 +34,7 @@ def share(value: float | None) -> str:
     """A part of one as percent: whole ones, with a digit more near either end."""
     if value is None:
         return _UNKNOWN
-    percent = value * 100
+    percent = max(-1e306, min(1e306, value)) * 100
     if percent in (0, 100) or 1 <= abs(percent) < 99 or abs(percent) > 100:
         return f"{percent:.0f} %"
     return f"{percent:.1f} %" if abs(percent) >= 0.05 else f"{percent:.2g} %"
@@ -62,6 +62,15 @@ def seconds(value: float | None) -> str:
     minutes, rest = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def clock(value: float) -> str:
+    """A place on a time axis, short: 0, 4 s, 1:40, 2:00:05."""
+    if value < 60:
+        return f"{number(value)} s" if value else "0"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def plain(value: object) -> str:

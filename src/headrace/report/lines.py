@@ -96,7 +96,10 @@ def line_chart(
             tag("div", plot, class_="plot-frame"),
             tag(
                 "svg",
-                [_x_tick(at, x_low, x_high, x.written) for at in x_ticks],
+                [
+                    _x_tick(at, x_low, x_high, x.written, spare=len(x_ticks) > 3 and index % 2 == 1)
+                    for index, at in enumerate(x_ticks)
+                ],
                 class_="x-axis",
                 aria_hidden="true",
             ),
@@ -179,10 +182,14 @@ def _y_tick(at: float, low: float, high: float, written: Callable[[float], str])
     return tag("text", written(at), x="100%", y=where, dy="0.32em", dx=-6, text_anchor="end")
 
 
-def _x_tick(at: float, low: float, high: float, written: Callable[[float], str]) -> Markup:
+def _x_tick(
+    at: float, low: float, high: float, written: Callable[[float], str], *, spare: bool
+) -> Markup:
+    """`spare` ones are left out on a phone."""
     place = _scaled(at, (low, high)) / _TALL
     anchor = "start" if place < 0.04 else "end" if place > 0.96 else "middle"
-    return tag("text", written(at), x=percent(place, 1), y=14, text_anchor=anchor)
+    look = "spare" if spare else None
+    return tag("text", written(at), x=percent(place, 1), y=14, text_anchor=anchor, class_=look)
 
 
 def _scaled(value: float, bounds: tuple[float, float]) -> float:

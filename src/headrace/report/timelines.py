@@ -71,7 +71,7 @@ def _timeline(plan: str, stored: StoredTimeline, length_ns: int, most: int) -> M
     )
     drawn = tag(
         "div",
-        [_lane(kept, lane, _busy(timeline, lane), length_ns) for lane in lanes],
+        [_lane(timeline, lane, length_ns) for lane in lanes],
         tag("span", class_="tl-name"),
         tag(
             "svg",
@@ -117,7 +117,7 @@ def _busy(timeline: Timeline, lane: str) -> float:
     return timeline.busy_ms(lane) / end_ms if end_ms else 0.0
 
 
-def _lane(timeline: Timeline, lane: str, busy: float, length_ns: int) -> list[Markup]:
+def _lane(timeline: Timeline, lane: str, length_ns: int) -> list[Markup]:
     end = max(span.end_ns for span in timeline.spans) / length_ns * _BINS
     paths = [tag("rect", width=f"{end:.2f}", height=100, class_="track")]
     base = [0.0] * _BINS
@@ -130,7 +130,7 @@ def _lane(timeline: Timeline, lane: str, busy: float, length_ns: int) -> list[Ma
                 tag("path", d=Markup(_stepped(base, top)), class_=f"fill {kind}", data_kind=kind)
             )
             base = top
-    name = tag("span", lane, tag("small", share(busy)), class_="tl-name")
+    name = tag("span", lane, tag("small", share(_busy(timeline, lane))), class_="tl-name")
     plot = tag(
         "svg",
         paths,

@@ -17,7 +17,7 @@ from headrace.report.charts import (
     meter,
     table,
 )
-from headrace.report.figures import number, seconds, share, size, words
+from headrace.report.figures import clock, number, seconds, share, size, words
 from headrace.report.lines import Axis, Line, line_chart, line_legend
 from headrace.report.markup import Child, Markup, tag
 from headrace.report.page import Section, Stat, Verdict, page
@@ -135,7 +135,7 @@ def _losses_section(run: TrainingRun) -> Section:
     timed = [line for line in timed if len(line.points) > 1]
     if timed:
         over_time = line_chart(
-            timed, label="The same over time", x=Axis("time", written=seconds), y=Axis("loss")
+            timed, label="The same over time", x=Axis("time", written=clock), y=Axis("loss")
         )
         content += [tag("h3", "Over time"), over_time]
     content.append(as_table("As a table", _epochs_table(run, ("loss", "valid loss"))))
@@ -286,7 +286,7 @@ def _use_chart(
     chart = line_chart(
         [Line(name, points, 0, 1.5, area=True)],
         label=f"{name} over time: mean {written(mean)}",
-        x=Axis("time", written=lambda at: seconds(at) if at else "0"),
+        x=Axis("time", written=clock),
         y=Axis("", 0.0, high, written),
         small=True,
     )
