@@ -212,7 +212,7 @@ class TestBench:
         for sentence in bench["verdict"]["sentences"]:
             assert " ".join(sentence.split()) in words
         assert words.index(headline) < words.index("Time a step How long")
-        assert "differed from itself by 0.6 %" in words
+        assert "Noise 0.6 % pipeline against itself" in words
         assert bench["environment"]["command"] in words
 
     def test_bars_are_as_long_as_the_figures(self, tmp_path: Path) -> None:
@@ -472,7 +472,7 @@ class TestTune:
     def test_winner_trials_and_fields(self, tmp_path: Path) -> None:
         content = tune_sample()
         page = page_of(tmp_path, content)
-        assert "graph with prefetch depth 4: 1.05 times as fast as the start" in page.words
+        assert "Take graph, prefetch depth 4: 1.05 times as fast as graph" in page.words
         measured = [trial for trial in content["trials"] if trial["rungs"]]
         tips = [found.get("data-tip") or "" for found in page.having("bar-row")]
         assert len(tips) == len(measured) + 3  # trials, then graphs, prefetch_depth and workers

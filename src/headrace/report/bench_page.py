@@ -20,7 +20,7 @@ from headrace.report.bench_tables import (
     score_section,
 )
 from headrace.report.bench_use import use_section
-from headrace.report.figures import ms, number, share, size, times
+from headrace.report.figures import factor, ms, number, share, size, times
 from headrace.report.page import Stat, Verdict, page
 
 #: Below this the difference is not worth a sentence.
@@ -53,12 +53,7 @@ def bench_verdict(result: BenchResult) -> Verdict:
     """What to take, and by how much it is better."""
     reference, taken = result.reference, result.taken
     warnings = _warnings(result)
-    sentences = list(result.verdict.sentences)
-    if result.noise is not None:
-        sentences.append(
-            f"How far to trust the figures: {result.noise.plan}, entered twice, differed from "
-            f"itself by {share(abs(result.noise.difference_share))}."
-        )
+    sentences = result.verdict.sentences
     if reference is None or reference.pace is None:
         return Verdict("No plan could be measured", "–", "ms a step", sentences, [], warnings)
     if taken is None or taken.pace is None:
@@ -68,7 +63,7 @@ def bench_verdict(result: BenchResult) -> Verdict:
     if taken is reference or abs(gain - 1) < _NOTHING:
         headline = f"Nothing to gain: {reference.plan} is as fast as it gets here"
     else:
-        headline = f"Take {taken.plan}: {number(gain, 2)} times as fast, {_equal_words(taken)}"
+        headline = f"Take {taken.plan}: {factor(gain)} times as fast, {_equal_words(taken)}"
     label = f"the speed of {reference.plan}" if taken is not reference else "no plan is faster"
     return Verdict(
         headline, times(gain), label, sentences, _stats(result, reference, taken), warnings
@@ -118,11 +113,16 @@ def _stats(result: BenchResult, reference: Row, taken: Row) -> list[Stat]:
     if taken.peak_memory_bytes:
         used = before(size(reference.peak_memory_bytes))
         stats.append(Stat("Peak memory", size(taken.peak_memory_bytes), used))
+    if result.noise is not None:
+        noise = share(abs(result.noise.difference_share))
+        stats.append(Stat("Noise", noise, note=f"{result.noise.plan} against itself"))
     return stats
 
 
 def _warnings(result: BenchResult) -> Sequence[str]:
     warnings = []
+    if result.interrupted:
+        warnings.append("the measurement was interrupted; this is what there was by then")
     for row in result.rows:
         if row.error is not None:
             warnings.append(f"{row.plan} failed: {row.error}")

@@ -108,6 +108,7 @@ class Row:
     timeline: StoredTimeline | None
     samples: tuple[Sample, ...]
     score: dict[str, float]
+    notes: tuple[str, ...]
 
     @property
     def is_peer(self) -> bool:
@@ -139,6 +140,8 @@ class BenchResult:
     rows: tuple[Row, ...]
     noise: Noise | None
     verdict: Verdict
+    missing: tuple[str, ...]
+    interrupted: bool
 
     @property
     def reference(self) -> Row | None:
@@ -182,6 +185,8 @@ def bench_result(content: Fields) -> BenchResult:
             take=verdict.text("take"),
             sentences=tuple(verdict.texts("sentences")),
         ),
+        missing=tuple(content.texts("missing")),
+        interrupted=content.values.get("interrupted") is True,
     )
 
 
@@ -201,6 +206,7 @@ def _row(fields: Fields) -> Row:
         timeline=_timeline(fields.child("timeline")),
         samples=tuple(_sample(sample) for sample in fields.children("samples")),
         score=_score(fields.child("score")),
+        notes=tuple(fields.texts("notes")),
         **{
             name: fields.number(name)
             for name in (

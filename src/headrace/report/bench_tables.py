@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from headrace.report.bench_labels import plan_label
@@ -61,7 +61,9 @@ def rows_section(result: BenchResult) -> Section:
     )
     body = [_all_of(result, row) for row in result.rows]
     lead = "Every row of the result. What stands as – could not be seen where it was measured."
-    return Section("rows", "All figures", lead, table("All rows", columns, body, class_="wide"))
+    noted = [f"{row.plan}: {note}" for row in result.rows for note in row.notes]
+    content = [table("All rows", columns, body, class_="wide"), bullets(noted)]
+    return Section("rows", "All figures", lead, content)
 
 
 def _all_of(result: BenchResult, row: Row) -> list[Cell | Child]:
@@ -119,12 +121,17 @@ def environment_section(result: BenchResult) -> Section:
         shown["device_memory_bytes"] = size(memory)
     content = [
         command_block(command),
+        [tag("h3", "What could not be seen"), bullets(result.missing)] if result.missing else None,
         tag("h3", "Machine"),
         settings_list(shown),
         tag("h3", "Settings"),
         settings_list(result.settings | result.work_options),
     ]
     return Section("environment", "How it was measured", "", content)
+
+
+def bullets(lines: Sequence[str]) -> Markup | None:
+    return tag("ul", [tag("li", line) for line in lines], class_="notes") if lines else None
 
 
 def command_block(command: object) -> Markup:

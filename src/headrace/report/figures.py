@@ -44,6 +44,11 @@ def times(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
 
 
+def factor(value: float) -> str:
+    """How many times as fast, in a sentence: 4.2, 1.05, 12."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if value < 10 else f"{value:.0f}"
+
+
 def size(value: float | None) -> str:
     """Bytes in the largest unit that leaves a whole number before the point."""
     if value is None:
@@ -98,7 +103,7 @@ def words(name: str) -> str:
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
     """Round numbers from `low` to `high`, about so many."""
     rough = (high - low) / max(1, about)
-    if not 1e-300 < rough < math.inf:
+    if not 1e-300 < rough < 1e300:
         return [low]
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough * 0.999)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from headrace.report.bench_tables import command_block, settings_list
 from headrace.report.charts import Bar, Cell, Cells, Segment, as_table, bars, empty, legend, table
-from headrace.report.figures import ms, number, plain, share, size, times, words
+from headrace.report.figures import factor, ms, number, share, size, times, words
 from headrace.report.markup import Child, tag
 from headrace.report.page import Section, Stat, Verdict, page
 from headrace.report.tune_result import Effect, Trial, TuneResult, effects
@@ -37,24 +37,29 @@ def tune_verdict(result: TuneResult) -> Verdict:
         why = ["Every trial failed: the table says why."]
         return Verdict("Nothing could be measured", "–", "ms", [*result.sentences, *why], [])
     gain = start.pace_ms / won.pace_ms if won.pace_ms > 0 else 1.0
-    plan = _plan_name(won)
-    if gain < 1.02:
-        headline = f"Nothing to gain: {plan} stays as it is"
+    if won is start or gain < 1.02:
+        headline = f"Nothing to gain: {start.name} is as fast as any"
     else:
-        headline = f"{plan} with {_changes(won)}: {number(gain)} times as fast as the start"
+        headline = f"Take {won.name}: {factor(gain)} times as fast as {start.name}"
     stats = [
-        Stat("The winner", ms(won.pace_ms), ms(start.pace_ms) if won is not start else None),
+        Stat(
+            f"The winner, {result.pace_unit}",
+            ms(won.pace_ms),
+            ms(start.pace_ms) if won is not start else None,
+        ),
         Stat(
             "Tried",
             f"{len(result.trials):,}",
             note=f"{len(failed)} did not run" if failed else None,
         ),
     ]
+    if result.noise_share is not None:
+        stats.append(Stat("Noise", share(result.noise_share)))
     if won.peak_memory_bytes:
         stats.append(Stat("Peak memory", size(won.peak_memory_bytes)))
     unfinished = [] if result.won else ["The search is not finished: this is the best so far."]
     return Verdict(
-        headline, times(gain), "the speed of the start", result.sentences, stats, unfinished
+        headline, times(gain), f"the speed of {start.name}", result.sentences, stats, unfinished
     )
 
 
@@ -81,8 +86,8 @@ def _trials_section(result: TuneResult) -> Section:
         assert trial.pace_ms is not None
         low, high = _spread(trial)
         sign = _SIGNS.get(trial.status, trial.status)
-        label: Child = [_changes(trial), " ", tag("span", sign, class_=f"badge {_badge(trial)}")]
-        tip = f"{_changes(trial)}: {ms(trial.pace_ms)}, {trial.status}\n{_rungs(trial)}"
+        label: Child = [trial.name, " ", tag("span", sign, class_=f"badge {_badge(trial)}")]
+        tip = f"{trial.name}: {ms(trial.pace_ms)}, {trial.status}\n{_rungs(trial)}"
         if trial.why:
             tip += f"\n{trial.why}"
         rungs = f" {len(trial.rungs)} rung{'s' if len(trial.rungs) != 1 else ''}"
@@ -93,8 +98,8 @@ def _trials_section(result: TuneResult) -> Section:
         )
     most = max(max(trial.pace_ms or 0.0, _spread(trial)[1] or 0.0) for trial in shown)
     lead = (
-        "Milliseconds, the fastest first; the thin line spans the repeats of the last rung. Each "
-        "rung is a longer measurement: what was clearly behind was dropped early."
+        f"Milliseconds {result.pace_unit}, the fastest first; the thin line spans the repeats of "
+        "the last rung. Each rung is a longer measurement: what was clearly behind was dropped early."
     )
     left_out = len(result.measured) - len(shown)
     note = (
@@ -114,7 +119,8 @@ def _fields_section(result: TuneResult) -> Section:
     found = effects(result)
     if not found:
         return Section(anchor, title, "", empty("No field took more than one value."))
-    rows = [_effect_bar(effect) for effect in found]
+    noise = result.noise_share or 0.0
+    rows = [_effect_bar(effect, noise) for effect in found]
     most = max(1.0, max(effect.size for effect in found) * 100)
     details = table(
         "The best trial with each value",
@@ -135,24 +141,31 @@ def _fields_section(result: TuneResult) -> Section:
         "For each field: how much slower the best trial with its worst value is than the best "
         "trial with its best value. A field with a short bar may be left as it is."
     )
-    chart = bars(rows, label="Effect of each field", most=most, unit="%")
+    looks = [("compute", "more than noise"), ("host", "within noise")]
+    chart = [
+        legend(looks) if noise else None,
+        bars(rows, label="Effect of each field", most=most, unit="%"),
+    ]
     return Section(
         anchor, title, lead, tag("figure", chart, as_table("As a table", details), class_="chart")
     )
 
 
-def _effect_bar(effect: Effect) -> Bar:
+def _effect_bar(effect: Effect, noise: float) -> Bar:
     listed = ", ".join(f"{value}: {ms(pace)}" for value, pace in effect.best_ms[:12])
-    value = [tag("b", share(effect.size)), f" best: {effect.best_ms[0][0]}"]
-    segments = [Segment(effect.size * 100, "compute", effect.name)]
+    best = f" best: {effect.best_ms[0][0]}" if effect.size > noise else " within noise"
+    value = [tag("b", share(effect.size)), best]
+    segments = [
+        Segment(effect.size * 100, "compute" if effect.size > noise else "host", effect.name)
+    ]
     return Bar(words(effect.name), segments, value, f"{words(effect.name)}: {listed}")
 
 
 def _table_section(result: TuneResult) -> Section:
     body: list[Cells] = [
         [
+            trial.number,
             trial.name,
-            _changes(trial),
             Cell(number(trial.pace_ms), trial.pace_ms),
             _rungs(trial) or "–",
             trial.status,
@@ -161,7 +174,7 @@ def _table_section(result: TuneResult) -> Section:
         ]
         for trial in result.trials
     ]
-    columns = ("trial", "changed", "ms", "rungs", "status", "why", "peak memory")
+    columns = ("trial", "plan", f"ms {result.pace_unit}", "rungs", "status", "why", "peak memory")
     drawn = table("One row a trial", columns, body)
     return Section("rows", "Everything that was tried", "", drawn)
 
@@ -176,16 +189,6 @@ def _environment_section(result: TuneResult) -> Section:
         settings_list(result.settings | result.work_options),
     ]
     return Section("environment", "How it was measured", "", content)
-
-
-def _changes(trial: Trial) -> str:
-    return ", ".join(f"{words(name)} {plain(value)}" for name, value in trial.changed.items()) or (
-        f"{_plan_name(trial)} as it is"
-    )
-
-
-def _plan_name(trial: Trial) -> str:
-    return plain(trial.values.get("name") or f"trial {trial.name}")
 
 
 def _rungs(trial: Trial) -> str:

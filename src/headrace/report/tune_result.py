@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.errors import ReportError
 from headrace.report.fields import Fields
-from headrace.report.figures import median, plain
+from headrace.report.figures import median, plain, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,10 @@ class Rung:
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """One plan that was tried. `pace_ms` is its last figure: None if it was never measured."""
+    """One plan that was tried. `pace_ms` is its last figure: None if it was never measured; a step,
+    or a thousand units where trials differ in their batches."""
 
+    number: str
     name: str
     values: dict[str, Any]
     changed: dict[str, Any]
@@ -42,6 +44,8 @@ class TuneResult:
     trials: tuple[Trial, ...]
     winner: dict[str, dict[str, Any]]
     sentences: tuple[str, ...]
+    pace_unit: str
+    noise_share: float | None
 
     @property
     def measured(self) -> list[Trial]:
@@ -63,9 +67,11 @@ class TuneResult:
 def tune_result(content: Fields) -> TuneResult:
     """The result in a file that `headrace tune` wrote."""
     work = content.child("work") or Fields(content.file, "work", {})
-    trials = tuple(_trial(fields) for fields in content.children("trials"))
-    if not trials:
+    stored = content.children("trials")
+    if not stored:
         raise ReportError(f"{content.file}: trials: expected at least one, found none")
+    sizes = {fields.number("units_per_step") for fields in stored}
+    by_unit = len(sizes) > 1 and None not in sizes
     winner = content.child("winner")
     parts = {} if winner is None else {name: winner.plain(name) for name in ("plan", "loader")}
     return TuneResult(
@@ -74,28 +80,42 @@ def tune_result(content: Fields) -> TuneResult:
         work_options=work.plain("options"),
         settings=content.plain("settings"),
         environment=content.plain("environment"),
-        trials=trials,
+        trials=tuple(_trial(fields, by_unit) for fields in stored),
         winner=parts,
         sentences=tuple(content.texts("sentences")),
+        pace_unit=f"a thousand {work.text('unit') or 'samples'}" if by_unit else "a step",
+        noise_share=content.number("noise_share"),
     )
 
 
-def _trial(fields: Fields) -> Trial:
+def _trial(fields: Fields, by_unit: bool) -> Trial:
     rungs = tuple(_rung(rung) for rung in fields.children("rungs"))
-    # Per unit where there is one: trials of other batch sizes compare by that alone.
-    pace = fields.number("ms_per_unit")
+    pace = fields.number("ms_per_step")
     if pace is None and rungs:
         pace = median(rungs[-1].ms_per_step)
+    if by_unit:
+        # Trials of other batch sizes compare by that alone.
+        per_unit = fields.number("ms_per_unit")
+        pace = None if per_unit is None else per_unit * 1000
+    values = fields.plain("plan") | fields.plain("loader")
+    changed = fields.plain("changed")
+    number = plain(fields.values.get("id"))
     return Trial(
-        name=plain(fields.values.get("id")),
-        values=fields.plain("plan") | fields.plain("loader"),
-        changed=fields.plain("changed"),
+        number=number,
+        name=fields.text("name")
+        or _called(plain(values.get("name") or f"trial {number}"), changed),
+        values=values,
+        changed=changed,
         rungs=rungs,
         pace_ms=pace,
         status=fields.text("status") or "kept",
         why=fields.text("why") or "",
         peak_memory_bytes=fields.number("peak_memory_bytes"),
     )
+
+
+def _called(plan: str, changed: dict[str, Any]) -> str:
+    return ", ".join([plan, *(f"{words(name)} {plain(value)}" for name, value in changed.items())])
 
 
 def _rung(fields: Fields) -> Rung:

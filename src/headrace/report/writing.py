@@ -23,7 +23,7 @@ _VERSION = 1
 
 def render(source: str | Path) -> str:
     """The page of a bench result, a tune result or a run's folder, as one HTML text."""
-    source = Path(source)
+    source = _source(source)
     if source.is_dir():
         return train_page(training_run(source), source.name)
     content = _result_file(source)
@@ -58,7 +58,7 @@ def try_report(run: Path) -> None:
 def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
     """Write the timelines of a bench result as files for ui.perfetto.dev and chrome://tracing:
     `NAME.PLAN.trace.json`, one for each plan that has one."""
-    source, folder = Path(source), Path(folder)
+    source, folder = _source(source), Path(folder)
     if source.is_dir():
         raise ReportError(f"{source}: is a run's folder; only bench results hold timelines")
     content = _result_file(source)
@@ -78,6 +78,15 @@ def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
                 raise ReportError(f"{path}: cannot be written ({problem.strerror})") from problem
             written.append(path)
     return written
+
+
+def _source(given: str | Path) -> Path:
+    """What to read: the result of a search, if the folder is one's."""
+    source = Path(given)
+    inside = source / "result.json"
+    if source.is_dir() and inside.is_file() and read_json(inside).values.get("kind") is not None:
+        return inside
+    return source
 
 
 def _result_file(path: Path) -> Fields:
