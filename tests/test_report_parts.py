@@ -18,9 +18,10 @@ from headrace.report.figures import (
     seconds,
     share,
     size,
+    tick,
     ticks,
     times,
-)  # fmt: skip
+)
 from headrace.report.markup import Markup, json_script, tag
 from headrace.report.thinning import coverage, envelope, fewer_spans, spread
 from headrace.timeline import Span, Timeline
@@ -34,6 +35,7 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
         (number(None), "–"), (number(0), "0"), (number(36.14), "36.1"), (number(1250), "1,250"),
         (number(0.01234), "0.0123"), (number(209_302.4), "209,302"), (number(2.0), "2"),
         (number(1e-7), "1.00e-07"), (ms(8.6), "8.60 ms"), (share(0.95), "95 %"),
+        (ms(0.0207), "20.7 µs"), (tick(2.5), "2.5"), (tick(200), "200"),
         (share(0.996), "99.6 %"), (share(1.0), "100 %"), (share(0.004), "0.4 %"),
         (share(3.35), "335 %"), (times(4.2), "4.20×"), (times(12.34), "12.3×"),
         (size(5.3e9), "5.30 GB"), (size(900), "900 B"), (seconds(4.5), "4.50 s"),

@@ -30,7 +30,7 @@ _NOTHING = 0.02
 def bench_page(result: BenchResult, source: str) -> str:
     environment = result.environment
     device = str(environment.get("device_name") or environment.get("device") or "")
-    date = str(environment.get("date") or "").replace("T", " ")
+    date = str(environment.get("date") or "")[:16].replace("T", " ")
     work = f"{result.work}: {result.description}" if result.description else result.work
     kicker = " · ".join(filter(None, ("bench", work, device, date)))
     sections = [
@@ -61,10 +61,10 @@ def bench_verdict(result: BenchResult) -> Verdict:
     assert taken.pace is not None
     gain = reference.pace.median / taken.pace.median
     if taken is reference or abs(gain - 1) < _NOTHING:
-        headline = f"Nothing to gain: {reference.plan} is as fast as it gets here"
+        headline = f"Nothing to gain: no plan is clearly faster than {reference.plan}"
     else:
         headline = f"Take {taken.plan}: {factor(gain)} times as fast, {_equal_words(taken)}"
-    label = f"the speed of {reference.plan}" if taken is not reference else "no plan is faster"
+    label = f"the speed of {reference.plan}" if taken is not reference else "so stay with it"
     return Verdict(
         headline, times(gain), label, sentences, _stats(result, reference, taken), warnings
     )
@@ -97,8 +97,7 @@ def _stats(result: BenchResult, reference: Row, taken: Row) -> list[Stat]:
     if reference.gpu is not None and taken.gpu is not None:
         note = None
         if taken.gpu.over_busy_share is not None:
-            over = share(max(0.0, taken.gpu.over_busy_share))
-            note = f"a step takes {over} longer than the GPU's own work"
+            note = f"a step is {share(max(0.0, taken.gpu.over_busy_share))} over its own work"
         stats.append(
             Stat(
                 "GPU busy",
@@ -109,7 +108,7 @@ def _stats(result: BenchResult, reference: Row, taken: Row) -> list[Stat]:
         )
     if reference.host_blocked_ms is not None and taken.host_blocked_ms is not None:
         blocked = before(ms(reference.host_blocked_ms))
-        stats.append(Stat("Host blocked, a step", ms(taken.host_blocked_ms), blocked))
+        stats.append(Stat("Host blocked", ms(taken.host_blocked_ms), blocked))
     if taken.peak_memory_bytes:
         used = before(size(reference.peak_memory_bytes))
         stats.append(Stat("Peak memory", size(taken.peak_memory_bytes), used))

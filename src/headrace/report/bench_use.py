@@ -28,10 +28,12 @@ def use_section(result: BenchResult) -> Section:
     if not seen:
         why = "The monitor recorded no samples" if not rows else "No sensor could be read"
         return Section(anchor, title, "", empty(f"{why} here."))
-    lead = (
-        "What the monitor saw while each plan ran. NVML's GPU use says that something ran, not "
-        "that the GPU was full: compare it with the shares above."
-    )
+    lead = "What the monitor saw while each plan ran."
+    if _SENSORS[0] in seen:
+        lead += (
+            " NVML's GPU use says that something ran, not that the GPU was full: compare it with "
+            "the shares above."
+        )
     tops = {
         sensor[0]: sensor[3]
         or max(value for row in rows for _, value in _points(row, sensor)) * 1.1

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from headrace.report.figures import number, ticks
+from headrace.report.figures import tick, ticks
 from headrace.report.markup import Child, Markup, tag
 
 
@@ -37,8 +37,11 @@ class Bar:
     mark: str | None = None
 
 
-def bars(rows: Sequence[Bar], *, label: str, most: float, unit: str) -> Markup:
-    """Bars on one scale from 0 to `most`, with an axis below."""
+def bars(
+    rows: Sequence[Bar], *, label: str, most: float, unit: str, long_labels: bool = False
+) -> Markup:
+    """Bars on one scale from 0 to `most`, with an axis below. `long_labels` gives labels more
+    room."""
     most = most if most > 0 else 1.0
     axis = tag(
         "div",
@@ -58,7 +61,7 @@ def bars(rows: Sequence[Bar], *, label: str, most: float, unit: str) -> Markup:
         "div",
         [_bar_row(row, most) for row in rows],
         axis,
-        class_="bars marks",
+        class_="bars marks long" if long_labels else "bars marks",
         role="list",
         aria_label=label,
     )
@@ -104,7 +107,9 @@ def _bar_row(row: Bar, most: float) -> Markup:
 def _tick(at: float, most: float, unit: str) -> Markup:
     where = percent(at, most)
     anchor = "start" if at == 0 else "end" if at > most * 0.97 else "middle"
-    text = f"{number(at)} {unit}" if at else "0"
+    if unit == "ms" and most < 0.1:
+        at, unit = at * 1e3, "µs"
+    text = f"{tick(at)} {unit}" if at else "0"
     return tag("text", text, x=where, y=15, text_anchor=anchor)
 
 

@@ -27,7 +27,16 @@ def brief(value: float | None) -> str:
 
 
 def ms(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{number(value)} ms"
+    """Milliseconds; in microseconds below a tenth of one."""
+    if value is None:
+        return _UNKNOWN
+    return f"{number(value)} ms" if abs(value) >= 0.1 or not value else f"{number(value * 1e3)} µs"
+
+
+def tick(value: float) -> str:
+    """A number on an axis, without zeros behind it."""
+    text = number(value)
+    return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
 
 def share(value: float | None) -> str:

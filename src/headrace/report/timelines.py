@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from headrace.report.bench_result import KINDS, StoredTimeline
 from headrace.report.charts import Cell, Cells, as_table, percent, table
-from headrace.report.figures import ms, number, share, ticks
+from headrace.report.figures import ms, number, share, tick, ticks
 from headrace.report.markup import Markup, json_script, shown_text, tag
 from headrace.report.thinning import coverage, fewer_spans
 from headrace.timeline import Timeline
@@ -78,7 +78,7 @@ def _timeline(plan: str, stored: StoredTimeline, length_ns: int, most: int) -> M
             [
                 tag(
                     "text",
-                    f"{number(at)} ms" if at else "0",
+                    f"{tick(at)} ms" if at else "0",
                     x=percent(at, length_ns / 1e6),
                     y=14,
                     text_anchor="start" if at == 0 else "middle",

@@ -18,7 +18,7 @@ def tune_page(result: TuneResult, source: str) -> str:
     environment = result.environment
     device = str(environment.get("device_name") or environment.get("device") or "")
     work = f"{result.work}: {result.description}" if result.description else result.work
-    date = str(environment.get("date") or "").replace("T", " ")
+    date = str(environment.get("date") or "")[:16].replace("T", " ")
     kicker = " · ".join(filter(None, ("tune", work, device, date)))
     sections = [
         _winner_section(result),
@@ -38,7 +38,7 @@ def tune_verdict(result: TuneResult) -> Verdict:
         return Verdict("Nothing could be measured", "–", "ms", [*result.sentences, *why], [])
     gain = start.pace_ms / won.pace_ms if won.pace_ms > 0 else 1.0
     if won is start or gain < 1.02:
-        headline = f"Nothing to gain: {start.name} is as fast as any"
+        headline = f"Nothing to gain: nothing is clearly faster than {start.name}"
     else:
         headline = f"Take {won.name}: {factor(gain)} times as fast as {start.name}"
     stats = [
@@ -99,7 +99,8 @@ def _trials_section(result: TuneResult) -> Section:
     most = max(max(trial.pace_ms or 0.0, _spread(trial)[1] or 0.0) for trial in shown)
     lead = (
         f"Milliseconds {result.pace_unit}, the fastest first; the thin line spans the repeats of "
-        "the last rung. Each rung is a longer measurement: what was clearly behind was dropped early."
+        "the last rung. Each rung is a longer measurement: what was clearly behind was dropped "
+        "early."
     )
     left_out = len(result.measured) - len(shown)
     note = (
@@ -110,7 +111,7 @@ def _trials_section(result: TuneResult) -> Section:
         ("compute", "kept"),
         ("host", "dropped"),
     ]
-    chart = bars(rows, label="Milliseconds of each trial", most=most, unit="ms")
+    chart = bars(rows, label="Milliseconds of each trial", most=most, unit="ms", long_labels=True)
     return Section(anchor, title, lead, tag("figure", legend(looks), chart, note, class_="chart"))
 
 

@@ -148,7 +148,8 @@ def effects(result: TuneResult) -> list[Effect]:
             continue
         best: dict[str, float] = {}
         for trial in result.measured:
-            value = plain(trial.changed.get(name, trial.values.get(name)))
+            chosen = trial.changed.get(name, trial.values.get(name))
+            value = "as given" if chosen is None else plain(chosen)
             best.setdefault(value, trial.pace_ms or 0.0)  # measured is in order: the first is best
         if len(best) > 1 and min(best.values()) > 0:
             ordered = tuple(sorted(best.items(), key=lambda entry: entry[1]))
