@@ -97,7 +97,13 @@ def line_chart(
             tag(
                 "svg",
                 [
-                    _x_tick(at, x_low, x_high, x.written, spare=len(x_ticks) > 3 and index % 2 == 1)
+                    _x_tick(
+                        at,
+                        x_low,
+                        x_high,
+                        x.written,
+                        spare=index % 2 == 1 and (small or len(x_ticks) > 3),
+                    )
                     for index, at in enumerate(x_ticks)
                 ],
                 class_="x-axis",

@@ -14,14 +14,15 @@ from headrace.report.charts import Cell, Cells, as_table, percent, table
 from headrace.report.figures import ms, number, share, tick, ticks
 from headrace.report.markup import Markup, json_script, shown_text, tag
 from headrace.report.thinning import coverage, fewer_spans
-from headrace.timeline import Timeline
+from headrace.timeline import Kind, Timeline
 
 _MOST_SPANS = 6_000  # of one plan
 _MOST_OF_ALL = 60_000
 _BINS = 480  # across the longest timeline, as drawn without the script
 _TICK_NS = 100  # what the script is told is as exact as this
 _LONGEST_NAME = 140
-_NAMES_SHOWN = 12
+_NAMES_SHOWN = 12  # in the table
+_NAMES_KEPT = 400  # for the script: those that took longest
 
 
 def timelines(found: Sequence[tuple[str, StoredTimeline]]) -> Markup:
@@ -107,9 +108,11 @@ def _timeline(plan: str, stored: StoredTimeline, length_ns: int, most: int) -> M
 
 
 def _ordered_lanes(timeline: Timeline) -> list[str]:
-    """The host first, then the streams as they were first used."""
+    """The host first, then the streams, the busiest first."""
     on_host = {span.lane for span in timeline.spans if span.kind in ("wait", "host")}
-    return sorted(timeline.lanes(), key=lambda lane: lane not in on_host)
+    return sorted(
+        timeline.lanes(), key=lambda lane: (lane not in on_host, -timeline.busy_ms(lane), lane)
+    )
 
 
 def _busy(timeline: Timeline, lane: str) -> float:
@@ -160,15 +163,22 @@ def _stepped(base: Sequence[float], top: Sequence[float]) -> str:
 
 def _data(timeline: Timeline, lanes: Sequence[str]) -> dict[str, object]:
     """The spans for the script: of each lane, [start − last start, duration, name, …] in 0.1 µs."""
-    names: dict[tuple[str, str], int] = {}
+    took_ns: dict[tuple[str, Kind], int] = {}
+    for span in timeline.spans:
+        key = (span.name, span.kind)
+        took_ns[key] = took_ns.get(key, 0) + span.end_ns - span.start_ns
+    kept = set(sorted(took_ns, key=lambda key: -took_ns[key])[:_NAMES_KEPT])
+    names: dict[tuple[str, Kind], int] = {}
     packed = []
     for lane in lanes:
         numbers: list[int] = []
         before = 0
         for span in timeline.on(lane):
             start, end = round(span.start_ns / _TICK_NS), round(span.end_ns / _TICK_NS)
-            name = names.setdefault((shown_text(span.name[:_LONGEST_NAME]), span.kind), len(names))
-            numbers += [start - before, end - start, name]
+            is_kept = (span.name, span.kind) in kept
+            name = shown_text(span.name[:_LONGEST_NAME]) if is_kept else f"another {span.kind}"
+            index = names.setdefault((name, span.kind), len(names))
+            numbers += [start - before, end - start, index]
             before = start
         packed.append({"lane": shown_text(lane), "spans": numbers})
     return {"names": [[name, KINDS.index(kind)] for name, kind in names], "lanes": packed}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,15 @@ class TrainingRun:
 
     def seconds_at(self, step: int) -> float | None:
         """When that step was done, by the monitor's samples; None if there are none around it."""
-        before = after = None
-        for use in self.uses:
-            if use.step <= step:
-                before = use
-            elif after is None:
-                after = use
-        if before is None or (after is None and before.step != step):
+        at = bisect_right(self.uses, step, key=lambda use: use.step)
+        if at == 0:
             return None
-        if after is None or before.step == step:
+        before = self.uses[at - 1]
+        if before.step == step:
             return before.at_s
+        if at == len(self.uses):
+            return None
+        after = self.uses[at]
         part = (step - before.step) / (after.step - before.step)
         return before.at_s + part * (after.at_s - before.at_s)
 
