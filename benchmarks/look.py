@@ -228,6 +228,9 @@ def main() -> int:
     parser.add_argument("--out", type=Path, help="a folder for pictures")
     parser.add_argument("--browser", default=os.environ.get("HEADRACE_BROWSER"))
     options = parser.parse_args()
+    for file in options.files:
+        if not file.is_file():
+            parser.error(f"{file}: is not there")
     if options.out is not None:
         options.out.mkdir(parents=True, exist_ok=True)
     findings = Findings()

@@ -33,6 +33,16 @@ def ms(value: float | None) -> str:
     return f"{number(value)} ms" if abs(value) >= 0.1 or not value else f"{number(value * 1e3)} µs"
 
 
+def score(value: float | None) -> str:
+    """BLEU and its like, from 0 to 100: 47.0."""
+    return _UNKNOWN if value is None else f"{value:.1f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 epoch, 8 epochs."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
 def tick(value: float) -> str:
     """A number on an axis, without zeros behind it."""
     text = number(value)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from headrace.report.charts import percent
-from headrace.report.figures import number, ticks
+from headrace.report.figures import number, tick, ticks
 from headrace.report.markup import Markup, json_script, tag
 from headrace.report.thinning import Point, envelope
 
@@ -36,6 +36,9 @@ class Axis:
     low: float | None = None
     high: float | None = None
     written: Callable[[float], str] = number
+
+    def tick(self, value: float) -> str:
+        return tick(value) if self.written is number else self.written(value)
 
 
 def line_chart(
@@ -73,7 +76,7 @@ def line_chart(
         [
             _dot(line, point, (x_low, x_high), (y_low, y_high))
             for line, points in thin
-            if line.dots and len(points) <= 60
+            if (line.dots and len(points) <= 60) or len(points) == 1
             for point in points
         ],
         class_="plot",
@@ -89,7 +92,7 @@ def line_chart(
             "div",
             tag(
                 "svg",
-                [_y_tick(at, y_low, y_high, y.written) for at in y_ticks],
+                [_y_tick(at, y_low, y_high, y.tick) for at in y_ticks],
                 class_="y-axis",
                 aria_hidden="true",
             ),
@@ -101,7 +104,7 @@ def line_chart(
                         at,
                         x_low,
                         x_high,
-                        x.written,
+                        x.tick,
                         spare=index % 2 == 1 and (small or len(x_ticks) > 3),
                     )
                     for index, at in enumerate(x_ticks)

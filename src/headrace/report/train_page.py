@@ -17,7 +17,7 @@ from headrace.report.charts import (
     meter,
     table,
 )
-from headrace.report.figures import clock, number, seconds, share, size, words
+from headrace.report.figures import clock, counted, number, score, seconds, share, size, words
 from headrace.report.lines import Axis, Line, line_chart, line_legend
 from headrace.report.markup import Child, Markup, tag
 from headrace.report.page import Section, Stat, Verdict, page
@@ -56,17 +56,17 @@ def train_verdict(run: TrainingRun) -> Verdict:
         sentences.append(
             f"In a profiler window the GPU was busy {share(run.busy.busy_share)} of the time."
         )
-    done = f"{run.updates:,} updates"
+    done = counted(run.updates, "update")
     if run.final is not None:
-        figure, label = number(run.final.bleu), f"BLEU, chrF {number(run.final.chrf)}"
-        headline = f"BLEU {number(run.final.bleu)} after {len(run.epochs)} epochs, {done}"
+        figure, label = score(run.final.bleu), f"BLEU, chrF {score(run.final.chrf)}"
+        headline = f"BLEU {score(run.final.bleu)} after {counted(len(run.epochs), 'epoch')}, {done}"
     else:
         sentences.append(f"Go on with: headrace train --resume {run.path}")
         headline = (
             f"Not finished: {done} so far" if run.updates else "Not begun: nothing measured yet"
         )
         if last is not None and last.bleu is not None:
-            figure, label = number(last.bleu), "BLEU on a sample of valid"
+            figure, label = score(last.bleu), "BLEU on a sample of valid"
         else:
             loss = last.loss if last is not None else run.steps[-1][1] if run.steps else None
             figure, label = number(loss), "loss"
@@ -126,9 +126,12 @@ def _losses_section(run: TrainingRun) -> Section:
     lines = [line for line in lines if line.points]
     if not lines:
         return Section(anchor, title, "", empty("metrics.jsonl holds no losses yet."))
-    words_ = f"From {number(lines[0].points[0][1])} to {number(lines[0].points[-1][1])}."
+    words_ = f"{number(lines[-1].points[-1][1])} at the end"
+    if valid:
+        words_ += f" on valid, {number(min(value for _, value in valid))} at its best"
+    words_ += "."
     chart = line_chart(
-        lines, label=f"Losses over updates. {words_}", x=Axis("update"), y=Axis("loss")
+        lines, label=f"Losses over updates. {words_}", x=Axis("update", low=0.0), y=Axis("loss")
     )
     content: list[Child] = [line_legend(lines), chart]
     timed = [Line(line.name, _timed(run, line), line.look, line.width, line.dots) for line in lines]
@@ -160,14 +163,14 @@ def _bleu_section(run: TrainingRun) -> Section:
         )
     lead = (
         f"On a sample of held-out sentences, translated greedily after each epoch: best "
-        f"{number(max(value for _, value in points))}."
+        f"{score(max(value for _, value in points))}."
     )
     if run.final is not None:
-        lead += f" At the end, with beam search: {number(run.final.bleu)}. {run.final.signature}"
+        lead += f" At the end, with beam search: {score(run.final.bleu)}. {run.final.signature}"
     chart = line_chart(
         [Line("BLEU", points, 2, dots=True)],
         label=lead,
-        x=Axis("update"),
+        x=Axis("update", low=0.0),
         y=Axis("BLEU", low=0.0),
     )
     return Section(anchor, title, lead, tag("figure", chart, class_="chart"))
@@ -181,7 +184,7 @@ def _speed_section(run: TrainingRun) -> Section:
     chart = line_chart(
         [Line("tokens a second", points, 0, dots=True)],
         label=f"Tokens a second of each epoch, last {number(points[-1][1])}",
-        x=Axis("update"),
+        x=Axis("update", low=0.0),
         y=Axis("tokens a second", low=0.0),
     )
     lead = "Target tokens trained on, a second of each epoch's wall time."
@@ -225,7 +228,7 @@ def _waits_section(run: TrainingRun) -> Section:
         chart = line_chart(
             shares,
             label="Share of each epoch in which the host waited",
-            x=Axis("update"),
+            x=Axis("update", low=0.0),
             y=Axis("share of the epoch", 0.0, max(0.05, min(1.0, most * 1.1)), share),
         )
         content += [line_legend(shares), chart]
