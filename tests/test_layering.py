@@ -46,6 +46,7 @@ ROOMS = {
     "progress": 2,
     "stopping": 2,
     "translation": 3,
+    "bench": 3,
     "compiling": 2,
     "results": 2,
     "lanes": 2,
