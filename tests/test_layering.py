@@ -58,6 +58,7 @@ ROOMS = {
     "engine": 2,
     "doctor": 3,
     "cli_translation": 4,
+    "cli_bench": 4,
     "cli": 4,
     "__main__": 5,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -37,8 +38,8 @@ def entries_of(named: Sequence[str], precision: str | None = None) -> list[Entry
     if not named:
         raise BenchError("no plan was named: expected one or more")
     entries: list[Entry] = []
-    for name in named:
-        loader = LoaderPlan()
+    for given in named:
+        name, loader = re.sub(r"#\d+$", "", given), LoaderPlan()
         if name.endswith((".yaml", ".yml")):
             stored = load_plan(name)
             plan, loader = stored.plan, stored.loader

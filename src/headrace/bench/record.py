@@ -305,9 +305,7 @@ def _record(kind: type[Made], content: object, where: str, path: str) -> Made:
         inner = f"{path}.{known.name}" if path else known.name
         if known.name in content:
             given[known.name] = _value(hints[known.name], content[known.name], where, inner)
-        elif (
-            known.default is dataclasses.MISSING and known.default_factory is dataclasses.MISSING
-        ):
+        elif known.default is dataclasses.MISSING and known.default_factory is dataclasses.MISSING:
             raise BenchError(f"{where}: has no {inner!r}")
     return kind(**given)
 

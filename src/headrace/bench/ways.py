@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
@@ -15,6 +14,7 @@ from headrace.bench.feed import Feed
 from headrace.bench.work import Training, Work
 from headrace.device import Device
 from headrace.engine import Engine
+from headrace.errors import BenchError
 from headrace.results import EpochResult
 from headrace.sites import line_of_error
 
@@ -123,6 +123,8 @@ def told(problem: BaseException, trained: int | None = None) -> str:
         first = (str(problem).strip().splitlines() or ["no message"])[0]
         return f"out of memory: {first}"
     text = " ".join(str(problem).split()) or "no message"
+    if isinstance(problem, BenchError):
+        return text  # it says where already
     short = text if len(text) <= 300 else f"{text[:297]}…"
     site = line_of_error(problem.__traceback__)
     step = "" if trained is None else f"step {trained + 1}: "
@@ -142,11 +144,5 @@ def is_out_of_memory(problem: BaseException | None) -> bool:
 
 def free(device: Device) -> None:
     """After a way was closed and let go of: its memory back to the device."""
-    gc.unfreeze()
     gc.collect()
     device.release_unused()
-
-
-def numerics(device: Device, precision: str | None) -> AbstractContextManager[object]:
-    """For what runs outside an engine."""
-    return device.numerics(precision or "fp32")
