@@ -325,7 +325,7 @@ class TestFailures:
                 log.append((self.name, sorted(alive)))
                 if len(alive) > 1 or self.name == "glutton":
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\n…")
-                return Stretch(steps, 1)
+                return Stretch(steps, 0, 1)
 
             def losses(self, batches: Any) -> tuple[float, ...]:
                 return ()

@@ -95,7 +95,9 @@ class Comparing:
                 return
         made = self._make(entry, bare)
         why = self._why_within(entry, made, compiled, bare)
-        one.losses = self._run(entry, made)
+        one.losses = self._run(entry, made, deterministic=self._deterministic and not compiled)
+        if compiled:
+            torch.compiler.reset()  # nothing else that is compiled is in use yet
         exact = self._deterministic and not why
         one.equal = compare(
             reference.losses,
@@ -149,7 +151,7 @@ class Comparing:
     def _reference_pass(self, without_dropout: bool) -> _Pass:
         made = self._make(self._reference, without_dropout)
         before = self._device.random_state()
-        losses = self._run(self._reference, made)
+        losses = self._run(self._reference, made, deterministic=self._deterministic)
         return _Pass(losses, not torch.equal(before, self._device.random_state()))
 
     def _make(self, entry: Entry, without_dropout: bool) -> Training:
@@ -158,13 +160,13 @@ class Comparing:
             remove_dropout(made.model)
         return made
 
-    def _run(self, entry: Entry, made: Training) -> tuple[float, ...]:
+    def _run(self, entry: Entry, made: Training, *, deterministic: bool) -> tuple[float, ...]:
         way = PlannedWay(
             self._work,
             self._device,
             entry,
             seed=self._seed,
-            deterministic=self._deterministic,
+            deterministic=deterministic,
             training=made,
         )
         self._way = way
