@@ -80,7 +80,7 @@ class _PeerWay:
     def __init__(self, work: Work, device: Device, precision: str, seed: int) -> None:
         self._device, self._precision, self._seed = device, precision, seed
         self._made: Training | None = work.make(device, seed=seed, pin=True)
-        self._feed = Feed(self._made.loader, f"the loader of {work.name}")
+        self._feed = Feed(self._made.loader, work.name)
         self.trained, self._seed_next = 0, False
 
     def run(self, steps: int) -> Stretch:

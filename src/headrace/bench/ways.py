@@ -77,7 +77,7 @@ class PlannedWay:
     ) -> None:
         made = training or work.make(device, seed=seed, loader=entry.loader, pin=entry.plan.pin)
         self._device = device
-        self._feed: Feed | None = Feed(made.loader, f"the loader of {work.name}")
+        self._feed: Feed | None = Feed(made.loader, work.name)
         self._engine: Engine | None = Engine(
             made.model,
             made.optimizer,
