@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.bench.equality import compare, difference, remove_dropout, rounds_differently
 from headrace.bench.record import (
@@ -261,6 +263,21 @@ class TestCompare:
         assert difference(1.0, nan) == difference(infinite, -infinite) == infinite
         assert compare([1.0], [nan], exact=False, tolerance=0.5).largest is None
 
+    @given(
+        st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20),
+        st.data(),
+        st.booleans(),
+    )
+    def test_the_first_step_that_is_off_is_named(
+        self, losses: list[float], data: st.DataObject, exact: bool
+    ) -> None:
+        assert compare(losses, losses, exact=exact, tolerance=0.01).verdict == "identical"
+        at = data.draw(st.integers(0, len(losses) - 1))
+        off = losses[at] * 1.5 + 1.0 if losses[at] >= 0 else losses[at] * 1.5 - 1.0
+        found = compare(losses, [*losses[:at], off, *losses[at + 1 :]], exact=exact, tolerance=0.01)
+        assert (found.verdict, found.first_step) == ("unequal", at + 1)
+        assert found.why.startswith(f"step {at + 1}: ")
+
     def test_a_loss_too_few(self) -> None:
         found = compare([1.0, 2.0], [1.0], exact=True, tolerance=0.0)
         assert (found.verdict, found.first_step) == ("unequal", 2)
@@ -283,8 +300,26 @@ class TestCompare:
         assert not rounds_differently(torch.optim.SGD(weights, lr=0.1))
 
 
-def test_rows_with_other_names_are_their_schemes() -> None:
-    """A plan entered twice is scored twice, as what it is."""
-    twin = replace(row("graph", 9), plan="graph#2")
-    rows, _ = judged([row("baseline", 36), row("graph", 9), twin])
-    assert rows[1].score == rows[2].score
+class TestTwins:
+    def test_are_scored_alike_and_the_first_stands_for_both(self) -> None:
+        one, other = row("graph", 9), replace(row("graph", 8.9), plan="graph#2")
+        rows, verdict = judged([row("baseline", 36), one, other])
+        assert rows[1].score == rows[2].score
+        assert verdict.take == "graph"
+
+    def test_share_their_rounds(self) -> None:
+        """Of one alone 9 % might be chance; with its twin's rounds they are not."""
+        base = replace(row("baseline", 10), ms_per_step=Spread(10, 10, 10, (10,) * 5))
+        shaky = Spread(9.1, 8.0, 10.2, (9.1, 8.0, 10.2, 8.2, 9.9))
+        steady = Spread(9.1, 9.1, 9.1, (9.1,) * 5)
+        one = replace(row("pipeline", 9.1), ms_per_step=shaky)
+        twin = replace(one, plan="pipeline#2", ms_per_step=steady)
+        assert judged([base, one])[1].take == "baseline"
+        assert judged([base, one, twin])[1].take == "pipeline"
+
+    def test_another_loader_is_another_plan(self) -> None:
+        one = replace(row("pipeline", 9), loader={"workers": 0})
+        assert one.is_twin_of(replace(one, plan="pipeline#2"))
+        assert not one.is_twin_of(replace(one, loader={"workers": 2}))
+        peer = row("lightning", 9, kind="peer")
+        assert not peer.is_twin_of(peer)

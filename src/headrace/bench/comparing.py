@@ -38,7 +38,8 @@ class _Pass:
 def first_batches(work: Work, device: Device, entry: Entry, *, seed: int, count: int) -> list[Any]:
     """A work's first batches: drawn once for everybody, whatever the order of drawing. A work that
     cannot be made, or has no batches, is an error that says where."""
-    feed = Feed(work.make(device, seed=seed, loader=entry.loader).loader, work.name)
+    made = work.make(device, seed=seed, loader=entry.loader, pin=True)
+    feed = Feed(made.loader, work.name)
     try:
         return list(feed.take(count))
     except BenchError:

@@ -178,6 +178,7 @@ class Row:
     plan: str
     kind: Literal["plan", "peer"]
     fields: dict[str, Any] | None = None
+    loader: dict[str, Any] | None = None
     error: str | None = None
     ms_per_step: Spread | None = None
     speedup: float | None = None
@@ -200,6 +201,11 @@ class Row:
     samples: tuple[Sample, ...] = ()
     score: Score | None = None
     notes: tuple[str, ...] = ()
+
+    def is_twin_of(self, other: Row) -> bool:
+        """Whether both are the same plan, entered twice."""
+        plans = self.kind == other.kind == "plan" and self.fields is not None
+        return plans and (self.fields, self.loader) == (other.fields, other.loader)
 
     @property
     def agrees(self) -> bool:

@@ -159,11 +159,13 @@ def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | N
         if not measured or any(row.equal.verdict == "unequal" for row in measured):
             return None, ["No plan can be advised: none has losses that are known to agree."]
         able = measured  # losses were not compared at all
-    gaining = [row for row in able if gain_share(row, base, noise) > 0]
+    # Of a plan that was entered twice, the first row stands for both.
+    able = [row for at, row in enumerate(able) if not any(row.is_twin_of(r) for r in able[:at])]
+    gaining = [row for row in able if gain_share(row, base, noise, rows) > 0]
     if not gaining:
         fastest = min(able, key=_median)
         kept = base if base in able else fastest
-        limit = chance_share(fastest, base, noise)
+        limit = chance_share(fastest, base, noise, rows)
         return kept, [
             f"Nothing is to be gained here: no plan is faster than {base.plan} by more than can be "
             f"told from chance ({limit:.1%} of a step). Take {kept.plan}."
