@@ -17,7 +17,7 @@ from headrace.bench.comparing import Comparing
 from headrace.bench.contestants import Contestant, Garage
 from headrace.bench.entries import entries_of, noise_pair, plans_here
 from headrace.bench.finding import find_work
-from headrace.bench.looking import _first_steps
+from headrace.bench.looking import _first_steps, short_name
 from headrace.bench.record import BenchResult, Equal, Row
 from headrace.bench.runner import Bench
 from headrace.bench.text import text_of
@@ -562,6 +562,11 @@ class TestText:
         assert "UNEQUAL at 12" in text
         assert "max failed: out of memory: CUDA out of memory." in text
         assert "streams4" in text.split("streams in use")[1]
+
+    def test_names_are_short(self) -> None:
+        name = "void at::native::(anonymous namespace)::elementwise_kernel<4, at::native::Add>(int)"
+        assert short_name(name) == "elementwise_kernel<4, Add>(int)"
+        assert len(short_name("k" * 500)) == 64
 
     def test_spans_are_bounded(self) -> None:
         spans = [Span("a", "k", "kernel", 10 * n, 10 * n + 5) for n in range(20_000)]

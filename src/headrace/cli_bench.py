@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -114,7 +113,7 @@ def bench(
     progress.end()
     path = out or _free_path(chosen.name, result.environment.date)
     result.write(path)
-    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else text_of(result))
+    typer.echo(result.to_json() if as_json else text_of(result))
     typer.echo(f"written to {path}", err=True)
     if result.interrupted:
         raise typer.Exit(130)

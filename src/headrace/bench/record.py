@@ -259,6 +259,10 @@ class BenchResult:
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
         return {"kind": KIND, "version": VERSION} | plain
 
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(self.to_dict(), allow_nan=False, separators=(",", ":"))
+
     @classmethod
     def from_dict(cls, content: object, *, where: str = "result") -> BenchResult:
         if not isinstance(content, Mapping) or content.get("kind") != KIND:
@@ -290,7 +294,7 @@ class BenchResult:
         beside = target.with_name(f"{target.name}.part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(self.to_dict(), allow_nan=False) + "\n", encoding="utf-8")
+            beside.write_text(self.to_json() + "\n", encoding="utf-8")
             beside.replace(target)
         except OSError as problem:
             raise BenchError(f"{path}: cannot be written ({problem.strerror})") from problem
