@@ -167,6 +167,14 @@ class TestTake:
         assert verdict.take == "max"
         assert any("losses within 0.003 of baseline's" in line for line in verdict.sentences)
 
+    def test_the_least_change_that_gains_has_a_word(self) -> None:
+        rows = [row("baseline", 50), row("event", 45), row("graph", 20), row("interval", 49.9)]
+        _, verdict = judged(rows)
+        assert verdict.take == "graph"
+        assert "The least change that gains something is event: 1.11 ×." in verdict.sentences
+        _, verdict = judged([row("baseline", 50), row("event", 49), row("graph", 20)])
+        assert not any("least change" in line for line in verdict.sentences)
+
     def test_within_the_noise_nothing_is_to_be_gained(self) -> None:
         rows = [row("baseline", 40, busy=39.5), row("pipeline", 39.2, busy=39)]
         _, verdict = judged(rows)

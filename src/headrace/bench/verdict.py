@@ -177,7 +177,8 @@ def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | N
             f"Take {base.plan}: what {fastest.plan}, the fastest, saves "
             f"({saved_share(fastest, base):.0%} of the time) does not make up for what it costs."
         ]
-    return take, [_take_sentence(take, base), *_also(take, gaining, base), *_limit(take)]
+    others = [*_also(take, gaining, base), *_least_change(take, gaining, base)]
+    return take, [_take_sentence(take, base), *others, *_limit(take)]
 
 
 def _take_sentence(take: Row, base: Row) -> str:
@@ -207,6 +208,23 @@ def _also(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
     return [
         f"The fastest is {fastest.plan}: {_median(base) / _median(fastest):.2f} ×, "
         f"{_median(fastest):.3g} ms a step; it has {fastest.score.total:.0f} points ({why})."
+    ]
+
+
+def _least_change(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
+    """Who wants to change as little as can be gets a word, if that gains anything."""
+
+    def ease(row: Row) -> int:
+        judged = JUDGEMENTS[scheme_of(row.fields)]
+        return judged.effort + judged.complexity + judged.maintainability + judged.risk
+
+    worth = [row for row in gaining if saved_share(row, base) >= _WORTH_IT]
+    simplest = max(worth, key=ease, default=take)
+    if ease(simplest) <= ease(take):
+        return []
+    return [
+        f"The least change that gains something is {simplest.plan}: "
+        f"{_median(base) / _median(simplest):.2f} ×."
     ]
 
 
