@@ -366,6 +366,14 @@ class TestFailures:
         with pytest.raises(BenchError, match="returned 2 things"):
             bench(work_of(lambda: (1, 2), name="two"), open_device("cpu")).run()
 
+    def test_nor_does_one_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*arguments: Any, **more: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+        monkeypatch.setattr(torch.nn.Module, "to", full)
+        with pytest.raises(BenchError, match="mlp failed: out of memory: CUDA out of memory"):
+            bench(find_work("mlp", SMALL), open_device("cpu")).run()
+
     def test_a_loader_that_fails_is_named_with_its_line(self) -> None:
         class Broken:
             def __iter__(self) -> Iterator[torch.Tensor]:
@@ -385,8 +393,10 @@ class TestFailures:
         assert [row.error is None for row in result.rows] == [False, False]
         only_twice = bench(failing(25), open_device("cpu"), "baseline", repeats=2)
         result = only_twice.run()
-        assert result.row("baseline").ms_per_step is not None
-        assert result.row("baseline").error is not None  # while it was traced, or watched
+        row = result.row("baseline")
+        assert row.ms_per_step is not None
+        assert row.error is None
+        assert row.notes[0].startswith("its work could not be traced: step 25: ValueError: the")
 
     def test_out_of_memory_is_tried_alone_once_more(self) -> None:
         device, log = open_device("cpu"), []
