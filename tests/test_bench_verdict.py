@@ -56,6 +56,7 @@ def row(
         plan=plan,
         kind=kind,
         fields=PRESETS[plan].to_dict() if plan in PRESETS else None,
+        graphs={"why": None} if plan in ("graph", "max") else None,
         ms_per_step=Spread(ms, ms, ms, (ms,)),
         gpu=gpu,
         host_blocked_ms=blocked,
@@ -210,6 +211,12 @@ class TestTake:
     def test_nor_is_one_that_was_not_compared_beside_others_that_were(self) -> None:
         _, verdict = judged([row("baseline", 36), row("max", 6.0, equal="not compared")])
         assert verdict.take == "baseline"
+
+    @pytest.mark.parametrize("graphs", [None, {"why": "the step reads a value back"}])
+    def test_a_graph_that_was_none_is_not_advised(self, graphs: Any) -> None:
+        never_captured = replace(row("graph", 20), graphs=graphs)
+        _, verdict = judged([row("baseline", 36), row("pipeline", 22), never_captured])
+        assert verdict.take == "pipeline"
 
     def test_nothing_was_measured(self) -> None:
         _, verdict = judged([Row("baseline", "plan", error="out of memory: …")])

@@ -208,6 +208,13 @@ class Row:
         return plans and (self.fields, self.loader) == (other.fields, other.loader)
 
     @property
+    def ran_as_meant(self) -> bool:
+        """Whether its step was captured, if it is a plan that asks for that."""
+        if (self.fields or {}).get("graphs", "off") == "off":
+            return True
+        return self.graphs is not None and self.graphs.get("why") is None
+
+    @property
     def agrees(self) -> bool:
         return self.error is None and self.equal.verdict in ("reference", "identical", "within")
 

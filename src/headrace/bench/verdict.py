@@ -154,6 +154,8 @@ def _cause_sentence(cause: WaitsFor, ms: float, base: Row, pipeline: Row | None)
 
 def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | None, list[str]]:
     able = [row for row in rows if row.kind == "plan" and row.agrees and row.score is not None]
+    # One that could not be captured ran as another plan does, and is no better than that.
+    able = [row for row in able if row.ran_as_meant] or able
     if not able:
         measured = [row for row in rows if row.kind == "plan" and row.score is not None]
         if not measured or any(row.equal.verdict == "unequal" for row in measured):
