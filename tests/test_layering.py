@@ -50,6 +50,7 @@ ROOMS = {
     "progress": 2,
     "stopping": 2,
     "translation": 3,
+    "tune": 3,
     "compiling": 2,
     "results": 2,
     "lanes": 2,

@@ -15,6 +15,7 @@ HeadraceError
 ├── TranslationError            no model, search or score can be made of it (also a ValueError)
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
+├── TuneError                   a search for a plan that cannot be made or gone on with
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that
@@ -86,6 +87,10 @@ class RunError(HeadraceError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint, or file of weights, cannot be made of a state, written, or read back."""
+
+
+class TuneError(HeadraceError, ValueError):
+    """Settings, a work or a journal with which no plan can be searched for."""
 
 
 class RaceError(HeadraceError, AssertionError):
