@@ -130,6 +130,10 @@ class CudaDevice(AcceleratorDevice):
             self.synchronize("trace")
         return [name for name, _ in raw_streams.values()]
 
+    def limit_memory(self, nbytes: int | None) -> None:
+        share = 1.0 if nbytes is None else min(1.0, nbytes / self.memory().total)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
     def has_fast_bf16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
 
