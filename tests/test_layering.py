@@ -50,6 +50,7 @@ ROOMS = {
     "progress": 2,
     "stopping": 2,
     "translation": 3,
+    "bench": 3,
     "tune": 3,
     "compiling": 2,
     "results": 2,
@@ -58,6 +59,8 @@ ROOMS = {
     "engine": 2,
     "doctor": 3,
     "cli_translation": 4,
+    "cli_bench": 4,
+    "cli_tune": 4,
     "cli": 4,
     "__main__": 5,
 }

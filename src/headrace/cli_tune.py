@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import shlex
@@ -12,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli_bench import options_of
 from headrace.errors import TuneError
 
 
@@ -82,7 +82,7 @@ def tune(
 
     given: dict[str, Any] = {
         "work": work,
-        "options": _options(options) if options else None,
+        "options": options_of(options) if options else None,
         "plans": _words(plans),
         "workers": _numbers("workers", workers),
         "batch_sizes": _numbers("batch_sizes", batch_sizes),
@@ -139,23 +139,3 @@ def _numbers(name: str, text: str | None) -> list[int] | None:
         raise typer.BadParameter(
             f"{text}: expected whole numbers with commas", param_hint=hint
         ) from None
-
-
-def _options(given: list[str]) -> dict[str, Any]:
-    """`name=value`, the value read as YAML reads one."""
-    import yaml
-
-    found: dict[str, Any] = {}
-    for one in given:
-        name, equals, value = one.partition("=")
-        if not equals or not name.strip():
-            raise typer.BadParameter(f"{one}: expected name=value", param_hint="--set")
-        try:
-            read = yaml.safe_load(value)
-        except yaml.YAMLError as problem:
-            raise TuneError(f"--set {one}: the value cannot be read") from problem
-        if isinstance(read, str):
-            with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
-                read = float(read)
-        found[name.strip()] = read
-    return found

@@ -111,7 +111,11 @@ def _trial(trial: Trial) -> dict[str, Any]:
 
 def _place(trial: Trial) -> tuple[int, float, int]:
     value = trial.ms_per_unit
-    return _ORDER.index(trial.status or "kept"), float("inf") if value is None else value, trial.number
+    return (
+        _ORDER.index(trial.status or "kept"),
+        float("inf") if value is None else value,
+        trial.number,
+    )
 
 
 def _runs(trial: Trial) -> int:

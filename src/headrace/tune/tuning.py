@@ -88,9 +88,7 @@ class Tuning:
         """The search of a folder, to go on with."""
         folder = RunFolder.open(run)
         content = read_yaml(folder.config, TuneError)
-        return cls(
-            TuneSettings.from_dict(content, where=str(folder.config)), folder, **options
-        )
+        return cls(TuneSettings.from_dict(content, where=str(folder.config)), folder, **options)
 
     def run(self) -> TuneResult:
         """Search to the end. Raises `Stopped` when a signal asks for that: nothing that was
