@@ -36,13 +36,7 @@ class Candidate:
     @property
     def changed(self) -> dict[str, Any]:
         """What differs from the preset, and what is said of the loader."""
-        preset, plan = Plan.preset(self.base).to_dict(), self.plan.to_dict()
-        apart = ("name", "precision")  # the precision is given, not searched
-        found = {
-            name: plan[name] for name in plan if name not in apart and plan[name] != preset[name]
-        }
-        loader = dataclasses.asdict(self.loader)
-        return found | {name: value for name, value in loader.items() if value is not None}
+        return dict(_changed(self.base, self.plan, self.loader))
 
     @property
     def name(self) -> str:
@@ -82,7 +76,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All values that a field may take. An empty tuple leaves the field as it is."""
+    """All values that a field may take. An empty tuple leaves the field as it is. The work's own
+    number of workers and batch size, where known, are what it has when nothing is said of them."""
 
     presets: tuple[str, ...]
     precision: str | None = None
@@ -95,6 +90,8 @@ class Space:
     workers: tuple[int, ...] = ()
     prefetch_factor: tuple[int, ...] = (2, 4)
     batch_sizes: tuple[int, ...] = ()
+    own_workers: int | None = None
+    own_batch_size: int | None = None
 
     @classmethod
     def on(cls, device: Device, cores: int, honours: frozenset[str], **options: Any) -> Space:
@@ -155,13 +152,18 @@ class Space:
 
     def _workers(self, best: Candidate) -> Iterator[Candidate]:
         for workers in self.workers:
+            if workers == self.own_workers:
+                loader = dataclasses.replace(best.loader, workers=None, prefetch_factor=None)
+                yield dataclasses.replace(best, loader=loader)
+                continue
             for ahead in self.prefetch_factor if workers and self.prefetch_factor else (None,):
                 loader = dataclasses.replace(best.loader, workers=workers, prefetch_factor=ahead)
                 yield dataclasses.replace(best, loader=loader)
 
     def _batches(self, best: Candidate) -> Iterator[Candidate]:
         for size in self.batch_sizes:
-            loader = dataclasses.replace(best.loader, batch_size=size)
+            own = size == self.own_batch_size
+            loader = dataclasses.replace(best.loader, batch_size=None if own else size)
             yield dataclasses.replace(best, loader=loader)
 
     def _field(self, name: str, best: Candidate) -> Iterator[Candidate]:
@@ -187,6 +189,14 @@ class Space:
 def _key(plan: Plan, loader: LoaderPlan) -> str:
     fields = {name: value for name, value in plan.to_dict().items() if name != "name"}
     return json.dumps([fields, dataclasses.asdict(loader)], sort_keys=True)
+
+
+@functools.lru_cache(maxsize=4096)
+def _changed(base: str, plan: Plan, loader: LoaderPlan) -> dict[str, Any]:
+    preset, fields = Plan.preset(base).to_dict(), plan.to_dict()
+    apart = ("name", "precision")  # the precision is given, not searched
+    found = {k: v for k, v in fields.items() if k not in apart and v != preset[k]}
+    return found | {k: v for k, v in dataclasses.asdict(loader).items() if v is not None}
 
 
 @functools.cache

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from headrace.bench.comparing import Comparing
-from headrace.bench.contestants import Contestant, Garage
+from headrace.bench.contestants import Contestant, Garage, settle_garbage
 from headrace.bench.entries import Entry
 from headrace.bench.rows import units_per_step
 from headrace.bench.ways import PlannedWay, Stretch, Way
@@ -77,7 +77,7 @@ class WorkMeasurer:
         stretch = self._garage.attempt(one, partial(_turn, steps)) if one.error is None else None
         if stretch is None:
             return _failed(one.error or "no reason is known", one.peak_bytes)
-        one.stretches.append(stretch)
+        one.stretches = [stretch]
         peak = one.peak_bytes
         if self._cap is not None and peak is not None and peak > self._cap:
             why = f"takes {peak / _GIB:.2f} GiB, the cap is {self._cap / _GIB:.2f} GiB"
@@ -118,6 +118,7 @@ class WorkMeasurer:
 
 
 def _turn(steps: int, way: Way) -> Stretch:
+    settle_garbage()
     if way.lead_in:
         way.run(way.lead_in)
     return way.run(steps)

@@ -17,10 +17,19 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from headrace.tune.candidates import Candidate, Space
-from headrace.tune.trials import LEAST_NOISE, Measurement, Status, Trial, noise_of, simplest
+from headrace.tune.trials import (
+    LEAST_NOISE,
+    Measurement,
+    Status,
+    Trial,
+    deviation_of,
+    noise_of,
+    simplest,
+)
 
-#: How far behind the leader is clearly behind, after each rung's runs.
+#: How far behind the leader is clearly behind, after each rung's runs; on an unquiet machine more.
 MARGINS = (0.15, 0.07, 0.03)
+_FIRST_RUNS = 3  # of the first plan, to know how much a run differs from the next
 _MOST_KEPT = (4, 3)  # at least so many may go on from the first and second rung
 _MOST_ROUNDS = 3
 
@@ -59,7 +68,8 @@ class _TimeIsUp(Exception):  # noqa: N818 - ends the search from within
 
 class Search:
     """`measure(candidate, steps)` runs a candidate; `let_go` is told which will not run again
-    soon. `budget_s` bounds what the measurements take together; None: no bound."""
+    soon. The shortest runs have `steps` steps, or as many as the first plan takes `least_ms` for.
+    `budget_s` bounds what the measurements take together; None: no bound."""
 
     def __init__(
         self,
@@ -68,13 +78,14 @@ class Search:
         *,
         steps: int = 20,
         repeats: int = 5,
+        least_ms: float = 200.0,
         budget_s: float | None = None,
         let_go: Callable[[Candidate], object] = lambda candidate: None,
         watch: Callable[[Progress], object] = lambda progress: None,
     ) -> None:
         self._space, self._measure, self._let_go, self._watch = space, measure, let_go, watch
-        self._rungs = [steps * 2**rung for rung in range(len(MARGINS))]
-        self._repeats = repeats
+        self._steps, self._repeats, self._least_ms = steps, repeats, least_ms
+        self._rungs: list[int] = []
         self._budget_s = math.inf if budget_s is None else budget_s
         self._trials: dict[str, Trial] = {}
         self._spent_s = 0.0
@@ -85,13 +96,17 @@ class Search:
 
     def run(self) -> Outcome:
         first = self._trial(self._space.first())
-        self._stage = "plans"
-        self._run(first, self._rungs[0])
-        if not first.runs:
+        self._stage = "first"
+        self._run(first, self._steps)
+        if first.ms_per_step is None:
             raise NothingRuns(first.why)
         self._best = first
+        steps = max(self._steps, math.ceil(self._least_ms / first.ms_per_step))
+        self._rungs = [steps * 2**rung for rung in range(len(MARGINS))]
         cut_short = False
         try:
+            for _ in range(_FIRST_RUNS):
+                self._run(first, steps)
             self._search()
             self._compare_at_the_end(first)
         except _TimeIsUp:
@@ -150,12 +165,14 @@ class Search:
         """Drop what is clearly behind; of the rest the fastest half stay, or a few."""
         ranked = _ranked(racing, steps)
         leader, most = ranked[0], len(ranked)
+        # Of two runs of the same, one would be as far behind in one case out of twenty.
+        margin = max(MARGINS[rung], 2 * math.sqrt(2) * self._deviation())
         if rung < len(_MOST_KEPT):
             most = max(_MOST_KEPT[rung], math.ceil(len(ranked) / 2))
         left = []
         for place, trial in enumerate(ranked):
             behind = _behind(trial, leader, steps)
-            if behind > MARGINS[rung]:
+            if behind > margin:
                 why = f"{behind:.0%} behind {leader.candidate.name} over {steps} steps"
                 self._end(trial, "dropped", why)
             elif place >= most:
@@ -164,6 +181,12 @@ class Search:
             else:
                 left.append(trial)
         return left
+
+    def _deviation(self) -> float:
+        """How much a run differs from the next, as a share."""
+        return deviation_of(
+            times for trial in self._trials.values() for times in trial.rungs.values()
+        )
 
     def _repeat_what_is_close(self, racing: list[Trial]) -> Trial:
         steps = self._rungs[-1]

@@ -105,18 +105,25 @@ class Trial:
 _REFERENCE = "baseline"
 
 
-def noise_of(runs: Iterable[Sequence[float]]) -> float:
-    """How far two medians may differ by chance, as a share: two standard deviations of such a
-    difference, by what the runs of one candidate, one sequence each, differed."""
-    repeated = [times for times in runs if len(times) >= 2]
-    variances = [statistics.variance(times) / statistics.mean(times) ** 2 for times in repeated]
-    if not variances:
-        return LEAST_NOISE
+def deviation_of(runs: Iterable[Sequence[float]]) -> float:
+    """How much a run differs from the next, as a share: the standard deviation. Each sequence has
+    the times of one candidate's runs of one length."""
+    variances = [
+        statistics.variance(times) / statistics.mean(times) ** 2
+        for times in runs
+        if len(times) >= 2
+    ]
     # The mean would follow a single disturbed run.
-    deviation = math.sqrt(statistics.median(variances))
-    fewest = min(len(times) for times in repeated)
+    return math.sqrt(statistics.median(variances)) if variances else 0.0
+
+
+def noise_of(runs: Iterable[Sequence[float]]) -> float:
+    """How far two medians of such runs may differ by chance, as a share: two standard deviations
+    of a difference."""
+    repeated = [times for times in runs if len(times) >= 2]
+    fewest = min((len(times) for times in repeated), default=1)
     # A median scatters 1.25 times as much as a mean would.
-    return max(LEAST_NOISE, 2 * 1.2533 * deviation * math.sqrt(2 / fewest))
+    return max(LEAST_NOISE, 2 * 1.2533 * deviation_of(repeated) * math.sqrt(2 / fewest))
 
 
 def simplest(trials: Sequence[Trial]) -> Trial:

@@ -8,6 +8,7 @@ The folder has `config.yaml` (the settings), `journal.jsonl` (every measurement)
 
 from __future__ import annotations
 
+import inspect
 import json
 import logging
 import sys
@@ -156,6 +157,8 @@ class Tuning:
             workers=settings.workers,
             batch_sizes=settings.batch_sizes,
             precision=settings.precision,
+            own_workers=_own(work, "workers"),
+            own_batch_size=_own(work, "batch_size", "batch"),
         )
 
     def _measurer(self, work: Work, space: Space) -> WorkMeasurer:
@@ -195,6 +198,17 @@ def _unless_stopped(
         return found
 
     return measured
+
+
+def _own(work: Work, *names: str) -> int | None:
+    """What a work has by itself for the first of these parameters that it names."""
+    parameters = inspect.signature(work.build).parameters
+    for name in names:
+        known = parameters.get(name)
+        value = work.options.get(name, None if known is None else known.default)
+        if known is not None and type(value) is int:
+            return value
+    return None
 
 
 def _machine(work: Work, environment: Mapping[str, Any]) -> dict[str, Any]:
