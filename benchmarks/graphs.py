@@ -30,10 +30,11 @@ import torch
 from engine import Planned
 from measuring import header, interleaved_ms, save, table
 from peers import PEERS
-from torch import nn
 from works import Translator, Work, transformer, translation_loss
 
+from headrace.bench.equality import remove_dropout
 from headrace.buckets import BucketBatches, Buckets
+from headrace.busy import BusyWindow
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.plan import Plan
@@ -45,21 +46,11 @@ RAGGED = ("baseline", "pipeline", "graph")
 
 def busy_ms(way: Callable[[int], object], device: Device, steps: int = 10) -> float:
     """Milliseconds a step in which the GPU does anything at all."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with device.trace() as trace:
         way(steps)
-        device.synchronize("bench")
-    cuda = torch.autograd.DeviceType.CUDA
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == cuda
-    )
-    total = end = 0.0
-    for start, stop in spans:
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total / steps / 1e3
+    window = BusyWindow.of(trace, steps)
+    assert window is not None, trace.missing
+    return window.busy_ms_per_step
 
 
 def speed(
@@ -103,11 +94,7 @@ def speed(
 class WithoutDropout(Translator):
     def __init__(self) -> None:
         super().__init__()
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if isinstance(module, nn.MultiheadAttention):
-                module.dropout = 0.0
+        remove_dropout(self)
 
 
 def same_losses(work: Work, device: Device, precision: str, steps: int = 20) -> dict[str, Any]:
@@ -173,15 +160,24 @@ def real_lengths(path: Path, sentences: int = SENTENCES) -> tuple[Work, dict[str
     return Work(name, Translator, translation_loss, batches), figures
 
 
+def every_shape(work: Work, times: int = 4) -> list[Any]:
+    """Batches of every shape, each often enough to be captured."""
+    by_shape: dict[Any, list[Any]] = {}
+    for batch in work.batches:
+        by_shape.setdefault(tuple(part.shape for part in batch), []).append(batch)
+    return [same[turn % len(same)] for turn in range(times) for same in by_shape.values()]
+
+
 def ragged(path: Path, device: Device, precision: str, keep: Callable[[Any], None]) -> None:
     """Tokens a second over real lengths; memory with all shapes captured against eager."""
     work, figures = real_lengths(path)
     rows: dict[str, Any] = {}
     for name in ("pipeline", "graph"):  # one after the other: each alone in memory
         way = Planned(work, device, Plan.preset(name), precision)
-        way(250)  # every shape comes often enough to be captured
+        way.engine.epoch(every_shape(work))
         device.release_unused()
         device.reset_peak_memory()
+        way.engine.epoch(every_shape(work))
         way(TIMED)
         rows[name] = {"peak reserved MB": device.memory().peak_reserved >> 20}
         if way.engine.graphs is not None:
@@ -192,7 +188,7 @@ def ragged(path: Path, device: Device, precision: str, keep: Callable[[Any], Non
     over = rows["graph"]["peak reserved MB"] / rows["pipeline"]["peak reserved MB"] - 1
     figures["graph's memory over eager's %"] = round(over * 100, 1)
     planned = {name: Planned(work, device, Plan.preset(name), precision) for name in RAGGED}
-    planned["graph"](250)
+    planned["graph"].engine.epoch(every_shape(work))
     timed = interleaved_ms(dict(planned), device, steps=TIMED, repeats=3)
     for name, row in timed.items():
         rows.setdefault(name, {}).update(row)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.bench.comparing import Comparing
 from headrace.bench.contestants import Contestant, Garage
 from headrace.bench.entries import entries_of, noise_pair, plans_here
 from headrace.bench.finding import find_work
@@ -286,6 +287,59 @@ class TestEquality:
         assert result.row("graph").equal.verdict in ("identical", "within")
         assert "capturable" in result.row("graph").equal.why
 
+    @pytest.mark.parametrize("exact", [True, False])
+    def test_kernels_without_a_deterministic_kind(self, exact: bool) -> None:
+        """Then bits cannot be compared: it is tried again without, within the tolerance."""
+
+        def make() -> Training:
+            model = torch.nn.Linear(3, 1)
+
+            def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+                if torch.are_deterministic_algorithms_enabled() and not exact:
+                    raise RuntimeError("foo does not have a deterministic implementation, but …")
+                found: torch.Tensor = model(batch).mean()
+                return found
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return Training(model, optimizer, loss, [torch.ones(2, 3)])
+
+        result = bench(work_of(make), open_device("cpu"), repeats=1).run()
+        equal = result.row("pipeline").equal
+        assert equal.verdict == "identical"
+        assert equal.why == ("" if exact else "no deterministic kernels: foo")
+
+    def test_a_step_that_still_draws_without_dropout_is_not_compared(self) -> None:
+        """A compiling device would draw other numbers: nothing could be said."""
+
+        class Compiling(FakeDevice):
+            compiles = True
+
+        def make() -> Training:
+            model = torch.nn.Linear(3, 1)
+
+            def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+                noise = torch.rand(1).to(batch.device)
+                found: torch.Tensor = (model(batch) * noise).mean()
+                return found
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return Training(model, optimizer, loss, [torch.ones(2, 3)])
+
+        with Compiling(check=False) as fake:
+            comparing = Comparing(
+                work_of(make),
+                fake,
+                entries_of(["baseline"])[0],
+                [torch.ones(2, 3)] * 3,
+                seed=0,
+                tolerance=0.01,
+            )
+            one = Contestant("max", "plan", lambda: None, entries_of(["max"])[0])  # type: ignore[arg-type,return-value]
+            comparing.look_at(one)
+        assert one.error is None
+        assert one.equal.verdict == "not compared"
+        assert "no dropout module's" in one.equal.why
+
     def test_left_out(self) -> None:
         result = bench(find_work("mlp", SMALL), open_device("cpu"), compared_steps=0).run()
         assert {row.equal.verdict for row in result.rows} == {"not compared"}
@@ -302,6 +356,24 @@ class TestFailures:
             assert row.ms_per_step is None
         assert result.failed
         assert result.verdict.take is None
+
+    def test_a_work_that_cannot_be_made_is_an_error_at_once(self) -> None:
+        with pytest.raises(BenchError, match="returned 2 things"):
+            bench(work_of(lambda: (1, 2), name="two"), open_device("cpu")).run()
+
+    def test_a_loader_that_fails_is_named_with_its_line(self) -> None:
+        class Broken:
+            def __iter__(self) -> Iterator[torch.Tensor]:
+                raise OSError("no such disk")
+                yield
+
+        def make() -> Training:
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return Training(model, optimizer, lambda m, b: m(b).mean(), Broken())
+
+        with pytest.raises(BenchError, match=r"loader of broken failed: OSError: no such disk \("):
+            bench(work_of(make, name="broken"), open_device("cpu")).run()
 
     def test_one_that_fails_later_keeps_the_others_going(self) -> None:
         result = bench(failing(25), open_device("cpu"), compared_steps=0).run()
@@ -325,7 +397,7 @@ class TestFailures:
                 log.append((self.name, sorted(alive)))
                 if len(alive) > 1 or self.name == "glutton":
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\n…")
-                return Stretch(steps, 1)
+                return Stretch(steps, 0, 1)
 
             def losses(self, batches: Any) -> tuple[float, ...]:
                 return ()

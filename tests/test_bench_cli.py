@@ -124,6 +124,12 @@ def test_missing_peers_say_how_to_get_them(here: Path, monkeypatch: pytest.Monke
         run("--work", "mlp", "--peers", "lightning")
 
 
+def test_a_cpu_gets_smaller_built_in_works(here: Path) -> None:
+    _, out, err = run("--work", "translation", "--plans", "baseline", "--set", "length=5")
+    assert "no GPU: a smaller translation, Transformer tiny, 8 sentences × 5 tokens" in err
+    assert "Transformer tiny" in out
+
+
 def test_help_says_what_a_work_is() -> None:
     result = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "100"})
     assert "def make_work():" in result.stdout

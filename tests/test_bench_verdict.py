@@ -170,7 +170,7 @@ class TestTake:
         _, verdict = judged(rows)
         assert verdict.take == "baseline"
         assert "Nothing is to be gained here" in verdict.sentences[1]
-        assert "noise of 3.0%" in verdict.sentences[1]
+        assert "told from chance (3.0% of a step)" in verdict.sentences[1]
         # Measured to be smaller, the same 2 % are a gain.
         _, verdict = judged(rows, Noise("pipeline", 0.002))
         assert verdict.take == "pipeline"
@@ -178,6 +178,19 @@ class TestTake:
         # And measured to be larger, 10 % are none.
         _, verdict = judged([rows[0], row("pipeline", 36, busy=35)], Noise("pipeline", 0.11))
         assert verdict.take == "baseline"
+
+    def test_a_gain_among_rounds_that_differ_by_more_is_none(self) -> None:
+        base, quick = row("baseline", 47), row("interval", 45)
+        spread = Spread(45, 20, 80, (20, 45, 80, 30, 60))
+        wild = replace(quick, ms_per_step=spread)
+        _, verdict = judged([replace(base, ms_per_step=Spread(47, 47, 47, (47,) * 5)), wild])
+        assert verdict.take == "baseline"
+        assert "Nothing is to be gained here" in verdict.sentences[1]
+        # Where each round is slowed down as a whole, both are: then 10 % are a gain.
+        slowed = tuple(9 / 10 * ms for ms in spread.repeats)
+        steady = replace(quick, ms_per_step=Spread(40.5, 18, 72, slowed))
+        _, verdict = judged([replace(base, ms_per_step=spread), steady])
+        assert verdict.take == "interval"
 
     def test_losses_that_differ_are_never_advised(self) -> None:
         _, verdict = judged([row("baseline", 36), row("graph", 8.6, equal="unequal")])

@@ -88,6 +88,12 @@ class TestBuiltIn:
         count = sum(p.numel() for p in ResNet((3, 4, 6, 3)).parameters())
         assert count == 25_557_032  # as torchvision's
 
+    @pytest.mark.parametrize("name", list(BUILT_IN))
+    def test_small_ones_for_a_cpu(self, name: str) -> None:
+        small, whole = find_work(name, small=True), find_work(name)
+        assert dict(small.options) == {**whole.options, **BUILT_IN[name].small}
+        assert find_work(name, {"batch": 17}, small=True).options["batch"] == 17
+
     @pytest.mark.parametrize(
         ("name", "options", "told"),
         [
@@ -245,5 +251,5 @@ class TestFeed:
         assert Sampler.epochs == [0, 1, 2]
 
     def test_an_empty_loader_is_an_error(self) -> None:
-        with pytest.raises(BenchError, match="mine has no batch"):
+        with pytest.raises(BenchError, match="mine: its loader has no batch"):
             list(Feed([], "mine").take(1))

@@ -161,7 +161,7 @@ class TestWhole:
     @pytest.fixture
     def fake(self, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
         fake = FakeDevice(costs=SLOW)
-        monkeypatch.setattr(tuning, "find_work", lambda name, options: made_up(fake, 100.0))
+        monkeypatch.setattr(tuning, "find_work", lambda *named, **_: made_up(fake, 100.0))
         return fake
 
     def test_a_plan_that_train_and_engine_take(self, fake: FakeDevice, tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ class TestWhole:
     ) -> None:
         fake = FakeDevice(costs=FREE, memory_bytes=1000)
         work = made_up(fake, extra_bytes=6000)
-        monkeypatch.setattr(tuning, "find_work", lambda name, options: work)
+        monkeypatch.setattr(tuning, "find_work", lambda *named, **_: work)
         with fake:
             found = Tuning.create(TuneSettings(), project=tmp_path, device=fake, quiet=True)
             with pytest.raises(TuneError, match="made up does not run under baseline: fake out"):

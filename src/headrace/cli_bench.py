@@ -91,9 +91,10 @@ def bench(
         raise typer.BadParameter(
             f"{precision}: expected fp32, tf32, bf16 or fp16", param_hint="--precision"
         )
-    chosen = find_work(work, options_of(options or []))
-    on = open_device(device)
-    progress = Lines(quiet)
+    given, on, progress = options_of(options or []), open_device(device), Lines(quiet)
+    chosen = find_work(work, given, small=not on.asynchronous)
+    if not on.asynchronous and chosen.options != find_work(work, given).options:
+        progress.say(f"no GPU: a smaller {work}, {chosen.description}; --set makes it larger")
     result = Bench(
         work=chosen,
         device=on,
@@ -137,6 +138,10 @@ class Lines:
         text = f"{what}{left}"
         self._write(f"\r\x1b[2K{text}" if self._live else f"{text}\n")
         self._shown = self._live
+
+    def say(self, text: str) -> None:
+        if not self._quiet:
+            self._write(f"{text}\n")
 
     def end(self) -> None:
         if self._shown:

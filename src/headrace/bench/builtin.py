@@ -27,15 +27,17 @@ Draw = Callable[[torch.Generator], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in work; `description` is filled with its options."""
+    """A built-in work; `description` is filled with its options. `small` are those that a CPU is
+    given where nothing else is said: it would take an hour for the usual ones."""
 
     build: Callable[..., Training]
     unit: Unit
     description: str
+    small: Mapping[str, Any]
 
-    def work(self, options: Mapping[str, Any]) -> Work:
+    def work(self, options: Mapping[str, Any], *, small: bool = False) -> Work:
         name = self.build.__name__
-        work = work_of(self.build, options, name=name)
+        work = work_of(self.build, {**(self.small if small else {}), **options}, name=name)
         usual = self.build.__kwdefaults__ or {}
         for option, value in work.options.items():
             _check_option(name, option, value, usual[option])
@@ -125,10 +127,18 @@ _RESNETS = {14: (1, 1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
 
 BUILT_IN = {
     "translation": BuiltIn(
-        translation, "tokens", "Transformer {preset}, {batch} sentences × {length} tokens"
+        translation,
+        "tokens",
+        "Transformer {preset}, {batch} sentences × {length} tokens",
+        {"preset": "tiny", "batch": 8, "length": 20, "vocabulary": 1000},
     ),
-    "resnet": BuiltIn(resnet, "samples", "ResNet-{depth}, {batch} images of {size} × {size}"),
-    "mlp": BuiltIn(mlp, "samples", "{layers} layers of {width}, {batch} rows"),
+    "resnet": BuiltIn(
+        resnet,
+        "samples",
+        "ResNet-{depth}, {batch} images of {size} × {size}",
+        {"depth": 14, "batch": 4, "size": 64, "width": 16},
+    ),
+    "mlp": BuiltIn(mlp, "samples", "{layers} layers of {width}, {batch} rows", {}),
 }
 
 

@@ -18,6 +18,7 @@ from headrace.bench.record import Equal
 from headrace.bench.ways import PlannedWay, Way, free, told
 from headrace.bench.work import Training, Work
 from headrace.device import Device
+from headrace.errors import BenchError
 
 _OTHER_MASKS = "compiled code draws other dropout masks: compared without dropout"
 _STILL_RANDOM = (
@@ -34,22 +35,35 @@ class _Pass:
     draws: bool
 
 
+def first_batches(work: Work, device: Device, entry: Entry, *, seed: int, count: int) -> list[Any]:
+    """A work's first batches: drawn once for everybody, whatever the order of drawing. A work that
+    cannot be made, or has no batches, is an error that says where."""
+    feed = Feed(work.make(device, seed=seed, loader=entry.loader).loader, work.name)
+    try:
+        return list(feed.take(count))
+    except BenchError:
+        raise
+    except Exception as problem:
+        raise BenchError(f"the loader of {work.name} failed: {told(problem)}") from problem
+    finally:
+        feed.close()
+
+
 class Comparing:
-    """Compares contestants with `reference`, one after the other, each alone."""
+    """Compares contestants with `reference`, one after the other, each alone, on `batches`."""
 
     def __init__(
         self,
         work: Work,
         device: Device,
         reference: Entry,
+        batches: list[Any],
         *,
-        steps: int,
         seed: int,
         tolerance: float,
     ) -> None:
         self._work, self._device, self._reference = work, device, reference
-        self._steps, self._seed, self._tolerance = steps, seed, tolerance
-        self._batches: list[Any] = []
+        self._batches, self._seed, self._tolerance = batches, seed, tolerance
         self._passes: dict[bool, _Pass] = {}  # by whether it is without dropout
         self._deterministic = True
         self._why_not_exact = ""
@@ -59,8 +73,6 @@ class Comparing:
         """Fill in its losses and whether they agree. An error is the contestant's."""
         try:
             with one.noting():
-                if not self._batches:
-                    self._load()
                 if one.entry is None:
                     self._look_at_peer(one)
                 else:
@@ -69,13 +81,6 @@ class Comparing:
             one.fail(told(problem, None if self._way is None else self._way.trained))
         self._way = None
         free(self._device)
-
-    def _load(self) -> None:
-        """The batches that everybody gets: whatever a loader draws, they are the same."""
-        made = self._work.make(self._device, seed=self._seed, loader=self._reference.loader)
-        feed = Feed(made.loader, f"the loader of {self._work.name}")
-        self._batches = list(feed.take(self._steps))
-        feed.close()
 
     def _look_at_plan(self, one: Contestant, entry: Entry) -> None:
         base = self._reference
@@ -95,7 +100,9 @@ class Comparing:
                 return
         made = self._make(entry, bare)
         why = self._why_within(entry, made, compiled, bare)
-        one.losses = self._run(entry, made)
+        one.losses = self._run(entry, made, deterministic=self._deterministic and not compiled)
+        if compiled:
+            torch.compiler.reset()  # nothing else that is compiled is in use yet
         exact = self._deterministic and not why
         one.equal = compare(
             reference.losses,
@@ -149,7 +156,7 @@ class Comparing:
     def _reference_pass(self, without_dropout: bool) -> _Pass:
         made = self._make(self._reference, without_dropout)
         before = self._device.random_state()
-        losses = self._run(self._reference, made)
+        losses = self._run(self._reference, made, deterministic=self._deterministic)
         return _Pass(losses, not torch.equal(before, self._device.random_state()))
 
     def _make(self, entry: Entry, without_dropout: bool) -> Training:
@@ -158,13 +165,13 @@ class Comparing:
             remove_dropout(made.model)
         return made
 
-    def _run(self, entry: Entry, made: Training) -> tuple[float, ...]:
+    def _run(self, entry: Entry, made: Training, *, deterministic: bool) -> tuple[float, ...]:
         way = PlannedWay(
             self._work,
             self._device,
             entry,
             seed=self._seed,
-            deterministic=self._deterministic,
+            deterministic=deterministic,
             training=made,
         )
         self._way = way

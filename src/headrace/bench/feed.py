@@ -16,7 +16,7 @@ class Feed:
     and what they have loaded ahead is not lost. `ahead` is how many batches that may be.
     """
 
-    def __init__(self, loader: Iterable[Any], whose: str = "the loader") -> None:
+    def __init__(self, loader: Iterable[Any], whose: str = "work") -> None:
         self._loader, self._whose = loader, whose
         self._batches = self._endless()
         workers = getattr(loader, "num_workers", 0)
@@ -40,4 +40,4 @@ class Feed:
                 some = True
                 yield batch
             if not some:
-                raise BenchError(f"{self._whose} has no batch: expected at least one")
+                raise BenchError(f"{self._whose}: its loader has no batch: expected at least one")

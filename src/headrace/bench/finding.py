@@ -17,11 +17,11 @@ from headrace.records import listed, nearest
 from headrace.sites import line_of_error
 
 
-def find_work(named: str, options: Mapping[str, Any] | None = None) -> Work:
+def find_work(named: str, options: Mapping[str, Any] | None = None, *, small: bool = False) -> Work:
     """The work called `named`: a built-in one, `module:function` or `file.py:function`.
 
-    Modules are looked for in the current directory first. What is wrong with it is one line that
-    names your file and line.
+    With `small`, what `options` leave open is chosen for a CPU. Modules are looked for in the
+    current directory first. What is wrong with a work is one line that names your file and line.
     """
     if ":" not in named:
         if named not in BUILT_IN:
@@ -29,7 +29,7 @@ def find_work(named: str, options: Mapping[str, Any] | None = None) -> Work:
                 f"no work {named!r}{nearest(named, BUILT_IN)}; known: {listed(BUILT_IN)}, "
                 "or your_module:make_work"
             )
-        return BUILT_IN[named].work(options or {})
+        return BUILT_IN[named].work(options or {}, small=small)
     place, _, name = named.rpartition(":")
     if not place or not name:
         raise BenchError(f"work = {named!r}: expected your_module:make_work")

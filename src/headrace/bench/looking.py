@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 from headrace.bench.contestants import Contestant
 from headrace.bench.record import Sample, SpanRecord, TimelineRecord
-from headrace.bench.ways import Way
+from headrace.bench.ways import Stretch, Way
 from headrace.busy import BusyWindow
 from headrace.device import Device
 from headrace.monitor import Monitor, UseSample
@@ -18,6 +18,7 @@ _MOST_WATCHED_STEPS = 5_000
 _SETTLING_S = 0.3  # the driver's figure for use is a mean over some tenths of a second
 _SHOWN_STEPS = 3
 _MOST_SPANS = 6_000
+_CLOCKS_NS = 100_000
 HOST = "host"
 
 
@@ -25,7 +26,8 @@ def watch(one: Contestant, device: Device, step_ms: float, seconds: float, way: 
     """Run for about so long, with an eye on the driver's figures and the CPU's."""
     steps = math.ceil(seconds * 1e3 / max(step_ms, 1e-3))
     with Monitor(device) as monitor:
-        way.run(max(2, min(steps, _MOST_WATCHED_STEPS)))
+        begin_ns = device.ledger.now_ns()
+        stretch = way.run(max(2, min(steps, _MOST_WATCHED_STEPS)))
     samples = monitor.samples()
     one.samples = tuple(
         Sample(
@@ -37,8 +39,9 @@ def watch(one: Contestant, device: Device, step_ms: float, seconds: float, way: 
         )
         for sample in samples
     )
-    since_s = min(_SETTLING_S, samples[-1].at_s / 2)
-    mean = monitor.summary(since_s).mean
+    # What a library does before its first step is left out, and until the figures have settled.
+    since_s = (stretch.start_ns - begin_ns) / 1e9 + _SETTLING_S
+    mean = monitor.summary(min(since_s, 0.7 * samples[-1].at_s)).mean
     one.nvml_share, one.power_w, one.cpu_share = mean.gpu_share, mean.power_w, _cores(mean)
 
 
@@ -46,22 +49,41 @@ def trace(one: Contestant, device: Device, step_ms: float, steps: int, way: Way)
     """See each kernel and copy of some steps. Returns why not, where that cannot be."""
     way.run(2)  # the profiler's own beginnings
     with _host_waits(device) as waits, device.trace() as seen:
-        start_ns = device.ledger.now_ns()
-        way.run(steps)
+        begin_ns = device.ledger.now_ns()
+        stretch = way.run(steps)
     if seen.timeline is None:
         return seen.missing
+    timeline = _of_stretch(seen.timeline, waits, begin_ns, stretch)
     # Shares of a step as it is without a profiler, which slows the host down.
     one.window = BusyWindow.from_timeline(
-        seen.timeline, wall_ms=step_ms * steps, steps=steps, launches=seen.launches
+        timeline,
+        wall_ms=step_ms * steps,
+        steps=steps,
+        # A peer's were counted with those of its lead-in.
+        launches=seen.launches if one.kind == "plan" else None,
     )
-    shown = [span for span in seen.timeline.spans if span.kind in ("kernel", "copy")]
-    shown += [
-        Span(HOST, reason, "wait", begin_ns - start_ns, end_ns - start_ns)
-        for reason, begin_ns, end_ns in waits
-        if begin_ns >= start_ns and reason != "bench"
-    ]
-    one.timeline = _first_steps(Timeline(shown), seen.wall_ms, steps)
+    one.timeline = _first_steps(timeline, stretch.ms_per_step, steps)
     return None
+
+
+def _of_stretch(
+    timeline: Timeline, waits: list[tuple[str, int, int]], begin_ns: int, stretch: Stretch
+) -> Timeline:
+    """What ran in a stretch alone, from 0 on, and the host's waits in it."""
+    from_ns = stretch.start_ns - begin_ns
+    spans = [
+        Span(s.lane, s.name, s.kind, max(0, s.start_ns - from_ns), s.end_ns - from_ns)
+        for s in timeline.spans
+        if s.kind in ("kernel", "copy")
+        # The host's clock and the device's are not quite the same.
+        and from_ns - _CLOCKS_NS <= s.start_ns <= from_ns + stretch.elapsed_ns + _CLOCKS_NS
+    ]
+    spans += [
+        Span(HOST, reason, "wait", start_ns - stretch.start_ns, end_ns - stretch.start_ns)
+        for reason, start_ns, end_ns in waits
+        if start_ns >= stretch.start_ns and reason not in ("bench", "trace")
+    ]
+    return Timeline(spans)
 
 
 @contextmanager
@@ -76,10 +98,10 @@ def _host_waits(device: Device) -> Iterator[list[tuple[str, int, int]]]:
         device.ledger.on_wait = before
 
 
-def _first_steps(timeline: Timeline, wall_ms: float, steps: int) -> TimelineRecord:
+def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> TimelineRecord:
     """As many steps as can be looked at: three, or the part of them that is not too much."""
     shown = min(_SHOWN_STEPS, steps)
-    until_ns = wall_ms / steps * shown * 1e6
+    until_ns = step_ms * shown * 1e6
     spans = [span for span in timeline.spans if span.start_ns < until_ns]
     part = float(shown)
     if len(spans) > _MOST_SPANS:

@@ -66,6 +66,10 @@ class _Fed(IterableDataset[Any]):
         return iter(self._batches)
 
 
+def _loader(batches: Iterable[Any]) -> DataLoader[Any]:
+    return DataLoader(_Fed(batches), batch_size=None)
+
+
 class _PeerWay:
     """What peers have in common. `_train(batches, lead_in, steps)` trains on `lead_in` batches and
     then, timed, on `steps` more, and returns all losses as device tensors."""
@@ -76,8 +80,8 @@ class _PeerWay:
     def __init__(self, work: Work, device: Device, precision: str, seed: int) -> None:
         self._device, self._precision, self._seed = device, precision, seed
         self._made: Training | None = work.make(device, seed=seed, pin=True)
-        self._feed = Feed(self._made.loader, f"the loader of {work.name}")
-        self.trained = 0
+        self._feed = Feed(self._made.loader, work.name)
+        self.trained, self._seed_next = 0, False
 
     def run(self, steps: int) -> Stretch:
         # From the loader's workers come those that they have ahead first.
@@ -87,7 +91,7 @@ class _PeerWay:
         return stretch
 
     def losses(self, batches: Sequence[Any]) -> tuple[float, ...]:
-        seed_all(self._seed)
+        self._seed_next = True
         with self._device.numerics(self._precision):
             _, losses = self._train(batches, 0, len(batches))
         return self._read(losses)
@@ -106,6 +110,9 @@ class _PeerWay:
 
     def _loss(self, model: Any, batch: Any) -> torch.Tensor:
         assert self._made is not None
+        if self._seed_next:  # not before: a library's loader may draw from the same generator
+            self._seed_next = False
+            seed_all(self._seed)
         returned = self._made.loss(model, batch)
         loss = returned if isinstance(returned, torch.Tensor) else returned["loss"]
         assert isinstance(loss, torch.Tensor)
@@ -185,9 +192,6 @@ class Lightning(_PeerWay):
                 super().__init__()
                 self.inner = made.model
 
-            def on_train_start(self) -> None:
-                seed_all(way._seed)
-
             def training_step(self, batch: Any, index: int) -> torch.Tensor:
                 if index == lead_in:
                     mark()
@@ -216,10 +220,8 @@ class Lightning(_PeerWay):
                 enable_model_summary=False,
                 precision=_LIGHTNING_PRECISION[self._precision],
             )
-            trainer.fit(Module(), DataLoader(_Fed(batches), batch_size=None))
-        # At its end the Trainer takes the model back to the CPU.
-        made.model.to(device.torch_device)
-        return Stretch(steps, marks[1] - marks[0]), losses
+            trainer.fit(Module(), _loader(batches))
+        return Stretch(steps, marks[0], marks[1] - marks[0]), losses
 
 
 class Accelerate(_PeerWay):
@@ -246,7 +248,7 @@ class Accelerate(_PeerWay):
         self, batches: Iterable[Any], lead_in: int, steps: int
     ) -> tuple[Stretch, list[torch.Tensor]]:
         accelerator, losses = self._accelerator, []
-        loader = iter(accelerator.prepare_data_loader(DataLoader(_Fed(batches), batch_size=None)))
+        loader = iter(accelerator.prepare_data_loader(_loader(batches)))
 
         def some(count: int) -> None:
             for _ in range(count):

@@ -14,9 +14,10 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from headrace.bench import looking
-from headrace.bench.comparing import Comparing
+from headrace.bench.comparing import Comparing, first_batches
 from headrace.bench.contestants import Contestant, Garage
 from headrace.bench.entries import Entry, noise_pair, reference_of
 from headrace.bench.environment import environment_of
@@ -56,7 +57,8 @@ class Bench:
     watcher: Watcher = field(default=lambda what, done, left_s: None)
 
     def run(self) -> BenchResult:
-        """Measure. Interrupted with Ctrl-C, the result has what is known by then."""
+        """Measure. Interrupted with Ctrl-C, the result has what is known by then. A work that
+        cannot be made at all is a `BenchError`; what goes wrong later is in the rows."""
         contestants = self._contestants()
         garage = Garage(self.device, self.warmup)
         missing: list[str] = []
@@ -64,7 +66,8 @@ class Bench:
         # What is there already need not be looked at by each collection of garbage.
         gc.freeze()
         try:
-            self._compare(contestants)
+            self.watcher(f"making {self.work.name}", 0.0, None)
+            self._compare(contestants, self._batches())
             self._warm_up(contestants, garage)
             self._time(contestants, garage)
             self._look(contestants, garage, missing)
@@ -98,7 +101,18 @@ class Bench:
 
     # --- the four passes --------------------------------------------------------------------------
 
-    def _compare(self, contestants: Sequence[Contestant]) -> None:
+    def _batches(self) -> list[Any]:
+        """Also where nothing is compared one is asked for: what is wrong with the work itself is
+        an error now, not one in every row."""
+        return first_batches(
+            self.work,
+            self.device,
+            reference_of(self.entries),
+            seed=self.seed,
+            count=max(1, self.compared_steps),
+        )
+
+    def _compare(self, contestants: Sequence[Contestant], batches: list[Any]) -> None:
         if not self.compared_steps:
             return
         reference = reference_of(self.entries)
@@ -106,7 +120,7 @@ class Bench:
             self.work,
             self.device,
             reference,
-            steps=self.compared_steps,
+            batches,
             seed=self.seed,
             tolerance=self.tolerance,
         )

@@ -3,6 +3,8 @@ others are judgements, written down here as data with a reason each."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,17 +70,35 @@ def saved_share(row: Row, base: Row) -> float:
     return 1 - row.ms_per_step.median / base.ms_per_step.median
 
 
+def chance_share(row: Row, base: Row, noise_share: float) -> float:
+    """What share of the time a plan must save to be told from chance: the noise, or, where rounds
+    differ much, twice the uncertainty of the median over rounds."""
+    assert row.ms_per_step is not None
+    assert base.ms_per_step is not None
+    # Each round against its own: what slows a whole machine down slows down both.
+    pairs = zip(row.ms_per_step.repeats, base.ms_per_step.repeats, strict=False)
+    ratios = [mine / its for mine, its in pairs if its > 0]
+    if not ratios:
+        return noise_share
+    middle = statistics.median(ratios)
+    deviation = 1.4826 * statistics.median(abs(ratio - middle) for ratio in ratios)
+    return max(noise_share, 2 * 1.2533 * deviation / math.sqrt(len(ratios)))
+
+
+def gain_share(row: Row, base: Row, noise_share: float) -> float:
+    """What a plan saves; 0 if that cannot be told from chance."""
+    saved = saved_share(row, base)
+    return saved if saved > chance_share(row, base, noise_share) else 0.0
+
+
 def scores_of(rows: Sequence[Row], base: Row, noise_share: float) -> dict[str, Score]:
     """The scores of all plans that were measured, by name.
 
-    The largest gain has all points for gain, others as many as their share of it; one within the
-    noise has none. Memory has all points up to the base's, half of them at twice as much.
+    The largest gain has all points for gain, others as many as their share of it; one that cannot
+    be told from chance has none. Memory has all points up to the base's, half of them at twice.
     """
     measured = [row for row in rows if row.kind == "plan" and row.ms_per_step is not None]
-    gains = {
-        row.plan: saved if (saved := saved_share(row, base)) > noise_share else 0.0
-        for row in measured
-    }
+    gains = {row.plan: gain_share(row, base, noise_share) for row in measured}
     most = max(gains.values(), default=0.0)
     scores = {}
     for row in measured:

@@ -14,7 +14,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from headrace.bench.record import Noise, Row, Verdict, WaitsFor
-from headrace.bench.scores import JUDGEMENTS, saved_share, scheme_of, scores_of
+from headrace.bench.scores import (
+    JUDGEMENTS,
+    chance_share,
+    gain_share,
+    saved_share,
+    scheme_of,
+    scores_of,
+)
 
 # Less than this share of a step is not worth a word.
 _WORTH_IT = 0.05
@@ -152,13 +159,14 @@ def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | N
         if not measured or any(row.equal.verdict == "unequal" for row in measured):
             return None, ["No plan can be advised: none has losses that are known to agree."]
         able = measured  # losses were not compared at all
-    gaining = [row for row in able if saved_share(row, base) > noise]
+    gaining = [row for row in able if gain_share(row, base, noise) > 0]
     if not gaining:
-        best = min(able, key=_median)
-        kept = base if base in able else best
+        fastest = min(able, key=_median)
+        kept = base if base in able else fastest
+        limit = chance_share(fastest, base, noise)
         return kept, [
-            f"Nothing is to be gained here: no plan is faster than {base.plan} by more than the "
-            f"noise of {noise:.1%}. Take {kept.plan}, the simplest."
+            f"Nothing is to be gained here: no plan is faster than {base.plan} by more than can be "
+            f"told from chance ({limit:.1%} of a step). Take {kept.plan}."
         ]
     take = max(able, key=lambda row: (row.score.total if row.score else 0.0, -_median(row)))
     if take is base:

@@ -21,9 +21,11 @@ from headrace.sites import line_of_error
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Some steps that were run. `result` is the engine's, None for a peer."""
+    """Some steps that were run, from `start_ns` of the device's ledger on. `result` is the
+    engine's, None for a peer."""
 
     steps: int
+    start_ns: int
     elapsed_ns: int
     result: EpochResult | None = None
 
@@ -57,7 +59,7 @@ def timed(device: Device, steps: int, work: Callable[[], EpochResult | None]) ->
     start_ns = device.ledger.now_ns()
     result = work()
     device.synchronize("bench")
-    return Stretch(steps, device.ledger.now_ns() - start_ns, result)
+    return Stretch(steps, start_ns, device.ledger.now_ns() - start_ns, result)
 
 
 class PlannedWay:
@@ -75,7 +77,7 @@ class PlannedWay:
     ) -> None:
         made = training or work.make(device, seed=seed, loader=entry.loader, pin=entry.plan.pin)
         self._device = device
-        self._feed: Feed | None = Feed(made.loader, f"the loader of {work.name}")
+        self._feed: Feed | None = Feed(made.loader, work.name)
         self._engine: Engine | None = Engine(
             made.model,
             made.optimizer,

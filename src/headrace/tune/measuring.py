@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from dataclasses import replace
 from functools import partial
 
-from headrace.bench.comparing import Comparing
-from headrace.bench.contestants import Contestant, Garage, settle_garbage
+from headrace.bench.comparing import Comparing, first_batches
+from headrace.bench.contestants import Contestant, Garage
 from headrace.bench.entries import Entry
 from headrace.bench.rows import units_per_step
 from headrace.bench.ways import PlannedWay, Stretch, Way
 from headrace.bench.work import Work
 from headrace.device import Device
+from headrace.errors import BenchError
 from headrace.plan import Plan
 from headrace.tune.candidates import Candidate, Space
 from headrace.tune.trials import Measurement
 
 _GIB = 1 << 30
+_NO_ROOM = "out of memory: "  # as errors of that kind begin
 
 
 class WorkMeasurer:
@@ -54,6 +57,7 @@ class WorkMeasurer:
 
     def __exit__(self, *exception: object) -> None:
         self._garage.close()
+        gc.unfreeze()
         self._device.limit_memory(None)
 
     def measure(self, candidate: Candidate, steps: int) -> Measurement:
@@ -93,24 +97,44 @@ class WorkMeasurer:
     def _compare(self, one: Contestant, candidate: Candidate) -> str | None:
         """Why its losses are not the first plan's; None if they are. Loading changes none: of two
         candidates with the same plan one is looked at."""
-        batch_size = candidate.loader.batch_size
-        looked = (candidate.plan, batch_size)
+        looked = (candidate.plan, candidate.loader.batch_size)
         if not self._compared:
             return None
         if looked not in self._equal:
-            self._comparing_with(candidate, batch_size).look_at(one)
+            if candidate.plan.compile:
+                self._garage.close()  # what was compiled before is forgotten on the way
+            self._look_at(one, candidate)
             unequal = one.error is None and one.equal.verdict == "unequal"
             self._equal[looked] = one.equal.why if unequal else None
         return self._equal[looked]
 
-    def _comparing_with(self, candidate: Candidate, batch_size: int | None) -> Comparing:
+    def _look_at(self, one: Contestant, candidate: Candidate) -> None:
+        """Out of memory is tried once more with nobody else there."""
+        for last in (False, True):
+            one.error = None
+            try:
+                self._comparing_with(candidate).look_at(one)
+            except BenchError as problem:
+                if candidate.loader.batch_size is None:
+                    raise  # the work itself
+                one.fail(str(problem))
+            if last or one.error is None or not one.error.startswith(_NO_ROOM):
+                return
+            self._garage.close()
+
+    def _comparing_with(self, candidate: Candidate) -> Comparing:
+        batch_size = candidate.loader.batch_size
         if batch_size not in self._comparing:
             first = self._space.baseline_of(candidate)
+            entry = Entry(first.key, first.plan, first.loader)
+            batches = first_batches(
+                self._work, self._device, entry, seed=self._seed, count=self._compared
+            )
             self._comparing[batch_size] = Comparing(
                 self._work,
                 self._device,
-                Entry(first.key, first.plan, first.loader),
-                steps=self._compared,
+                entry,
+                batches,
                 seed=self._seed,
                 tolerance=self._tolerance,
             )
@@ -118,14 +142,14 @@ class WorkMeasurer:
 
 
 def _turn(steps: int, way: Way) -> Stretch:
-    settle_garbage()
+    gc.collect()  # not in the midst of a run
+    gc.freeze()
     if way.lead_in:
         way.run(way.lead_in)
     return way.run(steps)
 
 
 def _failed(error: str, peak: int | None) -> Measurement:
-    marker = "out of memory: "
-    if error.startswith(marker):
-        return Measurement(None, peak_memory_bytes=peak, out_of_memory=error.removeprefix(marker))
+    if error.startswith(_NO_ROOM):
+        return Measurement(None, peak_memory_bytes=peak, out_of_memory=error.removeprefix(_NO_ROOM))
     return Measurement(None, peak_memory_bytes=peak, failed=error)

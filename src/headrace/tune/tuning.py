@@ -78,7 +78,7 @@ class Tuning:
     ) -> Tuning:
         """A new search. What can be told to be wrong is told before there is a folder."""
         find_work(settings.work, dict(settings.options))
-        if "device" not in options:
+        if options.get("device") is None:
             open_device(settings.device)
         folder = RunFolder.create(project, name, parts=())
         folder.write_config(settings.to_dict())
@@ -95,7 +95,8 @@ class Tuning:
         """Search to the end. Raises `Stopped` when a signal asks for that: nothing that was
         measured is lost, `resume` goes on from there."""
         settings, device = self.settings, self._device
-        work = find_work(settings.work, dict(settings.options))
+        options = dict(settings.options)
+        work = find_work(settings.work, options, small=not device.asynchronous)
         space = self._space(work)
         environment = asdict(environment_of(device, self._command))
         with (
@@ -109,6 +110,8 @@ class Tuning:
                 _machine(work, environment),
             ) as journal,
         ):
+            if work.options != find_work(settings.work, options).options:
+                progress.message(f"no GPU: a smaller {work.name}, {work.description}")
             if journal.stored:
                 progress.message(f"going on after {journal.stored} measurements")
             watch = _Watch(progress, journal)
