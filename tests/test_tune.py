@@ -544,3 +544,49 @@ class TestCuda:
         assert again.ms_per_step is not None
         assert large.out_of_memory is not None
         assert isinstance(device, Device)
+
+
+class TestSentences:
+    def sentences(self, measure: Any, **options: Any) -> list[str]:
+        space = Space(("baseline", "event", "pipeline"), run_ahead_steps=(), prefetch_depth=())
+        outcome = Search(space, measure, least_ms=0, **options).run()
+        return TuneResult({"name": "x", "unit": "tokens"}, {}, {}, outcome).sentences
+
+    def test_what_to_take_and_why(self) -> None:
+        ms = {"pipeline": 10.0, "event": 20.0}
+        found = self.sentences(lambda one, steps: Measurement(ms.get(one.base, 40.0), 500.0))
+        assert found == [
+            "Take pipeline: 10.00 ms a step, 50,000 tokens/s, 4.00 times as fast as baseline "
+            "(40.00 ms a step)."
+        ]
+
+    def test_ties_failures_and_nothing_to_gain(self) -> None:
+        def measure(one: Candidate, steps: int) -> Measurement:
+            if one.base == "pipeline":
+                return Measurement(None, out_of_memory="no room")
+            return Measurement(10.0)
+
+        found = self.sentences(measure)
+        assert "nothing to be gained here" in found[0]
+        assert found[1].startswith("The same within noise (1.0%): event")
+        assert found[1].endswith("baseline is the simplest.")
+        assert found[2] == "Out of memory: pipeline."
+
+    def test_an_unquiet_machine_and_too_little_time(self) -> None:
+        turns = iter(range(1000))
+        found = self.sentences(
+            lambda one, steps: Measurement(10.0 + 5 * (next(turns) % 2), took_s=1.0), budget_s=12
+        )
+        assert any(
+            line.startswith("Here runs of one and the same plan differ by") for line in found
+        )
+        assert found[-1] == "The time was up before all had been tried: there may be better."
+
+    def test_a_plan_that_failed_is_named_with_its_error(self) -> None:
+        def measure(one: Candidate, steps: int) -> Measurement:
+            unequal = "step 2: 1.0, the reference has 2.0" if one.base == "event" else None
+            return Measurement(None if unequal else 10.0, unequal=unequal)
+
+        assert "event failed: other losses than baseline: step 2: 1.0, the reference has 2.0." in (
+            self.sentences(measure)
+        )

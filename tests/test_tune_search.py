@@ -292,6 +292,7 @@ class TestSpace:
         cpu = Space.on(open_device("cpu"), 4, frozenset({"workers", "prefetch_factor"}))
         assert cpu.presets == EAGER
         assert (cpu.workers, cpu.graphs, cpu.compile) == ((0, 1, 2), (), ())
+        assert (cpu.prefetch_depth, cpu.sync_every) == ((), ())  # nothing runs beside the host
         fake = Space.on(FakeDevice(), 64, frozenset())
         assert "graph" in fake.presets
         assert "max" not in fake.presets

@@ -107,6 +107,10 @@ class Space:
             ),
             "workers": tuple(n for n in (0, 1, 2, 4, 8, _MOST_WORKERS) if n <= max(1, cores - 1)),
         }
+        if not device.asynchronous:  # nothing runs beside the host, whatever a plan says
+            known |= dict.fromkeys(
+                ("sync_every", "streams", "prefetch_depth", "run_ahead_steps"), ()
+            )
         known |= given
         plans = [PRESETS[name] for name in known["presets"]]
         if device.captures and any(plan.graphs != "off" for plan in plans):

@@ -15,6 +15,7 @@ from headrace.tune.trials import Trial
 KIND, VERSION = "headrace tune", 1
 _ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")
 _NAMED = 3
+_UNQUIET = 0.05
 
 
 @dataclass(frozen=True)
@@ -128,6 +129,7 @@ def sentences_of(outcome: Outcome, unit: str) -> list[str]:
     return [
         _taken(winner, first, unit, outcome.noise),
         *_ties(outcome),
+        *_unquiet(outcome.noise),
         *_without_room([t for t in outcome.trials if t.status == "out of memory"]),
         *_broken([t for t in outcome.trials if t.status == "failed"]),
         *(["The time was up before all had been tried: there may be better."] * outcome.cut_short),
@@ -158,6 +160,15 @@ def _ties(outcome: Outcome) -> list[str]:
     return [
         f"The same within noise ({outcome.noise:.1%}): {_some(same)}; "
         f"{outcome.winner.candidate.name} is the simplest."
+    ]
+
+
+def _unquiet(noise: float) -> list[str]:
+    if noise <= _UNQUIET:
+        return []
+    return [
+        f"Here runs of one and the same plan differ by {noise:.0%}: smaller gains cannot be seen. "
+        "Longer runs (--steps) or a machine with nothing else to do would show them."
     ]
 
 

@@ -299,7 +299,8 @@ class Search:
         winner = self._best
         assert winner is not None
         measured = [t for t in self._trials.values() if t.rungs or t.status is not None]
-        noise = noise_of(times for trial in measured for times in [trial.recent(trial.longest)])
+        every_length = [times for trial in measured for times in trial.rungs.values()]
+        noise = noise_of(every_length, len(winner.rungs[winner.longest]))
         winner.end("winner", "")
         for trial in self._same:
             trial.end("same as winner", f"within noise ({noise:.1%}); the winner is simpler")

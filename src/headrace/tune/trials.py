@@ -117,13 +117,14 @@ def deviation_of(runs: Iterable[Sequence[float]]) -> float:
     return math.sqrt(statistics.median(variances)) if variances else 0.0
 
 
-def noise_of(runs: Iterable[Sequence[float]]) -> float:
-    """How far two medians of such runs may differ by chance, as a share: two standard deviations
-    of a difference."""
+def noise_of(runs: Iterable[Sequence[float]], repeats: int | None = None) -> float:
+    """How far two medians of `repeats` such runs (none: as few as any has) may differ by chance, as
+    a share: two standard deviations of a difference."""
     repeated = [times for times in runs if len(times) >= 2]
-    fewest = min((len(times) for times in repeated), default=1)
+    if repeats is None:
+        repeats = min((len(times) for times in repeated), default=1)
     # A median scatters 1.25 times as much as a mean would.
-    return max(LEAST_NOISE, 2 * 1.2533 * deviation_of(repeated) * math.sqrt(2 / fewest))
+    return max(LEAST_NOISE, 2 * 1.2533 * deviation_of(repeated) * math.sqrt(2 / repeats))
 
 
 def simplest(trials: Sequence[Trial]) -> Trial:
