@@ -51,6 +51,7 @@ ROOMS = {
     "stopping": 2,
     "translation": 3,
     "bench": 3,
+    "tune": 3,
     "compiling": 2,
     "results": 2,
     "lanes": 2,
@@ -59,6 +60,7 @@ ROOMS = {
     "doctor": 3,
     "cli_translation": 4,
     "cli_bench": 4,
+    "cli_tune": 4,
     "cli": 4,
     "__main__": 5,
 }

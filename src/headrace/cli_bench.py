@@ -92,7 +92,7 @@ def bench(
         )
     if out is not None:
         _check_place(out)
-    given, on, progress = _options(options or []), open_device(device), Lines(quiet)
+    given, on, progress = options_of(options or []), open_device(device), Lines(quiet)
     chosen = find_work(work, given, small=not on.asynchronous)
     if not on.asynchronous and chosen.options != find_work(work, given).options:
         progress.say(f"no GPU: a smaller {work}, {chosen.description}; --set makes it larger")
@@ -153,7 +153,7 @@ class Lines:
         typer.echo(text, err=True, nl=False)
 
 
-def _options(given: list[str]) -> dict[str, Any]:
+def options_of(given: list[str]) -> dict[str, Any]:
     """`name=value`, the value read as YAML reads one."""
     import yaml
 

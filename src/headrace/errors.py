@@ -16,6 +16,7 @@ HeadraceError
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
 ├── BenchError                  a work or result file that is of no use (also a ValueError)
+├── TuneError                   a search for a plan that cannot be made (also a ValueError)
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that
@@ -91,6 +92,10 @@ class CheckpointError(HeadraceError):
 
 class BenchError(HeadraceError, ValueError):
     """A work that cannot be run, a benchmark's settings, or a result that cannot be read."""
+
+
+class TuneError(HeadraceError, ValueError):
+    """Settings, a work or a journal with which no plan can be searched for."""
 
 
 class RaceError(HeadraceError, AssertionError):

@@ -275,6 +275,11 @@ class Device(abc.ABC):
         """Let the peaks in `memory()` count from now. Nothing to do where nothing is counted."""
         return
 
+    def limit_memory(self, nbytes: int | None) -> None:
+        """Let this process have no more device memory than that, as if there were no more: what
+        asks for more is out of memory. None: all there is. Not everywhere can this be done."""
+        return
+
     def release_unused(self) -> None:
         """Give memory that the allocator keeps for reuse back to the device. May wait for it."""
         return

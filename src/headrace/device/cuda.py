@@ -29,7 +29,11 @@ class CudaPool:
     """Memory that graphs share. PyTorch's pools end with their last graph, and capturing into one
     that has ended is an internal error of its: so a new one is taken then."""
 
+    #: Whether there has been any in this process.
+    made = False
+
     def __init__(self) -> None:
+        CudaPool.made = True
         self._handle: Any = None
         self._graphs = 0
 
@@ -107,7 +111,7 @@ class CudaDevice(AcceleratorDevice):
             trace.missing = "another profiler is at work in this process"
             yield
             return
-        with kineto.profiled() as records:
+        with kineto.profiled(graphs=CudaPool.made) as records:
             streams = self._mark_streams()
             yield
         found = kineto.seen(records.found, self._index, streams)
@@ -129,6 +133,10 @@ class CudaDevice(AcceleratorDevice):
                 torch.cuda._sleep(_MARKER_CYCLES)
             self.synchronize("trace")
         return [name for name, _ in raw_streams.values()]
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        share = 1.0 if nbytes is None else min(1.0, nbytes / self.memory().total)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def has_fast_bf16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

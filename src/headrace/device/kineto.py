@@ -47,11 +47,13 @@ def is_profiling() -> bool:
 
 
 @contextmanager
-def profiled() -> Iterator[Records]:
-    """Run the block under the profiler, device records alone: host operators would cost more."""
-    # It must not take itself down between a graph's capture and its replay.
-    os.environ.setdefault("TEARDOWN_CUPTI", "0")
-    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+def profiled(*, graphs: bool) -> Iterator[Records]:
+    """Run the block under the profiler, device records alone: host operators would cost more.
+    `graphs`: whether any have been captured."""
+    if graphs:
+        # It must not take itself down between a graph's capture and its replay.
+        os.environ.setdefault("TEARDOWN_CUPTI", "0")
+        os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     records = Records()
     profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
     profile.start()

@@ -71,7 +71,7 @@ class FakeDevice(host_threads.Hosts):
         self.pinned._lock = host_threads.traced_lock()
         self.hidden_waits: list[HiddenWait] = []
         self._check = check
-        self._memory_bytes = memory_bytes
+        self._memory_bytes = self.checker.limit_bytes = memory_bytes
         self._keep_timeline = keep_timeline
         self._spans: list[Span] = []
         self._launches = 0
@@ -208,6 +208,9 @@ class FakeDevice(host_threads.Hosts):
 
     def reset_peak_memory(self) -> None:
         self.checker.peak_device_bytes = self.checker.device_bytes
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        self.checker.limit_bytes = min(self._memory_bytes, nbytes or self._memory_bytes)
 
     def description(self) -> str:
         return "a fake device on CPU tensors"
