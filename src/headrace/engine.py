@@ -266,7 +266,7 @@ class Engine:
             engine_state.set_random_states(self.device, self._random_states)
             self._random_states = None
         if self._graphed is not None:
-            with self._annotated("step"):
+            with lanes.on(lanes.forward), self._annotated("step"):
                 run.replays += self._graphed.train(batch, partial(run.report, index))
             return
         with lanes.on(lanes.forward), self._annotated("forward"):

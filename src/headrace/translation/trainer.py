@@ -35,6 +35,7 @@ from headrace.progress import Gauges, Progress
 from headrace.report import try_report
 from headrace.results import EpochResult
 from headrace.rundir import RunFolder
+from headrace.runmonitor import RunMonitor
 from headrace.stopping import StopRequests
 from headrace.translation.assembly import assemble, prepared_for
 from headrace.translation.outcome import TrainResult, stored_result
@@ -136,9 +137,16 @@ class Trainer:
                 CheckpointWriter(self._device, self.folder.state) as self._writer,
             ):
                 first_batch = self._restore()
-                while not self._is_done() and not self._stop.requested:
-                    self._epoch(first_batch)
-                    first_batch = 0
+                with RunMonitor(
+                    self._device,
+                    self._metrics,
+                    self.folder.metrics,
+                    wanted=self.settings.monitor,
+                    look_after=20 if self._plan.graphs == "off" else 100,
+                ) as self._monitor:
+                    while not self._is_done() and not self._stop.requested:
+                        self._epoch(first_batch)
+                        first_batch = 0
                 result = self._end()
         try_report(self.folder.path)
         return result
@@ -185,10 +193,12 @@ class Trainer:
         ):
             self._count(info.come_back)
             self._progress.on_step(info)
+            self._monitor.on_step(engine.updates)
             now = time.monotonic()
             if now - noted_at > _STEP_METRICS_EVERY_S:
                 self._note_step(tokens_per_s=(self._sums.weight - noted) / (now - noted_at))
                 noted_at, noted = now, self._sums.weight
+                self._monitor.note(engine.updates)
             if self._stop.requested:
                 self._save()
                 self._left_early = True
@@ -196,6 +206,7 @@ class Trainer:
             if now - saved_at > self.settings.save_every:
                 self._save()
                 saved_at = time.monotonic()
+        self._monitor.end_epoch(engine.updates)
         result = engine.last_result
         assert result is not None
         self._sums = before
@@ -369,5 +380,5 @@ class Trainer:
             memory_bytes=self._device.peak_memory() or None,
             data_wait_share=min(1.0, data_ms / elapsed_ms),
             host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / elapsed_ms),
-            gpu_use_share=self._device.use_share(),
+            gpu_use_share=self._monitor.gpu_share(),
         )
