@@ -385,7 +385,7 @@ class TestSettings:
 WORK = """
 import torch
 
-def make_work(batch_size=4):
+def make_work(batch_size=4, dtype=torch.float32):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
