@@ -204,7 +204,7 @@ def ragged(path: Path, device: Device, precision: str, keep: Callable[[Any], Non
 
 def show(name: str, rows: dict[str, Any]) -> None:
     shown = {
-        way: {key: value for key, value in row.items() if key not in ("all", "graphs")}
+        way: {key: value for key, value in row.items() if key not in ("all", "cpu", "graphs")}
         for way, row in rows.items()
     }
     print(f"{name}\n{table(shown)}", flush=True)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +17,17 @@ from headrace.bench.comparing import Comparing
 from headrace.bench.contestants import Contestant, Garage
 from headrace.bench.entries import entries_of, noise_pair, plans_here
 from headrace.bench.finding import find_work
-from headrace.bench.record import BenchResult
+from headrace.bench.looking import _first_steps, short_name
+from headrace.bench.record import BenchResult, Equal, Row
 from headrace.bench.runner import Bench
+from headrace.bench.text import text_of
 from headrace.bench.ways import Stretch
 from headrace.bench.work import Training, Work, work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError, PlanError
 from headrace.plan import PRESETS
 from headrace.testing import Costs, FakeDevice
+from headrace.timeline import Span, Timeline
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}
 BITS = {"watched_s": 0.0, "steps": 10, "warmup": 2, "repeats": 3}
@@ -361,6 +366,14 @@ class TestFailures:
         with pytest.raises(BenchError, match="returned 2 things"):
             bench(work_of(lambda: (1, 2), name="two"), open_device("cpu")).run()
 
+    def test_nor_does_one_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*arguments: Any, **more: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+        monkeypatch.setattr(torch.nn.Module, "to", full)
+        with pytest.raises(BenchError, match="mlp failed: out of memory: CUDA out of memory"):
+            bench(find_work("mlp", SMALL), open_device("cpu")).run()
+
     def test_a_loader_that_fails_is_named_with_its_line(self) -> None:
         class Broken:
             def __iter__(self) -> Iterator[torch.Tensor]:
@@ -380,8 +393,10 @@ class TestFailures:
         assert [row.error is None for row in result.rows] == [False, False]
         only_twice = bench(failing(25), open_device("cpu"), "baseline", repeats=2)
         result = only_twice.run()
-        assert result.row("baseline").ms_per_step is not None
-        assert result.row("baseline").error is not None  # while it was traced, or watched
+        row = result.row("baseline")
+        assert row.ms_per_step is not None
+        assert row.error is None
+        assert row.notes[0].startswith("its work could not be traced: step 25: ValueError: the")
 
     def test_out_of_memory_is_tried_alone_once_more(self) -> None:
         device, log = open_device("cpu"), []
@@ -528,3 +543,43 @@ class TestRecord:
             BenchResult.read(tmp_path / "bytes.json")
         with pytest.raises(BenchError, match="is not a result"):
             BenchResult.from_dict([])
+
+
+class TestText:
+    def test_fits_a_terminal_with_everything_in_it(self) -> None:
+        with FakeDevice(costs=Costs(launch_us=30.0)) as fake:
+            plans = "baseline,streams4,graph,graph"
+            result = bench(find_work("mlp", SMALL), fake, plans).run()
+        rows = [
+            replace(row, nvml_share=0.97, cpu_share=1.03, peak_memory_bytes=12 << 30)
+            for row in result.rows
+        ]
+        peer = replace(
+            rows[0], plan="reduce-overhead", kind="peer", waits=None, score=None, per_s=1234567.8
+        )
+        failed = Row("max", "plan", error="out of memory: CUDA out of memory.")
+        unequal = replace(rows[1], plan="mine", equal=Equal("unequal", first_step=12, why="x"))
+        text = text_of(replace(result, rows=(*rows, peer, failed, unequal)))
+        assert max(len(line) for line in text.splitlines()) <= 121
+        heads = text.splitlines()[2].split()
+        assert heads[:4] == ["ms/step", "±%", "×", "samples/s"]
+        assert heads[4:] == [
+            *("waits", "host", "data", "GPU%", "over%", "NVML%", "cores", "peak", "pts"),
+            "losses",
+        ]
+        assert re.search(r"^ graph .* 97 +1\.0 +12\.00G +\d+ +identical$", text, re.MULTILINE)
+        assert re.search(r"^ reduce-overhead .* 1\.235M +– ", text, re.MULTILINE)
+        assert "UNEQUAL at 12" in text
+        assert "max failed: out of memory: CUDA out of memory." in text
+        assert "streams4" in text.split("streams in use")[1]
+
+    def test_names_are_short(self) -> None:
+        name = "void at::native::(anonymous namespace)::elementwise_kernel<4, at::native::Add>(int)"
+        assert short_name(name) == "elementwise_kernel<4, Add>(int)"
+        assert len(short_name("k" * 500)) == 64
+
+    def test_spans_are_bounded(self) -> None:
+        spans = [Span("a", "k", "kernel", 10 * n, 10 * n + 5) for n in range(20_000)]
+        record = _first_steps(Timeline(spans), step_ms=0.1, steps=2)
+        assert len(record.spans) == 6_000
+        assert record.steps == pytest.approx(0.6, abs=0.01)

@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 from headrace.bench.record import BenchResult
 from headrace.cli import app
 from headrace.cli_bench import Lines
-from headrace.errors import HeadraceError
+from headrace.errors import BenchError, HeadraceError
 
 QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]
 SMALL = ["--set", "batch=4", "--set", "width=8", "--set", "layers=1"]
@@ -112,10 +112,24 @@ def test_usage_is_exit_code_2(here: Path, arguments: list[str]) -> None:
     assert run("--work", "mlp", *arguments)[0] == 2
 
 
-def test_a_result_that_cannot_be_written(here: Path) -> None:
+def test_a_place_that_cannot_be_written_to_is_told_before_measuring(here: Path) -> None:
     (here / "file").write_text("")
-    with pytest.raises(HeadraceError, match=r"file/r\.json: cannot be written"):
-        run("--work", "mlp", *SMALL, "--plans", "baseline", "--out", "file/r.json")
+    for out, told in (("file/r.json", "cannot be written"), (".", "is a folder")):
+        with pytest.raises(HeadraceError, match=f"{re.escape(out)}: {told}"):
+            run("--work", "no such work either", "--out", out)
+
+
+def test_what_was_measured_is_printed_even_if_it_cannot_be_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: BenchResult, path: Path) -> None:
+        raise BenchError(f"{path}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(BenchResult, "write", full)
+    arguments = ["bench", "--device", "cpu", *QUICK, "--work", "mlp", *SMALL, "--out", "r.json"]
+    result = CliRunner().invoke(app, arguments)
+    assert "No space left" in str(result.exception)
+    assert " pipeline " in result.stdout
 
 
 def test_missing_peers_say_how_to_get_them(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import signal
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from headrace.bench.finding import find_work
 from headrace.bench.peers import PEERS, peers_of
 from headrace.bench.record import BenchResult
 from headrace.bench.runner import Bench
+from headrace.bench.work import Training, work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError
 
@@ -121,4 +124,29 @@ def test_losses_are_read_in_one_go() -> None:
     pytest.importorskip("accelerate")
     way: Any = PEERS["accelerate"].make(find_work("mlp", SMALL), open_device("cpu"), "fp32", 0)
     assert way._read([torch.tensor(1.5), torch.tensor(2.5)]) == (1.5, 2.5)
+    way.close()
+
+
+def test_ctrl_c_in_lightning_is_an_interrupt_as_any_other() -> None:
+    pytest.importorskip("lightning")
+    before = signal.getsignal(signal.SIGINT)
+    calls = itertools.count()
+
+    def make() -> Training:
+        model = torch.nn.Linear(3, 1)
+
+        def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            if next(calls) == 2:
+                raise KeyboardInterrupt
+            found: torch.Tensor = model(batch).mean()
+            return found
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Training(model, optimizer, loss, [torch.ones(2, 3)])
+
+    way = PEERS["lightning"].make(work_of(make), open_device("cpu"), "fp32", 0)
+    with pytest.raises(KeyboardInterrupt):
+        way.run(5)
+    assert signal.getsignal(signal.SIGINT) is before
+    assert way.trained == 2
     way.close()

@@ -6,6 +6,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.bench.equality import compare, difference, remove_dropout, rounds_differently
 from headrace.bench.record import (
@@ -54,6 +56,7 @@ def row(
         plan=plan,
         kind=kind,
         fields=PRESETS[plan].to_dict() if plan in PRESETS else None,
+        graphs={"why": None} if plan in ("graph", "max") else None,
         ms_per_step=Spread(ms, ms, ms, (ms,)),
         gpu=gpu,
         host_blocked_ms=blocked,
@@ -165,6 +168,14 @@ class TestTake:
         assert verdict.take == "max"
         assert any("losses within 0.003 of baseline's" in line for line in verdict.sentences)
 
+    def test_the_least_change_that_gains_has_a_word(self) -> None:
+        rows = [row("baseline", 50), row("event", 45), row("graph", 20), row("interval", 49.9)]
+        _, verdict = judged(rows)
+        assert verdict.take == "graph"
+        assert "The least change that gains something is event: 1.11 ×." in verdict.sentences
+        _, verdict = judged([row("baseline", 50), row("event", 49), row("graph", 20)])
+        assert not any("least change" in line for line in verdict.sentences)
+
     def test_within_the_noise_nothing_is_to_be_gained(self) -> None:
         rows = [row("baseline", 40, busy=39.5), row("pipeline", 39.2, busy=39)]
         _, verdict = judged(rows)
@@ -200,6 +211,12 @@ class TestTake:
     def test_nor_is_one_that_was_not_compared_beside_others_that_were(self) -> None:
         _, verdict = judged([row("baseline", 36), row("max", 6.0, equal="not compared")])
         assert verdict.take == "baseline"
+
+    @pytest.mark.parametrize("graphs", [None, {"why": "the step reads a value back"}])
+    def test_a_graph_that_was_none_is_not_advised(self, graphs: Any) -> None:
+        never_captured = replace(row("graph", 20), graphs=graphs)
+        _, verdict = judged([row("baseline", 36), row("pipeline", 22), never_captured])
+        assert verdict.take == "pipeline"
 
     def test_nothing_was_measured(self) -> None:
         _, verdict = judged([Row("baseline", "plan", error="out of memory: …")])
@@ -261,6 +278,21 @@ class TestCompare:
         assert difference(1.0, nan) == difference(infinite, -infinite) == infinite
         assert compare([1.0], [nan], exact=False, tolerance=0.5).largest is None
 
+    @given(
+        st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=20),
+        st.data(),
+        st.booleans(),
+    )
+    def test_the_first_step_that_is_off_is_named(
+        self, losses: list[float], data: st.DataObject, exact: bool
+    ) -> None:
+        assert compare(losses, losses, exact=exact, tolerance=0.01).verdict == "identical"
+        at = data.draw(st.integers(0, len(losses) - 1))
+        off = losses[at] * 1.5 + 1.0 if losses[at] >= 0 else losses[at] * 1.5 - 1.0
+        found = compare(losses, [*losses[:at], off, *losses[at + 1 :]], exact=exact, tolerance=0.01)
+        assert (found.verdict, found.first_step) == ("unequal", at + 1)
+        assert found.why.startswith(f"step {at + 1}: ")
+
     def test_a_loss_too_few(self) -> None:
         found = compare([1.0, 2.0], [1.0], exact=True, tolerance=0.0)
         assert (found.verdict, found.first_step) == ("unequal", 2)
@@ -283,8 +315,26 @@ class TestCompare:
         assert not rounds_differently(torch.optim.SGD(weights, lr=0.1))
 
 
-def test_rows_with_other_names_are_their_schemes() -> None:
-    """A plan entered twice is scored twice, as what it is."""
-    twin = replace(row("graph", 9), plan="graph#2")
-    rows, _ = judged([row("baseline", 36), row("graph", 9), twin])
-    assert rows[1].score == rows[2].score
+class TestTwins:
+    def test_are_scored_alike_and_the_first_stands_for_both(self) -> None:
+        one, other = row("graph", 9), replace(row("graph", 8.9), plan="graph#2")
+        rows, verdict = judged([row("baseline", 36), one, other])
+        assert rows[1].score == rows[2].score
+        assert verdict.take == "graph"
+
+    def test_share_their_rounds(self) -> None:
+        """Of one alone 9 % might be chance; with its twin's rounds they are not."""
+        base = replace(row("baseline", 10), ms_per_step=Spread(10, 10, 10, (10,) * 5))
+        shaky = Spread(9.1, 8.0, 10.2, (9.1, 8.0, 10.2, 8.2, 9.9))
+        steady = Spread(9.1, 9.1, 9.1, (9.1,) * 5)
+        one = replace(row("pipeline", 9.1), ms_per_step=shaky)
+        twin = replace(one, plan="pipeline#2", ms_per_step=steady)
+        assert judged([base, one])[1].take == "baseline"
+        assert judged([base, one, twin])[1].take == "pipeline"
+
+    def test_another_loader_is_another_plan(self) -> None:
+        one = replace(row("pipeline", 9), loader={"workers": 0})
+        assert one.is_twin_of(replace(one, plan="pipeline#2"))
+        assert not one.is_twin_of(replace(one, loader={"workers": 2}))
+        peer = row("lightning", 9, kind="peer")
+        assert not peer.is_twin_of(peer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shlex
 import sys
@@ -91,6 +90,8 @@ def bench(
         raise typer.BadParameter(
             f"{precision}: expected fp32, tf32, bf16 or fp16", param_hint="--precision"
         )
+    if out is not None:
+        _check_place(out)
     given, on, progress = options_of(options or []), open_device(device), Lines(quiet)
     chosen = find_work(work, given, small=not on.asynchronous)
     if not on.asynchronous and chosen.options != find_work(work, given).options:
@@ -112,9 +113,10 @@ def bench(
         watcher=progress,
     ).run()
     progress.end()
+    # Printed first: whatever becomes of the file, what was measured is not lost.
+    typer.echo(result.to_json() if as_json else text_of(result))
     path = out or _free_path(chosen.name, result.environment.date)
     result.write(path)
-    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else text_of(result))
     typer.echo(f"written to {path}", err=True)
     if result.interrupted:
         raise typer.Exit(130)
@@ -173,6 +175,18 @@ def options_of(given: list[str]) -> dict[str, Any]:
 
 def _listed(text: str | None) -> list[str]:
     return [] if text is None else [word.strip() for word in text.split(",") if word.strip()]
+
+
+def _check_place(out: Path) -> None:
+    """Before anything is measured for minutes."""
+    if out.is_dir():
+        raise BenchError(f"{out}: is a folder: expected a file to write the result to")
+    try:
+        out.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise BenchError(f"{out}: cannot be written ({problem.strerror})") from problem
+    if not os.access(out.parent, os.W_OK):
+        raise BenchError(f"{out}: cannot be written (no permission for its folder)")
 
 
 def _free_path(work: str, date: str) -> Path:

@@ -18,7 +18,7 @@ from headrace.bench.record import Equal
 from headrace.bench.ways import PlannedWay, Way, free, told
 from headrace.bench.work import Training, Work
 from headrace.device import Device
-from headrace.errors import BenchError
+from headrace.errors import BenchError, HeadraceError
 
 _OTHER_MASKS = "compiled code draws other dropout masks: compared without dropout"
 _STILL_RANDOM = (
@@ -38,15 +38,18 @@ class _Pass:
 def first_batches(work: Work, device: Device, entry: Entry, *, seed: int, count: int) -> list[Any]:
     """A work's first batches: drawn once for everybody, whatever the order of drawing. A work that
     cannot be made, or has no batches, is an error that says where."""
-    feed = Feed(work.make(device, seed=seed, loader=entry.loader).loader, work.name)
+    feed: Feed | None = None
     try:
+        feed = Feed(work.make(device, seed=seed, loader=entry.loader, pin=True).loader, work.name)
         return list(feed.take(count))
-    except BenchError:
+    except HeadraceError:
         raise
     except Exception as problem:
-        raise BenchError(f"the loader of {work.name} failed: {told(problem)}") from problem
+        what = work.name if feed is None else f"the loader of {work.name}"
+        raise BenchError(f"{what} failed: {told(problem)}") from problem
     finally:
-        feed.close()
+        if feed is not None:
+            feed.close()
 
 
 class Comparing:

@@ -92,9 +92,12 @@ class Garage:
         #: Whether some had to be let go of.
         self.was_full = False
 
-    def attempt(self, one: Contestant, action: Callable[[Way], Result]) -> Result | None:
+    def attempt(
+        self, one: Contestant, action: Callable[[Way], Result], *, unless: str | None = None
+    ) -> Result | None:
         """Do something with a contestant's way, which is made first if need be. What goes wrong is
-        its error; out of memory is tried once more with nobody else there."""
+        its error, or, with `unless`, a note that begins so; out of memory is tried once more with
+        nobody else there."""
         for _ in range(2):
             try:
                 with one.noting():
@@ -110,7 +113,10 @@ class Garage:
                 break
             self.was_full = True
             self.let_go(*others)
-        one.fail(why)
+        if unless is None:
+            one.fail(why)
+        else:
+            one.notes.append(f"{unless}: {why}")
         return None
 
     def let_go(self, *names: str) -> None:

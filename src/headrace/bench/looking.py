@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -19,6 +20,8 @@ _SETTLING_S = 0.3  # the driver's figure for use is a mean over some tenths of a
 _SHOWN_STEPS = 3
 _MOST_SPANS = 6_000
 _CLOCKS_NS = 100_000
+_MOST_LETTERS = 64
+_COMMON = re.compile(r"^void |at::native::|\(anonymous namespace\)::|c10::|cutlass::")
 HOST = "host"
 
 
@@ -110,10 +113,16 @@ def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> TimelineReco
     return TimelineRecord(
         round(part, 3),
         tuple(
-            SpanRecord(span.lane, span.name, span.kind, span.start_ns, span.end_ns)
+            SpanRecord(span.lane, short_name(span.name), span.kind, span.start_ns, span.end_ns)
             for span in spans
         ),
     )
+
+
+def short_name(name: str) -> str:
+    """A kernel's name without what all of them have: thousands of them are stored."""
+    short = _COMMON.sub("", name)
+    return short if len(short) <= _MOST_LETTERS else f"{short[: _MOST_LETTERS - 1]}…"
 
 
 def _cores(sample: UseSample) -> float | None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import signal
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -207,7 +209,7 @@ class Lightning(_PeerWay):
             def configure_optimizers(self) -> torch.optim.Optimizer:
                 return made.optimizer
 
-        with warnings.catch_warnings():
+        with _interruptible(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trainer = lightning.Trainer(
                 max_steps=lead_in + steps,
@@ -278,6 +280,20 @@ PEERS: dict[str, Peer] = {
     "accelerate": Peer("accelerate", "accelerate", Accelerate),
     "reduce-overhead": Peer("reduce-overhead", None, ReduceOverhead),
 }
+
+
+@contextmanager
+def _interruptible() -> Iterator[None]:
+    """Lightning ends the whole program on Ctrl-C, deaf to any further one: here it is an interrupt
+    as any other."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        yield
+    except SystemExit as end:
+        raise KeyboardInterrupt from end
+    finally:
+        if signal.getsignal(signal.SIGINT) is not before:
+            signal.signal(signal.SIGINT, before)
 
 
 def _quiet(*loggers: str) -> None:

@@ -178,6 +178,7 @@ class Row:
     plan: str
     kind: Literal["plan", "peer"]
     fields: dict[str, Any] | None = None
+    loader: dict[str, Any] | None = None
     error: str | None = None
     ms_per_step: Spread | None = None
     speedup: float | None = None
@@ -200,6 +201,18 @@ class Row:
     samples: tuple[Sample, ...] = ()
     score: Score | None = None
     notes: tuple[str, ...] = ()
+
+    def is_twin_of(self, other: Row) -> bool:
+        """Whether both are the same plan, entered twice."""
+        plans = self.kind == other.kind == "plan" and self.fields is not None
+        return plans and (self.fields, self.loader) == (other.fields, other.loader)
+
+    @property
+    def ran_as_meant(self) -> bool:
+        """Whether its step was captured, if it is a plan that asks for that."""
+        if (self.fields or {}).get("graphs", "off") == "off":
+            return True
+        return self.graphs is not None and self.graphs.get("why") is None
 
     @property
     def agrees(self) -> bool:
@@ -253,6 +266,10 @@ class BenchResult:
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
         return {"kind": KIND, "version": VERSION} | plain
 
+    def to_json(self) -> str:
+        """One line."""
+        return json.dumps(self.to_dict(), allow_nan=False, separators=(",", ":"))
+
     @classmethod
     def from_dict(cls, content: object, *, where: str = "result") -> BenchResult:
         if not isinstance(content, Mapping) or content.get("kind") != KIND:
@@ -284,7 +301,7 @@ class BenchResult:
         beside = target.with_name(f"{target.name}.part")
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(json.dumps(self.to_dict(), allow_nan=False) + "\n", encoding="utf-8")
+            beside.write_text(self.to_json() + "\n", encoding="utf-8")
             beside.replace(target)
         except OSError as problem:
             raise BenchError(f"{path}: cannot be written ({problem.strerror})") from problem

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from headrace.bench.contestants import Contestant
 from headrace.bench.record import (
@@ -45,6 +45,7 @@ def row_of(one: Contestant, units: float | None) -> Row:
         plan=one.name,
         kind=one.kind,
         fields=None if one.entry is None else one.entry.plan.to_dict(),
+        loader=None if one.entry is None else asdict(one.entry.loader),
         error=one.error,
         ms_per_step=spread,
         per_s=units / median * 1e3 if units and median else None,

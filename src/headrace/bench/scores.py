@@ -70,14 +70,17 @@ def saved_share(row: Row, base: Row) -> float:
     return 1 - row.ms_per_step.median / base.ms_per_step.median
 
 
-def chance_share(row: Row, base: Row, noise_share: float) -> float:
+def chance_share(row: Row, base: Row, noise_share: float, rows: Sequence[Row] = ()) -> float:
     """What share of the time a plan must save to be told from chance: the noise, or, where rounds
-    differ much, twice the uncertainty of the median over rounds."""
-    assert row.ms_per_step is not None
+    differ much, twice the uncertainty of the median over rounds. `rows` may hold its twins, whose
+    rounds count too."""
     assert base.ms_per_step is not None
-    # Each round against its own: what slows a whole machine down slows down both.
-    pairs = zip(row.ms_per_step.repeats, base.ms_per_step.repeats, strict=False)
-    ratios = [mine / its for mine, its in pairs if its > 0]
+    ratios = []
+    for twin in _twins(row, rows):
+        assert twin.ms_per_step is not None
+        # Each round against its own: what slows a whole machine down slows down both.
+        pairs = zip(twin.ms_per_step.repeats, base.ms_per_step.repeats, strict=False)
+        ratios += [mine / its for mine, its in pairs if its > 0]
     if not ratios:
         return noise_share
     middle = statistics.median(ratios)
@@ -85,10 +88,16 @@ def chance_share(row: Row, base: Row, noise_share: float) -> float:
     return max(noise_share, 2 * 1.2533 * deviation / math.sqrt(len(ratios)))
 
 
-def gain_share(row: Row, base: Row, noise_share: float) -> float:
-    """What a plan saves; 0 if that cannot be told from chance."""
-    saved = saved_share(row, base)
-    return saved if saved > chance_share(row, base, noise_share) else 0.0
+def gain_share(row: Row, base: Row, noise_share: float, rows: Sequence[Row] = ()) -> float:
+    """What a plan, with its twins among `rows`, saves; 0 if that cannot be told from chance."""
+    saved = statistics.mean(saved_share(twin, base) for twin in _twins(row, rows))
+    return saved if saved > chance_share(row, base, noise_share, rows) else 0.0
+
+
+def _twins(row: Row, rows: Sequence[Row]) -> list[Row]:
+    """The row itself, and the same plan's other rows that were measured."""
+    others = [r for r in rows if r.plan != row.plan and r.ms_per_step and r.is_twin_of(row)]
+    return [row, *others]
 
 
 def scores_of(rows: Sequence[Row], base: Row, noise_share: float) -> dict[str, Score]:
@@ -98,7 +107,7 @@ def scores_of(rows: Sequence[Row], base: Row, noise_share: float) -> dict[str, S
     be told from chance has none. Memory has all points up to the base's, half of them at twice.
     """
     measured = [row for row in rows if row.kind == "plan" and row.ms_per_step is not None]
-    gains = {row.plan: gain_share(row, base, noise_share) for row in measured}
+    gains = {row.plan: gain_share(row, base, noise_share, measured) for row in measured}
     most = max(gains.values(), default=0.0)
     scores = {}
     for row in measured:

@@ -34,9 +34,8 @@ def _table(result: BenchResult) -> str:
     gpu = any(row.gpu for row in seen)
     nvml = any(row.nvml_share is not None for row in seen)
     memory = any(row.peak_memory_bytes for row in seen)
-    columns = ["ms a step", "±%", "×", f"{result.work.unit}/s", "waits", "host ms", "data ms"]
-    columns += ["GPU %"] * gpu + ["over %"] * gpu + ["NVML %"] * nvml + ["cores"]
-    columns += ["peak"] * memory + ["points"]
+    columns = ["ms/step", "±%", "×", f"{result.work.unit}/s", "waits", "host", "data"]
+    columns += ["GPU%", "over%"] * gpu + ["NVML%"] * nvml + ["cores"] + ["peak"] * memory + ["pts"]
     rows = []
     for row in seen:
         cells = [*_speed(row), *_waited(row)]
@@ -50,7 +49,7 @@ def _table(result: BenchResult) -> str:
             cells.append(_bytes(row.peak_memory_bytes))
         cells.append(_number(row.score.total if row.score else None, 0))
         rows.append((row.plan, *cells, losses_of(row)))
-    return text_table(("", *columns, "losses"), rows, right=columns) if rows else ""
+    return text_table(("", *columns, "losses"), rows, right=columns, dense=True) if rows else ""
 
 
 def _speed(row: Row) -> list[str]:
@@ -96,10 +95,10 @@ def _streams(result: BenchResult) -> str:
     for row in result.rows:
         if row.streams:
             used = ", ".join(f"{s.name} {s.busy_share:.0%}" for s in row.streams[:6])
-            lines.append((row.plan, _percent(row.overlap_share, 1), used))
+            lines.append((row.plan, f"{_percent(row.overlap_share, 1)}%", used))
     if not lines:
         return ""
-    return text_table(("", "two at once %", "streams in use"), lines, right=["two at once %"])
+    return text_table(("", "two at once", "streams in use"), lines, right=["two at once"])
 
 
 def _remarks(result: BenchResult) -> list[str]:

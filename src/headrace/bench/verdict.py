@@ -154,16 +154,20 @@ def _cause_sentence(cause: WaitsFor, ms: float, base: Row, pipeline: Row | None)
 
 def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | None, list[str]]:
     able = [row for row in rows if row.kind == "plan" and row.agrees and row.score is not None]
+    # One that could not be captured ran as another plan does, and is no better than that.
+    able = [row for row in able if row.ran_as_meant] or able
     if not able:
         measured = [row for row in rows if row.kind == "plan" and row.score is not None]
         if not measured or any(row.equal.verdict == "unequal" for row in measured):
             return None, ["No plan can be advised: none has losses that are known to agree."]
         able = measured  # losses were not compared at all
-    gaining = [row for row in able if gain_share(row, base, noise) > 0]
+    # Of a plan that was entered twice, the first row stands for both.
+    able = [row for at, row in enumerate(able) if not any(row.is_twin_of(r) for r in able[:at])]
+    gaining = [row for row in able if gain_share(row, base, noise, rows) > 0]
     if not gaining:
         fastest = min(able, key=_median)
         kept = base if base in able else fastest
-        limit = chance_share(fastest, base, noise)
+        limit = chance_share(fastest, base, noise, rows)
         return kept, [
             f"Nothing is to be gained here: no plan is faster than {base.plan} by more than can be "
             f"told from chance ({limit:.1%} of a step). Take {kept.plan}."
@@ -175,7 +179,8 @@ def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | N
             f"Take {base.plan}: what {fastest.plan}, the fastest, saves "
             f"({saved_share(fastest, base):.0%} of the time) does not make up for what it costs."
         ]
-    return take, [_take_sentence(take, base), *_also(take, gaining, base), *_limit(take)]
+    others = [*_also(take, gaining, base), *_least_change(take, gaining, base)]
+    return take, [_take_sentence(take, base), *others, *_limit(take)]
 
 
 def _take_sentence(take: Row, base: Row) -> str:
@@ -205,6 +210,23 @@ def _also(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
     return [
         f"The fastest is {fastest.plan}: {_median(base) / _median(fastest):.2f} ×, "
         f"{_median(fastest):.3g} ms a step; it has {fastest.score.total:.0f} points ({why})."
+    ]
+
+
+def _least_change(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
+    """Who wants to change as little as can be gets a word, if that gains anything."""
+
+    def ease(row: Row) -> int:
+        judged = JUDGEMENTS[scheme_of(row.fields)]
+        return judged.effort + judged.complexity + judged.maintainability + judged.risk
+
+    worth = [row for row in gaining if saved_share(row, base) >= _WORTH_IT]
+    simplest = max(worth, key=ease, default=take)
+    if ease(simplest) <= ease(take):
+        return []
+    return [
+        f"The least change that gains something is {simplest.plan}: "
+        f"{_median(base) / _median(simplest):.2f} ×."
     ]
 
 
