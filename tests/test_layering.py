@@ -57,10 +57,12 @@ ROOMS = {
     "lanes": 2,
     "loop": 2,
     "engine": 2,
+    "report": 3,
     "doctor": 3,
     "cli_translation": 4,
     "cli_bench": 4,
     "cli_tune": 4,
+    "cli_report": 4,
     "cli": 4,
     "__main__": 5,
 }

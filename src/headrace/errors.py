@@ -17,6 +17,7 @@ HeadraceError
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
 ├── BenchError                  a work or result file that is of no use (also a ValueError)
 ├── TuneError                   a search for a plan that cannot be made (also a ValueError)
+├── ReportError                 a result that no report can be made of (also a ValueError)
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that
@@ -96,6 +97,10 @@ class BenchError(HeadraceError, ValueError):
 
 class TuneError(HeadraceError, ValueError):
     """Settings, a work or a journal with which no plan can be searched for."""
+
+
+class ReportError(HeadraceError, ValueError):
+    """A stored result that cannot be read, or a report that cannot be written."""
 
 
 class RaceError(HeadraceError, AssertionError):

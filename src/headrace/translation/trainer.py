@@ -32,6 +32,7 @@ from headrace.errors import TranslationError
 from headrace.metrics import MetricsLog
 from headrace.plan import Plan
 from headrace.progress import Gauges, Progress
+from headrace.report import try_report
 from headrace.results import EpochResult
 from headrace.rundir import RunFolder
 from headrace.runmonitor import RunMonitor
@@ -146,7 +147,9 @@ class Trainer:
                     while not self._is_done() and not self._stop.requested:
                         self._epoch(first_batch)
                         first_batch = 0
-                return self._end()
+                result = self._end()
+        try_report(self.folder.path)
+        return result
 
     # --- setting up -------------------------------------------------------------------------------
 
