@@ -278,7 +278,8 @@ class TestCuda:
         assert window.launches_per_step is not None
         assert window.launches_per_step >= 1
         names = {stream.name for stream in window.streams}
-        assert not any(name.startswith("stream ") for name in names), names
+        if plan != "graph":  # a graph's branches have streams of the driver's own
+            assert not any(name.startswith("stream ") for name in names), names
         if plan in ("streams4", "pipeline"):
             assert sum(stream.copies_per_step for stream in window.streams) >= 2
             assert len(names) > 1

@@ -60,9 +60,9 @@ ROOMS = {
     "report": 3,
     "doctor": 3,
     "cli_translation": 4,
-    "cli_report": 4,
     "cli_bench": 4,
     "cli_tune": 4,
+    "cli_report": 4,
     "cli": 4,
     "__main__": 5,
 }

@@ -144,6 +144,22 @@ class TestMeasuring:
             found = measurer.measure(candidate("baseline"), 5)
         assert str(found.failed).startswith("step 3: ValueError: too much (")
 
+    def test_a_graph_that_cannot_be_captured_is_none(self) -> None:
+        """A step that reads a value back is launched one by one: no plan with graphs for it."""
+        with FakeDevice(costs=FREE) as fake:
+            made = made_up(fake).build()
+
+            def make() -> Training:
+                def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+                    return made.loss(model, batch) * float(batch.sum().item() >= 0)
+
+                return made_up(fake).build()._replace(loss=loss)
+
+            with self.measurer(fake, work_of(make, name="reads")) as measurer:
+                found = measurer.measure(candidate("graph"), 5)
+        assert found.ms_per_step is None
+        assert str(found.failed).startswith("launched one by one, not as a graph: ")
+
     def test_let_go_and_measured_again(self) -> None:
         with FakeDevice(costs=FREE) as fake, self.measurer(fake, made_up(fake)) as measurer:
             measurer.let_go(candidate("graph"))  # never measured: nothing to do
@@ -385,7 +401,7 @@ class TestSettings:
 WORK = """
 import torch
 
-def make_work(batch_size=4):
+def make_work(batch_size=4, dtype=torch.float32):
     torch.manual_seed(0)
     model = torch.nn.Linear(3, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

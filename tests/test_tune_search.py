@@ -255,6 +255,11 @@ class TestBudget:
         ) for name in bench.steps) / 1e3  # fmt: skip
         assert spent_s < 15.0 + 8.0  # the run in which it was up is finished
 
+    def test_without_any_time_the_first_is_all_there_is(self) -> None:
+        outcome, bench = search(by_name(pipeline=10.0), budget_s=0.0)
+        assert (outcome.winner is outcome.first, outcome.cut_short) == (True, True)
+        assert sum(bench.runs.values()) == 1
+
     def test_short_steps_make_long_runs(self) -> None:
         """20 steps of half a millisecond tell nothing: as many as take 200 ms."""
         bench = Bench(lambda candidate: 0.5)

@@ -15,9 +15,9 @@ HeadraceError
 ├── TranslationError            no model, search or score can be made of it (also a ValueError)
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
-├── ReportError                 a result that no report can be made of (also a ValueError)
 ├── BenchError                  a work or result file that is of no use (also a ValueError)
 ├── TuneError                   a search for a plan that cannot be made (also a ValueError)
+├── ReportError                 a result that no report can be made of (also a ValueError)
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that

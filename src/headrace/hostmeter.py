@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -33,7 +34,8 @@ class HostMeter:
     """Reads the counters, by way of psutil. One thread at a time.
 
     To look for children takes a look at every process there is, so that is done once a second, or
-    more seldom on a machine with very many. A child that ends keeps its part in `workers_s`.
+    more seldom on a machine with very many; memory is read as often. A child that ends keeps its
+    part in `workers_s`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -42,47 +44,54 @@ class HostMeter:
         self._children: dict[psutil.Process, float] = {}  # CPU seconds of each, when last read
         self._workers_s = 0.0
         self._scan_at_s = clock()
+        self._memory_bytes = self._process_bytes = 0
 
     def read(self) -> HostCounters:
-        self._scan()
-        children_bytes = self._read_children()
+        now_s = self._clock()
+        is_due = now_s >= self._scan_at_s
+        if is_due:
+            self._scan(now_s)
+        self._read_children()
+        if is_due:
+            self._read_memory()
         machine = psutil.cpu_times()
         idle_s = machine.idle + getattr(machine, "iowait", 0.0)
         # Guests are in `user` already.
         total_s = (
             sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
         )
-        memory = psutil.virtual_memory()
         return HostCounters(
             process_s=time.process_time(),
             workers_s=self._workers_s,
             machine_busy_s=total_s - idle_s,
             machine_s=total_s,
-            memory_bytes=memory.total - memory.available,
-            process_memory_bytes=self._process.memory_info().rss + children_bytes,
+            memory_bytes=self._memory_bytes,
+            process_memory_bytes=self._process_bytes,
         )
 
-    def _scan(self) -> None:
-        now_s = self._clock()
-        if now_s < self._scan_at_s:
-            return
+    def _scan(self, now_s: float) -> None:
         began_s = time.thread_time()
         for child in self._process.children(recursive=True):
             self._children.setdefault(child, 0.0)
         cost_s = time.thread_time() - began_s
         self._scan_at_s = now_s + max(_SCAN_EVERY_S, cost_s / _MOST_SCANNING)
 
-    def _read_children(self) -> int:
-        """Add what the children used since they were last read; returns the memory they hold."""
-        resident = 0
+    def _read_children(self) -> None:
+        """Add what the children used since they were last read."""
         for child, before_s in list(self._children.items()):
             try:
                 times = child.cpu_times()
-                resident += child.memory_info().rss
             except psutil.Error:  # it has ended
                 del self._children[child]
                 continue
-            now_s = times.user + times.system
-            self._workers_s += max(0.0, now_s - before_s)
-            self._children[child] = now_s
-        return resident
+            used_s = times.user + times.system
+            self._workers_s += max(0.0, used_s - before_s)
+            self._children[child] = used_s
+
+    def _read_memory(self) -> None:
+        machine = psutil.virtual_memory()
+        self._memory_bytes = machine.total - machine.available
+        self._process_bytes = self._process.memory_info().rss
+        for child in self._children:
+            with contextlib.suppress(psutil.Error):  # it has ended
+                self._process_bytes += child.memory_info().rss

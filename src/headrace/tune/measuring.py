@@ -82,6 +82,10 @@ class WorkMeasurer:
         if stretch is None:
             return _failed(one.error or "no reason is known", one.peak_bytes)
         one.stretches = [stretch]
+        if one.graphs is not None and one.graphs["why"] is not None:
+            # It runs, as the plan without graphs does, which is tried too.
+            why = f"launched one by one, not as a graph: {one.graphs['why']}"
+            return Measurement(None, peak_memory_bytes=one.peak_bytes, failed=why)
         peak = one.peak_bytes
         if self._cap is not None and peak is not None and peak > self._cap:
             why = f"takes {peak / _GIB:.2f} GiB, the cap is {self._cap / _GIB:.2f} GiB"

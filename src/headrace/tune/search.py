@@ -247,7 +247,7 @@ class Search:
         return self._trials.setdefault(candidate.key, Trial(len(self._trials), candidate))
 
     def _run(self, trial: Trial, steps: int) -> None:
-        if self._spent_s >= self._budget_s:
+        if self._best is not None and self._spent_s >= self._budget_s:
             raise _TimeIsUp
         self._watch(
             Progress(self._stage, trial.candidate, steps, self._done, self._left, self._best)

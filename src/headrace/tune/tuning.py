@@ -112,6 +112,8 @@ class Tuning:
         ):
             if work.options != find_work(settings.work, options).options:
                 progress.message(f"no GPU: a smaller {work.name}, {work.description}")
+            if settings.memory_cap is not None and not device.asynchronous:
+                progress.message(f"memory_cap: nothing counts what is allocated on {device}")
             if journal.stored:
                 progress.message(f"going on after {journal.stored} measurements")
             watch = _Watch(progress, journal)
@@ -132,7 +134,7 @@ class Tuning:
             {
                 "name": work.name,
                 "description": work.description,
-                "options": dict(work.options),
+                "options": _plain(work.options),
                 "unit": work.unit,
             },
             environment,
@@ -219,8 +221,14 @@ def _machine(work: Work, environment: Mapping[str, Any]) -> dict[str, Any]:
     kept = ("device_name", "torch", "headrace", "cores")
     return {name: environment[name] for name in kept} | {
         "work": work.name,
-        "options": json.loads(json.dumps(dict(work.options), default=str)),
+        "options": _plain(work.options),
     }
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A work's options as JSON has them: a default of a user's may be anything."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(options), default=str))
+    return found
 
 
 class _Watch:
