@@ -31,6 +31,7 @@ Report = Callable[[LossParts], None]
 # Settings that change oftener than every so many batches leave a graph no use.
 _STEADY_BATCHES = 10
 _MOST_CHANGES = 3
+_DDP_WARM_UP = 11
 _SOME_ONLY = "some parameters get gradients from some batches only"
 
 
@@ -59,6 +60,8 @@ class GraphedStep:
         self._plan = plan
         self._trial = Trial() if plan.graphs == "auto" else None
         extra = TRIAL_STEPS if self._trial is not None else 0
+        # DDP arranges its buckets anew, and measures itself, in its first steps.
+        extra += _DDP_WARM_UP if step.spread == "ddp" else 0
         self._graphs: GraphCache[LossParts] = GraphCache(
             self._device, most=plan.graph_shapes, after=plan.graph_after + extra
         )

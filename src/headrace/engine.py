@@ -22,8 +22,10 @@ from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.loop import Loop, StepInfo
 from headrace.plan import Plan
+from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult
 from headrace.step import LossFunction, LossParts, TrainingStep
+from headrace.wrapped import Spread, reshard
 
 _NOT_ANNOTATED = nullcontext()
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
@@ -41,6 +43,9 @@ class Engine:
     metrics. `device` is where the model lies, unless given. `scheduler` is stepped after each
     update, or each epoch with `scheduler_every="epoch"`. `precision` overrides the plan's.
     `on_step` and `on_epoch` are called with a `StepInfo` and an `EpochResult`.
+
+    The model may be DDP's or FSDP2's (`fully_shard`): then each rank's engine is given that rank's
+    batches, and losses and metrics are those of all ranks together (docs/scaling.md).
     """
 
     def __init__(
@@ -206,7 +211,7 @@ class Engine:
             self._graphed.restored()
         self.epochs = state["epoch"]
         # Set once the loader has begun, which may draw from the generators too.
-        self._random_states = state["random"]
+        self._random_states = engine_state.own_random_states(state["random"], self.ranks)
         batch: int = state["batch"]
         return batch
 
@@ -224,6 +229,7 @@ class Engine:
                     pass
         finally:
             self.model.train(training)
+            reshard(self.model)
         return run.result()
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
@@ -243,6 +249,21 @@ class Engine:
     def updates(self) -> int:
         """Optimizer steps since the engine was made, those of a restored state included."""
         return 0 if self._step is None else self._step.updates
+
+    @property
+    def ranks(self) -> Ranks:
+        """The processes that the model is spread over; those of a plain model are one."""
+        return SINGLE if self._step is None else self._step.ranks
+
+    @property
+    def spread(self) -> Spread:
+        """How the model is spread over them."""
+        return "plain" if self._step is None else self._step.spread
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no accumulation group is open: with several ranks, when a state may be taken."""
+        return self._step is None or not self._step.group_is_open
 
     @property
     def graphs(self) -> GraphReport | None:
@@ -265,12 +286,14 @@ class Engine:
         if self._random_states is not None:
             engine_state.set_random_states(self.device, self._random_states)
             self._random_states = None
-        if self._graphed is not None:
+        if self._graphed is not None and not run.is_stand_in(index):
             with self._annotated("step"):
                 run.replays += self._graphed.train(batch, partial(run.report, index))
             return
         with lanes.on(lanes.forward), self._annotated("forward"):
             parts = step.forward(batch)
+            if run.is_stand_in(index):
+                parts = parts.without_weight()
             run.report(index, parts)
         lanes.forward_to_backward()
         with lanes.on(lanes.backward), self._annotated("backward"):
@@ -282,7 +305,8 @@ class Engine:
     def _evaluate_batch(self, run: Loop, index: int, batch: Any) -> None:
         assert self._step is not None
         with run.lanes.on(run.lanes.forward), self._annotated("evaluate"):
-            run.report(index, self._step.forward(batch))
+            parts = self._step.forward(batch)
+            run.report(index, parts.without_weight() if run.is_stand_in(index) else parts)
 
     def _custom_batch(self, run: Loop, index: int, batch: Any) -> None:
         assert self._custom is not None
@@ -322,6 +346,7 @@ class Engine:
             epoch=self.epochs,
             cache=self._cache,
             deterministic=self._deterministic,
+            ranks=self.ranks,
             **options,
         )
 

@@ -14,6 +14,7 @@ HeadraceError
 ├── CorpusError                 text or prepared data that is of no use (also a ValueError)
 ├── TranslationError            no model, search or score can be made of it (also a ValueError)
 ├── RunError                    a run folder, or a file in it, cannot be used
+├── RanksError                  processes that cannot train together
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
@@ -86,6 +87,10 @@ class RunError(HeadraceError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint, or file of weights, cannot be made of a state, written, or read back."""
+
+
+class RanksError(HeadraceError):
+    """The processes of a run did not find each other, or do not agree."""
 
 
 class RaceError(HeadraceError, AssertionError):

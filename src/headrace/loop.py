@@ -19,8 +19,10 @@ from headrace.errors import StepError
 from headrace.lanes import HostSync, Lanes
 from headrace.plan import Plan
 from headrace.prefetcher import Prefetcher, PrefetchIterator
+from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult, Pass, epoch_result
 from headrace.runahead import RunAhead
+from headrace.shares import Shares
 from headrace.step import LossParts, TrainingStep
 
 
@@ -53,6 +55,7 @@ class Loop:
         most: int | None = None,
         first: int = 0,
         needs_tensors: bool = True,
+        ranks: Ranks = SINGLE,
         cache: BatchCache | None = None,
         deterministic: bool = False,
         on_step: Callable[[StepInfo], object] | None = None,
@@ -66,7 +69,11 @@ class Loop:
         self._needs_tensors = needs_tensors
         self._deterministic = deterministic
         self._on_step = on_step
+        self._ranks = ranks
         source = loader if most is None else _First(loader, most)
+        self._shares: Shares | None = None
+        if ranks.several:
+            source = self._shares = Shares(source, ranks, device.ledger)
         self._feed = Prefetcher(
             source,
             device,
@@ -78,7 +85,9 @@ class Loop:
             cache=cache,
         )
         self._run_batch = run_batch
-        self._deferred = DeferredScalars(device, plan.deferred_every, stream=self.lanes.losses)
+        self._deferred = DeferredScalars(
+            device, plan.deferred_every, stream=self.lanes.losses, ranks=ranks
+        )
         self._window = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
         self._sync = HostSync(device, plan, self.lanes)
         self._entries: list[DeferredValues] = []
@@ -91,12 +100,14 @@ class Loop:
         """The loop. Whatever happens, what was launched is finished and its values come back."""
         with ExitStack() as session:
             session.enter_context(self._settings())
-            session.callback(self._end)
+            session.push(self._leave)
             feed = session.enter_context(closing(self._begin()))
             for index, batch in enumerate(feed):
                 self.lanes.arrived(feed)
                 self._window.admit(feed.last_nbytes)
-                self._samples += feed.last_samples
+                self._samples += 0 if self.is_stand_in(index) else feed.last_samples
+                if self.step is not None:
+                    self.step.is_last = self._shares is not None and self._shares.is_last(index)
                 if index == 0 and self._needs_tensors:
                     _require_tensor(batch)
                 try:
@@ -116,7 +127,13 @@ class Loop:
 
     def report(self, index: int, parts: LossParts) -> None:
         self._weighted = self._weighted or parts.weighted
-        self._deferred.push(self._first + index, parts.values)
+        values = _weighted(parts, self.device) if self._ranks.several else parts.values
+        self._deferred.push(self._first + index, values)
+
+    def is_stand_in(self, index: int) -> bool:
+        """Whether the loader had ended before this batch, and another rank's had not: it is the
+        one before once more, and counts for nothing."""
+        return self._shares is not None and self._shares.is_stand_in(index)
 
     def info(self) -> StepInfo:
         """Where the loop stands, after a batch."""
@@ -159,6 +176,14 @@ class Loop:
         self.lanes.take_over()
         return iter(self._feed)
 
+    def _leave(self, kind: type[BaseException] | None, *problem: object) -> None:
+        """At the end. After an error the other ranks may be anywhere: nothing is asked of them."""
+        if self._ranks.several and kind not in (None, GeneratorExit):
+            self._deferred.abandon()
+            self._close()
+        else:
+            self._end()
+
     def _end(self) -> None:
         """Use a last partial group's gradients, read the last values, and hand the streams back."""
         try:
@@ -171,13 +196,19 @@ class Loop:
                 self._deferred.flush()
             self._sync.at_end(self._batches)
             self._collect(self._deferred.drain())
-            with self.lanes.on(self.lanes.forward):
-                self._deferred.close()
-            self.lanes.give_back()
-            self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
-            self.ended = True
+            self._samples = sum(self._ranks.gathered(self._samples, self.device.ledger))
+            self._close()
+
+    def _close(self) -> None:
+        with self.lanes.on(self.lanes.forward):
+            self._deferred.close()
+        self.lanes.give_back()
+        self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
+        self.ended = True
 
     def _collect(self, come_back: list[DeferredValues]) -> None:
+        if self._ranks.several:
+            come_back = [_unweighted(entry) for entry in come_back]
         self._come_back = tuple(come_back)
         self._entries += come_back
         for entry in come_back:
@@ -202,6 +233,34 @@ class _First:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._loader), self._most)
+
+    def __len__(self) -> int:
+        return min(self._most, len(self._loader))  # type: ignore[arg-type]
+
+
+def _weighted(parts: LossParts, device: Device) -> dict[str, Any]:
+    """What is to be summed over ranks: each value times its weight, and the weight."""
+    dtype = torch.float32 if device.torch_device.type == "mps" else torch.float64
+
+    def number(value: Any) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(dtype).reshape(())
+        return torch.full((), float(value), dtype=dtype, device=device.torch_device)
+
+    weight = number(parts.weight)
+    values = {name: number(value) for name, value in parts.values.items() if name != "weight"}
+    # The loss of nothing is often 0/0.
+    shares = {name: torch.where(weight > 0, value * weight, 0.0) for name, value in values.items()}
+    return shares | {"weight": weight}
+
+
+def _unweighted(entry: DeferredValues) -> DeferredValues:
+    weight = entry.values["weight"]
+    values = {
+        name: value / weight if weight and name != "weight" else value
+        for name, value in entry.values.items()
+    }
+    return DeferredValues(entry.step, values)
 
 
 def _require_tensor(batch: Any) -> None:

@@ -97,6 +97,22 @@ class MetricsLog:
             self._file.truncate(end)
 
 
+class NoMetrics:
+    """What a rank that writes none has in a `MetricsLog`'s stead."""
+
+    def __enter__(self) -> NoMetrics:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return
+
+    def write(self, kind: str, step: int, **values: object) -> None:
+        """Nothing: rank 0 does it."""
+
+    def rewind(self, step: int) -> None:
+        """Nothing: rank 0 does it."""
+
+
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
     """The lines of a metrics file, also of one that is still being written."""
     return (content for _, content in _lines(Path(path)))

@@ -46,6 +46,13 @@ class Gauges:
     gpu_use_share: float | None = None
 
 
+def silent_console() -> Console:
+    """For a rank that shows nothing: the first one does."""
+    from rich.console import Console
+
+    return Console(quiet=True)
+
+
 class Progress:
     """Shows a run of `total_epochs` epochs, on stderr.
 

@@ -139,6 +139,16 @@ class RunFolder:
                 file.close()
 
 
+def shared_folder(path: Path) -> RunFolder:
+    """A folder that another rank has just made."""
+    if not RunFolder(path).config.is_file():
+        raise RunError(
+            f"{path}: another rank has made it, and it is not seen here: expected a folder on a "
+            "file system that all nodes share (--project)"
+        )
+    return RunFolder(path)
+
+
 def replace_file(path: Path, content: bytes) -> None:
     """Write a file beside `path` and rename it: at no time is there half a file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -2,7 +2,8 @@
 
 `loss(model, batch)` returns a tensor, or a dict with `loss` (a mean), optionally `weight` (what the
 mean is over: tokens, say), and metrics. Gradients of loss × weight are summed over an accumulation
-group and divided once, on the device, by the group's total weight.
+group and divided once, on the device, by the group's total weight: that of all ranks, if the model
+is DDP's or FSDP2's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,9 @@ from headrace.deferred import Scalar
 from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
+from headrace.ranks import Sum
 from headrace.rates import LearningRates
+from headrace.wrapped import bare, locals_of, ranks_of, spread_of, synchronise_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -56,6 +59,10 @@ class LossParts:
             if not isinstance(value, torch.Tensor | int | float):
                 raise StepError(f"{name!r} is a {type(value).__name__}: expected a number")
         return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
+
+    def without_weight(self) -> LossParts:
+        """The same, counting for nothing."""
+        return LossParts(self.loss, 0, self.weighted, self.values)
 
 
 def _check_loss(loss: object, device: Device, needs_grad: bool) -> None:
@@ -111,6 +118,11 @@ class TrainingStep:
         #: Whether gradients keep their memory from group to group, as a graph needs it.
         self.keeps_gradients = False
         self.clip_norm = clip_norm
+        self.spread, self.ranks = spread_of(model), ranks_of(model)
+        #: Whether the next batch is known to be the epoch's last, which ends its group.
+        self.is_last = False
+        self._averaged = True  # over ranks, the gradients gathered last
+        self._total: Sum | None = None
         self._in_group = 0
         self._torn = self._unclear = False
         self._group_weight: torch.Tensor | None = None
@@ -120,6 +132,11 @@ class TrainingStep:
 
     def set_precision(self, precision: str) -> None:
         """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16"."""
+        if precision == "fp16" and self.spread == "fsdp":
+            raise StepError(
+                "fp16 under FSDP2: each rank would see infinite gradients of its own shard alone; "
+                "use bf16, or DDP"
+            )
         self._precision = precision
         if precision != "fp16":
             self.scaler = None
@@ -136,8 +153,14 @@ class TrainingStep:
         return self._in_group == self.accumulate
 
     def forward(self, batch: Any) -> LossParts:
+        model = self.model
+        if not torch.is_grad_enabled():
+            model = bare(model)  # no other rank is needed
+        elif self.spread != "plain":
+            self._averaged = self.is_last or self._in_group + 1 >= self.accumulate
+            synchronise_gradients(model, self._averaged)
         with autocast(self.device, self._precision):
-            returned = self.loss(self.model, batch)
+            returned = self.loss(model, batch)
         return LossParts.of(returned, self.device, needs_grad=torch.is_grad_enabled())
 
     def backward(self, parts: LossParts) -> None:
@@ -166,9 +189,11 @@ class TrainingStep:
     def gather(self, parts: LossParts) -> None:
         """The device's part of `backward`."""
         target = parts.loss
-        if self.accumulate > 1:
+        if self.accumulate > 1 or self.ranks.several:
             target = target * parts.weight
             self._add_weight(parts.weight)
+            if self._averaged:
+                self._start_total()
         if self.scaler is not None:
             target = self.scaler.scale(target)
         target.backward()
@@ -181,10 +206,11 @@ class TrainingStep:
     def apply(self) -> None:
         """The device's part of `update`."""
         if self._group_weight is not None:
-            _divide(self._gradients(), self._group_weight)
+            _divide(locals_of(self._gradients()), self._total_weight())
         if self.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
+            # Of shards too this is the norm of the whole: PyTorch sums it over ranks.
             torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_norm)
         with self.rates.in_groups() if self.rates is not None else nullcontext():
             self._optimize()
@@ -226,9 +252,42 @@ class TrainingStep:
             weight = weight.detach().reshape(())
         self._group_weight.add_(weight)
 
+    def _start_total(self) -> None:
+        """Sum the group's weight over all ranks, while its last batch goes backward."""
+        if self.ranks.several:
+            assert self._group_weight is not None
+            self._total = self.ranks.sum(self._group_weight)
+
+    def _total_weight(self) -> torch.Tensor:
+        """What the gradients are to be divided by. Over ranks they are means, not sums."""
+        assert self._group_weight is not None
+        if not self.ranks.several:
+            return self._group_weight
+        if self._total is None:
+            self._average_open_group()
+        assert self._total is not None
+        self._total.wait(self.device.ledger, "ranks")
+        self._total = None
+        return self._group_weight / self.ranks.size
+
+    def _average_open_group(self) -> None:
+        """The loop was left inside a group, whose last batch was not known to be the last."""
+        if self.spread == "fsdp":
+            raise StepError(
+                f"the loop was left after {self._in_group} of a group's {self.accumulate} batches: "
+                "under FSDP2 their gradients are of no use then; leave it after an update"
+            )
+        self.ranks.average_gradients(self._gradients(), self.device.ledger)
+        self._start_total()
+
     def state_dict(self) -> dict[str, Any]:
         """Where the step stands in its accumulation group, gradients included."""
         gathered = self._in_group > 0
+        if gathered and self.ranks.several:
+            raise StepError(
+                f"a state was asked for after {self._in_group} of a group's {self.accumulate} "
+                "batches: with several ranks it is taken between two updates"
+            )
         return {
             "updates": self.updates,
             "in_group": self._in_group,
@@ -260,6 +319,7 @@ class TrainingStep:
     def recover(self) -> None:
         """After an error: gradients that it left half made are forgotten, so that they cannot leak
         into the next group. Whole ones, of batches before the failed one, stay to be used."""
+        self._total = None
         if self._torn:
             self._unclear = True
             self._in_group = 0

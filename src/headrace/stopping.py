@@ -21,14 +21,22 @@ class StopRequests:
 
     `requested` is the first signal's name, or None. A second Ctrl-C raises KeyboardInterrupt at
     once. A signal that the process was told to ignore (`nohup`, `&` in a script) stays ignored.
-    Python gives signals to the main thread only: in any other the block does nothing.
+    Python gives signals to the main thread only: in any other the block does nothing. With
+    `patient` a second Ctrl-C asks no more than the first: torchrun sends each rank one of its own,
+    and ends those that do not end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, patient: bool = False) -> None:
+        self._patient = patient
         self.requested: str | None = None
         self._interrupts = 0
         self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def number(self) -> int:
+        """The first signal's number, 0 for none."""
+        return 0 if self.requested is None else int(signal.Signals[self.requested])
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
@@ -54,5 +62,5 @@ class StopRequests:
             os.kill(os.getpid(), number)
         self._interrupts += name == "SIGINT"
         self.requested = self.requested or name
-        if name == "SIGINT" and self._interrupts > 1:
+        if name == "SIGINT" and self._interrupts > 1 and not self._patient:
             raise KeyboardInterrupt

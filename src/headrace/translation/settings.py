@@ -74,6 +74,10 @@ class TrainSettings(Checked):
     )
     device: str = choice("auto", "auto, cpu, cuda, cuda:1, …")
     deterministic: bool = choice(False, "the same bits in every run, at a price")
+    parallel: Literal["ddp", "fsdp"] = choice(
+        "ddp", "under torchrun: weights whole on each rank, or sharded"
+    )
+    rank_timeout: float = number(1800.0, 1, 1e9, "seconds to wait for another rank")
     # --- looking at it
     save_every: float = number(30.0, 0, 1e9, "seconds between checkpoints")
     valid_sentences: int = whole(200, 0, _MANY, "of valid, translated after each epoch; 0: none")
@@ -147,6 +151,6 @@ SECTIONS = {
         *("epochs", "max_steps", "lr", "schedule", "warmup", "weight_decay", "smoothing"),
         *("clip_norm", "accumulate", "ema", "average_last"),
     ),
-    "How it runs": ("plan", "precision", "device", "deterministic"),
+    "How it runs": ("plan", "precision", "device", "deterministic", "parallel", "rank_timeout"),
     "Looking at it": ("save_every", "valid_sentences", "beam", "tensorboard"),
 }

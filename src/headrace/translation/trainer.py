@@ -10,6 +10,7 @@ What a run does follows from its settings and its seed alone. It may be killed a
 from __future__ import annotations
 
 import logging
+import signal
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ import torch
 
 from headrace.checkpoint import (
     CheckpointWriter,
-    latest_checkpoint,
+    agreed_checkpoint,
     load_checkpoint,
     weights_from_file,
     weights_to_file,
@@ -29,20 +30,30 @@ from headrace.checkpoint import (
 from headrace.deferred import DeferredValues
 from headrace.device import open_device
 from headrace.errors import TranslationError
-from headrace.metrics import MetricsLog
+from headrace.launch import own_device
+from headrace.ledger import Ledger
 from headrace.plan import Plan
-from headrace.progress import Gauges, Progress
+from headrace.progress import Gauges
+from headrace.ranks import SINGLE, Agreement, Ranks
 from headrace.results import EpochResult
 from headrace.rundir import RunFolder
 from headrace.stopping import StopRequests
 from headrace.translation.assembly import assemble, prepared_for
 from headrace.translation.outcome import TrainResult, stored_result
 from headrace.translation.settings import TrainSettings
+from headrace.translation.together import (
+    new_folder,
+    new_metrics,
+    new_progress,
+    translate_and_score,
+)
 from headrace.translation.trained import (
     TrainedModel,
     load_weights,
     save_vocabularies,
+    whole_copy,
 )
+from headrace.wrapped import whole_weights
 
 log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0
@@ -75,7 +86,10 @@ class Trainer:
         *,
         cache: Path | None = None,
         quiet: bool = False,
+        ranks: Ranks = SINGLE,
     ) -> None:
+        self._ranks = ranks
+        self._stopped: str | None = None
         self.settings, self.folder = settings, folder
         self._cache = cache
         self._quiet = quiet
@@ -93,24 +107,32 @@ class Trainer:
         name: str | None = None,
         cache: Path | None = None,
         quiet: bool = False,
+        ranks: Ranks = SINGLE,
     ) -> Trainer:
         """A new run. What can be told to be wrong is told before there is a folder; then that and
-        `config.yaml` come first."""
+        `config.yaml` come first. Of several `ranks` the first makes it, for all."""
         settings.model()
         Plan.of(settings.plan)
-        open_device(settings.device)
+        open_device(own_device(settings.device))
         if settings.weights is not None and not Path(settings.weights).exists():
             raise TranslationError(f"weights: {settings.weights} is not there")
-        folder = RunFolder.create(project, name)
-        folder.write_config(settings.to_dict())
-        return cls(settings, folder, cache=cache, quiet=quiet)
+        folder = new_folder(ranks, settings, project, name)
+        return cls(settings, folder, cache=cache, quiet=quiet, ranks=ranks)
 
     @classmethod
-    def resume(cls, run: Path, *, cache: Path | None = None, quiet: bool = False) -> Trainer:
+    def resume(
+        cls,
+        run: Path,
+        *,
+        cache: Path | None = None,
+        quiet: bool = False,
+        ranks: Ranks = SINGLE,
+    ) -> Trainer:
         """The run of a folder, to go on with: from its last checkpoint, or from the start if it
         was ended before the first."""
         folder = RunFolder.open(run)
-        return cls(TrainSettings.read(folder.config), folder, cache=cache, quiet=quiet)
+        settings = TrainSettings.read(folder.config)
+        return cls(settings, folder, cache=cache, quiet=quiet, ranks=ranks)
 
     def run(self) -> TrainResult:
         """Train to the end, or until a signal asks to stop. A finished run is left as it is."""
@@ -123,19 +145,19 @@ class Trainer:
             )
             return stored
         with (
-            self.folder.locked(),
-            Progress(self.settings.epochs, self._quiet, gauges=self._gauges) as self._progress,
+            self.folder.locked() if self._ranks.is_first else nullcontext(),
+            new_progress(self._ranks, self.settings, self._quiet, self._gauges) as self._progress,
         ):
             self._set_up()  # nothing is lost yet: Ctrl-C ends it at once
             with (
-                StopRequests() as self._stop,
-                MetricsLog(
-                    self.folder.metrics, self.folder.events if self.settings.tensorboard else None
-                ) as self._metrics,
-                CheckpointWriter(self._device, self.folder.state) as self._writer,
+                StopRequests(patient=self._ranks.several) as self._stop,
+                new_metrics(self._ranks, self.folder, self.settings) as self._metrics,
+                CheckpointWriter(
+                    self._device, self.folder.state, ranks=self._ranks
+                ) as self._writer,
             ):
                 first_batch = self._restore()
-                while not self._is_done() and not self._stop.requested:
+                while not (self._left_early or self._is_done() or self._asked_to_stop()):
                     self._epoch(first_batch)
                     first_batch = 0
                 return self._end()
@@ -146,23 +168,40 @@ class Trainer:
         def tell(what: str, done: int, total: int) -> None:
             self._progress.status(f"{what} {done:,}/{total:,}")
 
+        ledger = Ledger()
+        if not self._ranks.is_first:
+            self._ranks.barrier(ledger)  # what the first has prepared is there for all
         self._data = prepared_for(self.settings, self._cache, tell)
         self._progress.message(self._data.table())
         save_vocabularies(self.folder.path / "vocabulary", self._data.vocabularies)
-        parts = assemble(self.settings, self._data)
+        if self._ranks.is_first:
+            self._ranks.barrier(ledger)
+        parts = assemble(self.settings, self._data, self._ranks)
+        self._agreement = Agreement(self._ranks, parts.device)
         self._device, self._plan, self._model = parts.device, parts.plan, parts.model
         self._engine, self._loader, self._valid = parts.engine, parts.loader, parts.valid
         self._say_what_is_trained()
 
     def _say_what_is_trained(self) -> None:
         parameters = sum(p.numel() for p in self._model.parameters())
-        batches = self._loader.sampler.batches
+        batches, ranks = self._loader.sampler.batches, self._ranks
+        among = f", {ranks.size} ranks ({self.settings.parallel})" if ranks.several else ""
         self._progress.message(
             f"{self.settings.preset} model, {parameters / 1e6:.1f} M parameters, plan "
-            f"{self._plan.name} ({self._plan.precision}) on {self._device.description()}; "
+            f"{self._plan.name} ({self._plan.precision}) on {self._device.description()}"
+            f"{among}; "
             f"{len(batches):,} batches an epoch, {batches.shapes} shapes, "
             f"{batches.waste:.1%} padding; {self.folder.path}"
         )
+
+    def _asked_to_stop(self) -> bool:
+        """Between two epochs: whether any rank was asked to."""
+        return self._note_stop(self._agreement.settle(self._stop.number)[0])
+
+    def _note_stop(self, number: int) -> bool:
+        if number:
+            self._stopped = signal.Signals(number).name
+        return number > 0
 
     # --- one epoch --------------------------------------------------------------------------------
 
@@ -185,11 +224,15 @@ class Trainer:
             if now - noted_at > _STEP_METRICS_EVERY_S:
                 noted_at = now
                 self._note_step()
-            if self._stop.requested:
+            if self._ranks.several and not engine.is_between_updates:
+                continue
+            due = self._ranks.is_first and now - saved_at > self.settings.save_every
+            stop, save = self._agreement.look(self._stop.number, int(due))
+            if self._note_stop(stop):
                 self._save()
                 self._left_early = True
                 return
-            if now - saved_at > self.settings.save_every:
+            if save:
                 self._save()
                 saved_at = time.monotonic()
         result = engine.last_result
@@ -240,16 +283,22 @@ class Trainer:
             found = {"valid_loss": result.mean_loss, "valid_nll": result.metrics["nll"]}
             sample = self._data.texts("valid")[: self.settings.valid_sentences]
             if sample:
-                scores, _ = self._trained().score(sample, beam=1)
+                scores, _ = translate_and_score(self._trained(), sample, 1, self._ranks)
                 found["bleu"] = scores.bleu
         return found
 
     def _weights_to_use(self) -> Any:
         return nullcontext() if self._engine.ema is None else self._engine.ema.applied()
 
-    def _trained(self) -> TrainedModel:
+    def _trained(self, weights: Path | None = None) -> TrainedModel:
+        """The model as it is, or with `weights`; of a sharded one, a copy that is whole."""
+        model = self._model
+        if self._engine.spread == "fsdp":
+            model = whole_copy(self.settings, self._data.vocabularies, self._model, self._device)
+        if weights is not None:
+            load_weights(model, weights)
         return TrainedModel(
-            self._model,
+            model,
             self._data.vocabularies,
             self.settings,
             self._device,
@@ -268,12 +317,15 @@ class Trainer:
             if self.settings.average_last:
                 self._write_weights(f"epoch-{epoch:05}")
                 for old in self._epochs_kept()[: -self.settings.average_last]:
-                    old.unlink()
+                    if self._ranks.is_first:
+                        old.unlink()
 
     def _write_weights(self, name: str) -> None:
         # On the run's own device, so that the wait for the copy is in its ledger.
         path = self.folder.weights / f"{name}.safetensors"
-        weights_to_file(path, self._model.state_dict(), device=self._device)
+        weights = whole_weights(self._model)
+        if self._ranks.is_first:
+            weights_to_file(path, weights, device=self._device)
 
     def _epochs_kept(self) -> list[Path]:
         return sorted(self.folder.weights.glob("epoch-*.safetensors"))
@@ -290,10 +342,10 @@ class Trainer:
 
     def _restore(self) -> int:
         """Go back to the last checkpoint, if there is one. Returns the batch to go on with."""
-        path = latest_checkpoint(self.folder.state)
+        path = agreed_checkpoint(self.folder.state, self._ranks, self._device.ledger)
         if path is None:
             return 0
-        state = load_checkpoint(path)
+        state = load_checkpoint(path, parts=self._ranks.several)
         try:
             batch = self._engine.load_state_dict(state["engine"])
         except (RuntimeError, ValueError, KeyError) as problem:
@@ -318,27 +370,29 @@ class Trainer:
         if self._left_early or not self._is_done():
             self._writer.close()
             self._progress.final(
-                f"stopped by {self._stop.requested} after {updates:,} updates; go on with: "
+                f"stopped by {self._stopped} after {updates:,} updates; go on with: "
                 f"headrace train --resume {self.folder.path}"
             )
-            return TrainResult(self.folder, self._stop.requested, updates)
+            return TrainResult(self.folder, self._stopped, updates)
         self._engine.close()
         name = "best"
-        if self._epochs_kept():
+        if self._ranks.is_first and self._epochs_kept():
             name = "averaged"
             weights_to_file(self.folder.weights / "averaged.safetensors", self._averaged())
-        load_weights(self._model, self.folder.weights / f"{name}.safetensors")
+        name = self._ranks.told(name, self._device.ledger)
+        trained = self._trained(self.folder.weights / f"{name}.safetensors")
         split = "test" if "test" in self._data.splits else "valid"
         pairs = self._data.texts(split)
         self._progress.status(f"translating {split}")
-        scores, found = self._trained().score(pairs, beam=self.settings.beam)
+        scores, found = translate_and_score(trained, pairs, self.settings.beam, self._ranks)
         self._metrics.write(
             split, updates, weights=name, bleu=scores.bleu, chrf=scores.chrf,
             signature=scores.bleu_signature,
         )  # fmt: skip
         examples = [(*pair, text) for pair, text in zip(pairs, found, strict=True)][:_EXAMPLES]
         result = TrainResult(self.folder, None, updates, scores, examples)
-        result.store()
+        if self._ranks.is_first:
+            result.store()
         return result
 
     def _averaged(self) -> dict[str, torch.Tensor]:

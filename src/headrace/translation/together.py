@@ -1,0 +1,52 @@
+"""What the ranks of a run share out among themselves: who shows, who writes, who translates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.ledger import Ledger
+from headrace.metrics import MetricsLog, NoMetrics
+from headrace.progress import Gauges, Progress, silent_console
+from headrace.ranks import Ranks
+from headrace.rundir import RunFolder, shared_folder
+from headrace.translation.score import Scores, score
+from headrace.translation.settings import TrainSettings
+from headrace.translation.trained import TrainedModel
+
+
+def new_folder(ranks: Ranks, settings: TrainSettings, project: Path, name: str | None) -> RunFolder:
+    """A folder for a new run: the first rank makes it, for all."""
+    path = Path()
+    if ranks.is_first:
+        folder = RunFolder.create(project, name)
+        folder.write_config(settings.to_dict())
+        path = folder.path
+    return shared_folder(Path(ranks.told(str(path), Ledger())))
+
+
+def new_progress(
+    ranks: Ranks, settings: TrainSettings, quiet: bool, gauges: Callable[[], Gauges]
+) -> Progress:
+    """What people watch: the first rank's."""
+    epochs = settings.epochs
+    if ranks.is_first:
+        return Progress(epochs, quiet, gauges=gauges)
+    return Progress(epochs, quiet=True, console=silent_console())
+
+
+def new_metrics(ranks: Ranks, folder: RunFolder, settings: TrainSettings) -> MetricsLog | NoMetrics:
+    """What is measured: written by the first rank."""
+    if not ranks.is_first:
+        return NoMetrics()
+    return MetricsLog(folder.metrics, folder.events if settings.tensorboard else None)
+
+
+def translate_and_score(
+    model: TrainedModel, pairs: Sequence[tuple[str, str]], beam: int, ranks: Ranks
+) -> tuple[Scores, list[str]]:
+    """Translate and score `pairs`, each rank its share of them; all get the same."""
+    mine = model.translate([src for src, _ in pairs[ranks.rank :: ranks.size]], beam=beam)
+    shares = ranks.gathered(mine, model.device.ledger)
+    found = [shares[at % ranks.size][at // ranks.size] for at in range(len(pairs))]
+    return score(found, [trg for _, trg in pairs], language=model.settings.trg), found
