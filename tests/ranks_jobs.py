@@ -6,7 +6,8 @@ All of a job's ranks train on the same global batches: a rank takes its share of
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from headrace import capturable
+from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensorfile
+from headrace.device import open_device
 from headrace.engine import Engine
+from headrace.errors import CheckpointError, StepError
+from headrace.ranks import Agreement, Ranks
 from headrace.wrapped import whole, whole_weights
 
 WIDTH = 6
@@ -118,5 +124,167 @@ def run(rank: int, size: int, folder: str, job: Callable[..., Any], *args: Any) 
 # --- jobs -----------------------------------------------------------------------------------------
 
 
-def many_trainings(rank: int, size: int, cases: list[Any]) -> list[Any]:
-    return [trained(how, options, rank, size) for how, options in cases]
+def training(rank: int, size: int, how: str, options: dict[str, Any]) -> dict[str, Any]:
+    return trained(how, options, rank, size)
+
+
+class Unknown:
+    """A loader that does not know its length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def uneven(rank: int, size: int, how: str, knows_length: bool, accumulate: int) -> list[float]:
+    """Rank 0 has all batches, the others the first five: then only rank 0's rows are trained on."""
+    engine = new_engine(how, accumulate=accumulate)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    mine = batches if rank == 0 else batches[:5]
+    loader = mine if knows_length else Unknown(mine)
+    result = engine.epoch(loader)
+    return [*result.losses, engine.evaluate(loader).mean_loss, result.statistics.samples]
+
+
+def some_have_none(rank: int, size: int) -> str:
+    engine = new_engine("ddp")
+    try:
+        engine.epoch(global_batches() if rank == 0 else [])
+    except StepError as problem:
+        return str(problem)
+    return "nothing was said"
+
+
+def inside_a_group(rank: int, size: int, how: str) -> dict[str, Any]:
+    """A state is asked for, and the loop left, after one batch of three."""
+    engine = new_engine(how, accumulate=3)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    said = []
+    steps = engine.steps(batches)
+    next(steps)
+    try:
+        engine.state_dict()
+    except StepError as problem:
+        said.append(str(problem))
+    try:
+        engine.leave()
+    except StepError as problem:
+        said.append(str(problem))
+    steps.close()
+    losses = engine.last_result.losses if engine.last_result is not None else ()
+    weights = {name: value.tolist() for name, value in whole_weights(engine.model).items()}
+    return {"said": said, "updates": engine.updates, "model": weights, "losses": losses}
+
+
+def one_breaks_out(rank: int, size: int) -> dict[str, Any]:
+    """An error in one rank's loop: nobody is waited for, and what came back is in the result."""
+    engine = new_engine("ddp")
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    for number, _ in enumerate(engine.steps(batches)):
+        if number == 2:
+            break
+    assert engine.last_result is not None
+    return {"batches": engine.last_result.statistics.batches}
+
+
+def talk(rank: int, size: int) -> dict[str, Any]:
+    """What ranks tell each other, and when they learn what one of them wishes."""
+    ranks, device = Ranks.of(dist.group.WORLD), open_device("cpu")
+    agreement = Agreement(ranks, device, every=2)
+    learnt = []
+    for update in range(9):
+        wish = 15 if rank == 1 and update >= 3 else 0
+        learnt.append(agreement.look(wish, 0)[0])
+    return {
+        "gathered": ranks.gathered({"rank": rank, "text": "é" * rank * 9}, device.ledger),
+        "told": ranks.told(["of", rank], device.ledger),
+        "learnt": learnt,
+        "settled": agreement.settle(rank, 1 - rank),
+        "waits": sorted(reason.reason for reason in device.ledger.statistics().reasons),
+    }
+
+
+def graphs_refused(rank: int, size: int) -> list[str | None]:
+    steps = (new_engine("ddp")._step, new_engine("fsdp")._step)
+    return [capturable.why_not(step) for step in steps if step is not None]
+
+
+def deferred_waits(rank: int, size: int) -> dict[str, int]:
+    """How often the loop's values were summed over ranks: once for ten batches."""
+    sums: list[int] = []
+    plain = Ranks.sum
+
+    def counted(self: Ranks, tensor: torch.Tensor) -> Any:
+        sums.append(tensor.numel())
+        return plain(self, tensor)
+
+    Ranks.sum = counted  # type: ignore[method-assign]
+    try:
+        new_engine("ddp").epoch([share(batch, rank, size) for batch in global_batches()])
+    finally:
+        Ranks.sum = plain  # type: ignore[method-assign]
+    return {"weights": sums.count(1), "values": sum(number > 1 for number in sums)}
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def killed(rank: int, size: int, how: str, options: dict[str, Any], folder: str, at: int) -> None:
+    """Save after `at` batches of the second epoch, go on, and die as if by SIGKILL."""
+    engine = new_engine(how, **options)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    engine.epoch(batches)
+    writer = CheckpointWriter(engine.device, Path(folder), ranks=engine.ranks)
+    for info in engine.steps(batches):
+        if info.batch + 1 == at:
+            writer.save({"engine": engine.state_dict(), "note": "kept"}, engine.updates, wait=True)
+            engine.ranks.barrier(engine.device.ledger)
+        if info.batch + 1 == at + 2:
+            os._exit(9)
+
+
+def resumed(rank: int, size: int, how: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Go on from the newest checkpoint, whoever wrote it."""
+    engine = new_engine(how, **options)
+    path = agreed_checkpoint(Path(folder), engine.ranks, engine.device.ledger)
+    assert path is not None
+    state = load_checkpoint(path, parts=engine.ranks.several)
+    assert state["note"] == "kept"
+    first = engine.load_state_dict(state["engine"])
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    result = engine.epoch(batches[first:], first_batch=first)
+    return {
+        "path": path.name,
+        "losses": result.losses,
+        "evaluated": engine.evaluate(batches).mean_loss,
+        "model": {name: value.tolist() for name, value in whole_weights(engine.model).items()},
+    }
+
+
+def many(rank: int, size: int, jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Several jobs in the same processes, one after the other."""
+    return [job(rank, size, *args) for job, args in jobs]
+
+
+def cannot_write(rank: int, size: int, folder: str) -> str:
+    """Rank 1 cannot write its file: no rank's checkpoint is taken for one."""
+    engine = new_engine("ddp")
+    writer = CheckpointWriter(engine.device, Path(folder), ranks=engine.ranks)
+    writer.save({"engine": engine.state_dict()}, 1, wait=True)
+    plain = tensorfile.write_tensors
+
+    def full(path: Path, tensors: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        tensorfile.write_tensors = full
+    try:
+        writer.save({"engine": engine.state_dict()}, 2, wait=True)
+    except CheckpointError as problem:
+        return str(problem)
+    finally:
+        tensorfile.write_tensors = plain
+        writer.close()
+    return "nothing was said"

@@ -169,7 +169,7 @@ class Engine:
 
         At each yield the caller's stream is ordered after the engine's. The result is in
         `last_result` once the loop has ended, or has been left: a batch that was trained on is
-        never lost.
+        never lost. With several ranks call `leave` on all of them before the loop is left.
         """
         run = self._training_run(loader, max_steps, first_batch)
         try:
@@ -184,6 +184,12 @@ class Engine:
             self._finish()
             raise
         self._finish()
+
+    def leave(self) -> None:
+        """Between two `steps()`, on all ranks: finish what was begun, so that the loop may be left.
+        A process alone may just leave it."""
+        if self._running is not None:
+            self._running.leave()
 
     def settle(self, reason: str = "settle") -> tuple[DeferredValues, ...]:
         """Between two `steps()`: wait for all values so far, and return those that came back."""

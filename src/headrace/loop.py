@@ -100,7 +100,7 @@ class Loop:
         """The loop. Whatever happens, what was launched is finished and its values come back."""
         with ExitStack() as session:
             session.enter_context(self._settings())
-            session.push(self._leave)
+            session.push(self._left)
             feed = session.enter_context(closing(self._begin()))
             for index, batch in enumerate(feed):
                 self.lanes.arrived(feed)
@@ -176,13 +176,31 @@ class Loop:
         self.lanes.take_over()
         return iter(self._feed)
 
-    def _leave(self, kind: type[BaseException] | None, *problem: object) -> None:
-        """At the end. After an error the other ranks may be anywhere: nothing is asked of them."""
-        if self._ranks.several and kind not in (None, GeneratorExit):
+    def leave(self) -> None:
+        """Between two batches, on all ranks: end the pass here."""
+        if not self.ended:
+            self._end()
+
+    def _left(self, kind: type[BaseException] | None, *problem: object) -> None:
+        """At the end. If it was none that all ranks know of, the others may be anywhere: nothing
+        is asked of them. (An error in the caller's loop looks here as a `break` does.)"""
+        if self.ended:
+            self.lanes.give_back()
+        elif self._ranks.several and kind is not None:
+            if kind is GeneratorExit and (self._deferred.pending or self._group_is_open()):
+                self.device.say_once(
+                    "left",
+                    "the loop was left on rank %d before what it gave was summed over ranks: "
+                    "expected engine.leave() on all of them, or max_steps",
+                    self._ranks.rank,
+                )
             self._deferred.abandon()
             self._close()
         else:
             self._end()
+
+    def _group_is_open(self) -> bool:
+        return self.step is not None and self.step.group_is_open
 
     def _end(self) -> None:
         """Use a last partial group's gradients, read the last values, and hand the streams back."""

@@ -15,8 +15,6 @@ from headrace.checkpoint.tensorfile import StoredEntry, read_entries, read_span
 from headrace.errors import CheckpointError
 
 Box = tuple[int, ...]
-# Below this a part is not worth its bookkeeping: random states, counters.
-_SMALL_ELEMENTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +85,8 @@ def _slices(begin: Sequence[int], end: Sequence[int], origin: Sequence[int]) -> 
 
 
 class StoredTensors(Mapping[str, Any]):
-    """A sharded checkpoint's tensors by name: `StoredTensor`s, small ones whole. The same name
-    gives the same object."""
+    """The tensors of a checkpoint of several ranks by name. With `parts` those that may be sharded
+    are `StoredTensor`s. The same name gives the same object."""
 
     def __init__(self, files: Sequence[Path], content: Mapping[str, Any], *, parts: bool) -> None:
         self._files = list(files)
@@ -101,8 +99,9 @@ class StoredTensors(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         if name not in self._known:
             stored = self._find(name)
-            small = math.prod(stored.shape) <= _SMALL_ELEMENTS
-            self._known[name] = stored if self._parts and not small else stored.whole()
+            # Random states and counters are small, and nobody wants a part of one.
+            weights = stored.dtype.is_floating_point and len(stored.shape) > 0
+            self._known[name] = stored if self._parts and weights else stored.whole()
         return self._known[name]
 
     def _find(self, name: str) -> StoredTensor:

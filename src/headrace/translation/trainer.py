@@ -230,6 +230,7 @@ class Trainer:
             stop, save = self._agreement.look(self._stop.number, int(due))
             if self._note_stop(stop):
                 self._save()
+                engine.leave()
                 self._left_early = True
                 return
             if save:
