@@ -91,9 +91,10 @@ def _end_rank(rank: int, problem: BaseException) -> NoReturn:
         _leave(code)
     if isinstance(problem, KeyboardInterrupt):
         _leave(130)
+    gone = _is_gone(problem)
     if isinstance(problem, HeadraceError):
         sys.stderr.write(f"error: rank {rank}: {problem}\n")
-    elif _is_gone(problem):
+    elif gone:
         sys.stderr.write(
             f"error: rank {rank}: another rank has ended or does not answer, and says why itself "
             f"({_first_line(problem)})\n"
@@ -101,7 +102,8 @@ def _end_rank(rank: int, problem: BaseException) -> NoReturn:
     else:
         problem.add_note(f"This was rank {rank}.")
         traceback.print_exception(problem)
-    _record(problem)
+    if not gone:  # the one that is has the error that torchrun is to show
+        _record(problem)
     _leave(1)
 
 

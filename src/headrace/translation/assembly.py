@@ -114,7 +114,10 @@ def spread_over(
     if how == "ddp":
         # Not on the default stream: a graph could not be captured of what was made there.
         with device.use(device.stream("ddp")):
-            return DistributedDataParallel(model, process_group=ranks.group)
+            # The model's one buffer never changes: nobody needs rank 0's.
+            return DistributedDataParallel(
+                model, process_group=ranks.group, broadcast_buffers=False
+            )
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
