@@ -20,7 +20,9 @@ from headrace.ledger import Ledger
 
 Value = TypeVar("Value")
 # Updates between two looks at what the other ranks wish for: a stop comes twice as late at most.
+# With many ranks the answer takes longer, since it goes round: then they look less often.
 _AGREE_EVERY = 4
+_RANKS_PER_UPDATE = 16
 
 
 class Sum:
@@ -174,8 +176,9 @@ class Agreement:
     on: nobody waits, unless another rank is some updates behind. A process alone knows at once.
     """
 
-    def __init__(self, ranks: Ranks, device: Device, every: int = _AGREE_EVERY) -> None:
-        self._ranks, self._ledger, self._every = ranks, device.ledger, every
+    def __init__(self, ranks: Ranks, device: Device, every: int | None = None) -> None:
+        self._ranks, self._ledger = ranks, device.ledger
+        self._every = every or max(_AGREE_EVERY, ranks.size // _RANKS_PER_UPDATE)
         self._looks = 0
         self._under_way: tuple[torch.Tensor, Sum] | None = None
 

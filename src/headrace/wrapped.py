@@ -3,6 +3,7 @@ whose weights each rank has a shard. What they differ in from a plain model is h
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
@@ -55,6 +56,14 @@ def ranks_of(model: torch.nn.Module) -> Ranks:
             f"{dist.get_world_size()} ranks in all: expected a mesh of one dimension, or of all"
         )
     return SINGLE
+
+
+def data_parallel(model: torch.nn.Module, group: Any = None) -> DistributedDataParallel:
+    """DDP around a model whose buffers, if any, never change: they are not sent each step."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+    options: dict[str, Any] = {name: False, "process_group": group}
+    return DistributedDataParallel(model, **options)
 
 
 def bare(model: torch.nn.Module) -> torch.nn.Module:

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
@@ -25,6 +24,7 @@ from headrace.translation.objective import constant, inverse_sqrt, noam, transla
 from headrace.translation.prepare import Prepared, prepare
 from headrace.translation.settings import TrainSettings
 from headrace.translation.trained import chosen_precision, load_weights, new_model
+from headrace.wrapped import data_parallel
 
 _GRAPH_SHAPES = 16
 
@@ -119,10 +119,7 @@ def spread_over(
     if how == "ddp":
         # Not on the default stream: a graph could not be captured of what was made there.
         with device.use(device.stream("ddp")):
-            # The model's one buffer never changes: nobody needs rank 0's.
-            return DistributedDataParallel(
-                model, process_group=ranks.group, broadcast_buffers=False
-            )
+            return data_parallel(model, ranks.group)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
