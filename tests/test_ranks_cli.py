@@ -143,6 +143,7 @@ def test_the_built_in_corpus_end_to_end(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("6 updates; weights, metrics and state in") == 1  # rank 0 alone
     assert done.stderr.count("2 ranks (fsdp)") == 1
+    assert done.stderr.count("epoch 1/") == 1
     (run,) = (tmp_path / "runs").iterdir()
     assert (run / "result.json").exists()
     checkpoint = max((run / "state").iterdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import re
@@ -50,7 +51,7 @@ def silent_console() -> Console:
     """For a rank that shows nothing: the first one does."""
     from rich.console import Console
 
-    return Console(quiet=True)
+    return Console(file=io.StringIO(), quiet=True)
 
 
 class Progress:
