@@ -3,41 +3,81 @@
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
 
+from headrace.capturing import GraphedStep
 from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.step import TrainingStep
 
-FORMAT = 1
+FORMAT = 2
 
 
-def state_of(step: TrainingStep, ema: Ema | None, *, epoch: int, batch: int) -> dict[str, Any]:
+def state_of(
+    step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None, position: Position
+) -> dict[str, Any]:
     """The state between two batches. Tensors are the live ones: copy them before going on."""
     scheduler, scaler = step.scheduler, step.scaler
     return {
         "format": FORMAT,
-        "epoch": epoch,
-        "batch": batch,
+        "epoch": position.epoch,
+        "batch": position.batch,
+        "loader": position.loader,
+        "deferred": position.deferred,
+        "random_at_start": position.random_at_start,
+        "graphs": None if graphs is None else graphs.state_dict(),
+        "ledger": step.device.ledger.state_dict(),
         "model": dict(step.model.state_dict()),
         "optimizer": step.optimizer.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "ema": None if ema is None else list(ema.averages),
         "step": step.state_dict(),
-        "random": random_states(step.device),
+        "random": position.random,
     }
 
 
-def restore(state: dict[str, Any], step: TrainingStep, ema: Ema | None) -> None:
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in its epochs an engine stands: batches *trained on*, the loader's own state after
+    the last of them, values not yet reported, random states now and when the epoch began."""
+
+    epoch: int
+    random: dict[str, Any]
+    batch: int = 0
+    loader: Any = None
+    deferred: list[dict[str, Any]] = field(default_factory=list)
+    random_at_start: dict[str, Any] | None = None
+
+
+def upgraded(state: object) -> dict[str, Any]:
+    """A stored state as the present format has it."""
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if not isinstance(state, dict) or found not in (1, FORMAT):
+        raise StepError(f"this is no engine's state of format 1 or {FORMAT}: found {found!r}")
+    if found == 1:
+        state = {
+            **state,
+            "format": FORMAT,
+            "loader": None,
+            "deferred": [],
+            "random_at_start": None,
+            "graphs": None,
+            "ledger": None,
+            "step": {**state["step"], "gate": None},
+        }
+    return state
+
+
+def restore(
+    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+) -> None:
     """Bring a step to `state`, all but the random generators."""
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise StepError(f"this is no engine's state of format {FORMAT}: found {found!r}")
     for name, part in (("scheduler", step.scheduler), ("scaler", step.scaler), ("ema", ema)):
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
@@ -52,6 +92,10 @@ def restore(state: dict[str, Any], step: TrainingStep, ema: Ema | None) -> None:
         for average, stored in zip(ema.averages, state["ema"], strict=True):
             average.copy_(stored)
     step.load_state_dict(state["step"])
+    if graphs is not None:
+        graphs.load_state_dict(state["graphs"])
+    if state["ledger"] is not None:
+        step.device.ledger.load_state_dict(state["ledger"])
 
 
 def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

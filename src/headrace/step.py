@@ -20,6 +20,7 @@ from headrace.deferred import Scalar
 from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
+from headrace.nonfinite import Gate, NonFinitePolicy
 from headrace.rates import LearningRates
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
@@ -91,6 +92,7 @@ class TrainingStep:
         scheduler: LRScheduler | None = None,
         scheduler_every: Literal["step", "epoch"] = "step",
         ema: Ema | None = None,
+        non_finite: NonFinitePolicy = NonFinitePolicy("report"),  # noqa: B008 - frozen
     ) -> None:
         _check_parts(device, model, optimizer, scheduler, scheduler_every)
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -115,8 +117,11 @@ class TrainingStep:
         self._torn = self._unclear = False
         self._group_weight: torch.Tensor | None = None
         self.scaler: torch.amp.GradScaler | None = None
-        self.set_precision(precision)
         self.scales_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        #: What keeps updates that are not finite from being made; with fp16 the scaler does.
+        self.gate: Gate | None = None
+        self._may_skip = non_finite.most
+        self.set_precision(precision)
 
     def set_precision(self, precision: str) -> None:
         """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16"."""
@@ -125,6 +130,10 @@ class TrainingStep:
             self.scaler = None
         elif self.scaler is None:
             self.scaler = torch.amp.GradScaler(self.device.torch_device.type)
+        if self.scaler is not None or self._may_skip is None:
+            self.gate = None
+        elif self.gate is None:
+            self.gate = Gate(self.device, self._may_skip, self.scales_on_device)
 
     @property
     def group_is_open(self) -> bool:
@@ -161,17 +170,26 @@ class TrainingStep:
         """Before a batch: what an error left of the group before is cleared away."""
         if self._unclear:
             self._clear()
+            if self.gate is not None:
+                self.gate.forget()
             self._unclear = False
 
-    def gather(self, parts: LossParts) -> None:
-        """The device's part of `backward`."""
-        target = parts.loss
-        if self.accumulate > 1:
-            target = target * parts.weight
-            self._add_weight(parts.weight)
+    def gather(self, parts: LossParts, share: float | None = None) -> None:
+        """The device's part of `backward`. `share` is given where a batch is trained on in parts:
+        how much of the batch this one is, its weight unless the loss gives one."""
+        target, weight = parts.loss, parts.weight
+        if share is not None and not parts.weighted:
+            weight = share
+        weighs = self.accumulate > 1 or share is not None
+        if weighs:
+            target = target * weight
+        if self.gate is not None:
+            self.gate.see_loss(parts.loss)
         if self.scaler is not None:
             target = self.scaler.scale(target)
         target.backward()
+        if weighs:
+            self._add_weight(weight)
 
     def gathered(self) -> None:
         """The host's part of `backward`."""
@@ -182,10 +200,13 @@ class TrainingStep:
         """The device's part of `update`."""
         if self._group_weight is not None:
             _divide(self._gradients(), self._group_weight)
+        norm = None
         if self.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_norm)
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_norm)
+        if self.gate is not None:
+            self.gate.see_gradients(self._gradients(), norm)
         with self.rates.in_groups() if self.rates is not None else nullcontext():
             self._optimize()
         self._clear()
@@ -202,6 +223,11 @@ class TrainingStep:
         self.updates += 1
 
     def _optimize(self) -> None:
+        if self.gate is not None:
+            with self.gate.before(self.optimizer) as is_open:
+                if is_open:
+                    self.optimizer.step()
+            return
         if self.scaler is None:
             self.optimizer.step()
             return
@@ -213,7 +239,9 @@ class TrainingStep:
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
-        if self._group_weight is not None:
+        if self.accumulate == 1:
+            self._group_weight = None  # of a batch that was trained on in parts
+        elif self._group_weight is not None:
             self._group_weight.zero_()
 
     def _add_weight(self, weight: Scalar) -> None:
@@ -226,6 +254,16 @@ class TrainingStep:
             weight = weight.detach().reshape(())
         self._group_weight.add_(weight)
 
+    def group_weight(self) -> torch.Tensor | None:
+        """What the group's batches weigh so far: a copy."""
+        return None if self._group_weight is None else self._group_weight.clone()
+
+    def set_group_weight(self, weight: torch.Tensor | None) -> None:
+        if self._group_weight is None or weight is None:
+            self._group_weight = weight
+        else:
+            self._group_weight.copy_(weight)
+
     def state_dict(self) -> dict[str, Any]:
         """Where the step stands in its accumulation group, gradients included."""
         gathered = self._in_group > 0
@@ -234,10 +272,13 @@ class TrainingStep:
             "in_group": self._in_group,
             "weight": self._group_weight if gathered else None,
             "gradients": [p.grad for p in self.parameters()] if gathered else None,
+            "gate": None if self.gate is None else self.gate.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._torn = self._unclear = False
+        if self.gate is not None:
+            self.gate.load_state_dict(state["gate"])
         self.updates, self._in_group = state["updates"], state["in_group"]
         if self._group_weight is not None:
             self._group_weight.zero_()
