@@ -59,6 +59,11 @@ def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
     """Everything in its first state: weights follow from the seed, or from `settings.weights`."""
     device = open_device(settings.device)
     plan, loader = _plans(settings, device)
+    batches = _batches(settings, data, plan, loader, device)
+    if plan.graphs != "off" and batches.buckets is not None:
+        # Each bucket's last batch is not full, and of the same shape in every epoch.
+        most = max(plan.graph_shapes, 2 * len(batches.buckets.edges))
+        plan = plan.but(graph_shapes=most, name=plan.name)
     torch.manual_seed(settings.seed)
     model = new_model(settings, data.vocabularies)
     if settings.weights is not None:
@@ -87,7 +92,7 @@ def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
     timeout_s, splits = settings.loader_timeout, data.splits
     training = make_loader(
         splits["train"],
-        _batches(settings, data, plan, loader, device),
+        batches,
         loader,
         pin=pin,
         timeout_s=timeout_s,

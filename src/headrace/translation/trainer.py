@@ -176,6 +176,7 @@ class Trainer:
         self._progress.epoch_begins(epoch, len(sampler.batches), first_batch=first_batch)
         self._begun_ns = self._device.ledger.now_ns()
         saved_at = noted_at = time.monotonic()
+        noted = self._sums.weight
         for info in engine.steps(
             self._loader, first_batch=first_batch, max_steps=self._steps_left()
         ):
@@ -183,8 +184,8 @@ class Trainer:
             self._progress.on_step(info)
             now = time.monotonic()
             if now - noted_at > _STEP_METRICS_EVERY_S:
-                noted_at = now
-                self._note_step()
+                self._note_step(tokens_per_s=(self._sums.weight - noted) / (now - noted_at))
+                noted_at, noted = now, self._sums.weight
             if self._stop.requested:
                 self._save()
                 self._left_early = True
@@ -207,9 +208,13 @@ class Trainer:
         for entry in come_back:
             self._sums.add(entry.values["loss"], entry.values["weight"])
 
-    def _note_step(self) -> None:
+    def _note_step(self, tokens_per_s: float) -> None:
         self._metrics.write(
-            "step", self._engine.updates, epoch=self._engine.epochs, loss=self._sums.mean
+            "step",
+            self._engine.updates,
+            epoch=self._engine.epochs,
+            loss=self._sums.mean,
+            tokens_per_s=tokens_per_s,
         )
 
     def _end_epoch(self, result: EpochResult) -> None:

@@ -1,0 +1,169 @@
+"""The trainer on real corpora: tokens a second under several plans, and BLEU after minutes.
+
+    python benchmarks/translation.py --data FOLDER [--cache FOLDER] [--parts speed …] [--out FILE]
+
+FOLDER holds `multi30k` (train, val and test_2016_flickr, .en and .de) and `3am` (train, val and
+test, .en and .zh). Every figure is of a `headrace` command, which is kept beside it: `speed` trains
+`base` on batches of 30 sentences under three plans, `tokens` on batches of some 25,000 target
+tokens, `multi30k` and `3am` train to the end and score what was never seen. Rates are of the second
+epoch and later, when all graphs have been captured, or, for one epoch, of the time after its first
+five seconds. `four` is Multi30k four times over, each copy numbered, as a corpus of 116,000 pairs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gzip
+import json
+import re
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from measuring import header, save, table
+
+ROOT = Path(__file__).resolve().parent
+SPEED = "--preset base --vocabulary 32000 --src en --trg de --valid-sentences 0 --no-tensorboard"
+
+
+def headrace(*words: str | Path, limit_s: float) -> tuple[str, str, float]:
+    """Run a command. Returns it as one would type it, what it printed, and its seconds."""
+    command = [str(word) for word in words]
+    begun = time.monotonic()
+    run = subprocess.run(
+        [sys.executable, "-m", "headrace", *command],
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+    )
+    if run.returncode:
+        raise SystemExit(f"headrace {' '.join(command)}: {run.stderr[-3000:]}")
+    return "headrace " + " ".join(command), run.stdout + run.stderr, time.monotonic() - begun
+
+
+def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [line for line in map(json.loads, lines) if line["kind"] == kind]
+
+
+def rate_of(run: Path) -> dict[str, Any]:
+    """Real target tokens a second once all is warm, and what the host waited for then."""
+    epochs, steps = metrics(run, "epoch"), metrics(run, "step")
+    warm = epochs[1:] or epochs
+    rates = [line["tokens_per_s"] for line in (epochs[1:] or steps[1:])]
+    return {
+        "target tokens/s": round(statistics.median(rates)),
+        "data wait %": round(100 * max(line["data_wait_share"] for line in warm), 2),
+        "blocked %": round(100 * max(line["host_blocked_share"] for line in warm), 2),
+        "peak MB": round(max(line["peak_memory_bytes"] for line in epochs) / 1e6),
+        "replays": warm[-1]["replays"],
+        "updates": epochs[-1]["step"],
+    }
+
+
+def measured(name: str, runs: Path, *words: str | Path) -> dict[str, Any]:
+    command, text, seconds = headrace(
+        "train", *words, "--project", runs, "--name", name, limit_s=240
+    )
+    said = re.search(r"(\d[\d,]*) batches an epoch, (\d+) shapes, ([\d.]+)% padding", text)
+    row = {**rate_of(runs / name), "seconds": round(seconds, 1), "command": command}
+    return row | ({"padding %": float(said[3])} if said else {})
+
+
+def speed(data: Path, runs: Path, cache: Path) -> dict[str, Any]:
+    """30 sentences a batch, real lengths."""
+    rows = {}
+    lengths = {"baseline": "--max-steps 420", "graph": "--epochs 3", "max": "--epochs 3"}
+    for plan, more in lengths.items():
+        rows[plan] = measured(
+            f"speed-{plan}", runs, data / "multi30k", *SPEED.split(), "--cache", cache,
+            "--shapes", "16", "--plan", plan, *more.split(),
+        )  # fmt: skip
+    for row in rows.values():
+        row["× baseline"] = round(row["target tokens/s"] / rows["baseline"]["target tokens/s"], 2)
+    return rows
+
+
+def tokens(data: Path, runs: Path, cache: Path) -> dict[str, Any]:
+    """Some 25,000 target tokens a batch, padding not counted."""
+    corpus = data / "four"
+    if not corpus.exists():
+        corpus.mkdir()
+        for side in ("en", "de"):
+            lines = _lines(data / "multi30k" / f"train.{side}.gz")
+            copies = [f"{line} {copy}\n" for copy in range(1, 5) for line in lines]
+            (corpus / f"train.{side}").write_text("".join(copies), encoding="utf-8")
+            held_out = _lines(data / "multi30k" / f"val.{side}.gz")[:100]
+            (corpus / f"val.{side}").write_text("\n".join(held_out) + "\n", encoding="utf-8")
+    rows = {}
+    for plan in ("max",):
+        name = f"tokens-{plan}"
+        row = measured(
+            name, runs, corpus, *SPEED.split(), "--cache", cache, "--tokens", "29500",
+            "--shapes", "8", "--plan", plan, "--epochs", "4",
+        )  # fmt: skip
+        epoch = metrics(runs / name, "epoch")[-1]
+        rows[plan] = row | {"updates an epoch": epoch["step"] // 4}
+    return rows
+
+
+def _lines(path: Path) -> list[str]:
+    return gzip.decompress(path.read_bytes()).decode("utf-8").split("\n")[:-1]
+
+
+def quality(name: str, data: Path, runs: Path, cache: Path) -> dict[str, Any]:
+    config = ROOT / f"{name}.yaml"
+    command, _, seconds = headrace(
+        "train", data / name, "--config", config, "--project", runs, "--name", name,
+        "--cache", cache, limit_s=320,
+    )  # fmt: skip
+    curve = [(line["step"], round(line["bleu"], 2)) for line in metrics(runs / name, "epoch")]
+    scored, text, search_s = headrace(
+        "evaluate", runs / name, "--lowercase", "--cache", cache, limit_s=100
+    )
+    bleu = re.search(r"^BLEU ([\d.]+)$", text, re.MULTILINE)
+    lower = re.search(r"BLEU ([\d.]+) in lower case", text)
+    assert bleu
+    assert lower
+    return {
+        "training seconds, start to end": round(seconds, 1),
+        "BLEU": float(bleu[1]),
+        "BLEU lower case": float(lower[1]),
+        "evaluate seconds, start to end": round(search_s, 1),
+        "evaluate printed": text,
+        "commands": [command, scored],
+        "settings": config.read_text(encoding="utf-8"),
+        "rate": rate_of(runs / name),
+        "valid BLEU by update": curve,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--cache", type=Path, default=Path("build/cache"))
+    parser.add_argument("--runs", type=Path, default=Path("build/runs"))
+    parser.add_argument("--parts", nargs="+", default=["speed", "tokens", "multi30k", "3am"])
+    parser.add_argument("--out", type=Path)
+    told = parser.parse_args()
+    result: dict[str, Any] = header("translation.py")
+    for part in told.parts:
+        if part in ("speed", "tokens"):
+            rows = {"speed": speed, "tokens": tokens}[part](told.data, told.runs, told.cache)
+            print(table({name: _short(row) for name, row in rows.items()}))
+            result[part] = rows
+        else:
+            result[part] = quality(part, told.data, told.runs, told.cache)
+            print(table({part: _short(result[part])}), result[part]["evaluate printed"])
+        save(told.out, result)
+
+
+def _short(row: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in row.items() if isinstance(value, int | float)}
+
+
+if __name__ == "__main__":
+    main()
