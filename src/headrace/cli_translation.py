@@ -82,7 +82,8 @@ def train(
         trainer = Trainer.create(settings, project=project, name=name, cache=cache, quiet=quiet)
     result = trainer.run()
     if result.stopped is not None:
-        raise typer.Exit(130 if result.stopped == "SIGINT" else 143)
+        asked = 0 if trainer.settings.stop_code == "zero" else 143
+        raise typer.Exit(130 if result.stopped == "SIGINT" else asked)
     assert result.scores is not None
     for source, reference, found in [] if quiet else result.examples:
         typer.echo(f"\n  {source}\n= {reference}\n> {found}")

@@ -77,10 +77,10 @@ class Engine:
         self._set_up(plan, device or _where(model), precision, deterministic, nvtx)
         self.model = model
         self.ema = None if ema_decay is None else Ema(model, ema_decay)
-        self.on_step, self.on_epoch, self._on_error = on_step, on_epoch, on_error
+        self.on_step, self.on_epoch = on_step, on_epoch
+        self._on_error, self._loader_timeout = on_error, loader_timeout
         policy = NonFinitePolicy.of(on_nonfinite)
         self._non_finite = NonFiniteWatch(policy, self.device)
-        self._loader_timeout = loader_timeout
         self._step: TrainingStep | None = TrainingStep(
             self.device,
             model,
@@ -96,7 +96,9 @@ class Engine:
         )
         if on_oom not in ("raise", "halve"):
             raise StepError(f"on_oom = {on_oom!r}: expected 'raise' or 'halve'")
-        self._halving = HalvingStep(self._step) if on_oom == "halve" else None
+        self._halving: HalvingStep | None = None
+        if on_oom == "halve":
+            self._halving = HalvingStep(self._step)
         self._loss = loss
         self._follow_plan()
 
@@ -137,10 +139,9 @@ class Engine:
         self._running: Loop | None = None
         self._place = Place(self.device)
         self._cache: BatchCache | None = None
-        self._halving: HalvingStep | None = None
-        self._on_error: Callable[[BaseException], object] | None = None
+        self._halving = self._on_error = None
         self._non_finite = NonFiniteWatch(NonFinitePolicy("report"), self.device)
-        self._loader_timeout: float = 0
+        self._loader_timeout = 0.0
 
     def _follow_plan(self) -> None:
         """Set up what the plan asks for, or say why it is not there."""

@@ -77,12 +77,15 @@ class HalvingStep:
     ) -> None:
         step = self._step
         step.begin()
-        kept, weight = self._set_aside(), step.group_weight()
+        kept = self._set_aside()
+        with lanes.on(lanes.backward):
+            weight = step.group_weight()
         try:
             done = self._passes(batch, lanes, annotated, rows=None, of=None)
         except BaseException:  # the group is as it was: this batch is not in it
             self._put_back(kept)
-            step.set_group_weight(weight)
+            with lanes.on(lanes.backward):
+                step.set_group_weight(weight)
             raise
         self._add_back(lanes, kept)
         if len(done) > 1:

@@ -9,6 +9,7 @@ given up.
 from __future__ import annotations
 
 import queue
+import re
 import threading
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -61,9 +62,7 @@ class TimedIterator:
 
     def __next__(self) -> Any:
         if self._thread is None:
-            self._thread = threading.Thread(
-                target=self._work, name="headrace-loader", daemon=True
-            )
+            self._thread = threading.Thread(target=self._work, name="headrace-loader", daemon=True)
             self._thread.start()
         # A loader that puts something on the device does so on the stream that asks.
         self._wanted.put(self._device.current_stream())
@@ -102,3 +101,20 @@ class TimedIterator:
     def _close_iterator(self) -> None:
         if hasattr(self._iterator, "close"):
             self._iterator.close()
+
+
+def loader_error(problem: BaseException) -> LoaderError | None:
+    """What a DataLoader's own error says of its processes, in a line; None for any other."""
+    text = " ".join(str(problem).split())
+    died = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", text)
+    if isinstance(problem, RuntimeError) and died is not None:
+        return LoaderError(
+            f"a loader process ({died[1]}) {died[2].rstrip('. ')}: has the machine run out of "
+            "memory? Fewer workers need less"
+        )
+    if isinstance(problem, RuntimeError) and text.startswith("DataLoader timed out"):
+        return LoaderError(f"{text}: a loader process hangs, or loader_timeout is too short for it")
+    if text.startswith("Caught ") and "DataLoader worker process" in text:
+        lines = [line for line in str(problem).splitlines() if line.strip()]
+        return LoaderError(f"a loader process raised {lines[-1].strip()}")
+    return None

@@ -75,6 +75,7 @@ class Loop:
         self._non_finite = non_finite or NonFiniteWatch(NonFinitePolicy("report"), device)
         self.loader_state: Any = None
         self.failed_batch: str | None = None
+        self._is_whole, self._failed = True, False
         self._largest: tuple[int, int] = (0, 0)
         source = loader if most is None else _First(loader, most)
         self._feed = Prefetcher(
@@ -118,7 +119,7 @@ class Loop:
                     self._run_batch(self, index, batch)
                 except BaseException:
                     if self.step is not None:
-                        self.step.recover()
+                        self._is_whole = self.step.recover()
                     self.failed_batch = outofmemory.described(batch)
                     raise
                 del batch  # freed before the next one is asked for
@@ -146,9 +147,7 @@ class Loop:
         """Batches of the epoch that were trained on, those before this loop included."""
         return self._first + self._batches
 
-    def out_of_memory(
-        self, problem: BaseException, graphs: GraphReport | None
-    ) -> OutOfMemoryError:
+    def out_of_memory(self, problem: BaseException, graphs: GraphReport | None) -> OutOfMemoryError:
         """What is to be said of a loop that found no memory."""
         nbytes, samples = self._largest
         return outofmemory.explained(
@@ -208,18 +207,21 @@ class Loop:
             with self.lanes.on(self.lanes.forward):
                 self._deferred.flush()
             self._sync.at_end(self._batches)
-            self._collect(self._deferred.drain())
-            with self.lanes.on(self.lanes.forward):
-                self._deferred.close()
-            self.lanes.give_back()
-            self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
-            self.ended = True
+            try:
+                self._collect(self._deferred.drain())
+            finally:
+                with self.lanes.on(self.lanes.forward):
+                    self._deferred.close()
+                self.lanes.give_back()
+                self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
+                self.ended = True
 
     def _tell_error(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: object
     ) -> None:
-        """Between the last batch that was trained on and the end: the state is whole."""
-        if problem is not None and self._on_error is not None and kind is not GeneratorExit:
+        """Between the last batch that was trained on and the end, if the state is whole."""
+        self._failed = problem is not None and kind is not GeneratorExit
+        if problem is not None and self._failed and self._is_whole and self._on_error is not None:
             self.lanes.give_back()
             self._on_error(problem)
             self.lanes.take_over()
@@ -228,7 +230,7 @@ class Loop:
         self._come_back = (*self._unreported, *come_back)
         self._unreported = ()
         self._entries += come_back
-        for entry in come_back:
+        for entry in come_back if not self._failed else ():  # one error is enough
             self._non_finite.look(entry, self.epoch)
 
     def _updates(self) -> int:

@@ -48,7 +48,7 @@ class NonFinitePolicy:
             return cls(text, stops=True)
         if text == "skip":
             return cls(text, most=_UNLIMITED)
-        kind, colon, digits = text.partition(":") if isinstance(text, str) else ("", "", "")
+        kind, _, digits = str(text).partition(":")
         if kind == "tolerate" and digits.isascii() and digits.isdigit() and len(digits) < 10:
             return cls(text, most=int(digits), stops=True)
         raise StepError(

@@ -77,7 +77,9 @@ def _decode_tensor(document: dict[str, Any], tensors: Mapping[str, torch.Tensor]
     tensor = tensors[document["$tensor"]]
     if "dtype" not in document:
         return tensor
-    dtype = getattr(torch, document["dtype"])
+    dtype = getattr(torch, document["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"unknown type {document['dtype']!r} of a tensor")
     return tensor.view(dtype).view(document["shape"])
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -55,7 +56,11 @@ def prepared_for(
     )
 
 
-def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
+def assemble(
+    settings: TrainSettings,
+    data: Prepared,
+    on_error: Callable[[BaseException], object] | None = None,
+) -> Assembly:
     """Everything in its first state: weights follow from the seed, or from `settings.weights`."""
     device = open_device(settings.device)
     plan, loader = _plans(settings, device)
@@ -87,6 +92,11 @@ def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
         accumulate=settings.accumulate,
         ema_decay=settings.ema,
         deterministic=settings.deterministic,
+        on_nonfinite=settings.on_nonfinite,
+        on_oom=settings.on_oom,
+        # With workers a DataLoader has a timeout of its own, and ends them.
+        loader_timeout=0 if loader.workers else settings.loader_timeout,
+        on_error=on_error,
     )
     pin = plan.pin and device.asynchronous
     timeout_s, splits = settings.loader_timeout, data.splits

@@ -13,7 +13,6 @@ import logging
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,15 +27,23 @@ from headrace.checkpoint import (
 )
 from headrace.deferred import DeferredValues
 from headrace.device import open_device
-from headrace.errors import TranslationError
+from headrace.errors import (
+    CheckpointError,
+    HeadraceError,
+    NonFiniteError,
+    StepError,
+    TranslationError,
+)
 from headrace.metrics import MetricsLog
 from headrace.plan import Plan
 from headrace.progress import Gauges, Progress
 from headrace.results import EpochResult
 from headrace.rundir import RunFolder
 from headrace.stopping import StopRequests
+from headrace.translation import guards
 from headrace.translation.assembly import assemble, prepared_for
-from headrace.translation.outcome import TrainResult, stored_result
+from headrace.translation.guards import Guards
+from headrace.translation.outcome import Sums, TrainResult, stored_result
 from headrace.translation.settings import TrainSettings
 from headrace.translation.trained import (
     TrainedModel,
@@ -47,22 +54,16 @@ from headrace.translation.trained import (
 log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0
 _EXAMPLES = 8
-
-
-@dataclass
-class _Sums:
-    """An epoch's loss so far, over its batches and across interruptions."""
-
-    loss: float = 0.0
-    weight: float = 0.0
-
-    def add(self, loss: float, weight: float) -> None:
-        self.loss += loss * weight
-        self.weight += weight
-
-    @property
-    def mean(self) -> float:
-        return self.loss / self.weight if self.weight else float("nan")
+# What PyTorch and Python raise for a state that is of another model, or of no trainer's.
+_DOES_NOT_FIT = (
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    StepError,
+)
 
 
 class Trainer:
@@ -80,7 +81,7 @@ class Trainer:
         self._cache = cache
         self._quiet = quiet
         self._best: dict[str, Any] = {}
-        self._sums = _Sums()
+        self._sums = Sums()
         self._left_early = False
         self._begun_ns: int | None = None
 
@@ -97,7 +98,7 @@ class Trainer:
         """A new run. What can be told to be wrong is told before there is a folder; then that and
         `config.yaml` come first."""
         settings.model()
-        Plan.of(settings.plan)
+        guards.check(settings, Plan.of(settings.plan))
         open_device(settings.device)
         if settings.weights is not None and not Path(settings.weights).exists():
             raise TranslationError(f"weights: {settings.weights} is not there")
@@ -126,13 +127,20 @@ class Trainer:
             self.folder.locked(),
             Progress(self.settings.epochs, self._quiet, gauges=self._gauges) as self._progress,
         ):
+            guard = Guards(self.settings, self.folder, self._progress.final)
             self._set_up()  # nothing is lost yet: Ctrl-C ends it at once
             with (
-                StopRequests() as self._stop,
+                StopRequests(self.settings.grace, guard.overdue) as self._stop,
+                guard.watchdog(self._device) as self._watchdog,
                 MetricsLog(
-                    self.folder.metrics, self.folder.events if self.settings.tensorboard else None
+                    self.folder.metrics,
+                    self.folder.events if self.settings.tensorboard else None,
+                    goes_on=True,
                 ) as self._metrics,
-                CheckpointWriter(self._device, self.folder.state) as self._writer,
+                CheckpointWriter(
+                    self._device, self.folder.state, self.settings.keep
+                ) as self._writer,
+                guard.telling(lambda: self._engine.updates),
             ):
                 first_batch = self._restore()
                 while not self._is_done() and not self._stop.requested:
@@ -149,7 +157,7 @@ class Trainer:
         self._data = prepared_for(self.settings, self._cache, tell)
         self._progress.message(self._data.table())
         save_vocabularies(self.folder.path / "vocabulary", self._data.vocabularies)
-        parts = assemble(self.settings, self._data)
+        parts = assemble(self.settings, self._data, self._rescue)
         self._device, self._plan, self._model = parts.device, parts.plan, parts.model
         self._engine, self._loader, self._valid = parts.engine, parts.loader, parts.valid
         self._say_what_is_trained()
@@ -171,15 +179,17 @@ class Trainer:
         sampler.set_epoch(epoch)
         sampler.start_at(first_batch)
         if first_batch == 0:
-            self._sums = _Sums()
-        before = _Sums(self._sums.loss, self._sums.weight)
+            self._sums = Sums()
+        before = Sums(self._sums.loss, self._sums.weight)
         self._progress.epoch_begins(epoch, len(sampler.batches), first_batch=first_batch)
         self._begun_ns = self._device.ledger.now_ns()
+        self._watchdog.progress(f"epoch {epoch} begun at batch {first_batch}")
         saved_at = noted_at = time.monotonic()
         noted = self._sums.weight
         for info in engine.steps(
             self._loader, first_batch=first_batch, max_steps=self._steps_left()
         ):
+            self._watchdog.progress(f"batch {info.batch} of epoch {epoch}")
             self._count(info.come_back)
             self._progress.on_step(info)
             now = time.monotonic()
@@ -193,6 +203,7 @@ class Trainer:
             if now - saved_at > self.settings.save_every:
                 self._save()
                 saved_at = time.monotonic()
+        self._watchdog.pause()
         result = engine.last_result
         assert result is not None
         self._sums = before
@@ -291,7 +302,21 @@ class Trainer:
             "sums": [self._sums.loss, self._sums.weight],
             "best": self._best,
         }
-        self._writer.save(state, self._engine.updates)
+        try:
+            self._writer.save(state, self._engine.updates)
+        except CheckpointError as problem:  # of the one before, written in the background
+            log.warning("%s; training goes on, and another is written now", problem)
+            self._writer.save(state, self._engine.updates)
+
+    def _rescue(self, problem: BaseException) -> None:
+        """An error has ended the loop between two batches: what was learned is kept. Not after a
+        loss that is not finite: the weights may not be, either."""
+        if not isinstance(problem, Exception) or isinstance(problem, NonFiniteError):
+            return
+        try:
+            self._save()
+        except HeadraceError as other:  # the error that ended the loop matters more
+            log.warning("%s", other)
 
     def _restore(self) -> int:
         """Go back to the last checkpoint, if there is one. Returns the batch to go on with."""
@@ -301,12 +326,12 @@ class Trainer:
         state = load_checkpoint(path)
         try:
             batch = self._engine.load_state_dict(state["engine"])
-        except (RuntimeError, ValueError, KeyError) as problem:
+            self._sums, self._best = Sums(*map(float, state["sums"])), dict(state["best"])
+        except _DOES_NOT_FIT as problem:
             raise TranslationError(
                 f"{path}: does not fit the model or optimizer that {self.folder.config} asks for: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
-        self._sums, self._best = _Sums(*state["sums"]), state["best"]
         self._metrics.rewind(self._engine.updates)
         self._progress.message(
             f"going on from {path}: epoch {self._engine.epochs + 1}, batch {batch:,}"
@@ -344,6 +369,10 @@ class Trainer:
         examples = [(*pair, text) for pair, text in zip(pairs, found, strict=True)][:_EXAMPLES]
         result = TrainResult(self.folder, None, updates, scores, examples)
         result.store()
+        try:
+            self._writer.close()
+        except CheckpointError as problem:  # it is finished: nobody will go on from there
+            log.warning("%s", problem)
         return result
 
     def _averaged(self) -> dict[str, torch.Tensor]:
