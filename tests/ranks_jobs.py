@@ -164,6 +164,7 @@ def inside_a_group(rank: int, size: int, how: str) -> dict[str, Any]:
     said = []
     steps = engine.steps(batches)
     next(steps)
+    engine.settle()
     try:
         engine.state_dict()
     except StepError as problem:
@@ -239,6 +240,7 @@ def killed(rank: int, size: int, how: str, options: dict[str, Any], folder: str,
     writer = CheckpointWriter(engine.device, Path(folder), ranks=engine.ranks)
     for info in engine.steps(batches):
         if info.batch + 1 == at:
+            engine.settle()
             writer.save({"engine": engine.state_dict(), "note": "kept"}, engine.updates, wait=True)
             engine.ranks.barrier(engine.device.ledger)
         if info.batch + 1 == at + 2:

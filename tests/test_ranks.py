@@ -22,6 +22,7 @@ from headrace.device import open_device
 from headrace.engine import Engine
 from headrace.errors import CheckpointError, StepError
 from headrace.ranks import SINGLE, Agreement
+from headrace.wrapped import spread_of
 
 CLOSE = 1e-5
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -274,7 +275,7 @@ class TestCheckpoints:
 class TestOneProcess:
     def test_a_plain_model_needs_nobody(self) -> None:
         engine = jobs.new_engine("plain")
-        assert (engine.ranks, engine.spread) == (SINGLE, "plain")
+        assert (engine.ranks, spread_of(engine.model)) == (SINGLE, "plain")
 
     def test_one_process_writes_the_plain_layout(self, tmp_path: Path) -> None:
         engine: Engine = jobs.new_engine("plain")

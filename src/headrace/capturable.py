@@ -49,6 +49,11 @@ def why_not(step: TrainingStep) -> str | None:
             f"fp16 with {name} reads back after every step whether a gradient was infinite: make "
             "the optimizer with fused=True, or use bf16"
         )
+    if step.gate is not None and not step.scales_on_device:
+        return (
+            f"on_nonfinite with {name} reads back before every update whether to leave it out: "
+            "make the optimizer with fused=True"
+        )
     for where, hook in _hooks(step.model, step.optimizer):
         if not _is_torchs(hook):
             return f"a hook {where} would not run in a replay: {_place(hook)}"

@@ -89,7 +89,8 @@ def train(
             trainer = Trainer.create(settings, project=project, name=name, **how)
         result = trainer.run()
     if result.stopped is not None:
-        raise typer.Exit(130 if result.stopped == "SIGINT" else 143)
+        asked = 0 if trainer.settings.stop_code == "zero" else 143
+        raise typer.Exit(130 if result.stopped == "SIGINT" else asked)
     if not ranks.is_first:
         return
     assert result.scores is not None

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -135,6 +136,16 @@ class DeferredScalars:
             self._idle.append(self._filling)
             self._filling = None
 
+    def state(self) -> list[dict[str, Any]]:
+        """What was pushed and not yet handed out, as plain values and the device's own tensors:
+        nothing is waited for. `restored` makes values of it again."""
+        handed_over = [
+            {"steps": [entry.step], "numbers": [entry.values], "names": [], "rows": None}
+            for entry in self._come_back
+        ]
+        blocks = [*self._under_way, *([self._filling] if self._filling else [])]
+        return handed_over + [block.state() for block in blocks]
+
     def close(self) -> None:
         """Give the pinned memory back. What was not drained is lost, so drain first."""
         self.flush()
@@ -161,6 +172,20 @@ class DeferredScalars:
             block.release()
         self._idle.clear()
         return _Block(self._device, self._every, layout)
+
+
+def restored(state: Iterable[Mapping[str, Any]], device: Device) -> list[DeferredValues]:
+    """The values of a stored `DeferredScalars.state`, whose tensors are on the host by now."""
+    entries = []
+    for block in state:
+        rows: list[list[float]] = [[]] * len(block["steps"])
+        if block["rows"] is not None:
+            with device.ledger.waiting("restore"):
+                rows = device.read_host(block["rows"].to("cpu"))
+        for step, numbers, row in zip(block["steps"], block["numbers"], rows, strict=True):
+            named = dict(zip(block["names"], row, strict=True))
+            entries.append(DeferredValues(step, dict(numbers) | named))
+    return entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +297,15 @@ class _Block:
         ]
         self.entries = []
         return come_back
+
+    def state(self) -> dict[str, Any]:
+        count = len(self.entries)
+        return {
+            "steps": [step for step, _ in self.entries],
+            "numbers": [numbers for _, numbers in self.entries],
+            "names": list(self.layout.names),
+            "rows": None if self._on_device is None else self._on_device[:count],
+        }
 
     def release(self) -> None:
         """Let go of the memory, in order after the copy that may still read it."""

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
 
+from headrace.capturing import GraphedStep
 from headrace.checkpoint import PerRank, StoredTensor
 from headrace.device import Device
 from headrace.ema import Ema
@@ -17,32 +19,78 @@ from headrace.ranks import Ranks
 from headrace.step import TrainingStep
 from headrace.wrapped import bare, is_sharded, local, place, shard_like
 
-FORMAT = 1
+FORMAT = 2
 
 
-def state_of(step: TrainingStep, ema: Ema | None, *, epoch: int, batch: int) -> dict[str, Any]:
+def state_of(
+    step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None, position: Position
+) -> dict[str, Any]:
     """The state between two batches. Tensors are the live ones: copy them before going on."""
     scheduler, scaler = step.scheduler, step.scaler
-    drawn = random_states(step.device)
+
+    def own(value: Any) -> Any:
+        return PerRank(own=value) if step.ranks.several else value
+
+    if step.ranks.several and position.deferred:
+        raise StepError(
+            "values of earlier batches are not summed over ranks yet: expected engine.settle() on "
+            "all ranks before a state is taken"
+        )
     return {
         "format": FORMAT,
-        "epoch": epoch,
-        "batch": batch,
+        "epoch": position.epoch,
+        "batch": position.batch,
+        "loader": position.loader,
+        "deferred": position.deferred,
+        "random_at_start": own(position.random_at_start),
+        "graphs": None if graphs is None else graphs.state_dict(),
+        "ledger": step.device.ledger.state_dict(),
         "model": dict(bare(step.model).state_dict()),
         "optimizer": step.optimizer.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
         "ema": None if ema is None else ema.state(),
         "step": step.state_dict(),
-        "random": PerRank(own=drawn) if step.ranks.several else drawn,
+        "random": own(position.random),
     }
 
 
-def restore(state: dict[str, Any], step: TrainingStep, ema: Ema | None) -> None:
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in its epochs an engine stands: batches *trained on*, the loader's own state after
+    the last of them, values not yet reported, random states now and when the epoch began."""
+
+    epoch: int
+    random: dict[str, Any]
+    batch: int = 0
+    loader: Any = None
+    deferred: list[dict[str, Any]] = field(default_factory=list)
+    random_at_start: dict[str, Any] | None = None
+
+
+def upgraded(state: object) -> dict[str, Any]:
+    """A stored state as the present format has it."""
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if not isinstance(state, dict) or found not in (1, FORMAT):
+        raise StepError(f"this is no engine's state of format 1 or {FORMAT}: found {found!r}")
+    if found == 1:
+        state = {
+            **state,
+            "format": FORMAT,
+            "loader": None,
+            "deferred": [],
+            "random_at_start": None,
+            "graphs": None,
+            "ledger": None,
+            "step": {**state["step"], "gate": None},
+        }
+    return state
+
+
+def restore(
+    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+) -> None:
     """Bring a step to `state`, all but the random generators."""
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise StepError(f"this is no engine's state of format {FORMAT}: found {found!r}")
     for name, part in (("scheduler", step.scheduler), ("scaler", step.scaler), ("ema", ema)):
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
@@ -61,6 +109,10 @@ def restore(state: dict[str, Any], step: TrainingStep, ema: Ema | None) -> None:
         for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
             average.copy_(local(_placed(stored, weight)))
     step.load_state_dict(state["step"])
+    if graphs is not None:
+        graphs.load_state_dict(state["graphs"])
+    if state["ledger"] is not None:
+        step.device.ledger.load_state_dict(state["ledger"])
 
 
 def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -120,18 +172,28 @@ def random_states(device: Device) -> dict[str, Any]:
     }
 
 
-def own_random_states(stored: Any, ranks: Ranks) -> dict[str, Any]:
+def own_part(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """A state with this rank's own values in it, of those that each has one of."""
+    names = ("random", "random_at_start")
+    return {**state, **{name: _own_random(state[name], ranks) for name in names}}
+
+
+def _own_random(stored: Any, ranks: Ranks) -> dict[str, Any] | None:
     """What this rank is to draw from: what it drew from before or, on another number of ranks, a
     seed that follows from the stored state and the rank."""
-    if not isinstance(stored, PerRank):
-        states = [stored]
-    elif stored.all:
+    if isinstance(stored, PerRank):
         states = list(stored.all)
-    else:  # was never written: a state that was taken a moment ago
-        return dict(stored.own)
-    if len(states) == ranks.size:
-        return dict(states[ranks.rank])
-    host = states[0]["host"].numpy().tobytes()
+        if not states:  # was never written: a state that was taken a moment ago
+            return stored.own  # type: ignore[no-any-return]
+    else:
+        states = [stored]
+    if len(states) == ranks.size or states[0] is None:
+        own: dict[str, Any] | None = states[min(ranks.rank, len(states) - 1)]
+        return own
+    if "seed" in states[0]:
+        host = str(states[0]["seed"]).encode()
+    else:
+        host = states[0]["host"].numpy().tobytes()
     text = host + f"rank {ranks.rank} of {ranks.size}".encode()
     return {"seed": int.from_bytes(hashlib.sha256(text).digest()[:4], "little")}
 

@@ -11,12 +11,14 @@ from typing import Any
 
 import torch
 
-from headrace import batches
+from headrace import batches, outofmemory
 from headrace.batchcache import BatchCache
+from headrace.capturing import GraphReport
 from headrace.deferred import DeferredScalars, DeferredValues
 from headrace.device import Device
-from headrace.errors import StepError
+from headrace.errors import OutOfMemoryError, StepError
 from headrace.lanes import HostSync, Lanes
+from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.plan import Plan
 from headrace.prefetcher import Prefetcher, PrefetchIterator
 from headrace.ranks import SINGLE, Ranks
@@ -59,6 +61,10 @@ class Loop:
         cache: BatchCache | None = None,
         deterministic: bool = False,
         on_step: Callable[[StepInfo], object] | None = None,
+        on_error: Callable[[BaseException], object] | None = None,
+        non_finite: NonFiniteWatch | None = None,
+        loader_timeout: float = 0,
+        pending: Iterable[DeferredValues] = (),
     ) -> None:
         self.device, self.plan, self.epoch = device, plan, epoch
         self.step = step
@@ -68,8 +74,13 @@ class Loop:
         self.lanes = Lanes(device, plan, split=plan.split_backward and step is not None)
         self._needs_tensors = needs_tensors
         self._deterministic = deterministic
-        self._on_step = on_step
         self._ranks = ranks
+        self._on_step, self._on_error = on_step, on_error
+        self._non_finite = non_finite or NonFiniteWatch(NonFinitePolicy("report"), device)
+        self.loader_state: Any = None
+        self.failed_batch: str | None = None
+        self._is_whole, self._failed = True, False
+        self._largest: tuple[int, int] = (0, 0)
         source = loader if most is None else _First(loader, most)
         self._shares: Shares | None = None
         if ranks.several:
@@ -83,6 +94,7 @@ class Loop:
             owner=self.lanes.forward,
             runs_on_owner=self.lanes.forward is self.lanes.caller,
             cache=cache,
+            loader_timeout=loader_timeout,
         )
         self._run_batch = run_batch
         self._deferred = DeferredScalars(
@@ -90,7 +102,9 @@ class Loop:
         )
         self._window = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
         self._sync = HostSync(device, plan, self.lanes)
-        self._entries: list[DeferredValues] = []
+        # Values that a restored engine had not yet reported come first.
+        self._entries: list[DeferredValues] = list(pending)
+        self._unreported = tuple(self._entries)
         self._come_back: tuple[DeferredValues, ...] = ()
         self._batches = self._samples = 0
         self._weighted = False
@@ -102,6 +116,8 @@ class Loop:
             session.enter_context(self._settings())
             session.push(self._left)
             feed = session.enter_context(closing(self._begin()))
+            session.push(self._tell_error)
+            self.loader_state = feed.loader_state
             for index, batch in enumerate(feed):
                 self.lanes.arrived(feed)
                 self._window.admit(feed.last_nbytes)
@@ -114,10 +130,14 @@ class Loop:
                     self._run_batch(self, index, batch)
                 except BaseException:
                     if self.step is not None:
-                        self.step.recover()
+                        self._is_whole = self.step.recover()
+                    self.failed_batch = outofmemory.described(batch)
                     raise
                 del batch  # freed before the next one is asked for
                 self._batches += 1
+                self.loader_state = feed.loader_state
+                if feed.last_nbytes > self._largest[0]:
+                    self._largest = (feed.last_nbytes, feed.last_samples)
                 self._window.launched(self.lanes.backward)
                 self._sync.after_batch(index)
                 self._collect(self._deferred.ready())
@@ -143,6 +163,23 @@ class Loop:
     def trained(self) -> int:
         """Batches of the epoch that were trained on, those before this loop included."""
         return self._first + self._batches
+
+    def out_of_memory(self, problem: BaseException, graphs: GraphReport | None) -> OutOfMemoryError:
+        """What is to be said of a loop that found no memory."""
+        nbytes, samples = self._largest
+        return outofmemory.explained(
+            problem,
+            device=self.device,
+            plan=self.plan,
+            step=self.step,
+            batch=self.failed_batch,
+            largest=f"of {samples:,} samples, {nbytes / 1e6:,.1f} MB" if nbytes else None,
+            graph_bytes=0 if graphs is None else graphs.memory_bytes,
+        )
+
+    def deferred_state(self) -> list[dict[str, Any]]:
+        """The values that were not handed out yet."""
+        return self._deferred.state()
 
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
         """Wait for all values so far, between two batches."""
@@ -213,9 +250,11 @@ class Loop:
             with self.lanes.on(self.lanes.forward):
                 self._deferred.flush()
             self._sync.at_end(self._batches)
-            self._collect(self._deferred.drain())
-            self._samples = sum(self._ranks.gathered(self._samples, self.device.ledger))
-            self._close()
+            try:
+                self._collect(self._deferred.drain())
+                self._samples = sum(self._ranks.gathered(self._samples, self.device.ledger))
+            finally:
+                self._close()
 
     def _close(self) -> None:
         with self.lanes.on(self.lanes.forward):
@@ -224,15 +263,26 @@ class Loop:
         self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
         self.ended = True
 
+    def _tell_error(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: object
+    ) -> None:
+        """Between the last batch that was trained on and the end, if the state is whole. Of several
+        ranks one alone could do nothing with it."""
+        self._failed = problem is not None and kind is not GeneratorExit
+        told = self._on_error if self._is_whole and not self._ranks.several else None
+        if problem is not None and self._failed and told is not None:
+            self.lanes.give_back()
+            told(problem)
+            self.lanes.take_over()
+
     def _collect(self, come_back: list[DeferredValues]) -> None:
         if self._ranks.several:
             come_back = [_unweighted(entry) for entry in come_back]
-        self._come_back = tuple(come_back)
+        self._come_back = (*self._unreported, *come_back)
+        self._unreported = ()
         self._entries += come_back
-        for entry in come_back:
-            if entry.non_finite:
-                names = ", ".join(entry.non_finite)
-                self.device.say_once("non-finite", "%s not finite at batch %d", names, entry.step)
+        for entry in come_back if not self._failed else ():  # one error is enough
+            self._non_finite.look(entry, self.epoch)
 
     def _updates(self) -> int:
         return self._batches if self.step is None else self.step.updates - self._updates_before

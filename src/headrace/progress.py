@@ -51,7 +51,12 @@ def silent_console() -> Console:
     """For a rank that shows nothing: the first one does."""
     from rich.console import Console
 
-    return Console(file=io.StringIO(), quiet=True)
+    return Console(file=_Nowhere(), quiet=True)  # type: ignore[arg-type]
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 class Progress:

@@ -38,6 +38,15 @@ def spread_of(model: torch.nn.Module) -> Spread:
     return "fsdp"
 
 
+def where(model: torch.nn.Module) -> torch.device:
+    """The device that a model lies on."""
+    if not isinstance(model, torch.nn.Module):
+        raise StepError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
+    for parameter in model.parameters():
+        return parameter.device
+    return torch.device("cpu")
+
+
 def ranks_of(model: torch.nn.Module) -> Ranks:
     """The ranks that a model is spread over."""
     spread = spread_of(model)

@@ -94,7 +94,9 @@ def _decode_tensor(document: dict[str, Any], tensors: Mapping[str, torch.Tensor]
         return tensor  # type: ignore[no-any-return]
     if not isinstance(tensor, torch.Tensor):  # of which a part may be asked for
         tensor = tensor.whole()
-    dtype = getattr(torch, document["dtype"])
+    dtype = getattr(torch, document["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"unknown type {document['dtype']!r} of a tensor")
     result: torch.Tensor = tensor.view(dtype).view(document["shape"])
     return result
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +60,12 @@ def prepared_for(
     )
 
 
-def assemble(settings: TrainSettings, data: Prepared, ranks: Ranks = SINGLE) -> Assembly:
+def assemble(
+    settings: TrainSettings,
+    data: Prepared,
+    on_error: Callable[[BaseException], object] | None = None,
+    ranks: Ranks = SINGLE,
+) -> Assembly:
     """Everything in its first state: weights follow from the seed, or from `settings.weights`."""
     device = open_device(own_device(settings.device))
     plan, loader = _plans(settings, device)
@@ -94,6 +100,11 @@ def assemble(settings: TrainSettings, data: Prepared, ranks: Ranks = SINGLE) -> 
         accumulate=settings.accumulate,
         ema_decay=settings.ema,
         deterministic=settings.deterministic,
+        on_nonfinite=settings.on_nonfinite,
+        on_oom=settings.on_oom,
+        # With workers a DataLoader has a timeout of its own, and ends them.
+        loader_timeout=0 if loader.workers else settings.loader_timeout,
+        on_error=on_error,
     )
     pin, share = plan.pin and device.asynchronous, (ranks.rank, ranks.size)
     timeout_s, splits = settings.loader_timeout, data.splits

@@ -78,8 +78,18 @@ class TrainSettings(Checked):
         "ddp", "under torchrun: weights whole on each rank, or sharded"
     )
     rank_timeout: float = number(1800.0, 1, 1e9, "seconds to wait for another rank")
+    # --- what happens to runs
+    on_nonfinite: str = choice(
+        "stop", "a loss that is not finite: stop, skip its update, tolerate:N, report"
+    )
+    on_oom: Literal["raise", "halve"] = choice("raise", "a batch without memory: in halves?")
+    hang_after: float = number(600.0, 0, 1e9, "seconds without a step: say where it hangs; 0: no")
+    hang_abort: bool = choice(False, "and end, with exit code 75")
+    grace: float = number(0.0, 0, 1e9, "seconds that SIGTERM leaves it to save; 0: any number")
+    stop_code: Literal["signal", "zero"] = choice("signal", "exit code after SIGTERM: 143, or 0")
     # --- looking at it
     save_every: float = number(30.0, 0, 1e9, "seconds between checkpoints")
+    keep: int = whole(2, 1, 10_000, "checkpoints that are kept, the newest")
     valid_sentences: int = whole(200, 0, _MANY, "of valid, translated after each epoch; 0: none")
     beam: int = whole(3, 1, 1000, "hypotheses of the last translation, of test")
     tensorboard: bool = choice(True, "write TensorBoard events beside metrics.jsonl")
@@ -152,5 +162,8 @@ SECTIONS = {
         *("clip_norm", "accumulate", "ema", "average_last"),
     ),
     "How it runs": ("plan", "precision", "device", "deterministic", "parallel", "rank_timeout"),
-    "Looking at it": ("save_every", "valid_sentences", "beam", "tensorboard"),
+    "What happens to runs": (
+        *("on_nonfinite", "on_oom", "hang_after", "hang_abort", "grace", "stop_code"),
+    ),
+    "Looking at it": ("save_every", "keep", "valid_sentences", "beam", "tensorboard"),
 }

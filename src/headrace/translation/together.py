@@ -39,7 +39,8 @@ def new_metrics(ranks: Ranks, folder: RunFolder, settings: TrainSettings) -> Met
     """What is measured: written by the first rank."""
     if not ranks.is_first:
         return NoMetrics()
-    return MetricsLog(folder.metrics, folder.events if settings.tensorboard else None)
+    events = folder.events if settings.tensorboard else None
+    return MetricsLog(folder.metrics, events, goes_on=True)
 
 
 def translate_and_score(

@@ -14,22 +14,23 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from headrace.checkpoint import (
     CheckpointWriter,
     agreed_checkpoint,
     load_checkpoint,
-    weights_from_file,
-    weights_to_file,
 )
 from headrace.deferred import DeferredValues
 from headrace.device import open_device
-from headrace.errors import TranslationError
+from headrace.errors import (
+    CheckpointError,
+    HeadraceError,
+    NonFiniteError,
+    StepError,
+    TranslationError,
+)
 from headrace.launch import own_device
 from headrace.ledger import Ledger
 from headrace.plan import Plan
@@ -38,8 +39,11 @@ from headrace.ranks import SINGLE, Agreement, Ranks
 from headrace.results import EpochResult
 from headrace.rundir import RunFolder
 from headrace.stopping import StopRequests
+from headrace.translation import guards
 from headrace.translation.assembly import assemble, prepared_for
-from headrace.translation.outcome import TrainResult, stored_result
+from headrace.translation.guards import Guards
+from headrace.translation.keeping import KeptWeights
+from headrace.translation.outcome import Sums, TrainResult, stored_result
 from headrace.translation.settings import TrainSettings
 from headrace.translation.together import (
     new_folder,
@@ -53,27 +57,21 @@ from headrace.translation.trained import (
     save_vocabularies,
     whole_copy,
 )
-from headrace.wrapped import whole_weights
+from headrace.wrapped import spread_of
 
 log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0
 _EXAMPLES = 8
-
-
-@dataclass
-class _Sums:
-    """An epoch's loss so far, over its batches and across interruptions."""
-
-    loss: float = 0.0
-    weight: float = 0.0
-
-    def add(self, loss: float, weight: float) -> None:
-        self.loss += loss * weight
-        self.weight += weight
-
-    @property
-    def mean(self) -> float:
-        return self.loss / self.weight if self.weight else float("nan")
+# What PyTorch and Python raise for a state that is of another model, or of no trainer's.
+_DOES_NOT_FIT = (
+    RuntimeError,
+    ValueError,
+    KeyError,
+    TypeError,
+    AttributeError,
+    IndexError,
+    StepError,
+)
 
 
 class Trainer:
@@ -93,8 +91,7 @@ class Trainer:
         self.settings, self.folder = settings, folder
         self._cache = cache
         self._quiet = quiet
-        self._best: dict[str, Any] = {}
-        self._sums = _Sums()
+        self._sums = Sums()
         self._left_early = False
         self._begun_ns: int | None = None
 
@@ -112,7 +109,7 @@ class Trainer:
         """A new run. What can be told to be wrong is told before there is a folder; then that and
         `config.yaml` come first. Of several `ranks` the first makes it, for all."""
         settings.model()
-        Plan.of(settings.plan)
+        guards.check(settings, Plan.of(settings.plan))
         open_device(own_device(settings.device))
         if settings.weights is not None and not Path(settings.weights).exists():
             raise TranslationError(f"weights: {settings.weights} is not there")
@@ -148,13 +145,18 @@ class Trainer:
             self.folder.locked() if self._ranks.is_first else nullcontext(),
             new_progress(self._ranks, self.settings, self._quiet, self._gauges) as self._progress,
         ):
+            guard = Guards(self.settings, self.folder, self._progress.final)
             self._set_up()  # nothing is lost yet: Ctrl-C ends it at once
             with (
-                StopRequests(patient=self._ranks.several) as self._stop,
+                StopRequests(
+                    self.settings.grace, guard.overdue, patient=self._ranks.several
+                ) as self._stop,
+                guard.watchdog(self._device) as self._watchdog,
                 new_metrics(self._ranks, self.folder, self.settings) as self._metrics,
                 CheckpointWriter(
-                    self._device, self.folder.state, ranks=self._ranks
+                    self._device, self.folder.state, self.settings.keep, ranks=self._ranks
                 ) as self._writer,
+                guard.telling(lambda: self._engine.updates),
             ):
                 first_batch = self._restore()
                 while not (self._left_early or self._is_done() or self._asked_to_stop()):
@@ -176,8 +178,12 @@ class Trainer:
         save_vocabularies(self.folder.path / "vocabulary", self._data.vocabularies)
         if self._ranks.is_first:
             self._ranks.barrier(ledger)
-        parts = assemble(self.settings, self._data, self._ranks)
+        parts = assemble(self.settings, self._data, self._rescue, self._ranks)
         self._agreement = Agreement(self._ranks, parts.device)
+        self._kept = KeptWeights(
+            *(self.folder.weights, parts.model, parts.device, self._ranks),
+            average_last=self.settings.average_last,
+        )
         self._device, self._plan, self._model = parts.device, parts.plan, parts.model
         self._engine, self._loader, self._valid = parts.engine, parts.loader, parts.valid
         self._say_what_is_trained()
@@ -210,15 +216,17 @@ class Trainer:
         sampler.set_epoch(epoch)
         sampler.start_at(first_batch)
         if first_batch == 0:
-            self._sums = _Sums()
-        before = _Sums(self._sums.loss, self._sums.weight)
+            self._sums = Sums()
+        before = Sums(self._sums.loss, self._sums.weight)
         self._progress.epoch_begins(epoch, len(sampler.batches), first_batch=first_batch)
         self._begun_ns = self._device.ledger.now_ns()
+        self._watchdog.progress(f"epoch {epoch} begun at batch {first_batch}")
         saved_at = noted_at = time.monotonic()
         noted = self._sums.weight
         for info in engine.steps(
             self._loader, first_batch=first_batch, max_steps=self._steps_left()
         ):
+            self._watchdog.progress(f"batch {info.batch} of epoch {epoch}")
             self._count(info.come_back)
             self._progress.on_step(info)
             now = time.monotonic()
@@ -237,6 +245,7 @@ class Trainer:
             if save:
                 self._save()
                 saved_at = time.monotonic()
+        self._watchdog.pause()
         result = engine.last_result
         assert result is not None
         self._sums = before
@@ -278,7 +287,8 @@ class Trainer:
             **found,
         )
         self._progress.epoch_ends(result, found)
-        self._keep_weights(result.epoch, found)
+        with self._weights_to_use():
+            self._kept.keep(result.epoch, found)
         self._save()
 
     def _validate(self) -> dict[str, float]:
@@ -299,7 +309,7 @@ class Trainer:
     def _trained(self, weights: Path | None = None) -> TrainedModel:
         """The model as it is, or with `weights`; of a sharded one, a copy that is whole."""
         model = self._model
-        if self._engine.spread == "fsdp":
+        if spread_of(self._engine.model) == "fsdp":
             model = whole_copy(self.settings, self._data.vocabularies, self._model, self._device)
         if weights is not None:
             load_weights(model, weights)
@@ -313,38 +323,29 @@ class Trainer:
 
     # --- what is kept -----------------------------------------------------------------------------
 
-    def _keep_weights(self, epoch: int, found: dict[str, float]) -> None:
-        with self._weights_to_use():
-            self._write_weights("last")
-            value = (found.get("bleu", 0.0), -found["valid_nll"])
-            if not self._best or value > tuple(self._best["value"]):
-                self._best = {"epoch": epoch, "value": list(value)}
-                self._write_weights("best")
-            if self.settings.average_last:
-                self._write_weights(f"epoch-{epoch:05}")
-                for old in self._epochs_kept()[: -self.settings.average_last]:
-                    if self._ranks.is_first:
-                        old.unlink()
-
-    def _write_weights(self, name: str) -> None:
-        # On the run's own device, so that the wait for the copy is in its ledger.
-        path = self.folder.weights / f"{name}.safetensors"
-        weights = whole_weights(self._model)
-        if self._ranks.is_first:
-            weights_to_file(path, weights, device=self._device)
-
-    def _epochs_kept(self) -> list[Path]:
-        return sorted(self.folder.weights.glob("epoch-*.safetensors"))
-
     def _save(self) -> None:
         """A checkpoint of this very moment. The losses up to here are waited for."""
         self._count(self._engine.settle("checkpoint"))
         state = {
             "engine": self._engine.state_dict(),
             "sums": [self._sums.loss, self._sums.weight],
-            "best": self._best,
+            "best": self._kept.best,
         }
-        self._writer.save(state, self._engine.updates)
+        try:
+            self._writer.save(state, self._engine.updates)
+        except CheckpointError as problem:  # of the one before, written in the background
+            log.warning("%s; training goes on, and another is written now", problem)
+            self._writer.save(state, self._engine.updates)
+
+    def _rescue(self, problem: BaseException) -> None:
+        """An error has ended the loop between two batches: what was learned is kept. Not after a
+        loss that is not finite: the weights may not be, either."""
+        if not isinstance(problem, Exception) or isinstance(problem, NonFiniteError):
+            return
+        try:
+            self._save()
+        except HeadraceError as other:  # the error that ended the loop matters more
+            log.warning("%s", other)
 
     def _restore(self) -> int:
         """Go back to the last checkpoint, if there is one. Returns the batch to go on with."""
@@ -354,12 +355,12 @@ class Trainer:
         state = load_checkpoint(path, parts=self._ranks.several)
         try:
             batch = self._engine.load_state_dict(state["engine"])
-        except (RuntimeError, ValueError, KeyError) as problem:
+            self._sums, self._kept.best = Sums(*map(float, state["sums"])), dict(state["best"])
+        except _DOES_NOT_FIT as problem:
             raise TranslationError(
                 f"{path}: does not fit the model or optimizer that {self.folder.config} asks for: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
-        self._sums, self._best = _Sums(*state["sums"]), state["best"]
         self._metrics.rewind(self._engine.updates)
         self._progress.message(
             f"going on from {path}: epoch {self._engine.epochs + 1}, batch {batch:,}"
@@ -381,12 +382,8 @@ class Trainer:
             )
             return TrainResult(self.folder, self._stopped, updates)
         self._engine.close()
-        name = "best"
-        if self._ranks.is_first and self._epochs_kept():
-            name = "averaged"
-            weights_to_file(self.folder.weights / "averaged.safetensors", self._averaged())
-        name = self._ranks.told(name, self._device.ledger)
-        trained = self._trained(self.folder.weights / f"{name}.safetensors")
+        name = self._kept.to_use()
+        trained = self._trained(self._kept.path(name))
         split = "test" if "test" in self._data.splits else "valid"
         pairs = self._data.texts(split)
         self._progress.status(f"translating {split}")
@@ -399,15 +396,11 @@ class Trainer:
         result = TrainResult(self.folder, None, updates, scores, examples)
         if self._ranks.is_first:
             result.store()
+        try:
+            self._writer.close()
+        except CheckpointError as problem:  # it is finished: nobody will go on from there
+            log.warning("%s", problem)
         return result
-
-    def _averaged(self) -> dict[str, torch.Tensor]:
-        """The mean of the last epochs' weights."""
-        stored = [weights_from_file(path) for path in self._epochs_kept()]
-        return {
-            name: torch.stack([one[name].double() for one in stored]).mean(0).to(value.dtype)
-            for name, value in stored[0].items()
-        }
 
     def _gauges(self) -> Gauges:
         """For the progress line: what the ledger and the device say of this epoch so far."""
