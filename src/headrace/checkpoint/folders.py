@@ -31,6 +31,11 @@ TENSOR_FILE = "tensors.safetensors"
 # From the content of each older version to that of the next: {1: _from_1_to_2}, say.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
+# What a state may raise that no Headrace wrote, though its checksum is right.
+_UNREADABLE = (
+    *(CheckpointError, LookupError, ValueError, TypeError, AttributeError, RuntimeError),
+    *(OverflowError, MemoryError),
+)
 _NAME = re.compile(r"(?P<replaced>\.replaced-)?step-(?P<step>\d{8,})(?(replaced)-[0-9a-f]+)")
 
 
@@ -240,7 +245,7 @@ def load_checkpoint(path: Path, *, device: Device | torch.device | str | None = 
         tensors = _moved(tensors, open_device(device))
     try:
         return states.decode(content["state"], tensors)
-    except (CheckpointError, KeyError, ValueError, TypeError, AttributeError) as problem:
+    except _UNREADABLE as problem:
         raise CheckpointError(
             f"{path / STATE_FILE} holds no state that can be read: {problem!r}"
         ) from problem
@@ -278,7 +283,7 @@ def _read_content(path: Path) -> dict[str, Any]:
 def _checksum_or_none(content: object) -> str | None:
     try:
         return _checksum(content)
-    except ValueError:  # a bare NaN, which no checkpoint has
+    except (ValueError, RecursionError):  # a bare NaN, which no checkpoint has, or too deep
         return None
 
 
