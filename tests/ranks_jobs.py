@@ -148,6 +148,17 @@ def uneven(rank: int, size: int, how: str, knows_length: bool, accumulate: int) 
     return [*result.losses, engine.evaluate(loader).mean_loss, result.statistics.samples]
 
 
+def one_is_not_finite(rank: int, size: int, how: str) -> dict[str, Any]:
+    """Rank 1's share of the third batch has a NaN in it: all ranks leave that update out."""
+    engine = new_engine(how, on_nonfinite="skip", clip_norm=0.5)
+    batches = [share(batch, rank, size) for batch in global_batches()[:4]]
+    if rank == size - 1:
+        batches[1] = (batches[1][0] * float("nan"), *batches[1][1:])
+    result = engine.epoch(batches)
+    weights = {name: value.tolist() for name, value in whole_weights(engine.model).items()}
+    return {"non_finite": result.non_finite, "model": weights, "last": result.losses[-1]}
+
+
 def some_have_none(rank: int, size: int) -> str:
     engine = new_engine("ddp")
     try:

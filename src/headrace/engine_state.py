@@ -20,6 +20,8 @@ from headrace.step import TrainingStep
 from headrace.wrapped import bare, is_sharded, local, place, shard_like
 
 FORMAT = 2
+# What PyTorch and Python raise for the state of another model, or of no engine at all.
+_DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def state_of(
@@ -71,8 +73,10 @@ class Position:
 def upgraded(state: object) -> dict[str, Any]:
     """A stored state as the present format has it."""
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
-    if not isinstance(state, dict) or found not in (1, FORMAT):
+    if not isinstance(state, dict) or type(found) is not int or found not in (1, FORMAT):
         raise StepError(f"this is no engine's state of format 1 or {FORMAT}: found {found!r}")
+    if not isinstance(state.get("step"), dict):
+        raise StepError("this is no engine's state: it has no 'step'")
     if found == 1:
         state = {
             **state,
@@ -90,7 +94,17 @@ def upgraded(state: object) -> dict[str, Any]:
 def restore(
     state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
 ) -> None:
-    """Bring a step to `state`, all but the random generators."""
+    """Bring a step to `state`, all but the random generators. After an error it is of no use."""
+    try:
+        _restore(state, step, ema, graphs)
+    except _DOES_NOT_FIT as problem:
+        what = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise StepError(f"the stored state does not fit this engine: {what}") from problem
+
+
+def _restore(
+    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+) -> None:
     for name, part in (("scheduler", step.scheduler), ("scaler", step.scaler), ("ema", ema)):
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
@@ -113,6 +127,12 @@ def restore(
         graphs.load_state_dict(state["graphs"])
     if state["ledger"] is not None:
         step.device.ledger.load_state_dict(state["ledger"])
+    for name in ("epoch", "batch"):
+        if type(state[name]) is not int or state[name] < 0:
+            raise ValueError(f"{name} = {state[name]!r}: expected a whole number")
+    missing = {"loader", "deferred", "random", "random_at_start"} - state.keys()
+    if missing:
+        raise KeyError(f"it has no {', '.join(sorted(missing))}")
 
 
 def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

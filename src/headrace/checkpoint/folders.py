@@ -33,6 +33,11 @@ TENSOR_FILE = "tensors.safetensors"
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 _RANK_FILE = re.compile(r"tensors-\d{5,}-of-\d{5,}\.safetensors")
+# What a state may raise that no Headrace wrote, though its checksum is right.
+_UNREADABLE = (
+    *(CheckpointError, LookupError, ValueError, TypeError, AttributeError, RuntimeError),
+    *(OverflowError, MemoryError),
+)
 _NAME = re.compile(r"(?P<replaced>\.replaced-)?step-(?P<step>\d{8,})(?(replaced)-[0-9a-f]+)")
 
 
@@ -267,7 +272,9 @@ def load_checkpoint(
             tensors = read_tensors(*files[0])
     except OSError as problem:
         raise _unreadable(path, problem) from problem
-    except (KeyError, ValueError, TypeError, IndexError) as problem:
+    except CheckpointError:
+        raise
+    except _UNREADABLE as problem:
         raise CheckpointError(
             f"{path / STATE_FILE} does not describe its tensors ({problem!r})"
         ) from problem
@@ -277,9 +284,7 @@ def load_checkpoint(
         return states.decode(content["state"], tensors, content.get("own", ()))
     except OSError as problem:
         raise _unreadable(path, problem) from problem
-    except (
-        *(CheckpointError, KeyError, ValueError, TypeError, AttributeError, IndexError),
-    ) as problem:
+    except _UNREADABLE as problem:
         raise CheckpointError(
             f"{path / STATE_FILE} holds no state that can be read: {problem!r}"
         ) from problem
@@ -317,7 +322,7 @@ def _read_content(path: Path) -> dict[str, Any]:
 def _checksum_or_none(content: object) -> str | None:
     try:
         return _checksum(content)
-    except ValueError:  # a bare NaN, which no checkpoint has
+    except (ValueError, RecursionError):  # a bare NaN, which no checkpoint has, or too deep
         return None
 
 

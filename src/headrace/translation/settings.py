@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headrace.errors import HeadraceError, TranslationError
-from headrace.records import Checked, choice, number, read_yaml, refuse_unknown, whole
+from headrace.records import (
+    Checked,
+    choice,
+    number,
+    quoted,
+    read_yaml,
+    refuse_unknown,
+    whole,
+)
 
 if TYPE_CHECKING:
     from headrace.translation.model import ModelSettings
@@ -106,7 +114,9 @@ class TrainSettings(Checked):
         if not isinstance(given["data"], tuple) or not all(
             isinstance(path, str) and path for path in given["data"]
         ):
-            raise TranslationError(f"{where}: data = {data!r}: expected a path, or a list of them")
+            raise TranslationError(
+                f"{where}: data = {quoted(data)}: expected a path, or a list of them"
+            )
         for name, hint in typing.get_type_hints(cls).items():
             if "float" in str(hint) and isinstance(given.get(name), str):
                 with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
