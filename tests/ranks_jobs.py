@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headrace import capturable
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensorfile
-from headrace.device import open_device
+from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import CheckpointError, StepError
 from headrace.ranks import Agreement, Ranks
@@ -68,25 +68,27 @@ def new_model() -> nn.Module:
     )
 
 
-def spread(model: nn.Module, how: str) -> nn.Module:
+def spread(model: nn.Module, how: str, device: Device) -> nn.Module:
     if how == "ddp":
-        return DistributedDataParallel(model)
+        with device.use(device.stream("ddp")):  # as graphs want it
+            return DistributedDataParallel(model)
     if how == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
 
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+        mesh = init_device_mesh(device.torch_device.type, (dist.get_world_size(),))
         for part in (model[0], model[2], model[4]):  # type: ignore[index]
             fully_shard(part, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model
 
 
-def new_engine(how: str, **options: Any) -> Engine:
-    model = spread(new_model(), how)
+def new_engine(how: str, where: str = "cpu", **options: Any) -> Engine:
+    device = open_device(where)
+    model = spread(new_model().to(device.torch_device), how, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
-    return Engine(model, optimizer, loss, scheduler=scheduler, **options)
+    return Engine(model, optimizer, loss, scheduler=scheduler, device=device, **options)
 
 
 def trained(how: str, options: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
@@ -113,8 +115,9 @@ def trained(how: str, options: dict[str, Any], rank: int, size: int) -> dict[str
 def run(rank: int, size: int, folder: str, job: Callable[..., Any], *args: Any) -> None:
     """A rank of a job: its result goes to a file."""
     torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size
     )
     result = job(rank, size, *args)
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(result))
@@ -149,7 +152,7 @@ def uneven(rank: int, size: int, how: str, knows_length: bool, accumulate: int) 
 
 
 def one_is_not_finite(rank: int, size: int, how: str) -> dict[str, Any]:
-    """Rank 1's share of the third batch has a NaN in it: all ranks leave that update out."""
+    """The last rank's share of the second batch has a NaN in it: no rank makes that update."""
     engine = new_engine(how, on_nonfinite="skip", clip_norm=0.5)
     batches = [share(batch, rank, size) for batch in global_batches()[:4]]
     if rank == size - 1:
@@ -238,6 +241,19 @@ def deferred_waits(rank: int, size: int) -> dict[str, int]:
     finally:
         Ranks.sum = plain  # type: ignore[method-assign]
     return {"weights": sums.count(1), "values": sum(number > 1 for number in sums)}
+
+
+def on_cuda(rank: int, size: int, how: str, plan: str) -> dict[str, Any]:
+    """Batches of one shape on the GPU, over NCCL: enough of them for a graph to be captured."""
+    engine = new_engine(how, "cuda", plan=plan, clip_norm=0.5)
+    batches = [share(global_batches()[0], rank, size)] * 24
+    result = engine.epoch(batches)
+    report = engine.graphs
+    return {
+        "losses": result.losses,
+        "replays": result.statistics.replays,
+        "why": None if report is None else report.why,
+    }
 
 
 # --- checkpoints ----------------------------------------------------------------------------------

@@ -83,6 +83,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         (jobs.deferred_waits, ()),
         (jobs.cannot_write, (str(full),)),
     ]
+    work += [(jobs.one_is_not_finite, (how,)) for how in ("ddp", "fsdp")]
     found = on_ranks(2, tmp_path_factory.mktemp("two"), work)
     by_job: dict[Any, Any] = {
         (job.__name__, str(args)): result for (job, args), result in zip(work, found, strict=True)
@@ -118,6 +119,17 @@ class TestLosses:
         batches = len(jobs.ROWS)
         for found in result_of(two, jobs.deferred_waits):
             assert found == {"weights": batches, "values": math.ceil(batches / 10)}
+
+    @pytest.mark.parametrize("how", ["ddp", "fsdp"])
+    def test_what_one_rank_finds_not_finite_all_leave_out(
+        self, two: dict[Any, Any], how: str
+    ) -> None:
+        expected = alone(jobs.one_is_not_finite, "plain")
+        assert expected["non_finite"] == (1,)
+        for found in result_of(two, jobs.one_is_not_finite, how):
+            assert found["non_finite"] == [1]
+            assert_close(found["model"], expected["model"])
+            assert found["last"] == pytest.approx(expected["last"], abs=CLOSE)
 
 
 class TestEnds:
@@ -291,3 +303,21 @@ class TestOneProcess:
         engine._step.spread = "fsdp"
         with pytest.raises(StepError, match="use bf16"):
             engine._step.set_precision("fp16")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestNccl:
+    def test_one_rank_on_the_gpu(self, tmp_path: Path) -> None:
+        """Wrapped or not, with a graph or not, the losses are the same; what cannot be captured
+        says why."""
+        cases = [(how, plan) for how in ("plain", "ddp", "fsdp") for plan in ("pipeline", "graph")]
+        work: list[Job] = [(jobs.on_cuda, case) for case in cases]
+        found = dict(zip(cases, on_ranks(1, tmp_path, work), strict=True))
+        (expected,) = found["plain", "pipeline"]
+        for (how, plan), (row,) in found.items():
+            assert row["losses"] == pytest.approx(expected["losses"], abs=CLOSE)
+            if plan == "graph":
+                assert row["replays"] > 0 or row["why"]
+            if (how, plan) == ("fsdp", "graph"):
+                assert "FSDP2" in row["why"]

@@ -40,14 +40,20 @@ class Guards:
     """Those of one run. `tell` shows a line to whoever watches it."""
 
     def __init__(
-        self, settings: TrainSettings, folder: RunFolder, tell: Callable[[str], object]
+        self,
+        settings: TrainSettings,
+        folder: RunFolder,
+        tell: Callable[[str], object],
+        rank: int = 0,
     ) -> None:
         self._settings, self._folder, self._tell = settings, folder, tell
+        self._rank = rank
         self.go_on = f"go on with: headrace train --resume {folder.path}"
 
     def watchdog(self, device: Device) -> Watchdog:
         told = self._settings
-        file = self._folder.path / "hang.txt"
+        name = f"hang-rank-{self._rank}.txt" if self._rank else "hang.txt"
+        file = self._folder.path / name
         return Watchdog(device, told.hang_after, file=file, abort=told.hang_abort)
 
     def overdue(self) -> None:

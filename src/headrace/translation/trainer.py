@@ -145,7 +145,7 @@ class Trainer:
             self.folder.locked() if self._ranks.is_first else nullcontext(),
             new_progress(self._ranks, self.settings, self._quiet, self._gauges) as self._progress,
         ):
-            guard = Guards(self.settings, self.folder, self._progress.final)
+            guard = Guards(self.settings, self.folder, self._progress.final, self._ranks.rank)
             self._set_up()  # nothing is lost yet: Ctrl-C ends it at once
             with (
                 StopRequests(
