@@ -155,7 +155,8 @@ def test_a_rank_that_fails_ends_all_and_is_named(corpus: Path, tmp_path: Path) -
     what = "raise RuntimeError('the cupboard of this rank is bare')"
     script.write_text(DOES.format(batches=3, what=what))
     places = ["--cache", corpus / "cache", "--project", tmp_path / "runs"]
-    done = torchrun(2, "train", *options(small(corpus)), *places, script=script)
+    told = options(small(corpus, workers=1))
+    done = torchrun(2, "train", *told, *places, script=script)
     assert done.returncode != 0
     assert "RuntimeError: the cupboard of this rank is bare" in done.stderr
     assert "This was rank 1." in done.stderr

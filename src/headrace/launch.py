@@ -22,6 +22,7 @@ import torch.distributed as dist
 from headrace.device import available_devices
 from headrace.errors import DeviceNotFoundError, HeadraceError, RanksError
 from headrace.ranks import SINGLE, Ranks
+from headrace.watchdog import end_children
 
 #: Longer than any rank ever waits for another: for rank 0 to prepare a corpus, say.
 TIMEOUT_S = 1800.0
@@ -108,6 +109,7 @@ def _end_rank(rank: int, problem: BaseException) -> NoReturn:
 
 
 def _leave(code: int) -> NoReturn:
+    end_children()  # a loader's workers
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
