@@ -62,8 +62,10 @@ ROOMS = {
     "lanes": 2,
     "loop": 2,
     "engine": 2,
+    "report": 3,
     "doctor": 3,
     "cli_translation": 4,
+    "cli_report": 4,
     "cli": 4,
     "__main__": 5,
 }

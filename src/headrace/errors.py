@@ -19,6 +19,7 @@ HeadraceError
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── RanksError                  processes that cannot train together
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
+├── ReportError                 a result that no report can be made of (also a ValueError)
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that
@@ -110,6 +111,10 @@ class CheckpointError(HeadraceError):
 
 class RanksError(HeadraceError):
     """The processes of a run did not find each other, or do not agree."""
+
+
+class ReportError(HeadraceError, ValueError):
+    """A stored result that cannot be read, or a report that cannot be written."""
 
 
 class RaceError(HeadraceError, AssertionError):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from headrace.device import Device
 from headrace.ledger import Ledger
 from headrace.metrics import MetricsLog, NoMetrics
 from headrace.progress import Gauges, Progress, silent_console
@@ -51,3 +52,17 @@ def translate_and_score(
     shares = ranks.gathered(mine, model.device.ledger)
     found = [shares[at % ranks.size][at // ranks.size] for at in range(len(pairs))]
     return score(found, [trg for _, trg in pairs], language=model.settings.trg), found
+
+
+def gauges_of(device: Device, begun_ns: int) -> Gauges:
+    """For the progress line: what the ledger and the device say of this epoch so far."""
+    ledger = device.ledger
+    elapsed_ms = max(1e-3, (ledger.now_ns() - begun_ns) / 1e6)
+    waits = ledger.epoch_statistics()
+    data_ms = waits["data"].total_ms
+    return Gauges(
+        memory_bytes=device.peak_memory() or None,
+        data_wait_share=min(1.0, data_ms / elapsed_ms),
+        host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / elapsed_ms),
+        gpu_use_share=device.use_share(),
+    )

@@ -36,6 +36,7 @@ from headrace.ledger import Ledger
 from headrace.plan import Plan
 from headrace.progress import Gauges
 from headrace.ranks import SINGLE, Agreement, Ranks
+from headrace.report import try_report
 from headrace.results import EpochResult
 from headrace.rundir import RunFolder
 from headrace.stopping import StopRequests
@@ -46,6 +47,7 @@ from headrace.translation.keeping import KeptWeights
 from headrace.translation.outcome import Sums, TrainResult, stored_result
 from headrace.translation.settings import TrainSettings
 from headrace.translation.together import (
+    gauges_of,
     new_folder,
     new_metrics,
     new_progress,
@@ -162,7 +164,10 @@ class Trainer:
                 while not (self._left_early or self._is_done() or self._asked_to_stop()):
                     self._epoch(first_batch)
                     first_batch = 0
-                return self._end()
+                result = self._end()
+        if self._ranks.is_first:
+            try_report(self.folder.path)
+        return result
 
     # --- setting up -------------------------------------------------------------------------------
 
@@ -403,16 +408,5 @@ class Trainer:
         return result
 
     def _gauges(self) -> Gauges:
-        """For the progress line: what the ledger and the device say of this epoch so far."""
-        if self._begun_ns is None:  # no epoch yet
-            return Gauges()
-        ledger = self._device.ledger
-        elapsed_ms = max(1e-3, (ledger.now_ns() - self._begun_ns) / 1e6)
-        waits = ledger.epoch_statistics()
-        data_ms = waits["data"].total_ms
-        return Gauges(
-            memory_bytes=self._device.peak_memory() or None,
-            data_wait_share=min(1.0, data_ms / elapsed_ms),
-            host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / elapsed_ms),
-            gpu_use_share=self._device.use_share(),
-        )
+        # None: no epoch yet.
+        return Gauges() if self._begun_ns is None else gauges_of(self._device, self._begun_ns)
