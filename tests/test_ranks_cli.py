@@ -49,6 +49,10 @@ def stop_all():
     os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which passes it on to its ranks
     while not told:
         time.sleep(0.01)
+def die_when_saved(state):
+    while not any(name.startswith("step-") for name in os.listdir(state)):
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
 Engine.steps, StopRequests._asked = counted, noted
 from headrace.cli import main
 sys.argv[0] = "headrace"
@@ -186,7 +190,8 @@ def test_killed_on_two_ranks_and_resumed_on_three(
     corpus: Path, tmp_path: Path, undisturbed: Path
 ) -> None:
     script = tmp_path / "killed.py"
-    script.write_text(DOES.format(batches=13, what="os.kill(os.getpid(), signal.SIGKILL)"))
+    state = str(tmp_path / "runs" / "killed" / "state")
+    script.write_text(DOES.format(batches=13, what=f"die_when_saved({state!r})"))
     places = ["--cache", corpus / "cache", "--project", tmp_path / "runs", "--name", "killed"]
     done = torchrun(2, "train", *options(small(corpus)), *places, script=script)
     assert done.returncode != 0
