@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.buckets import BucketBatches, Buckets, PadToBuckets
+    from headrace.busy import BusyWindow
     from headrace.capturing import GraphReport
     from headrace.deferred import DeferredScalars, DeferredValues
     from headrace.device import Device, Event, Stream, available_devices, open_device
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.errors import HeadraceError
     from headrace.ledger import Ledger, LedgerStatistics, WaitStatistics
     from headrace.loop import StepInfo
+    from headrace.monitor import Monitor, UseSample
     from headrace.plan import PRESETS, LoaderPlan, Plan, PlanFile, load_plan
     from headrace.prefetcher import Prefetcher, prefetch
     from headrace.results import EpochResult, EpochStatistics
@@ -38,6 +40,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BucketBatches": "buckets",
     "Buckets": "buckets",
+    "BusyWindow": "busy",
     "DeferredScalars": "deferred",
     "DeferredValues": "deferred",
     "Device": "device",
@@ -51,6 +54,7 @@ _HOMES = {
     "Ledger": "ledger",
     "LedgerStatistics": "ledger",
     "LoaderPlan": "plan",
+    "Monitor": "monitor",
     "PRESETS": "plan",
     "PadToBuckets": "buckets",
     "Plan": "plan",
@@ -62,6 +66,7 @@ _HOMES = {
     "Stream": "device",
     "StreamManager": "streams",
     "Timeline": "timeline",
+    "UseSample": "monitor",
     "WaitStatistics": "ledger",
     "available_devices": "device",
     "load_plan": "plan",
@@ -73,6 +78,7 @@ __all__ = [
     "PRESETS",
     "BucketBatches",
     "Buckets",
+    "BusyWindow",
     "DeferredScalars",
     "DeferredValues",
     "Device",
@@ -86,6 +92,7 @@ __all__ = [
     "Ledger",
     "LedgerStatistics",
     "LoaderPlan",
+    "Monitor",
     "PadToBuckets",
     "Plan",
     "PlanFile",
@@ -96,6 +103,7 @@ __all__ = [
     "Stream",
     "StreamManager",
     "Timeline",
+    "UseSample",
     "WaitStatistics",
     "__version__",
     "available_devices",

@@ -20,6 +20,8 @@ HeadraceError
 ├── RanksError                  processes that cannot train together
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
 ├── ReportError                 a result that no report can be made of (also a ValueError)
+├── BenchError                  a work or result file that is of no use (also a ValueError)
+├── TuneError                   a search for a plan that cannot be made (also a ValueError)
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that
@@ -111,6 +113,14 @@ class CheckpointError(HeadraceError):
 
 class RanksError(HeadraceError):
     """The processes of a run did not find each other, or do not agree."""
+
+
+class BenchError(HeadraceError, ValueError):
+    """A work that cannot be run, a benchmark's settings, or a result that cannot be read."""
+
+
+class TuneError(HeadraceError, ValueError):
+    """Settings, a work or a journal with which no plan can be searched for."""
 
 
 class ReportError(HeadraceError, ValueError):

@@ -8,9 +8,11 @@ from pathlib import Path
 from headrace.device import Device
 from headrace.ledger import Ledger
 from headrace.metrics import MetricsLog, NoMetrics
+from headrace.plan import Plan
 from headrace.progress import Gauges, Progress, silent_console
 from headrace.ranks import Ranks
 from headrace.rundir import RunFolder, shared_folder
+from headrace.runmonitor import RunMonitor
 from headrace.translation.score import Scores, score
 from headrace.translation.settings import TrainSettings
 from headrace.translation.trained import TrainedModel
@@ -44,6 +46,24 @@ def new_metrics(ranks: Ranks, folder: RunFolder, settings: TrainSettings) -> Met
     return MetricsLog(folder.metrics, events, goes_on=True)
 
 
+def new_monitor(
+    ranks: Ranks,
+    device: Device,
+    metrics: MetricsLog | NoMetrics,
+    folder: RunFolder,
+    settings: TrainSettings,
+    plan: Plan,
+) -> RunMonitor:
+    """What device and host do: the first rank's."""
+    return RunMonitor(
+        device,
+        metrics,
+        folder.metrics,
+        wanted=settings.monitor and ranks.is_first,
+        look_after=20 if plan.graphs == "off" else 100,
+    )
+
+
 def translate_and_score(
     model: TrainedModel, pairs: Sequence[tuple[str, str]], beam: int, ranks: Ranks
 ) -> tuple[Scores, list[str]]:
@@ -54,7 +74,7 @@ def translate_and_score(
     return score(found, [trg for _, trg in pairs], language=model.settings.trg), found
 
 
-def gauges_of(device: Device, begun_ns: int) -> Gauges:
+def gauges_of(device: Device, begun_ns: int, monitor: RunMonitor) -> Gauges:
     """For the progress line: what the ledger and the device say of this epoch so far."""
     ledger = device.ledger
     elapsed_ms = max(1e-3, (ledger.now_ns() - begun_ns) / 1e6)
@@ -64,5 +84,5 @@ def gauges_of(device: Device, begun_ns: int) -> Gauges:
         memory_bytes=device.peak_memory() or None,
         data_wait_share=min(1.0, data_ms / elapsed_ms),
         host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / elapsed_ms),
-        gpu_use_share=device.use_share(),
+        gpu_use_share=monitor.gpu_share(),
     )

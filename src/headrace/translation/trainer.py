@@ -50,6 +50,7 @@ from headrace.translation.together import (
     gauges_of,
     new_folder,
     new_metrics,
+    new_monitor,
     new_progress,
     translate_and_score,
 )
@@ -161,9 +162,12 @@ class Trainer:
                 guard.telling(lambda: self._engine.updates),
             ):
                 first_batch = self._restore()
-                while not (self._left_early or self._is_done() or self._asked_to_stop()):
-                    self._epoch(first_batch)
-                    first_batch = 0
+                with new_monitor(
+                    self._ranks, self._device, self._metrics, self.folder, self.settings, self._plan
+                ) as self._monitor:
+                    while not (self._left_early or self._is_done() or self._asked_to_stop()):
+                        self._epoch(first_batch)
+                        first_batch = 0
                 result = self._end()
         if self._ranks.is_first:
             try_report(self.folder.path)
@@ -234,10 +238,12 @@ class Trainer:
             self._watchdog.progress(f"batch {info.batch} of epoch {epoch}")
             self._count(info.come_back)
             self._progress.on_step(info)
+            self._monitor.on_step(engine.updates)
             now = time.monotonic()
             if now - noted_at > _STEP_METRICS_EVERY_S:
                 self._note_step(tokens_per_s=(self._sums.weight - noted) / (now - noted_at))
                 noted_at, noted = now, self._sums.weight
+                self._monitor.note(engine.updates)
             if self._ranks.several and not engine.is_between_updates:
                 continue
             due = self._ranks.is_first and now - saved_at > self.settings.save_every
@@ -251,6 +257,7 @@ class Trainer:
                 self._save()
                 saved_at = time.monotonic()
         self._watchdog.pause()
+        self._monitor.end_epoch(engine.updates)
         result = engine.last_result
         assert result is not None
         self._sums = before
@@ -408,5 +415,6 @@ class Trainer:
         return result
 
     def _gauges(self) -> Gauges:
-        # None: no epoch yet.
-        return Gauges() if self._begun_ns is None else gauges_of(self._device, self._begun_ns)
+        if self._begun_ns is None:  # no epoch yet
+            return Gauges()
+        return gauges_of(self._device, self._begun_ns, self._monitor)
