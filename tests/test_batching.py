@@ -13,7 +13,13 @@ from hypothesis import strategies as st
 
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
-from headrace.translation.batching import BatchPlan, EpochBatches, make_loader
+from headrace.translation.batching import (
+    BatchPlan,
+    EpochBatches,
+    PaddedBatches,
+    PlannedSampler,
+    make_loader,
+)
 from headrace.translation.prepare import Prepared, prepare
 
 LENGTHS = st.lists(st.tuples(st.integers(2, 60), st.integers(3, 60)), min_size=1, max_size=200)
@@ -31,6 +37,38 @@ CUTS = st.sampled_from(
 
 def everything(batches: EpochBatches) -> list[int]:
     return [int(index) for batch in range(len(batches)) for index in batches[batch].indices]
+
+
+class TestShares:
+    @settings(max_examples=60, deadline=None)
+    @given(lengths=LENGTHS, cut=CUTS, ranks=st.integers(1, 5), start=st.integers(0, 3))
+    def test_the_ranks_shares_make_up_each_batch(
+        self, lengths: Any, cut: Any, ranks: int, start: int
+    ) -> None:
+        """From any batch on, at the lengths that a process alone would pad to."""
+        plan = BatchPlan(np.array(lengths), seed=3, **cut)
+        whole = plan.epoch(2)
+        start = min(start, len(whole))
+        samplers = [PlannedSampler(plan, (rank, ranks)) for rank in range(ranks)]
+        for sampler in samplers:
+            sampler.set_epoch(2)
+            sampler.start_at(start)
+            assert len(sampler) == len(whole) - start
+        for at, shares in enumerate(zip(*samplers, strict=True), start):
+            indices = [int(index) for share in shares for index in share.indices]
+            assert sorted(indices) == sorted(whole[at].indices)
+            assert {share.edges for share in shares} == {whole[at].edges}
+            sizes = [len(share.indices) for share in shares]
+            assert max(sizes) - min(sizes) <= 1
+
+    def test_an_empty_share_is_a_row_of_padding(self) -> None:
+        plan = BatchPlan(np.array([[4, 5]]), sentences=3)
+        (spec,) = PlannedSampler(plan, (1, 2))
+        source, target = PaddedBatches([])[spec]  # type: ignore[arg-type]
+        assert source.shape == (1, 4)
+        assert target.shape == (1, 5)
+        assert not source.any()
+        assert not target.any()
 
 
 class TestPlan:

@@ -75,7 +75,7 @@ def test_a_bad_one_is_refused_by_name_and_the_one_before_taken(
     assert "step-00000002" in str(caught.value)
     # It does not count among those to keep, and is left to be looked at.
     save_checkpoint(tmp_path, example(3), step=3, keep=2)
-    if folders._problem(bad, every_byte=False) is not None:
+    if folders.problem_of(bad, every_byte=False) is not None:
         assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     else:  # that takes reading all of it
         assert names(tmp_path) == ["step-00000002", "step-00000003"]

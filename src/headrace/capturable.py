@@ -34,6 +34,9 @@ _NO_SETTINGS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr")
 def why_not(step: TrainingStep) -> str | None:
     """Why this step cannot be captured, as far as that can be told without running it."""
     name = type(step.optimizer).__name__
+    spread = _why_not_spread(step)
+    if spread is not None:
+        return spread
     for group in step.optimizer.param_groups:
         known = "capturable" in group or group.get("fused") or name == "SGD"
         if not known:
@@ -46,9 +49,29 @@ def why_not(step: TrainingStep) -> str | None:
             f"fp16 with {name} reads back after every step whether a gradient was infinite: make "
             "the optimizer with fused=True, or use bf16"
         )
+    if step.gate is not None and not step.scales_on_device:
+        return (
+            f"on_nonfinite with {name} reads back before every update whether to leave it out: "
+            "make the optimizer with fused=True"
+        )
     for where, hook in _hooks(step.model, step.optimizer):
         if not _is_torchs(hook):
             return f"a hook {where} would not run in a replay: {_place(hook)}"
+    return None
+
+
+def _why_not_spread(step: TrainingStep) -> str | None:
+    """PyTorch captures DDP's steps, over NCCL and after some warm-up, and no other kind's."""
+    if step.spread == "fsdp":
+        return "FSDP2 gathers and frees weights from the host as it goes: that cannot be captured"
+    if step.spread == "ddp":
+        if not step.ranks.on_device:
+            return "DDP's gradients are averaged by the hosts here, not by NCCL on the device"
+        if step.accumulate > 1:
+            return (
+                "under DDP with accumulation a group's batches differ: only the last averages "
+                "gradients"
+            )
     return None
 
 

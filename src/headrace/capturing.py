@@ -9,7 +9,7 @@ be captured is launched one by one, and why is said once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -31,6 +31,7 @@ Report = Callable[[LossParts], None]
 # Settings that change oftener than every so many batches leave a graph no use.
 _STEADY_BATCHES = 10
 _MOST_CHANGES = 3
+_DDP_WARM_UP = 11
 _SOME_ONLY = "some parameters get gradients from some batches only"
 
 
@@ -59,6 +60,8 @@ class GraphedStep:
         self._plan = plan
         self._trial = Trial() if plan.graphs == "auto" else None
         extra = TRIAL_STEPS if self._trial is not None else 0
+        # DDP arranges its buckets anew, and measures itself, in its first steps.
+        extra += _DDP_WARM_UP if step.spread == "ddp" else 0
         self._graphs: GraphCache[LossParts] = GraphCache(
             self._device, most=plan.graph_shapes, after=plan.graph_after + extra
         )
@@ -106,11 +109,20 @@ class GraphedStep:
                 if not parameter.requires_grad:
                     parameter.grad = None  # one of zeros would still be updated, by its momentum
 
-    def restored(self) -> None:
-        """The optimizer has another state, and the settings that came with it."""
+    def state_dict(self) -> dict[str, Any]:
+        """What `graphs="auto"` has decided: measured anew, it might decide otherwise."""
+        pays = None if self._trial is None else self._trial.pays
+        return {"pays": pays, "decision": self._decision}
+
+    def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
+        """Also: the optimizer has another state, and the settings that came with it."""
         self._drop_graphs()
         if self._step.rates is not None or self._why is None:
             capturable.prepare(self._step)
+        pays = None if state is None else state["pays"]
+        if self._trial is not None and pays is not None and self._why is None:
+            self._trial.pays, self._decision = pays, state["decision"] if state else None
+            self._follow_decision(self._trial)
 
     def report(self) -> GraphReport:
         return GraphReport(
@@ -147,12 +159,15 @@ class GraphedStep:
         step = self._step
         with self._timed(replay=False):
             parts = step.forward(batch)
-            report(parts)
+            if step.gate is None:
+                report(parts)
             with self._noting_reached() if step.keeps_gradients else nullcontext():
                 step.backward(parts)
-            if step.group_is_full:
+            if updated := step.group_is_full:
                 self._forget_unreached()
                 step.update()
+            if step.gate is not None:
+                report(step.gate.marked(parts, updated=updated))
 
     def _watch(self, batch: Any, report: Report) -> None:
         """The last batch before a capture: is there anything that a graph could not repeat?"""
@@ -167,15 +182,20 @@ class GraphedStep:
             step.begin()
             if step.rates is not None:
                 step.rates.write()
-            report(captured.replay(batches.flatten(batch)))
+            parts = captured.replay(batches.flatten(batch))
+            if step.gate is None:
+                report(parts)
             step.gathered()
+            updated = step.group_is_full
             if step.accumulate == 1:
                 step.applied()
             else:
                 self._reached |= self._reached_by[self._key]
-                if step.group_is_full:
+                if updated:
                     self._forget_unreached()
                     self._update()
+            if step.gate is not None:
+                report(step.gate.marked(parts, updated=updated))
         if self._trial is not None and self._trial.is_over():
             self._decide(self._trial)
 
@@ -366,6 +386,9 @@ class GraphedStep:
     def _decide(self, trial: Trial) -> None:
         self._decision = trial.decide()
         log.info("plan %s: %s", self._plan.name, self._decision)
+        self._follow_decision(trial)
+
+    def _follow_decision(self, trial: Trial) -> None:
         if not trial.pays:
             self._why = self._decision
             self._drop_graphs()

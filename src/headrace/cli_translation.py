@@ -15,6 +15,7 @@ import typer
 
 from headrace.errors import TranslationError
 from headrace.records import read_yaml
+from headrace.rundir import RunFolder
 from headrace.translation.settings import SECTIONS, TrainSettings
 
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and the result alone.")]
@@ -61,6 +62,7 @@ def train(
     Without DATA, on the built-in corpus. What is not given is as `--config` says, else as usual.
     Ctrl-C saves and says how to go on; `--resume RUN` needs no other option.
     """
+    from headrace.launch import launched
     from headrace.translation import Trainer
 
     given = {key: value for key, value in given.items() if value is not None}
@@ -75,14 +77,22 @@ def train(
                 f"--resume {resume} goes on as its config.yaml says: leave out {told}, or edit "
                 "that file"
             )
-        trainer = Trainer.resume(resume, cache=cache, quiet=quiet)
+        settings = TrainSettings.read(RunFolder.open(resume).config)
     else:
         stored = dict(read_yaml(config, TranslationError)) if config is not None else {}
         settings = TrainSettings.from_dict(stored | given, where=str(config or "settings"))
-        trainer = Trainer.create(settings, project=project, name=name, cache=cache, quiet=quiet)
-    result = trainer.run()
+    with launched(settings.rank_timeout) as ranks:
+        how: dict[str, Any] = {"cache": cache, "quiet": quiet, "ranks": ranks}
+        if resume is not None:
+            trainer = Trainer.resume(resume, **how)
+        else:
+            trainer = Trainer.create(settings, project=project, name=name, **how)
+        result = trainer.run()
     if result.stopped is not None:
-        raise typer.Exit(130 if result.stopped == "SIGINT" else 143)
+        asked = 0 if trainer.settings.stop_code == "zero" else 143
+        raise typer.Exit(130 if result.stopped == "SIGINT" else asked)
+    if not ranks.is_first:
+        return
     assert result.scores is not None
     for source, reference, found in [] if quiet else result.examples:
         typer.echo(f"\n  {source}\n= {reference}\n> {found}")

@@ -11,13 +11,15 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from headrace.device import Device, PinnedBuffer, Stream
 from headrace.errors import DeferredError
+from headrace.ranks import SINGLE, Ranks, Sum
 
 Scalar = torch.Tensor | float | int
 _MOST_BLOCKS = 4
@@ -51,14 +53,24 @@ class DeferredScalars:
 
     Python numbers among the values cost the device nothing. Device and pinned memory are bounded:
     four blocks of `every` steps each; when all are under way, `push` waits for the oldest
-    (`deferred_full` in the ledger). Keys may change from step to step.
+    (`deferred_full` in the ledger). Keys may change from step to step. With several `ranks` each
+    block is summed over them on its way, all of its values at once: then `push`, `flush` and
+    `drain` are called at the same steps on all of them.
     """
 
-    def __init__(self, device: Device, every: int = 10, *, stream: Stream | None = None) -> None:
+    def __init__(
+        self,
+        device: Device,
+        every: int = 10,
+        *,
+        stream: Stream | None = None,
+        ranks: Ranks = SINGLE,
+    ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise DeferredError(f"every = {every!r}: expected a whole number, 1 or more")
         self._device = device
         self._every = every
+        self._ranks = ranks
         self._stream = stream if stream is not None else device.stream("losses")
         self._filling: _Block | None = None
         self._under_way: deque[_Block] = deque()
@@ -91,7 +103,7 @@ class DeferredScalars:
         """Send what was pushed so far on its way, without waiting for a full block."""
         block, self._filling = self._filling, None
         if block is not None:
-            block.send(self._stream)
+            block.send(self._stream, self._ranks)
             self._under_way.append(block)
 
     def ready(self) -> list[DeferredValues]:
@@ -117,6 +129,22 @@ class DeferredScalars:
         """Steps that were pushed and not yet handed out."""
         blocks = [*self._under_way, *([self._filling] if self._filling else [])]
         return len(self._come_back) + sum(len(block.entries) for block in blocks)
+
+    def abandon(self) -> None:
+        """Forget what was not sent yet: another rank will not take part in its sum any more."""
+        if self._filling is not None:
+            self._idle.append(self._filling)
+            self._filling = None
+
+    def state(self) -> list[dict[str, Any]]:
+        """What was pushed and not yet handed out, as plain values and the device's own tensors:
+        nothing is waited for. `restored` makes values of it again."""
+        handed_over = [
+            {"steps": [entry.step], "numbers": [entry.values], "names": [], "rows": None}
+            for entry in self._come_back
+        ]
+        blocks = [*self._under_way, *([self._filling] if self._filling else [])]
+        return handed_over + [block.state() for block in blocks]
 
     def close(self) -> None:
         """Give the pinned memory back. What was not drained is lost, so drain first."""
@@ -144,6 +172,20 @@ class DeferredScalars:
             block.release()
         self._idle.clear()
         return _Block(self._device, self._every, layout)
+
+
+def restored(state: Iterable[Mapping[str, Any]], device: Device) -> list[DeferredValues]:
+    """The values of a stored `DeferredScalars.state`, whose tensors are on the host by now."""
+    entries = []
+    for block in state:
+        rows: list[list[float]] = [[]] * len(block["steps"])
+        if block["rows"] is not None:
+            with device.ledger.waiting("restore"):
+                rows = device.read_host(block["rows"].to("cpu"))
+        for step, numbers, row in zip(block["steps"], block["numbers"], rows, strict=True):
+            named = dict(zip(block["names"], row, strict=True))
+            entries.append(DeferredValues(step, dict(numbers) | named))
+    return entries
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +227,7 @@ class _Block:
         self._on_host: torch.Tensor | None = None
         self._buffer: PinnedBuffer | None = None
         self._filled, self._arrived = device.event(), device.event()
+        self._sum: Sum | None = None
         self._rows: list[torch.Tensor] = []
         if layout.names:
             shape = (every, len(layout.names))
@@ -206,21 +249,41 @@ class _Block:
                 torch.stack([value.to(row.dtype).reshape(()) for value in tensors], out=row)
         self.entries.append((step, numbers))
 
-    def send(self, stream: Stream) -> None:
-        if self._on_device is None or self._on_host is None:
+    def send(self, stream: Stream, ranks: Ranks) -> None:
+        if self._on_device is None:
             return
         self._filled.record()
         stream.wait_event(self._filled)
-        rows = len(self.entries)
         with self._device.use(stream):
-            self._device.copy(self._on_host[:rows], self._on_device[:rows])
-            self._arrived.record()
+            if ranks.several:
+                self._sum = ranks.sum(self._on_device[: len(self.entries)])
+            if self._sum is None or self._sum.on_stream:
+                self._copy("ranks")
+
+    def _copy(self, reason: str) -> None:
+        """To the host, in order after the sum over ranks, if there is one."""
+        assert self._on_device is not None
+        assert self._on_host is not None
+        if self._sum is not None:
+            self._sum.wait(self._device.ledger, reason)
+            self._sum = None
+        rows = len(self.entries)
+        self._device.copy(self._on_host[:rows], self._on_device[:rows])
+        self._arrived.record()
 
     def has_arrived(self) -> bool:
-        return self._on_device is None or self._arrived.query()
+        if self._on_device is None:
+            return True
+        if self._sum is not None:  # the hosts do it
+            if not self._sum.done():
+                return False
+            self._copy("ranks")
+        return self._arrived.query()
 
     def wait(self, reason: str) -> None:
         if self._on_device is not None:
+            if self._sum is not None:
+                self._copy(reason)
             self._device.wait(self._arrived, reason)
 
     def read(self) -> list[DeferredValues]:
@@ -234,6 +297,15 @@ class _Block:
         ]
         self.entries = []
         return come_back
+
+    def state(self) -> dict[str, Any]:
+        count = len(self.entries)
+        return {
+            "steps": [step for step, _ in self.entries],
+            "numbers": [numbers for _, numbers in self.entries],
+            "names": list(self.layout.names),
+            "rows": None if self._on_device is None else self._on_device[:count],
+        }
 
     def release(self) -> None:
         """Let go of the memory, in order after the copy that may still read it."""

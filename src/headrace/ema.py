@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from headrace.errors import StepError
+from headrace.wrapped import is_sharded, local, reshard, shard_like
 
 
 class Ema:
@@ -15,7 +16,8 @@ class Ema:
     average ← average + (1 − decay) × (weight − average).
 
     PyTorch's own `AveragedModel` reads a counter back from the device at each update; this does
-    not. Buffers (running means and such) are taken as they are when the averages are used.
+    not. Buffers (running means and such) are taken as they are when the averages are used. Of a
+    sharded model each rank averages its shards.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -23,13 +25,21 @@ class Ema:
             raise StepError(f"ema_decay = {decay!r}: expected a number from 0 to below 1")
         self.decay = decay
         self._model = model
-        self._weights: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+        self.weights: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
+        self._weights = [local(weight) for weight in self.weights]
         self.averages = [weight.detach().clone() for weight in self._weights]
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the weights. To be called after each optimizer step."""
         torch._foreach_lerp_(self.averages, self._weights, 1 - self.decay)
+
+    def state(self) -> list[torch.Tensor]:
+        """The averages, sharded as the weights are."""
+        return [
+            shard_like(weight, average) if is_sharded(weight) else average
+            for weight, average in zip(self.weights, self.averages, strict=True)
+        ]
 
     @contextmanager
     def applied(self) -> Iterator[torch.nn.Module]:
@@ -43,4 +53,5 @@ class Ema:
 
     @torch.no_grad()
     def _set(self, values: list[torch.Tensor]) -> None:
+        reshard(self._model)
         torch._foreach_copy_(self._weights, values)

@@ -20,10 +20,15 @@ from headrace.deferred import DeferredValues, Scalar
 from headrace.device import Device, open_device
 from headrace.ema import Ema
 from headrace.errors import StepError
+from headrace.halving import HalvingStep, require_halvable
 from headrace.loop import Loop, StepInfo
+from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.plan import Plan
+from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult
+from headrace.resuming import Place, tell_epoch
 from headrace.step import LossFunction, LossParts, TrainingStep
+from headrace.wrapped import reshard, where
 
 _NOT_ANNOTATED = nullcontext()
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
@@ -41,6 +46,14 @@ class Engine:
     metrics. `device` is where the model lies, unless given. `scheduler` is stepped after each
     update, or each epoch with `scheduler_every="epoch"`. `precision` overrides the plan's.
     `on_step` and `on_epoch` are called with a `StepInfo` and an `EpochResult`.
+
+    The model may be DDP's or FSDP2's (`fully_shard`): then each rank's engine is given that rank's
+    batches, and losses and metrics are those of all ranks together (docs/scaling.md).
+
+    What happens to runs: `on_nonfinite` is "report", "stop", "skip" or "tolerate:N" (see
+    `nonfinite.py`); `on_oom="halve"` trains in halves on a batch that does not fit;
+    `loader_timeout` is in seconds, 0 for ever; `on_error` is called with the exception that ends
+    a loop, while the state is still that after the last batch trained on.
     """
 
     def __init__(
@@ -59,13 +72,20 @@ class Engine:
         ema_decay: float | None = None,
         deterministic: bool = False,
         nvtx: bool = False,
+        on_nonfinite: str = "report",
+        on_oom: Literal["raise", "halve"] = "raise",
+        loader_timeout: float = 0,
         on_step: Callable[[StepInfo], object] | None = None,
         on_epoch: Callable[[EpochResult], object] | None = None,
+        on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
-        self._set_up(plan, device or _where(model), precision, deterministic, nvtx)
+        self._set_up(plan, device or where(model), precision, deterministic, nvtx)
         self.model = model
         self.ema = None if ema_decay is None else Ema(model, ema_decay)
         self.on_step, self.on_epoch = on_step, on_epoch
+        self._on_error, self._loader_timeout = on_error, loader_timeout
+        policy = NonFinitePolicy.of(on_nonfinite)
+        self._non_finite = NonFiniteWatch(policy, self.device)
         self._step: TrainingStep | None = TrainingStep(
             self.device,
             model,
@@ -77,7 +97,13 @@ class Engine:
             scheduler=scheduler,
             scheduler_every=scheduler_every,
             ema=self.ema,
+            non_finite=policy,
         )
+        if on_oom not in ("raise", "halve"):
+            raise StepError(f"on_oom = {on_oom!r}: expected 'raise' or 'halve'")
+        self._halving: HalvingStep | None = None
+        if on_oom == "halve":
+            self._halving = HalvingStep(self._step)
         self._loss = loss
         self._follow_plan()
 
@@ -116,13 +142,18 @@ class Engine:
         self._nvtx = nvtx
         self._graphed: GraphedStep | None = None
         self._running: Loop | None = None
-        self._random_states: dict[str, Any] | None = None
+        self._place = Place(self.device)
         self._cache: BatchCache | None = None
+        self._halving = self._on_error = None
+        self._non_finite = NonFiniteWatch(NonFinitePolicy("report"), self.device)
+        self._loader_timeout = 0.0
 
     def _follow_plan(self) -> None:
         """Set up what the plan asks for, or say why it is not there."""
         plan, step = self.plan, self._step
         self._cache = BatchCache(plan.cache_batches) if plan.cache_batches else None
+        if self._halving is not None:
+            require_halvable(step, plan)
         if step is not None:
             step.set_precision(plan.precision)
             compiled = plan.compile and self.device.compiles
@@ -143,13 +174,14 @@ class Engine:
     # --- what is called --------------------------------------------------------------------------
 
     def epoch(
-        self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int = 0
+        self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
     ) -> EpochResult:
         """Train on every batch of the loader (or for `max_steps` updates), to the last loss.
 
-        `first_batch` is the number of the loader's first batch: after a restart, those of the
-        epoch that were trained on before and that it leaves out. If the loader or the loss raises,
-        what was trained on before is in `last_result`.
+        After `load_state_dict` the first call goes on in the midst of an epoch: the loader is
+        brought to the batch after the last that was trained on (`resuming.py` says how), unless
+        `first_batch` says that it begins there. If the loader or the loss raises, what was
+        trained on before is in `last_result`.
         """
         run = self._training_run(loader, max_steps, first_batch)
         with self._reported(run), closing(run.run()) as steps:
@@ -158,13 +190,13 @@ class Engine:
         return self._finish()
 
     def steps(
-        self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int = 0
+        self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
     ) -> Generator[StepInfo, None, None]:
         """The same as `epoch`, but the loop is the caller's: a `StepInfo` after each batch.
 
         At each yield the caller's stream is ordered after the engine's. The result is in
         `last_result` once the loop has ended, or has been left: a batch that was trained on is
-        never lost.
+        never lost. With several ranks call `leave` on all of them before the loop is left.
         """
         run = self._training_run(loader, max_steps, first_batch)
         try:
@@ -180,35 +212,39 @@ class Engine:
             raise
         self._finish()
 
+    def leave(self) -> None:
+        """Between two `steps()`, on all ranks: finish what was begun, so that the loop may be left.
+        A process alone may just leave it."""
+        if self._running is not None:
+            self._running.leave()
+
     def settle(self, reason: str = "settle") -> tuple[DeferredValues, ...]:
         """Between two `steps()`: wait for all values so far, and return those that came back."""
         return () if self._running is None else self._running.settle(reason)
 
     def state_dict(self) -> dict[str, Any]:
         """All that is needed to go on as if nothing had happened: model, optimizer, scheduler,
-        scaler, averages, gradients of an open group, random states, and the number of batches of
-        this epoch that were trained on. To be taken between two `steps()`, or outside a loop.
+        scaler, averages, gradients of an open group, random states, what `graphs="auto"` decided,
+        the ledger, values not yet reported, and the place in the epoch: the number of batches that
+        were trained on, and the loader's own state after them, if it keeps one. To be taken
+        between two `steps()`, or outside a loop.
 
         Tensors are the live ones: copy them before going on.
         """
         if self._step is None:
             raise StepError("an engine made from a step keeps no state: the step's is your own")
-        batch = 0 if self._running is None else self._running.trained
-        return engine_state.state_of(self._step, self.ema, epoch=self.epochs, batch=batch)
+        position = self._place.position(self.epochs, self._running)
+        return engine_state.state_of(self._step, self.ema, self._graphed, position)
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Go back to a stored state. Returns how many batches of epoch `epochs` it had trained on:
-        give the loader's rest to `epoch(rest, first_batch=…)`."""
+        """Go back to a stored state. Returns how many batches of epoch `epochs` it had trained on;
+        the next `epoch(loader)` goes on after them."""
         if self._step is None:
             raise StepError("an engine made from a step keeps no state: the step's is your own")
-        engine_state.restore(state, self._step, self.ema)
-        if self._graphed is not None:
-            self._graphed.restored()
+        state = engine_state.upgraded(state)
+        engine_state.restore(state, self._step, self.ema, self._graphed)
         self.epochs = state["epoch"]
-        # Set once the loader has begun, which may draw from the generators too.
-        self._random_states = state["random"]
-        batch: int = state["batch"]
-        return batch
+        return self._place.restore(engine_state.own_part(state, self.ranks))
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> EpochResult:
@@ -224,6 +260,7 @@ class Engine:
                     pass
         finally:
             self.model.train(training)
+            reshard(self.model)
         return run.result()
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
@@ -245,6 +282,16 @@ class Engine:
         return 0 if self._step is None else self._step.updates
 
     @property
+    def ranks(self) -> Ranks:
+        """The processes that the model is spread over; those of a plain model are one."""
+        return SINGLE if self._step is None else self._step.ranks
+
+    @property
+    def is_between_updates(self) -> bool:
+        """Whether no accumulation group is open: with several ranks, when a state may be taken."""
+        return self._step is None or not self._step.group_is_open
+
+    @property
     def graphs(self) -> GraphReport | None:
         """What became of the plan's graphs; None if it has none, or the device cannot."""
         return None if self._graphed is None else self._graphed.report()
@@ -262,27 +309,35 @@ class Engine:
     def _train_batch(self, run: Loop, index: int, batch: Any) -> None:
         step, lanes = self._step, run.lanes
         assert step is not None
-        if self._random_states is not None:
-            engine_state.set_random_states(self.device, self._random_states)
-            self._random_states = None
-        if self._graphed is not None:
+        self._place.before_batch()
+        if self._graphed is not None and not run.is_stand_in(index):
             with lanes.on(lanes.forward), self._annotated("step"):
                 run.replays += self._graphed.train(batch, partial(run.report, index))
             return
+        if self._halving is not None:
+            self._halving.train(batch, lanes, partial(run.report, index), self._annotated)
+            return
         with lanes.on(lanes.forward), self._annotated("forward"):
             parts = step.forward(batch)
-            run.report(index, parts)
+            if run.is_stand_in(index):
+                parts = parts.without_weight()
+            if step.gate is None:
+                run.report(index, parts)
         lanes.forward_to_backward()
         with lanes.on(lanes.backward), self._annotated("backward"):
             step.backward(parts)
-            if step.group_is_full:
+            if updated := step.group_is_full:
                 step.update()
         lanes.backward_to_forward()
+        if step.gate is not None:
+            with lanes.on(lanes.forward):
+                run.report(index, step.gate.marked(parts, updated=updated))
 
     def _evaluate_batch(self, run: Loop, index: int, batch: Any) -> None:
         assert self._step is not None
         with run.lanes.on(run.lanes.forward), self._annotated("evaluate"):
-            run.report(index, self._step.forward(batch))
+            parts = self._step.forward(batch)
+            run.report(index, parts.without_weight() if run.is_stand_in(index) else parts)
 
     def _custom_batch(self, run: Loop, index: int, batch: Any) -> None:
         assert self._custom is not None
@@ -293,23 +348,27 @@ class Engine:
 
     # --- around the loop -------------------------------------------------------------------------
 
-    def _training_run(self, loader: Iterable[Any], max_steps: int | None, first: int) -> Loop:
-        _tell_epoch(loader, self.epochs)
+    def _training_run(
+        self, loader: Iterable[Any], max_steps: int | None, first: int | None
+    ) -> Loop:
+        tell_epoch(loader, self.epochs)
+        loader, first_batch, pending = self._place.begin(loader, first)
+        options: dict[str, Any] = {
+            "first": first_batch,
+            "pending": pending,
+            "on_step": self.on_step,
+            "on_error": self._on_error,
+            "non_finite": self._non_finite,
+            "loader_timeout": self._loader_timeout,
+        }
         if self._step is None:
             return self._loop(
-                loader,
-                self._custom_batch,
-                most=max_steps,
-                needs_tensors=False,
-                first=first,
-                on_step=self.on_step,
+                loader, self._custom_batch, most=max_steps, needs_tensors=False, **options
             )
         if self._graphed is not None:
             self._graphed.begin_epoch()
         most = None if max_steps is None else max_steps * self._step.accumulate
-        return self._loop(
-            loader, self._train_batch, most=most, first=first, step=self._step, on_step=self.on_step
-        )
+        return self._loop(loader, self._train_batch, most=most, step=self._step, **options)
 
     def _loop(
         self, loader: Iterable[Any], run_batch: Callable[[Loop, int, Any], None], **options: Any
@@ -322,6 +381,7 @@ class Engine:
             epoch=self.epochs,
             cache=self._cache,
             deterministic=self._deterministic,
+            ranks=self.ranks,
             **options,
         )
 
@@ -331,6 +391,8 @@ class Engine:
         self._running = run
         try:
             yield
+        except torch.OutOfMemoryError as problem:
+            raise run.out_of_memory(problem, self.graphs) from problem
         finally:
             self._running = None
             if run.ended:
@@ -354,18 +416,3 @@ class Engine:
 
     def _annotated(self, name: str) -> AbstractContextManager[object]:
         return self.device.annotate(name) if self._nvtx else _NOT_ANNOTATED
-
-
-def _where(model: torch.nn.Module) -> Device | torch.device:
-    if not isinstance(model, torch.nn.Module):
-        raise StepError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
-    for parameter in model.parameters():
-        return parameter.device
-    return torch.device("cpu")
-
-
-def _tell_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Samplers that shuffle by epoch must be told which one it is."""
-    for owner in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
-        if callable(getattr(owner, "set_epoch", None)):
-            owner.set_epoch(epoch)  # type: ignore[union-attr]

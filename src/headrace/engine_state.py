@@ -2,56 +2,137 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy
 import torch
 
+from headrace.capturing import GraphedStep
+from headrace.checkpoint import PerRank, StoredTensor
 from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
+from headrace.ranks import Ranks
 from headrace.step import TrainingStep
+from headrace.wrapped import bare, is_sharded, local, place, shard_like
 
-FORMAT = 1
+FORMAT = 2
+# What PyTorch and Python raise for the state of another model, or of no engine at all.
+_DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
-def state_of(step: TrainingStep, ema: Ema | None, *, epoch: int, batch: int) -> dict[str, Any]:
+def state_of(
+    step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None, position: Position
+) -> dict[str, Any]:
     """The state between two batches. Tensors are the live ones: copy them before going on."""
     scheduler, scaler = step.scheduler, step.scaler
+
+    def own(value: Any) -> Any:
+        return PerRank(own=value) if step.ranks.several else value
+
+    if step.ranks.several and position.deferred:
+        raise StepError(
+            "values of earlier batches are not summed over ranks yet: expected engine.settle() on "
+            "all ranks before a state is taken"
+        )
     return {
         "format": FORMAT,
-        "epoch": epoch,
-        "batch": batch,
-        "model": dict(step.model.state_dict()),
+        "epoch": position.epoch,
+        "batch": position.batch,
+        "loader": position.loader,
+        "deferred": position.deferred,
+        "random_at_start": own(position.random_at_start),
+        "graphs": None if graphs is None else graphs.state_dict(),
+        "ledger": step.device.ledger.state_dict(),
+        "model": dict(bare(step.model).state_dict()),
         "optimizer": step.optimizer.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
         "scaler": None if scaler is None else scaler.state_dict(),
-        "ema": None if ema is None else list(ema.averages),
+        "ema": None if ema is None else ema.state(),
         "step": step.state_dict(),
-        "random": random_states(step.device),
+        "random": own(position.random),
     }
 
 
-def restore(state: dict[str, Any], step: TrainingStep, ema: Ema | None) -> None:
-    """Bring a step to `state`, all but the random generators."""
-    if not isinstance(state, dict) or state.get("format") != FORMAT:
-        found = state.get("format") if isinstance(state, dict) else type(state).__name__
-        raise StepError(f"this is no engine's state of format {FORMAT}: found {found!r}")
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in its epochs an engine stands: batches *trained on*, the loader's own state after
+    the last of them, values not yet reported, random states now and when the epoch began."""
+
+    epoch: int
+    random: dict[str, Any]
+    batch: int = 0
+    loader: Any = None
+    deferred: list[dict[str, Any]] = field(default_factory=list)
+    random_at_start: dict[str, Any] | None = None
+
+
+def upgraded(state: object) -> dict[str, Any]:
+    """A stored state as the present format has it."""
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if not isinstance(state, dict) or type(found) is not int or found not in (1, FORMAT):
+        raise StepError(f"this is no engine's state of format 1 or {FORMAT}: found {found!r}")
+    if not isinstance(state.get("step"), dict):
+        raise StepError("this is no engine's state: it has no 'step'")
+    if found == 1:
+        state = {
+            **state,
+            "format": FORMAT,
+            "loader": None,
+            "deferred": [],
+            "random_at_start": None,
+            "graphs": None,
+            "ledger": None,
+            "step": {**state["step"], "gate": None},
+        }
+    return state
+
+
+def restore(
+    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+) -> None:
+    """Bring a step to `state`, all but the random generators. After an error it is of no use."""
+    try:
+        _restore(state, step, ema, graphs)
+    except _DOES_NOT_FIT as problem:
+        what = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise StepError(f"the stored state does not fit this engine: {what}") from problem
+
+
+def _restore(
+    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+) -> None:
     for name, part in (("scheduler", step.scheduler), ("scaler", step.scaler), ("ema", ema)):
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
             raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
-    step.model.load_state_dict(state["model"])
+    model = bare(step.model)
+    own = model.state_dict()
+    model.load_state_dict(
+        {name: _placed(value, own.get(name)) for name, value in state["model"].items()}
+    )
     step.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], step.optimizer))
     if step.scheduler is not None:
         step.scheduler.load_state_dict(state["scheduler"])
     if step.scaler is not None:
         step.scaler.load_state_dict(state["scaler"])
     if ema is not None:
-        for average, stored in zip(ema.averages, state["ema"], strict=True):
-            average.copy_(stored)
+        for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
+            average.copy_(local(_placed(stored, weight)))
     step.load_state_dict(state["step"])
+    if graphs is not None:
+        graphs.load_state_dict(state["graphs"])
+    if state["ledger"] is not None:
+        step.device.ledger.load_state_dict(state["ledger"])
+    for name in ("epoch", "batch"):
+        if type(state[name]) is not int or state[name] < 0:
+            raise ValueError(f"{name} = {state[name]!r}: expected a whole number")
+    missing = {"loader", "deferred", "random", "random_at_start"} - state.keys()
+    if missing:
+        raise KeyError(f"it has no {', '.join(sorted(missing))}")
 
 
 def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
@@ -60,7 +141,43 @@ def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer)
     for group, own in zip(groups, optimizer.param_groups, strict=False):
         if "capturable" in own:
             group["capturable"] = own["capturable"]
-    return {**state, "param_groups": groups}
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    by_parameter = {
+        number: _of_parameter(values, parameters[number])
+        if isinstance(number, int) and number < len(parameters)
+        else values
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": by_parameter, "param_groups": groups}
+
+
+def _of_parameter(values: Any, parameter: torch.Tensor) -> Any:
+    """An optimizer's state of one parameter, sharded as that one is, if at all."""
+    if not isinstance(values, dict):
+        return values
+    return {
+        name: _placed(value, parameter if _shape(value) == tuple(parameter.shape) else None)
+        for name, value in values.items()
+    }
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor | StoredTensor) else None
+
+
+def _placed(stored: Any, target: torch.Tensor | None) -> Any:
+    """A stored tensor as `target` is: whole, or this rank's part of it."""
+    if target is None or not is_sharded(target) or _shape(stored) != tuple(target.shape):
+        return stored.whole() if isinstance(stored, StoredTensor) else stored
+    if is_sharded(stored):
+        return stored
+    offset, shape = place(target)
+    if isinstance(stored, StoredTensor):
+        part = stored.part(offset, shape)
+    else:
+        ends = (begin + size for begin, size in zip(offset, shape, strict=True))
+        part = stored[tuple(map(slice, offset, ends))]
+    return shard_like(target, part.to(target.device))
 
 
 def random_states(device: Device) -> dict[str, Any]:
@@ -75,7 +192,38 @@ def random_states(device: Device) -> dict[str, Any]:
     }
 
 
+def own_part(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """A state with this rank's own values in it, of those that each has one of."""
+    names = ("random", "random_at_start")
+    return {**state, **{name: _own_random(state[name], ranks) for name in names}}
+
+
+def _own_random(stored: Any, ranks: Ranks) -> dict[str, Any] | None:
+    """What this rank is to draw from: what it drew from before or, on another number of ranks, a
+    seed that follows from the stored state and the rank."""
+    if isinstance(stored, PerRank):
+        states = list(stored.all)
+        if not states:  # was never written: a state that was taken a moment ago
+            return stored.own  # type: ignore[no-any-return]
+    else:
+        states = [stored]
+    if len(states) == ranks.size or states[0] is None:
+        own: dict[str, Any] | None = states[min(ranks.rank, len(states) - 1)]
+        return own
+    if "seed" in states[0]:
+        host = str(states[0]["seed"]).encode()
+    else:
+        host = states[0]["host"].numpy().tobytes()
+    text = host + f"rank {ranks.rank} of {ranks.size}".encode()
+    return {"seed": int.from_bytes(hashlib.sha256(text).digest()[:4], "little")}
+
+
 def set_random_states(device: Device, states: dict[str, Any]) -> None:
+    if "seed" in states:
+        torch.manual_seed(states["seed"])
+        random.seed(states["seed"])
+        numpy.random.seed(states["seed"])
+        return
     host = torch.device("cpu")
     torch.set_rng_state(states["host"].to(host))
     device.set_random_state(states["device"].to(host))

@@ -7,13 +7,17 @@ HeadraceError
 │   ├── EventNotRecordedError   an event was waited for before anything recorded it
 │   ├── StreamIndexError        no stream of that index or role (also an IndexError)
 │   ├── CaptureError            work that could not be captured as a graph
+│   ├── OutOfMemoryError        a step that does not fit on the device (also a RuntimeError)
 │   └── ClosedError             used after close
 ├── PlanError                   a plan or plan file that cannot be run (also a ValueError)
 ├── DeferredError               a value that cannot be deferred (also a ValueError)
 ├── StepError                   a loss, batch, optimizer or scheduler that no step can be made of
+│   └── NonFiniteError          a loss or gradient was NaN or infinite, and that was to be the end
+├── LoaderError                 the loader hangs, or one of its processes died
 ├── CorpusError                 text or prepared data that is of no use (also a ValueError)
 ├── TranslationError            no model, search or score can be made of it (also a ValueError)
 ├── RunError                    a run folder, or a file in it, cannot be used
+├── RanksError                  processes that cannot train together
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
 ├── BenchError                  a work or result file that is of no use (also a ValueError)
 ├── TuneError                   a search for a plan that cannot be made (also a ValueError)
@@ -59,6 +63,10 @@ class CaptureError(DeviceError):
     included, but graphs captured earlier must not be replayed any more."""
 
 
+class OutOfMemoryError(DeviceError, RuntimeError):
+    """A step found no memory on the device. The message says what holds it, and what to change."""
+
+
 class ClosedError(DeviceError):
     """An object was used after its `close()`."""
 
@@ -75,6 +83,18 @@ class StepError(HeadraceError):
     """The loss, batch, optimizer or scheduler given to an engine does not make a training step."""
 
 
+class NonFiniteError(StepError):
+    """A batch's loss, or the gradients of an update, were NaN or infinite."""
+
+    def __init__(self, message: str, *, epoch: int, batch: int) -> None:
+        super().__init__(message)
+        self.epoch, self.batch = epoch, batch
+
+
+class LoaderError(HeadraceError):
+    """The loader has given no batch for too long, or one of its processes has died."""
+
+
 class CorpusError(HeadraceError, ValueError):
     """Parallel text, a vocabulary or a prepared folder that cannot be read or trained on."""
 
@@ -89,6 +109,10 @@ class RunError(HeadraceError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint, or file of weights, cannot be made of a state, written, or read back."""
+
+
+class RanksError(HeadraceError):
+    """The processes of a run did not find each other, or do not agree."""
 
 
 class BenchError(HeadraceError, ValueError):

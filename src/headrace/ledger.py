@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass
+from typing import Any
 
 from headrace.tables import text_table
 
@@ -20,6 +21,7 @@ _NS_PER_MS = 1_000_000
 # Durations are kept in buckets, each 2^(1/32) wider than the last, so memory stays the same
 # however long a run is. A percentile is then off by at most 1.1 %.
 _BUCKETS_PER_OCTAVE = 32
+_COUNTED = ("count", "blocked", "total_ns", "max_ns")
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,15 @@ class WaitStatistics:
     p50_ms: float
     p99_ms: float
     max_ms: float
+
+
+@dataclass(frozen=True, slots=True)
+class WaitUnderWay:
+    """A thread that stands still now: why, and for how long. Milliseconds."""
+
+    thread: str
+    reason: str
+    elapsed_ms: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +121,7 @@ class Ledger:
         self._waiting_threads = 0
         self._wall_since_ns = 0
         self._thread = threading.local()
+        self._under_way: dict[int, tuple[str, int]] = {}
 
     def now_ns(self) -> int:
         """The time by which waits are measured: the fake device's is its virtual clock."""
@@ -150,6 +162,30 @@ class Ledger:
             self._close_wall()
             return self._epoch.statistics()
 
+    def under_way(self) -> tuple[WaitUnderWay, ...]:
+        """What threads wait for at this moment: the innermost reason of each."""
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        now_ns = self._clock_ns()
+        return tuple(
+            WaitUnderWay(names.get(ident, f"thread {ident}"), reason, (now_ns - since) / _NS_PER_MS)
+            for ident, (reason, since) in list(self._under_way.items())
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """All waits since the ledger was made, as plain values."""
+        with self._lock:
+            self._close_wall()
+            everything = _Tallies()
+            everything.add(self._before)
+            everything.add(self._epoch)
+            return everything.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on counting from a stored state; what was counted here before is forgotten."""
+        with self._lock:
+            self._close_wall()
+            self._before, self._epoch = _Tallies.of_state(state), _Tallies()
+
     def _enter(self) -> int:
         """Note that this thread waits. Returns the outer wait's nested time so far."""
         outer_ns: int = getattr(self._thread, "nested_ns", -1)
@@ -183,7 +219,7 @@ class Ledger:
 class _Waiting:
     """The block of `Ledger.waiting`: a class, since it stands in every step of every loop."""
 
-    __slots__ = ("_ledger", "_outer_ns", "_reason", "_start_ns")
+    __slots__ = ("_around", "_ledger", "_outer_ns", "_reason", "_start_ns")
 
     def __init__(self, ledger: Ledger, reason: str) -> None:
         self._ledger = ledger
@@ -192,8 +228,15 @@ class _Waiting:
     def __enter__(self) -> None:
         self._outer_ns = self._ledger._enter()
         self._start_ns = self._ledger.now_ns()
+        under_way, ident = self._ledger._under_way, threading.get_ident()
+        self._around = under_way.get(ident)
+        under_way[ident] = (self._reason, self._start_ns)
 
     def __exit__(self, *exception: object) -> None:
+        if self._around is None:
+            self._ledger._under_way.pop(threading.get_ident(), None)
+        else:
+            self._ledger._under_way[threading.get_ident()] = self._around
         elapsed_ns = self._ledger.now_ns() - self._start_ns
         self._ledger._leave(self._reason, elapsed_ns, self._outer_ns)
         if self._ledger.on_wait is not None:
@@ -270,6 +313,27 @@ class _Tallies:
         self.wall_ns += other.wall_ns
         for reason, tally in other.by_reason.items():
             self.of(reason).add(tally)
+
+    def state_dict(self) -> dict[str, Any]:
+        reasons = {
+            reason: {
+                **{name: getattr(tally, name) for name in _COUNTED},
+                "buckets": dict(tally.buckets),
+            }
+            for reason, tally in self.by_reason.items()
+        }
+        return {"wall_ns": self.wall_ns, "reasons": reasons}
+
+    @classmethod
+    def of_state(cls, state: dict[str, Any]) -> _Tallies:
+        tallies = cls()
+        tallies.wall_ns = state["wall_ns"]
+        for reason, counted in state["reasons"].items():
+            tally = tallies.of(reason)
+            for name in _COUNTED:
+                setattr(tally, name, counted[name])
+            tally.buckets = dict(counted["buckets"])
+        return tallies
 
     def statistics(self) -> LedgerStatistics:
         tallies = self.by_reason.values()

@@ -11,16 +11,20 @@ from typing import Any
 
 import torch
 
-from headrace import batches
+from headrace import batches, outofmemory
 from headrace.batchcache import BatchCache
+from headrace.capturing import GraphReport
 from headrace.deferred import DeferredScalars, DeferredValues
 from headrace.device import Device
-from headrace.errors import StepError
+from headrace.errors import OutOfMemoryError, StepError
 from headrace.lanes import HostSync, Lanes
+from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.plan import Plan
 from headrace.prefetcher import Prefetcher, PrefetchIterator
+from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult, Pass, epoch_result
 from headrace.runahead import RunAhead
+from headrace.shares import Shares
 from headrace.step import LossParts, TrainingStep
 
 
@@ -53,9 +57,14 @@ class Loop:
         most: int | None = None,
         first: int = 0,
         needs_tensors: bool = True,
+        ranks: Ranks = SINGLE,
         cache: BatchCache | None = None,
         deterministic: bool = False,
         on_step: Callable[[StepInfo], object] | None = None,
+        on_error: Callable[[BaseException], object] | None = None,
+        non_finite: NonFiniteWatch | None = None,
+        loader_timeout: float = 0,
+        pending: Iterable[DeferredValues] = (),
     ) -> None:
         self.device, self.plan, self.epoch = device, plan, epoch
         self.step = step
@@ -65,8 +74,17 @@ class Loop:
         self.lanes = Lanes(device, plan, split=plan.split_backward and step is not None)
         self._needs_tensors = needs_tensors
         self._deterministic = deterministic
-        self._on_step = on_step
+        self._ranks = ranks
+        self._on_step, self._on_error = on_step, on_error
+        self._non_finite = non_finite or NonFiniteWatch(NonFinitePolicy("report"), device)
+        self.loader_state: Any = None
+        self.failed_batch: str | None = None
+        self._is_whole, self._failed = True, False
+        self._largest: tuple[int, int] = (0, 0)
         source = loader if most is None else _First(loader, most)
+        self._shares: Shares | None = None
+        if ranks.several:
+            source = self._shares = Shares(source, ranks, device.ledger)
         self._feed = Prefetcher(
             source,
             device,
@@ -76,12 +94,17 @@ class Loop:
             owner=self.lanes.forward,
             runs_on_owner=self.lanes.forward is self.lanes.caller,
             cache=cache,
+            loader_timeout=loader_timeout,
         )
         self._run_batch = run_batch
-        self._deferred = DeferredScalars(device, plan.deferred_every, stream=self.lanes.losses)
+        self._deferred = DeferredScalars(
+            device, plan.deferred_every, stream=self.lanes.losses, ranks=ranks
+        )
         self._window = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
         self._sync = HostSync(device, plan, self.lanes)
-        self._entries: list[DeferredValues] = []
+        # Values that a restored engine had not yet reported come first.
+        self._entries: list[DeferredValues] = list(pending)
+        self._unreported = tuple(self._entries)
         self._come_back: tuple[DeferredValues, ...] = ()
         self._batches = self._samples = 0
         self._weighted = False
@@ -91,22 +114,30 @@ class Loop:
         """The loop. Whatever happens, what was launched is finished and its values come back."""
         with ExitStack() as session:
             session.enter_context(self._settings())
-            session.callback(self._end)
+            session.push(self._left)
             feed = session.enter_context(closing(self._begin()))
+            session.push(self._tell_error)
+            self.loader_state = feed.loader_state
             for index, batch in enumerate(feed):
                 self.lanes.arrived(feed)
                 self._window.admit(feed.last_nbytes)
-                self._samples += feed.last_samples
+                self._samples += 0 if self.is_stand_in(index) else feed.last_samples
+                if self.step is not None:
+                    self.step.is_last = self._shares is not None and self._shares.is_last(index)
                 if index == 0 and self._needs_tensors:
                     _require_tensor(batch)
                 try:
                     self._run_batch(self, index, batch)
                 except BaseException:
                     if self.step is not None:
-                        self.step.recover()
+                        self._is_whole = self.step.recover()
+                    self.failed_batch = outofmemory.described(batch)
                     raise
                 del batch  # freed before the next one is asked for
                 self._batches += 1
+                self.loader_state = feed.loader_state
+                if feed.last_nbytes > self._largest[0]:
+                    self._largest = (feed.last_nbytes, feed.last_samples)
                 self._window.launched(self.lanes.backward)
                 self._sync.after_batch(index)
                 self._collect(self._deferred.ready())
@@ -116,7 +147,13 @@ class Loop:
 
     def report(self, index: int, parts: LossParts) -> None:
         self._weighted = self._weighted or parts.weighted
-        self._deferred.push(self._first + index, parts.values)
+        values = _weighted(parts, self.device) if self._ranks.several else parts.values
+        self._deferred.push(self._first + index, values)
+
+    def is_stand_in(self, index: int) -> bool:
+        """Whether the loader had ended before this batch, and another rank's had not: it is the
+        one before once more, and counts for nothing."""
+        return self._shares is not None and self._shares.is_stand_in(index)
 
     def info(self) -> StepInfo:
         """Where the loop stands, after a batch."""
@@ -126,6 +163,23 @@ class Loop:
     def trained(self) -> int:
         """Batches of the epoch that were trained on, those before this loop included."""
         return self._first + self._batches
+
+    def out_of_memory(self, problem: BaseException, graphs: GraphReport | None) -> OutOfMemoryError:
+        """What is to be said of a loop that found no memory."""
+        nbytes, samples = self._largest
+        return outofmemory.explained(
+            problem,
+            device=self.device,
+            plan=self.plan,
+            step=self.step,
+            batch=self.failed_batch,
+            largest=f"of {samples:,} samples, {nbytes / 1e6:,.1f} MB" if nbytes else None,
+            graph_bytes=0 if graphs is None else graphs.memory_bytes,
+        )
+
+    def deferred_state(self) -> list[dict[str, Any]]:
+        """The values that were not handed out yet."""
+        return self._deferred.state()
 
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
         """Wait for all values so far, between two batches."""
@@ -159,6 +213,32 @@ class Loop:
         self.lanes.take_over()
         return iter(self._feed)
 
+    def leave(self) -> None:
+        """Between two batches, on all ranks: end the pass here."""
+        if not self.ended:
+            self._end()
+
+    def _left(self, kind: type[BaseException] | None, *problem: object) -> None:
+        """At the end. If it was none that all ranks know of, the others may be anywhere: nothing
+        is asked of them. (An error in the caller's loop looks here as a `break` does.)"""
+        if self.ended:
+            self.lanes.give_back()
+        elif self._ranks.several and kind is not None:
+            if kind is GeneratorExit and (self._deferred.pending or self._group_is_open()):
+                self.device.say_once(
+                    "left",
+                    "the loop was left on rank %d before what it gave was summed over ranks: "
+                    "expected engine.leave() on all of them, or max_steps",
+                    self._ranks.rank,
+                )
+            self._deferred.abandon()
+            self._close()
+        else:
+            self._end()
+
+    def _group_is_open(self) -> bool:
+        return self.step is not None and self.step.group_is_open
+
     def _end(self) -> None:
         """Use a last partial group's gradients, read the last values, and hand the streams back."""
         try:
@@ -170,20 +250,39 @@ class Loop:
             with self.lanes.on(self.lanes.forward):
                 self._deferred.flush()
             self._sync.at_end(self._batches)
-            self._collect(self._deferred.drain())
-            with self.lanes.on(self.lanes.forward):
-                self._deferred.close()
+            try:
+                self._collect(self._deferred.drain())
+                self._samples = sum(self._ranks.gathered(self._samples, self.device.ledger))
+            finally:
+                self._close()
+
+    def _close(self) -> None:
+        with self.lanes.on(self.lanes.forward):
+            self._deferred.close()
+        self.lanes.give_back()
+        self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
+        self.ended = True
+
+    def _tell_error(
+        self, kind: type[BaseException] | None, problem: BaseException | None, trace: object
+    ) -> None:
+        """Between the last batch that was trained on and the end, if the state is whole. Of several
+        ranks one alone could do nothing with it."""
+        self._failed = problem is not None and kind is not GeneratorExit
+        told = self._on_error if self._is_whole and not self._ranks.several else None
+        if problem is not None and self._failed and told is not None:
             self.lanes.give_back()
-            self._elapsed_s = (self.device.ledger.now_ns() - self._start_ns) / 1e9
-            self.ended = True
+            told(problem)
+            self.lanes.take_over()
 
     def _collect(self, come_back: list[DeferredValues]) -> None:
-        self._come_back = tuple(come_back)
+        if self._ranks.several:
+            come_back = [_unweighted(entry) for entry in come_back]
+        self._come_back = (*self._unreported, *come_back)
+        self._unreported = ()
         self._entries += come_back
-        for entry in come_back:
-            if entry.non_finite:
-                names = ", ".join(entry.non_finite)
-                self.device.say_once("non-finite", "%s not finite at batch %d", names, entry.step)
+        for entry in come_back if not self._failed else ():  # one error is enough
+            self._non_finite.look(entry, self.epoch)
 
     def _updates(self) -> int:
         return self._batches if self.step is None else self.step.updates - self._updates_before
@@ -202,6 +301,34 @@ class _First:
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._loader), self._most)
+
+    def __len__(self) -> int:
+        return min(self._most, len(self._loader))  # type: ignore[arg-type]
+
+
+def _weighted(parts: LossParts, device: Device) -> dict[str, Any]:
+    """What is to be summed over ranks: each value times its weight, and the weight."""
+    dtype = torch.float32 if device.torch_device.type == "mps" else torch.float64
+
+    def number(value: Any) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(dtype).reshape(())
+        return torch.full((), float(value), dtype=dtype, device=device.torch_device)
+
+    weight = number(parts.weight)
+    values = {name: number(value) for name, value in parts.values.items() if name != "weight"}
+    # The loss of nothing is often 0/0.
+    shares = {name: torch.where(weight > 0, value * weight, 0.0) for name, value in values.items()}
+    return shares | {"weight": weight}
+
+
+def _unweighted(entry: DeferredValues) -> DeferredValues:
+    weight = entry.values["weight"]
+    values = {
+        name: value / weight if weight and name != "weight" else value
+        for name, value in entry.values.items()
+    }
+    return DeferredValues(entry.step, values)
 
 
 def _require_tensor(batch: Any) -> None:

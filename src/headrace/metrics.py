@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import os
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +26,14 @@ class MetricsLog:
 
     JSON has no NaN or infinity: those become null. In TensorBoard the numbers are called
     `step/loss` and so on. Half a line at the end of an existing file, left by a process that was
-    killed, is dropped.
+    killed, is dropped. A line that cannot be written, because the disk is full, say, is an error,
+    or with `goes_on` a warning.
     """
 
-    def __init__(self, path: str | Path, tensorboard: str | Path | None = None) -> None:
+    def __init__(
+        self, path: str | Path, tensorboard: str | Path | None = None, *, goes_on: bool = False
+    ) -> None:
+        self._goes_on = goes_on
         self._path = Path(path)
         self._events = None if tensorboard is None else _Events(Path(tensorboard))
         try:
@@ -75,12 +81,17 @@ class MetricsLog:
             self._events.close()
 
     def _append(self, line: bytes) -> None:
-        rest = memoryview(line)
+        rest, whole = memoryview(line), self._file.seek(0, os.SEEK_END)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as problem:
-            raise RunError(f"{self._path}: cannot be written ({problem.strerror})") from problem
+            with suppress(OSError):
+                self._file.truncate(whole)  # no half line for the next one to be added to
+            error = RunError(f"{self._path}: cannot be written ({problem.strerror})")
+            if not self._goes_on:
+                raise error from problem
+            log.warning("%s; training goes on", error)
 
     def _drop_torn_line(self) -> None:
         with self._path.open("rb") as file:
@@ -95,6 +106,22 @@ class MetricsLog:
                 end = start
         if end < size:
             self._file.truncate(end)
+
+
+class NoMetrics:
+    """What a rank that writes none has in a `MetricsLog`'s stead."""
+
+    def __enter__(self) -> NoMetrics:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return
+
+    def write(self, kind: str, step: int, **values: object) -> None:
+        """Nothing: rank 0 does it."""
+
+    def rewind(self, step: int) -> None:
+        """Nothing: rank 0 does it."""
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:

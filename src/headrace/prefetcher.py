@@ -15,7 +15,7 @@ loop for Python's lock, and loading in parallel is what DataLoader workers are f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,6 +26,7 @@ from headrace import batches
 from headrace.batchcache import BatchCache
 from headrace.device import Device, Event, PinnedBuffer, Stream, open_device
 from headrace.errors import DeviceMismatchError, PlanError
+from headrace.loading import Source
 
 # More than a few small tensors in a batch travel together, in one staging buffer and one copy.
 _SMALL_BYTES = 256 << 10
@@ -41,6 +42,7 @@ def prefetch(
     depth: int = 2,
     *,
     pin: bool = True,
+    loader_timeout: float = 0,
 ) -> Prefetcher:
     """Wrap a loader so that its batches arrive on `device` ahead of use.
 
@@ -49,9 +51,10 @@ def prefetch(
 
     `depth` batches are under way while one is in use; 0 copies each when it is asked for. Any
     iterable of nested batches will do; `len` is kept; each `for` loop starts the loader anew. With
-    `pin=False` memory that is not pinned is copied as it is, for which the host must wait.
+    `pin=False` memory that is not pinned is copied as it is, for which the host must wait. A loader
+    that gives nothing for `loader_timeout` seconds is a `LoaderError`; 0 waits for ever.
     """
-    return Prefetcher(loader, open_device(device), depth, pin=pin)
+    return Prefetcher(loader, open_device(device), depth, pin=pin, loader_timeout=loader_timeout)
 
 
 class Prefetcher:
@@ -73,7 +76,10 @@ class Prefetcher:
         owner: Stream | None = None,
         runs_on_owner: bool = False,
         cache: BatchCache | None = None,
+        loader_timeout: float = 0,
     ) -> None:
+        if not loader_timeout >= 0:
+            raise PlanError(f"loader_timeout = {loader_timeout!r}: expected seconds, 0 or more")
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise PlanError(f"depth = {depth!r}: expected a whole number, 0 or more")
         self.loader = loader
@@ -84,6 +90,7 @@ class Prefetcher:
         self.owner = owner
         self.runs_on_owner = runs_on_owner
         self.cache = cache
+        self.loader_timeout = loader_timeout
 
     def __len__(self) -> int:
         return len(self.loader)  # type: ignore[arg-type]
@@ -100,23 +107,29 @@ class _Slot:
     ready: Event | None
     nbytes: int
     samples: int
+    loader_state: Any = None
 
 
 class PrefetchIterator:
-    """One pass over the loader. `close` (or dropping it) lets go of everything at once."""
+    """One pass over the loader. `close` (or dropping it) lets go of everything at once.
+
+    `loader_state` is the loader's own after the batch that was handed out last.
+    """
 
     def __init__(self, settings: Prefetcher) -> None:
         self._settings = settings
         self._device = settings.device
         self._owner = settings.owner or settings.device.current_stream()
         self._under_way: deque[_Slot] = deque()
-        self._source: Iterator[Any] | None = None
+        self._source: Source | None = None
         self._error: BaseException | None = None
         self._pulled = 0
         self._copies: deque[Event] = deque()
         self.delivered = 0
         self.last_nbytes = self.last_samples = 0
-        self._source = iter(settings.loader)  # last: it may raise, and close() needs the rest
+        # Last: it may raise, and close() needs the rest.
+        self._source = Source(settings.loader, self._device, settings.loader_timeout)
+        self.loader_state = self._source.state
 
     def __iter__(self) -> PrefetchIterator:
         return self
@@ -136,6 +149,7 @@ class PrefetchIterator:
             self._hand_over(slot)
         self.delivered += 1
         self.last_nbytes, self.last_samples = slot.nbytes, slot.samples
+        self.loader_state = slot.loader_state
         return slot.batch
 
     def close(self) -> None:
@@ -146,8 +160,8 @@ class PrefetchIterator:
                 # Its memory goes back to the owner, which must not reuse it under the copy.
                 self._owner.wait_event(slot.ready)
         source, self._source = self._source, None
-        if source is not None and hasattr(source, "close"):
-            source.close()  # a generator's own clean-up runs now, not at some later collection
+        if source is not None:
+            source.close()
 
     def __del__(self) -> None:
         self.close()  # a loop that was left early, or dropped
@@ -163,7 +177,9 @@ class PrefetchIterator:
         except Exception as problem:  # the loader's own, raised later as itself
             self._source, self._error = None, problem
         else:
-            self._under_way.append(self._send(batch))
+            slot = self._send(batch)
+            slot.loader_state = self._source.state
+            self._under_way.append(slot)
             self._pulled += 1
 
     def _send(self, batch: Any) -> _Slot:

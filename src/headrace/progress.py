@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import re
@@ -44,6 +45,18 @@ class Gauges:
     data_wait_share: float | None = None
     host_blocked_share: float | None = None
     gpu_use_share: float | None = None
+
+
+def silent_console() -> Console:
+    """For a rank that shows nothing: the first one does."""
+    from rich.console import Console
+
+    return Console(file=_Nowhere(), quiet=True)  # type: ignore[arg-type]
+
+
+class _Nowhere(io.TextIOBase):
+    def write(self, text: str) -> int:
+        return len(text)
 
 
 class Progress:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import reprlib
 import types
 import typing
 from collections.abc import Iterable, Mapping
@@ -127,11 +128,17 @@ def nearest(word: object, known: Iterable[str]) -> str:
 
 
 def quoted(value: object) -> str:
-    """The value as it was given; Python refuses to write out a number of thousands of digits."""
+    """The value as it was given, shortened where it is long: a few lines of YAML can stand for
+    more text than there is memory, and Python refuses to write out thousands of digits."""
     try:
-        return repr(value)
+        return _SHORT.repr(value)
     except (ValueError, RecursionError):
         return f"<{type(value).__name__} too long to show>"
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 200, 200, 60
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 8
 
 
 def listed(words: Iterable[object]) -> str:

@@ -82,9 +82,20 @@ class RunFolder:
         try:
             if not folder.config.is_file():
                 raise RunError(_no_run(folder.path))
+            folder._require_inside()
         except (OSError, ValueError) as problem:
             raise RunError(f"{path}: cannot be opened ({_why(problem)})") from problem
         return folder
+
+    def _require_inside(self) -> None:
+        """A folder of somebody else's making must not lead what is written elsewhere."""
+        inside = self.path.resolve()
+        for entry in self.path.iterdir():
+            if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
+                raise RunError(
+                    f"{entry}: leads out of the run's folder, to {entry.resolve()}; expected what "
+                    "a run writes to lie in it (the folder itself may be a link)"
+                )
 
     @property
     def name(self) -> str:
@@ -142,6 +153,16 @@ class RunFolder:
                     with contextlib.suppress(OSError):
                         fcntl.flock(file, fcntl.LOCK_UN)
                 file.close()
+
+
+def shared_folder(path: Path) -> RunFolder:
+    """A folder that another rank has just made."""
+    if not RunFolder(path).config.is_file():
+        raise RunError(
+            f"{path}: another rank has made it, and it is not seen here: expected a folder on a "
+            "file system that all nodes share (--project)"
+        )
+    return RunFolder(path)
 
 
 def yaml_text(content: Mapping[str, Any]) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from headrace.busy import BusyProbe
 from headrace.device import Device
-from headrace.metrics import MetricsLog, read_metrics
+from headrace.metrics import MetricsLog, NoMetrics, read_metrics
 from headrace.monitor import Monitor
 
 log = logging.getLogger("headrace")
@@ -24,7 +24,7 @@ class RunMonitor:
     def __init__(
         self,
         device: Device,
-        metrics: MetricsLog,
+        metrics: MetricsLog | NoMetrics,
         stored: Path,
         *,
         wanted: bool = True,

@@ -2,7 +2,8 @@
 
 `loss(model, batch)` returns a tensor, or a dict with `loss` (a mean), optionally `weight` (what the
 mean is over: tokens, say), and metrics. Gradients of loss × weight are summed over an accumulation
-group and divided once, on the device, by the group's total weight.
+group and divided once, on the device, by the group's total weight: that of all ranks, if the model
+is DDP's or FSDP2's.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from headrace.deferred import Scalar
 from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
+from headrace.groupweight import GroupWeight
+from headrace.nonfinite import Gate, NonFinitePolicy
 from headrace.rates import LearningRates
+from headrace.wrapped import bare, local, locals_of, ranks_of, spread_of, synchronise_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -57,6 +61,10 @@ class LossParts:
                 raise StepError(f"{name!r} is a {type(value).__name__}: expected a number")
         return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
 
+    def without_weight(self) -> LossParts:
+        """The same, counting for nothing."""
+        return LossParts(self.loss, 0, self.weighted, self.values)
+
 
 def _check_loss(loss: object, device: Device, needs_grad: bool) -> None:
     if not isinstance(loss, torch.Tensor):
@@ -91,6 +99,7 @@ class TrainingStep:
         scheduler: LRScheduler | None = None,
         scheduler_every: Literal["step", "epoch"] = "step",
         ema: Ema | None = None,
+        non_finite: NonFinitePolicy = NonFinitePolicy("report"),  # noqa: B008 - frozen
     ) -> None:
         _check_parts(device, model, optimizer, scheduler, scheduler_every)
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
@@ -111,20 +120,37 @@ class TrainingStep:
         #: Whether gradients keep their memory from group to group, as a graph needs it.
         self.keeps_gradients = False
         self.clip_norm = clip_norm
+        self.spread, self.ranks = spread_of(model), ranks_of(model)
+        #: Whether the next batch is known to be the epoch's last, which ends its group.
+        self.is_last = False
+        self._averaged = True  # over ranks, the gradients gathered last
+        #: What the group's batches weigh so far.
+        self.weight = GroupWeight(device, self.ranks)
         self._in_group = 0
         self._torn = self._unclear = False
-        self._group_weight: torch.Tensor | None = None
         self.scaler: torch.amp.GradScaler | None = None
-        self.set_precision(precision)
         self.scales_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+        #: What keeps updates that are not finite from being made; with fp16 the scaler does.
+        self.gate: Gate | None = None
+        self._may_skip = non_finite.most
+        self.set_precision(precision)
 
     def set_precision(self, precision: str) -> None:
         """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16"."""
+        if precision == "fp16" and self.spread == "fsdp":
+            raise StepError(
+                "fp16 under FSDP2: each rank would see infinite gradients of its own shard alone; "
+                "use bf16, or DDP"
+            )
         self._precision = precision
         if precision != "fp16":
             self.scaler = None
         elif self.scaler is None:
             self.scaler = torch.amp.GradScaler(self.device.torch_device.type)
+        if self.scaler is not None or self._may_skip is None:
+            self.gate = None
+        elif self.gate is None:
+            self.gate = Gate(self.device, self._may_skip, self.scales_on_device)
 
     @property
     def group_is_open(self) -> bool:
@@ -136,8 +162,14 @@ class TrainingStep:
         return self._in_group == self.accumulate
 
     def forward(self, batch: Any) -> LossParts:
+        model = self.model
+        if not torch.is_grad_enabled():
+            model = bare(model)  # no other rank is needed
+        elif self.spread != "plain":
+            self._averaged = self.is_last or self._in_group + 1 >= self.accumulate
+            synchronise_gradients(model, self._averaged)
         with autocast(self.device, self._precision):
-            returned = self.loss(self.model, batch)
+            returned = self.loss(model, batch)
         return LossParts.of(returned, self.device, needs_grad=torch.is_grad_enabled())
 
     def backward(self, parts: LossParts) -> None:
@@ -161,17 +193,30 @@ class TrainingStep:
         """Before a batch: what an error left of the group before is cleared away."""
         if self._unclear:
             self._clear()
+            if self.gate is not None:
+                self.gate.forget()
             self._unclear = False
 
-    def gather(self, parts: LossParts) -> None:
-        """The device's part of `backward`."""
-        target = parts.loss
-        if self.accumulate > 1:
-            target = target * parts.weight
-            self._add_weight(parts.weight)
+    def gather(self, parts: LossParts, share: float | None = None) -> None:
+        """The device's part of `backward`. `share` is given where a batch is trained on in parts:
+        how much of the batch this one is, its weight unless the loss gives one."""
+        target, weight = parts.loss, parts.weight
+        if share is not None and not parts.weighted:
+            weight = share
+        weighs = self.accumulate > 1 or share is not None or self.ranks.several
+        if weighs:
+            target = target * weight
+        if self.ranks.several:  # before backward, which it then hides behind
+            self.weight.add(weight)
+            if self._averaged:
+                self.weight.start_total()
+        if self.gate is not None:
+            self.gate.see_loss(parts.loss)
         if self.scaler is not None:
             target = self.scaler.scale(target)
         target.backward()
+        if weighs and not self.ranks.several:
+            self.weight.add(weight)
 
     def gathered(self) -> None:
         """The host's part of `backward`."""
@@ -180,12 +225,15 @@ class TrainingStep:
 
     def apply(self) -> None:
         """The device's part of `update`."""
-        if self._group_weight is not None:
-            _divide(self._gradients(), self._group_weight)
+        self._divide_gradients()
+        norm = None
         if self.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_norm)
+            # Of shards too this is the norm of the whole: PyTorch sums it over ranks.
+            norm = local(torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_norm))
+        if self.gate is not None:
+            self.gate.see_gradients(locals_of(self._gradients()), norm, self.ranks)
         with self.rates.in_groups() if self.rates is not None else nullcontext():
             self._optimize()
         self._clear()
@@ -202,6 +250,11 @@ class TrainingStep:
         self.updates += 1
 
     def _optimize(self) -> None:
+        if self.gate is not None:
+            with self.gate.before(self.optimizer) as is_open:
+                if is_open:
+                    self.optimizer.step()
+            return
         if self.scaler is None:
             self.optimizer.step()
             return
@@ -213,36 +266,51 @@ class TrainingStep:
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
-        if self._group_weight is not None:
-            self._group_weight.zero_()
+        # One batch alone has a weight only if it was trained on in parts.
+        self.weight.clear(forget=self.accumulate == 1 and not self.ranks.several)
 
-    def _add_weight(self, weight: Scalar) -> None:
-        if self._group_weight is None:
-            # In double precision where there is one: sums of token counts stay exact.
-            kind = self.device.torch_device.type
-            dtype = torch.float32 if kind == "mps" else torch.float64
-            self._group_weight = torch.zeros((), dtype=dtype, device=self.device.torch_device)
-        if isinstance(weight, torch.Tensor):
-            weight = weight.detach().reshape(())
-        self._group_weight.add_(weight)
+    def _divide_gradients(self) -> None:
+        """By what the group weighs, if that is not 1."""
+        if self.weight.value is None:
+            return
+        if not self.weight.has_total:
+            self._average_open_group()
+        _divide(locals_of(self._gradients()), self.weight.total())
+
+    def _average_open_group(self) -> None:
+        """The loop was left inside a group, whose last batch was not known to be the last."""
+        if self.spread == "fsdp":
+            raise StepError(
+                f"the loop was left after {self._in_group} of a group's {self.accumulate} batches: "
+                "under FSDP2 their gradients are of no use then; leave it after an update"
+            )
+        self.ranks.average_gradients(self._gradients(), self.device.ledger)
+        self.weight.start_total()
 
     def state_dict(self) -> dict[str, Any]:
         """Where the step stands in its accumulation group, gradients included."""
         gathered = self._in_group > 0
+        if gathered and self.ranks.several:
+            raise StepError(
+                f"a state was asked for after {self._in_group} of a group's {self.accumulate} "
+                "batches: with several ranks it is taken between two updates"
+            )
         return {
             "updates": self.updates,
             "in_group": self._in_group,
-            "weight": self._group_weight if gathered else None,
+            "weight": self.weight.value if gathered else None,
             "gradients": [p.grad for p in self.parameters()] if gathered else None,
+            "gate": None if self.gate is None else self.gate.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._torn = self._unclear = False
+        if self.gate is not None:
+            self.gate.load_state_dict(state["gate"])
         self.updates, self._in_group = state["updates"], state["in_group"]
-        if self._group_weight is not None:
-            self._group_weight.zero_()
+        self.weight.clear(forget=False)
         if state["weight"] is not None:
-            self._add_weight(state["weight"].to(self.device.torch_device))
+            self.weight.add(state["weight"].to(self.device.torch_device))
         gradients = state["gradients"] or [None] * len(self.parameters())
         for parameter, gradient in zip(self.parameters(), gradients, strict=True):
             # Its own memory: what was stored may be used for more than one engine.
@@ -257,13 +325,16 @@ class TrainingStep:
         else:
             self.scheduler.step()
 
-    def recover(self) -> None:
+    def recover(self) -> bool:
         """After an error: gradients that it left half made are forgotten, so that they cannot leak
-        into the next group. Whole ones, of batches before the failed one, stay to be used."""
-        if self._torn:
+        into the next group. Whole ones, of batches before the failed one, stay to be used. Returns
+        whether the state is whole: that before the failed batch."""
+        self.weight.lose_total()
+        torn, self._torn = self._torn, False
+        if torn:
             self._unclear = True
             self._in_group = 0
-            self._torn = False
+        return not torn
 
     def parameters(self) -> list[torch.Tensor]:
         """What the optimizer updates."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -20,15 +21,33 @@ class StopRequests:
                     break
 
     `requested` is the first signal's name, or None. A second Ctrl-C raises KeyboardInterrupt at
-    once. A signal that the process was told to ignore (`nohup`, `&` in a script) stays ignored.
-    Python gives signals to the main thread only: in any other the block does nothing.
+    once. After a SIGTERM there are `grace_s` seconds (0: any number): then `overdue` is called, in
+    a thread of its own, which is to end the process. A signal that the process was told to ignore
+    (`nohup`, `&` in a script) stays ignored. Python gives signals to the main thread only: in any
+    other the block does nothing. With `patient` a second Ctrl-C asks no more than the first:
+    torchrun sends each rank one of its own, and ends those that do not end.
     """
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        grace_s: float = 0,
+        overdue: Callable[[], object] | None = None,
+        timer: Callable[[float, Callable[[], object]], threading.Timer] = threading.Timer,
+        *,
+        patient: bool = False,
+    ) -> None:
+        self._grace_s, self._overdue, self._make_timer = grace_s, overdue, timer
+        self._timer: threading.Timer | None = None
+        self._patient = patient
         self.requested: str | None = None
         self._interrupts = 0
         self._pid = os.getpid()
         self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def number(self) -> int:
+        """The first signal's number, 0 for none."""
+        return 0 if self.requested is None else int(signal.Signals[self.requested])
 
     def __enter__(self) -> StopRequests:
         if threading.current_thread() is threading.main_thread():
@@ -45,6 +64,9 @@ class StopRequests:
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before.clear()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -52,7 +74,11 @@ class StopRequests:
             # A forked worker has inherited this handler; whoever terminates it means it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
+        if name == "SIGTERM" and self._timer is None and self._grace_s > 0 and self._overdue:
+            self._timer = self._make_timer(self._grace_s, self._overdue)
+            self._timer.daemon = True
+            self._timer.start()
         self._interrupts += name == "SIGINT"
         self.requested = self.requested or name
-        if name == "SIGINT" and self._interrupts > 1:
+        if name == "SIGINT" and self._interrupts > 1 and not self._patient:
             raise KeyboardInterrupt

@@ -15,11 +15,17 @@ What lies in such a folder is written down in `docs/checkpoints.md`.
 from __future__ import annotations
 
 from headrace.checkpoint.folders import latest_checkpoint, load_checkpoint, save_checkpoint
+from headrace.checkpoint.pieces import StoredTensor
+from headrace.checkpoint.sharded import agreed_checkpoint
+from headrace.checkpoint.states import PerRank
 from headrace.checkpoint.weights import weights_from_file, weights_to_file
 from headrace.checkpoint.writer import CheckpointWriter
 
 __all__ = [
     "CheckpointWriter",
+    "PerRank",
+    "StoredTensor",
+    "agreed_checkpoint",
     "latest_checkpoint",
     "load_checkpoint",
     "save_checkpoint",

@@ -17,6 +17,7 @@ import torch
 
 from headrace.checkpoint import durable, states
 from headrace.checkpoint.durable import DurableFile, FileDigest
+from headrace.checkpoint.pieces import StoredTensors
 from headrace.checkpoint.snapshot import on_host
 from headrace.checkpoint.tensorfile import check_file, read_tensors, write_tensors
 from headrace.device import Device, open_device
@@ -31,6 +32,12 @@ TENSOR_FILE = "tensors.safetensors"
 # From the content of each older version to that of the next: {1: _from_1_to_2}, say.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
+_RANK_FILE = re.compile(r"tensors-\d{5,}-of-\d{5,}\.safetensors")
+# What a state may raise that no Headrace wrote, though its checksum is right.
+_UNREADABLE = (
+    *(CheckpointError, LookupError, ValueError, TypeError, AttributeError, RuntimeError),
+    *(OverflowError, MemoryError),
+)
 _NAME = re.compile(r"(?P<replaced>\.replaced-)?step-(?P<step>\d{8,})(?(replaced)-[0-9a-f]+)")
 
 
@@ -60,18 +67,29 @@ def write_checkpoint(
     try:
         with durable.new_folder(target) as temporary:
             digest = write_tensors(temporary / TENSOR_FILE, tensors)
-            with DurableFile(temporary / STATE_FILE) as file:
-                file.write(_state_json(document, step, digest))
-            durable.sync_folder(temporary)
-            _put_in_place(temporary, target)
-            durable.sync_folder(folder)
+            content = {
+                "step": step,
+                "tensors": {"bytes": digest.nbytes, "sha256": digest.sha256},
+                "state": document,
+            }
+            commit(temporary, target, content, keep=keep)
     except OSError as problem:
         raise CheckpointError(
             f"the checkpoint of step {step} was not written to {folder}: "
-            f"{problem.strerror or problem}; {_still_there(folder)}"
+            f"{problem.strerror or problem}; {still_there(folder)}"
         ) from problem
-    _tidy(folder, target, keep)
     return target
+
+
+def commit(temporary: Path, target: Path, content: Mapping[str, Any], *, keep: int) -> None:
+    """Write `state.json` beside the tensors in a folder of a writer's own, give it its name, and
+    remove the oldest beyond `keep`."""
+    with DurableFile(temporary / STATE_FILE) as file:
+        file.write(_state_json(content))
+    durable.sync_folder(temporary)
+    _put_in_place(temporary, target)
+    durable.sync_folder(target.parent)
+    _tidy(target.parent, target, keep)
 
 
 def require_counts(*, step: int = 0, keep: int = 1) -> None:
@@ -80,12 +98,7 @@ def require_counts(*, step: int = 0, keep: int = 1) -> None:
             raise CheckpointError(f"{name} = {number!r}: expected a whole number, {least} or more")
 
 
-def _state_json(document: Any, step: int, digest: FileDigest) -> bytes:
-    content = {
-        "step": step,
-        "tensors": {"bytes": digest.nbytes, "sha256": digest.sha256},
-        "state": document,
-    }
+def _state_json(content: Mapping[str, Any]) -> bytes:
     head = {"format": FORMAT, "version": VERSION, "sha256": _checksum(content)}
     return _dumps({**head, "content": content}).encode() + b"\n"
 
@@ -112,7 +125,7 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         raise
 
 
-def _still_there(folder: Path) -> str:
+def still_there(folder: Path) -> str:
     try:
         names = [found.path.name for found in _found(folder)]
     except OSError:
@@ -136,7 +149,7 @@ def _restore_replaced(folder: Path) -> None:
     for found in _found(folder):
         target = folder / f"step-{found.step:08d}"
         missing = not found.in_place and not target.exists()
-        if missing and _problem(found.path, every_byte=True) is None:
+        if missing and problem_of(found.path, every_byte=True) is None:
             found.path.rename(target)
 
 
@@ -152,7 +165,7 @@ def _surplus(folder: Path, written: Path, keep: int) -> list[Path]:
             seen_written = True
             continue
         # Of a later step than the one just written: it may be the newest good one, or not.
-        if _problem(found.path, every_byte=not seen_written) is not None:
+        if problem_of(found.path, every_byte=not seen_written) is not None:
             continue
         replaced = any(found.step == other.step for other in kept)
         if replaced or len(kept) >= keep:
@@ -171,18 +184,26 @@ def latest_checkpoint(folder: Path) -> Path | None:
     Every byte is checked. One that is torn, foreign or of an unknown version is named in a
     warning, and the one before is taken.
     """
+    for path in candidates(folder):
+        problem = problem_of(path, every_byte=True)
+        if problem is None:
+            return path
+        say_refused(str(problem))
+    return None
+
+
+def candidates(folder: Path) -> list[Path]:
+    """What bears a checkpoint's name, the newest first, good or not."""
     try:
-        candidates = _found(folder)
+        return [found.path for found in _found(folder)]
     except FileNotFoundError:
-        return None
+        return []
     except OSError as problem:
         raise CheckpointError(f"no checkpoint was looked for: {problem}") from problem
-    for found in candidates:
-        problem_found = _problem(found.path, every_byte=True)
-        if problem_found is None:
-            return found.path
-        log.warning("checkpoint refused: %s; the one before is taken, if any", problem_found)
-    return None
+
+
+def say_refused(problem: str) -> None:
+    log.warning("checkpoint refused: %s; the one before is taken, if any", problem)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -206,15 +227,18 @@ def _found(folder: Path) -> list[_Found]:
     return sorted(found, reverse=True)
 
 
-def _problem(path: Path, *, every_byte: bool) -> CheckpointError | None:
-    """What is wrong with a checkpoint. Without `every_byte`, sizes are looked at, not tensors."""
+def problem_of(
+    path: Path, *, every_byte: bool, share: tuple[int, int] = (0, 1)
+) -> CheckpointError | None:
+    """What is wrong with a checkpoint. Without `every_byte`, sizes are looked at, not tensors;
+    `share` (rank, ranks) leaves most of its files to others."""
+    rank, ranks = share
     try:
-        tensor_file = path / TENSOR_FILE
-        digest = _tensor_digest(path, _read_content(path))
-        if every_byte:
-            check_file(tensor_file, digest)
-        else:
-            digest.require_size(tensor_file, tensor_file.stat().st_size)
+        for file, digest in _tensor_files(path, _read_content(path))[rank::ranks]:
+            if every_byte:
+                check_file(file, digest)
+            else:
+                digest.require_size(file, file.stat().st_size)
     except CheckpointError as problem:
         return problem
     except OSError as problem:
@@ -225,28 +249,48 @@ def _problem(path: Path, *, every_byte: bool) -> CheckpointError | None:
 # --- reading ----------------------------------------------------------------------------------
 
 
-def load_checkpoint(path: Path, *, device: Device | torch.device | str | None = None) -> Any:
+def load_checkpoint(
+    path: Path, *, device: Device | torch.device | str | None = None, parts: bool = False
+) -> Any:
     """The state in one checkpoint, checked byte for byte. Nothing in it is ever run.
 
     Tensors come back on the host, from where `load_state_dict` takes them, or all of them on
-    `device`: then the host waits for their copies.
+    `device`: then the host waits for their copies. With `parts`, large tensors of a checkpoint of
+    several ranks come as `StoredTensor`s, of which a rank reads its part; they are not checked.
     """
     try:
         content = _read_content(path)
-        tensors = read_tensors(path / TENSOR_FILE, _tensor_digest(path, content))
+        files = _tensor_files(path, content)
+        tensors: Mapping[str, Any]
+        if "files" in content:
+            if not parts:
+                for file, digest in files:
+                    check_file(file, digest)
+            stored = StoredTensors([file for file, _ in files], content, parts=parts)
+            tensors = stored if parts else dict(stored)
+        else:
+            tensors = read_tensors(*files[0])
     except OSError as problem:
         raise _unreadable(path, problem) from problem
+    except CheckpointError:
+        raise
+    except _UNREADABLE as problem:
+        raise CheckpointError(
+            f"{path / STATE_FILE} does not describe its tensors ({problem!r})"
+        ) from problem
     if device is not None:
         tensors = _moved(tensors, open_device(device))
     try:
-        return states.decode(content["state"], tensors)
-    except (CheckpointError, KeyError, ValueError, TypeError, AttributeError) as problem:
+        return states.decode(content["state"], tensors, content.get("own", ()))
+    except OSError as problem:
+        raise _unreadable(path, problem) from problem
+    except _UNREADABLE as problem:
         raise CheckpointError(
             f"{path / STATE_FILE} holds no state that can be read: {problem!r}"
         ) from problem
 
 
-def _moved(tensors: dict[str, torch.Tensor], device: Device) -> dict[str, torch.Tensor]:
+def _moved(tensors: Mapping[str, Any], device: Device) -> Mapping[str, Any]:
     if not device.asynchronous:
         return tensors
     with device.ledger.waiting("checkpoint_load"):  # the memory is not pinned, and used only once
@@ -278,14 +322,21 @@ def _read_content(path: Path) -> dict[str, Any]:
 def _checksum_or_none(content: object) -> str | None:
     try:
         return _checksum(content)
-    except ValueError:  # a bare NaN, which no checkpoint has
+    except (ValueError, RecursionError):  # a bare NaN, which no checkpoint has, or too deep
         return None
 
 
-def _tensor_digest(path: Path, content: dict[str, Any]) -> FileDigest:
+def _tensor_files(path: Path, content: dict[str, Any]) -> list[tuple[Path, FileDigest]]:
+    """The files that hold the tensors: one, or one for each rank that wrote."""
     try:
-        return FileDigest(int(content["tensors"]["bytes"]), str(content["tensors"]["sha256"]))
-    except (KeyError, TypeError, ValueError) as problem:
+        told = content.get("files") or [{"name": TENSOR_FILE, **content["tensors"]}]
+        for one in told:
+            if one["name"] != TENSOR_FILE and not _RANK_FILE.fullmatch(one["name"]):
+                raise ValueError(f"no file of a checkpoint is called {one['name']!r}")
+        return [
+            (path / one["name"], FileDigest(int(one["bytes"]), str(one["sha256"]))) for one in told
+        ]
+    except (KeyError, TypeError, ValueError, AttributeError) as problem:
         raise CheckpointError(f"{path / STATE_FILE} does not describe its tensors") from problem
 
 

@@ -4,7 +4,8 @@
     checkpoint              [copy to pinned]           then a host thread may read
 
 Device tensors are cloned on the stream that works on them, so that it may overwrite them at once;
-the clones are copied on a stream of their own.
+the clones are copied on a stream of their own. Where there is no memory for clones, the tensors
+themselves are copied, in line with the work on them.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from contextlib import contextmanager
 
 import torch
 
-from headrace.device import Device, Event, PinnedBuffer, open_device
+from headrace.device import Device, Event, PinnedBuffer, Stream, open_device
 from headrace.errors import CheckpointError
 
 
@@ -26,18 +27,18 @@ class Snapshot:
         self._on_host: dict[str, torch.Tensor] = {}
         self._buffers: list[PinnedBuffer] = []
         self._copied: Event | None = None
-        clones: dict[str, torch.Tensor] = {}
+        live: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if device.asynchronous and device.holds(tensor):
-                clones[name] = _clone(tensor)
+                live[name] = tensor
             elif tensor.is_cpu:
                 self._on_host[name] = _clone(tensor)
             else:
                 raise CheckpointError(
                     f"{name!r} lies on {tensor.device}: expected {device} or the host"
                 )
-        if clones:
-            self._send(clones)
+        if live:
+            self._take(live)
 
     def arrive(self) -> dict[str, torch.Tensor]:
         """The tensors on the host, contiguous. Waits for their copies."""
@@ -51,14 +52,32 @@ class Snapshot:
         while self._buffers:
             self._buffers.pop().release(after=self._copied)
 
-    def _send(self, clones: dict[str, torch.Tensor]) -> None:
-        device, stream = self._device, self._device.stream("checkpoint")
+    def _take(self, live: dict[str, torch.Tensor]) -> None:
+        try:
+            clones = {name: _clone(tensor) for name, tensor in live.items()}
+        except torch.OutOfMemoryError:
+            clones = None
+        if clones is not None:
+            self._send(clones, self._device.stream("checkpoint"))
+            return
+        self._device.say_once(
+            "checkpoint memory",
+            "a checkpoint finds no memory on %s for a copy of what it saves: it is copied to the "
+            "host in line, and the next step waits for that",
+            self._device,
+        )
+        self._send(live, self._device.current_stream())
+
+    def _send(self, clones: dict[str, torch.Tensor], stream: Stream) -> None:
+        device = self._device
         cloned, self._copied = device.event(), device.event()
-        cloned.record()
-        stream.wait_event(cloned)
+        if stream is not device.current_stream():
+            cloned.record()
+            stream.wait_event(cloned)
         try:
             with device.use(stream):
                 for name, clone in clones.items():
+                    clone = _plain(clone)
                     buffer = device.pinned.take(clone.numel() * clone.element_size())
                     self._buffers.append(buffer)
                     self._on_host[name] = buffer.view(clone.shape, clone.dtype)

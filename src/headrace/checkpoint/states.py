@@ -7,6 +7,8 @@ What JSON has, stands there as it is. The rest is an object whose first key begi
     {"$tuple": […]}   {"$float": "nan"}   {"$int": "0x…"}   {"$str": "…"}
     {"$dict": [[key, value], …]}                   keys that are no strings, or begin with "$"
     {"$OrderedDict": …}   {"$Counter": …}          likewise
+    {"$ranks": 0}                                  the first of the values that each rank has of
+                                                   its own, in checkpoints of several ranks
 """
 
 from __future__ import annotations
@@ -14,7 +16,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,29 +36,41 @@ _LARGEST_PLAIN_INT = 2**63
 _ESCAPED = re.compile("[~/\\[\ud800-\udfff]")
 
 
+@dataclass(frozen=True)
+class PerRank:
+    """A value that each rank has one of: `own` to be written, all of them once it was read."""
+
+    own: Any = None
+    all: tuple[Any, ...] = ()
+
+
 def encode(state: object) -> tuple[Any, dict[str, torch.Tensor]]:
     """The state as something for `json.dumps`, and its tensors by name: the very ones, uncopied.
 
     Raises `CheckpointError` with the path and type of what cannot be kept.
     """
-    encoder = _Encoder()
+    encoder = Encoder()
     return encoder.encode(state, ()), encoder.tensors
 
 
-def decode(document: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The state of which `encode` made this."""
+def decode(
+    document: Any, tensors: Mapping[str, torch.Tensor], own: Sequence[Sequence[Any]] = ()
+) -> Any:
+    """The state of which `encode` made this. `own` has each rank's own values."""
     if isinstance(document, list):
-        return [decode(value, tensors) for value in document]
+        return [decode(value, tensors, own) for value in document]
     if not isinstance(document, dict):
         return document
     tag = next(iter(document), "")
     if tag == "$tensor":
         return _decode_tensor(document, tensors)
+    if tag == "$ranks":
+        return PerRank(all=tuple(decode(values[document[tag]], tensors) for values in own))
     if tag in _DECODERS:
-        return _DECODERS[tag](decode(document[tag], tensors))
+        return _DECODERS[tag](decode(document[tag], tensors, own))
     if tag.startswith("$"):
         raise CheckpointError(f"unknown kind of value {tag!r} in the state")
-    return {key: decode(value, tensors) for key, value in document.items()}
+    return {key: decode(value, tensors, own) for key, value in document.items()}
 
 
 def _counter(pairs: list[tuple[Any, Any]]) -> Counter[Any]:
@@ -74,11 +89,16 @@ _DECODERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _decode_tensor(document: dict[str, Any], tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    tensor = tensors[document["$tensor"]]
+    tensor: Any = tensors[document["$tensor"]]
     if "dtype" not in document:
-        return tensor
-    dtype = getattr(torch, document["dtype"])
-    return tensor.view(dtype).view(document["shape"])
+        return tensor  # type: ignore[no-any-return]
+    if not isinstance(tensor, torch.Tensor):  # of which a part may be asked for
+        tensor = tensor.whole()
+    dtype = getattr(torch, document["dtype"], None)
+    if not isinstance(dtype, torch.dtype):
+        raise CheckpointError(f"unknown type {document['dtype']!r} of a tensor")
+    result: torch.Tensor = tensor.view(dtype).view(document["shape"])
+    return result
 
 
 def place(path: Path) -> str:
@@ -86,7 +106,7 @@ def place(path: Path) -> str:
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
-class _Encoder:
+class Encoder:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._known: dict[tuple[object, ...], str] = {}
@@ -130,17 +150,22 @@ class _Encoder:
 
     def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         require_plain(tensor, place(path))
-        key = _memory(tensor)
-        # Tensors without elements share nothing, whatever their storage says.
-        name = self._known.get(key) if tensor.numel() else None
-        if name is None:
-            name = self._known[key] = _tensor_name(path)
-            self.tensors[name] = tensor
+        name = self._name(tensor, path)
         if tensor.dtype in tensorfile.DTYPE_NAMES:
             return {"$tensor": name}
         # The file has no name for this type: it holds the bytes.
         dtype = str(tensor.dtype).removeprefix("torch.")
         return {"$tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
+
+    def _name(self, tensor: torch.Tensor, path: Path) -> str:
+        """The name that the tensor is kept under: the one it has already, if any."""
+        key = _memory(tensor)
+        # Tensors without elements share nothing, whatever their storage says.
+        name = self._known.get(key) if tensor.numel() else None
+        if name is None:
+            name = self._known[key] = tensor_name(path)
+            self.tensors[name] = tensor
+        return name
 
 
 def require_plain(tensor: torch.Tensor, what: str) -> None:
@@ -197,7 +222,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def _tensor_name(path: Path) -> str:
+def tensor_name(path: Path) -> str:
     """A name of its own for each path: `optimizer/state/[0]/exp_avg`."""
     parts = (f"[{key}]" if isinstance(key, int) else _escape(key) for key in path)
     name = "/".join(parts)

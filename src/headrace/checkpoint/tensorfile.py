@@ -105,6 +105,36 @@ def check_file(path: Path, expected: FileDigest) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class StoredEntry:
+    """Where a tensor lies in its file, in bytes from the file's start."""
+
+    begin: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+def read_entries(path: Path) -> dict[str, StoredEntry]:
+    """What a file holds, by name; no tensor is read."""
+    with path.open("rb") as file:
+        first, entries = _read_header(path, file, os.fstat(file.fileno()).st_size)
+    return {
+        entry.name: StoredEntry(len(first) + entry.begin, entry.dtype, entry.shape)
+        for entry in entries
+    }
+
+
+def read_span(path: Path, entry: StoredEntry, first: int, last: int) -> torch.Tensor:
+    """The elements `first` to `last` of a tensor, as they lie one behind the other."""
+    raw = torch.empty((last - first) * entry.dtype.itemsize, dtype=torch.uint8, device="cpu")
+    with path.open("rb") as file:
+        file.seek(entry.begin + first * entry.dtype.itemsize)
+        for piece in _pieces(raw):
+            if file.readinto(piece) != len(piece):
+                raise CheckpointError(f"{path} became shorter while it was read")
+    return raw.view(entry.dtype)
+
+
+@dataclass(frozen=True, slots=True)
 class _Entry:
     begin: int
     name: str

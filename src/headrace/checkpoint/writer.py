@@ -5,14 +5,18 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint import states
+import torch
+
+from headrace.checkpoint import sharded, states
 from headrace.checkpoint.folders import require_counts, write_checkpoint
 from headrace.checkpoint.snapshot import Snapshot
 from headrace.device import Device
 from headrace.errors import ClosedError
+from headrace.ranks import SINGLE, Ranks
 
 log = logging.getLogger("headrace")
 
@@ -29,10 +33,16 @@ class CheckpointWriter:
     as its copy takes, a snapshot needs the device memory of what it saves once more. An error in
     the background is raised, as itself, by the next `save` or by `close`. A process that ends
     without `close` loses the checkpoint that is being written, and none of the older ones.
+
+    With several `ranks` all of them save the same step, each its part: the folder is to be on a
+    file system that all of them share.
     """
 
-    def __init__(self, device: Device, folder: Path, keep: int = 2) -> None:
+    def __init__(
+        self, device: Device, folder: Path, keep: int = 2, *, ranks: Ranks = SINGLE
+    ) -> None:
         require_counts(keep=keep)
+        self._ranks = ranks.beside()  # the thread's own: the others go on
         self._device = device
         self._folder = folder
         self._keep = keep
@@ -50,9 +60,11 @@ class CheckpointWriter:
             raise ClosedError("a CheckpointWriter was used after its close")
         require_counts(step=step)
         self._finish()
-        document, tensors = states.encode(state)
+        shared = sharded.encode(state, self._ranks) if self._ranks.several else None
+        document, tensors = (None, shared.tensors) if shared is not None else states.encode(state)
         self._start()
-        self._under_way = job = _Job(document, Snapshot(self._device, tensors), step)
+        snapshot = Snapshot(self._device, tensors)
+        self._under_way = job = _Job(document, snapshot, step, shared)
         self._queue.put(job)
         if wait:
             self._finish()
@@ -103,23 +115,32 @@ class CheckpointWriter:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                tensors = job.snapshot.arrive()
-                write_checkpoint(
-                    self._folder, job.document, tensors, step=job.step, keep=self._keep
-                )
+                self._write(job, job.snapshot.arrive())
             except BaseException as problem:  # raised in the foreground, as itself
                 job.error = problem
             finally:
-                tensors = {}
                 job.snapshot.release()
                 job.done.set()
+
+    def _write(self, job: _Job, tensors: Mapping[str, torch.Tensor]) -> None:
+        told: dict[str, Any] = {"step": job.step, "keep": self._keep}
+        if job.shared is None:
+            write_checkpoint(self._folder, job.document, tensors, **told)
+        else:
+            ranks, ledger = self._ranks, self._device.ledger
+            sharded.write_shared(
+                self._folder, job.shared, tensors, ranks=ranks, ledger=ledger, **told
+            )
 
 
 class _Job:
     """One checkpoint to be written."""
 
-    def __init__(self, document: Any, snapshot: Snapshot, step: int) -> None:
+    def __init__(
+        self, document: Any, snapshot: Snapshot, step: int, shared: sharded.SharedState | None
+    ) -> None:
         self.document = document
+        self.shared = shared
         self.snapshot = snapshot
         self.step = step
         self.done = threading.Event()

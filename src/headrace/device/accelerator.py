@@ -112,6 +112,16 @@ class AcceleratorDevice(Device):
     def event(self, *, timing: bool = False) -> AcceleratorEvent:
         return AcceleratorEvent(self, timing, self._raw_event(timing))
 
+    def stream_states(self) -> dict[str, bool]:
+        default = self._module.default_stream(self.torch_device)
+        with _streams_lock:
+            known = {
+                name: raw
+                for (where, name), (raw, _) in _streams.items()
+                if where == self.torch_device
+            }
+        return {name: bool(raw.query()) for name, raw in ({"default": default} | known).items()}
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.is_pinned()
 

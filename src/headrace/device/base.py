@@ -312,6 +312,10 @@ class Device(abc.ABC):
     def set_random_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
+    def stream_states(self) -> dict[str, bool]:
+        """Of each stream in use by name: whether all that was put on it is done. Never blocks."""
+        return {}
+
     # --- arithmetic and profiling ---------------------------------------------------------------
 
     def numerics(self, precision: str) -> AbstractContextManager[object]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from headrace.testing.costs import Costs
 from headrace.testing.fake import FakeDevice
+from headrace.testing.faults import Hang
 from headrace.testing.races import Access, HiddenWait, Race
 from headrace.testing.streams import FakeEvent, FakeStream
 
@@ -19,6 +20,7 @@ __all__ = [
     "FakeDevice",
     "FakeEvent",
     "FakeStream",
+    "Hang",
     "HiddenWait",
     "Race",
 ]

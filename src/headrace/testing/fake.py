@@ -18,7 +18,7 @@ from headrace.device.graph import Graph, Obstacle
 from headrace.device.trace import Trace
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
 from headrace.sites import Site, users_line
-from headrace.testing import autograd, followed, graphs, host_threads
+from headrace.testing import autograd, faults, followed, graphs, host_threads
 from headrace.testing.checker import Actor, Clock, join
 from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
@@ -42,7 +42,9 @@ class FakeDevice(host_threads.Hosts):
     clock. With `host_order="traced"` (the default) host threads are ordered by `Thread.start`
     and `join`, locks, conditions, events and queues made inside the block; with "total" every
     host thread is taken to know what the others did. `check=False` leaves the races to be looked
-    at in `races`; `keep_timeline=False` saves the memory that a very long run's timeline takes.
+    at in `races`; more than `memory_bytes` at once is PyTorch's `OutOfMemoryError`, as it is on a
+    GPU; `hang` stops the device; `keep_timeline=False` saves the memory that a very long run's
+    timeline takes.
 
     Not seen: what C++ does with a raw pointer, numpy writing into a tensor's memory, and threads
     that were started before the block (unless they enter `with device:`).
@@ -76,6 +78,7 @@ class FakeDevice(host_threads.Hosts):
         self._spans: list[Span] = []
         self._launches = 0
         self.call = Call()
+        self.hang: faults.Hang | None = None
         self._entered = 0
         self._streams: dict[str, FakeStream] = {}
         self.default_stream = FakeStream(self, "default")
@@ -233,6 +236,7 @@ class FakeDevice(host_threads.Hosts):
     def _synchronize(self, stream: Stream | None) -> None:
         assert stream is None or isinstance(stream, FakeStream)
         graphs.refuse(self, "device.synchronize()", stream)
+        self.stands_still()
         with self.lock:
             if stream is not None:
                 self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, "synchronize")
@@ -256,13 +260,23 @@ class FakeDevice(host_threads.Hosts):
         self.mark_pinned(memory)
         return memory
 
+    def stands_still(self) -> None:
+        """Where a host waits: for as long as the device hangs."""
+        if self.hang is not None:
+            self.hang.wait()
+
+    def stream_states(self) -> dict[str, bool]:
+        with self.lock:
+            streams = [self.default_stream, *self._streams.values()]
+        return {stream.name: stream.query() for stream in streams}
+
     # --- for the modes and autograd ---------------------------------------------------------------
 
     def host_knows(self, clock: Clock, passes_ns: int) -> bool:
         """A query: whether the work is done. A yes orders this host behind it, as a wait does."""
         host = self.host()
         host.time_ns += round(self.costs.query_us * _NS_PER_US)
-        if passes_ns > host.time_ns:
+        if passes_ns > host.time_ns or self.hang is not None:
             return False
         join(host.clock, clock)
         return True
@@ -346,6 +360,7 @@ class FakeDevice(host_threads.Hosts):
                 self.launch(actor)
             for tensor in allocates:
                 self.checker.track(tensor, "device", actor, site, pooled=tape is not None)
+                faults.require_room(self.checker.device_bytes, self._memory_bytes, tensor)
             if tape is None:
                 self._run(actor, launch)
             else:  # nothing runs

@@ -75,6 +75,7 @@ class FakeEvent(Event):
 
     def _synchronize(self) -> None:
         self._refuse_captured("a wait for an event")
+        self.device.stands_still()
         with self.device.lock:
             self.device.host_waits(self.clock, self.passes_ns, "wait for event")
 

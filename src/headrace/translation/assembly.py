@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
+import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LambdaLR
@@ -13,7 +16,9 @@ from torch.utils.data import DataLoader
 from headrace.caches import user_cache
 from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.launch import own_device
 from headrace.plan import LoaderPlan, Plan, load_plan
+from headrace.ranks import SINGLE, Ranks
 from headrace.translation.batching import BatchPlan, make_loader
 from headrace.translation.corpus import Progress
 from headrace.translation.model import Translator
@@ -21,6 +26,7 @@ from headrace.translation.objective import constant, inverse_sqrt, noam, transla
 from headrace.translation.prepare import Prepared, prepare
 from headrace.translation.settings import TrainSettings
 from headrace.translation.trained import chosen_precision, load_weights, new_model
+from headrace.wrapped import data_parallel
 
 _GRAPH_SHAPES = 16
 
@@ -31,7 +37,7 @@ class Assembly:
 
     device: Device
     plan: Plan
-    model: Translator
+    model: Translator  # without what the engine has around it
     engine: Engine
     loader: Any  # a DataLoader whose sampler is a PlannedSampler
     valid: DataLoader[Any]
@@ -55,9 +61,14 @@ def prepared_for(
     )
 
 
-def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
+def assemble(
+    settings: TrainSettings,
+    data: Prepared,
+    on_error: Callable[[BaseException], object] | None = None,
+    ranks: Ranks = SINGLE,
+) -> Assembly:
     """Everything in its first state: weights follow from the seed, or from `settings.weights`."""
-    device = open_device(settings.device)
+    device = open_device(own_device(settings.device))
     plan, loader = _plans(settings, device)
     batches = _batches(settings, data, plan, loader, device)
     if plan.graphs != "off" and batches.buckets is not None:
@@ -69,15 +80,18 @@ def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
     if settings.weights is not None:
         load_weights(model, Path(settings.weights))
     model = model.to(device.torch_device).train()
+    spread = spread_over(ranks, model, settings.parallel, device)
+    if ranks.several:
+        torch.manual_seed(_seed_of(settings.seed, ranks.rank))  # each drops out its own
     optimizer = torch.optim.AdamW(
-        model.parameters(),
+        spread.parameters(),
         lr=settings.lr,
         betas=(0.9, 0.98),
         weight_decay=settings.weight_decay,
         fused=True,
     )
     engine = Engine(
-        model,
+        spread,
         optimizer,
         translation_loss(settings.smoothing),
         plan=plan,
@@ -87,8 +101,13 @@ def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
         accumulate=settings.accumulate,
         ema_decay=settings.ema,
         deterministic=settings.deterministic,
+        on_nonfinite=settings.on_nonfinite,
+        on_oom=settings.on_oom,
+        # With workers a DataLoader has a timeout of its own, and ends them.
+        loader_timeout=0 if loader.workers else settings.loader_timeout,
+        on_error=on_error,
     )
-    pin = plan.pin and device.asynchronous
+    pin, share = plan.pin and device.asynchronous, (ranks.rank, ranks.size)
     timeout_s, splits = settings.loader_timeout, data.splits
     training = make_loader(
         splits["train"],
@@ -96,10 +115,38 @@ def assemble(settings: TrainSettings, data: Prepared) -> Assembly:
         loader,
         pin=pin,
         timeout_s=timeout_s,
+        share=share,
     )
     in_order = BatchPlan(splits["valid"].lengths, sentences=settings.sentences, shuffle=False)
-    valid = make_loader(splits["valid"], in_order, LoaderPlan(workers=0), pin=pin)
+    valid = make_loader(splits["valid"], in_order, LoaderPlan(workers=0), pin=pin, share=share)
     return Assembly(device, plan, model, engine, training, valid)
+
+
+def spread_over(
+    ranks: Ranks, model: Translator, how: Literal["ddp", "fsdp"], device: Device
+) -> torch.nn.Module:
+    """The model for these ranks: as it is for one alone."""
+    if ranks.group is None:
+        return model
+    if how == "ddp":
+        # Not on the default stream: a graph could not be captured of what was made there.
+        with device.use(device.stream("ddp")):
+            return data_parallel(model, ranks.group)
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    # The logits are a view; nothing changes them in place.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+    mesh = init_device_mesh(device.torch_device.type, (ranks.size,))
+    for layer in (*model.encoder, *model.decoder):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def _seed_of(seed: int, rank: int) -> int:
+    digest = hashlib.sha256(f"seed {seed} of rank {rank}".encode()).digest()
+    return int.from_bytes(digest[:8], "little") >> 1
 
 
 def _plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:

@@ -155,13 +155,16 @@ def _reordered(
 
 
 class PlannedSampler(Sampler[BatchSpec]):
-    """Gives a DataLoader the batches of an epoch, from the `start`-th on.
+    """Gives a DataLoader the batches of an epoch, from the `start`-th on: of each the `share`
+    (rank, ranks) of its pairs, every ranks-th one. Those of all ranks make up the batch that one
+    process alone would have, at the same lengths.
 
     The engine calls `set_epoch`; `start_at` is for the epoch that a run goes on with, no other.
     """
 
-    def __init__(self, plan: BatchPlan) -> None:
+    def __init__(self, plan: BatchPlan, share: tuple[int, int] = (0, 1)) -> None:
         self._plan = plan
+        self._share = share
         self._epoch = 0
         self._start = 0
         self.batches = plan.epoch(0)
@@ -176,21 +179,27 @@ class PlannedSampler(Sampler[BatchSpec]):
 
     def __iter__(self) -> Iterator[BatchSpec]:
         batches = self.batches
-        return (batches[at] for at in range(self._start, len(batches)))
+        return (self._own(batches[at]) for at in range(self._start, len(batches)))
+
+    def _own(self, batch: BatchSpec) -> BatchSpec:
+        rank, ranks = self._share
+        return BatchSpec(batch.indices[rank::ranks], batch.edges)
 
     def __len__(self) -> int:
         return len(self.batches) - self._start
 
 
 class PaddedBatches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Makes the tensors of a batch: source and target ids, (rows, edge) each, 0 where padded."""
+    """Makes the tensors of a batch: source and target ids, (rows, edge) each, 0 where padded. One
+    without pairs, a rank's share of a small batch, has a row of padding, which counts nothing."""
 
     def __init__(self, pairs: IdPairs) -> None:
         self._pairs = pairs
 
     def __getitem__(self, spec: BatchSpec) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [self._pairs[int(index)] for index in spec.indices]
-        source, target = (np.zeros((len(rows), edge), dtype=np.int64) for edge in spec.edges)
+        shapes = [(max(1, len(rows)), edge) for edge in spec.edges]
+        source, target = (np.zeros(shape, dtype=np.int64) for shape in shapes)
         for row, (src, trg) in enumerate(rows):
             source[row, : len(src)] = src
             target[row, : len(trg)] = trg
@@ -198,13 +207,19 @@ class PaddedBatches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 
 def make_loader(
-    pairs: IdPairs, plan: BatchPlan, loader: LoaderPlan, *, pin: bool, timeout_s: float = 0
+    pairs: IdPairs,
+    plan: BatchPlan,
+    loader: LoaderPlan,
+    *,
+    pin: bool,
+    timeout_s: float = 0,
+    share: tuple[int, int] = (0, 1),
 ) -> DataLoader[Any]:
     """A DataLoader over a plan's batches. Workers, if any, live as long as it does."""
     workers = loader.workers or 0
     return DataLoader(
         PaddedBatches(pairs),
-        sampler=PlannedSampler(plan),
+        sampler=PlannedSampler(plan, share),
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,

@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from tokenize import TokenError
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,11 @@ _SIDES = ("src", "trg")
 _CHUNK = 4096
 # Below this many pairs, threads cost more than they save.
 _FEW = 20_000
+# What numpy raises for a file whose header is not one of its own.
+_UNREADABLE = (
+    *(OSError, ValueError, EOFError, SyntaxError, TokenError, TypeError, LookupError),
+    *(MemoryError, OverflowError, RecursionError),
+)
 
 
 class IdPairs:
@@ -45,6 +51,17 @@ class IdPairs:
                 )
         if len(self._offsets[0]) != len(self._offsets[1]):
             raise CorpusError(f"{self.folder}: {split} has sides of different lengths")
+
+    def require_ids_below(self, *sizes: int) -> None:
+        """Raise unless all ids are of vocabularies of these sizes, and offsets go up: a wrong id
+        ends a run on a GPU in a way that nobody can read."""
+        for side, ids, offsets, size in zip(_SIDES, self._ids, self._offsets, sizes, strict=True):
+            bad = len(ids) and not 0 <= ids.min() <= ids.max() < size
+            if bad or (len(offsets) > 1 and np.diff(offsets).min() < 0):
+                raise CorpusError(
+                    f"{self.folder}: {self.split}.{side} has ids that its vocabulary of {size:,} "
+                    "has not; its bytes have changed. Prepare it again"
+                )
 
     def __len__(self) -> int:
         return len(self._offsets[0]) - 1
@@ -173,7 +190,7 @@ def _mapped(folder: Path, name: str, dtype: type[np.generic]) -> npt.NDArray[Any
             array = np.load(path, mmap_mode="r", allow_pickle=False)
         except ValueError:  # nothing to map: an empty array
             array = np.load(path, allow_pickle=False)
-    except (OSError, ValueError, EOFError) as problem:
+    except _UNREADABLE as problem:
         raise CorpusError(f"{path}: cannot be opened ({problem})") from problem
     if array.ndim != 1 or array.dtype != dtype:
         raise CorpusError(

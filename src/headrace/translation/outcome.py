@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from headrace.errors import TranslationError
 from headrace.rundir import RunFolder, replace_file
 from headrace.translation.score import Scores
+
+
+@dataclass
+class Sums:
+    """An epoch's loss so far, over its batches and across interruptions."""
+
+    loss: float = 0.0
+    weight: float = 0.0
+
+    def add(self, loss: float, weight: float) -> None:
+        if math.isfinite(loss):  # each that is not is reported by itself
+            self.loss += loss * weight
+            self.weight += weight
+
+    @property
+    def mean(self) -> float:
+        return self.loss / self.weight if self.weight else float("nan")
 
 
 @dataclass(frozen=True)

@@ -148,12 +148,16 @@ def load_prepared(folder: Path) -> Prepared:
     meta = _read_meta(folder)
     try:
         return _opened(folder, meta)
-    except (KeyError, TypeError, AttributeError) as problem:
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as problem:
+        if isinstance(problem, CorpusError):
+            raise
         raise CorpusError(f"{folder / _META}: is damaged ({problem!r}); prepare it again") from None
 
 
 def _opened(folder: Path, meta: Mapping[str, Any]) -> Prepared:
     for name, size in meta["files"].items():
+        if name != Path(name).name:
+            raise CorpusError(f"{folder / _META}: names {name!r}; expected files of its folder")
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
@@ -170,6 +174,8 @@ def _opened(folder: Path, meta: Mapping[str, Any]) -> Prepared:
         )
     counts = {split: SplitCounts(**count) for split, count in meta["counts"].items()}
     splits = {split: IdPairs(folder, split) for split in counts}
+    for ids in splits.values():
+        ids.require_ids_below(len(vocabularies[0]), len(vocabularies[1]))
     return Prepared(folder, splits, vocabularies, counts, settings)
 
 
@@ -267,7 +273,7 @@ def _read_meta(folder: Path) -> dict[str, Any]:
         raise CorpusError(
             f"{path}: cannot be read ({problem.strerror}); expected a folder made by prepare()"
         ) from problem
-    except ValueError as problem:
+    except (ValueError, RecursionError) as problem:
         raise CorpusError(f"{path}: is not JSON ({problem}); prepare it again") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
         raise CorpusError(f"{path}: is not of Headrace; expected a folder made by prepare()")

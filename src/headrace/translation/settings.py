@@ -11,7 +11,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headrace.errors import HeadraceError, TranslationError
-from headrace.records import Checked, choice, number, read_yaml, refuse_unknown, whole
+from headrace.records import (
+    Checked,
+    choice,
+    number,
+    quoted,
+    read_yaml,
+    refuse_unknown,
+    whole,
+)
 
 if TYPE_CHECKING:
     from headrace.translation.model import ModelSettings
@@ -74,8 +82,22 @@ class TrainSettings(Checked):
     )
     device: str = choice("auto", "auto, cpu, cuda, cuda:1, …")
     deterministic: bool = choice(False, "the same bits in every run, at a price")
+    parallel: Literal["ddp", "fsdp"] = choice(
+        "ddp", "under torchrun: weights whole on each rank, or sharded"
+    )
+    rank_timeout: float = number(1800.0, 1, 1e9, "seconds to wait for another rank")
+    # --- what happens to runs
+    on_nonfinite: str = choice(
+        "stop", "a loss that is not finite: stop, skip its update, tolerate:N, report"
+    )
+    on_oom: Literal["raise", "halve"] = choice("raise", "a batch without memory: in halves?")
+    hang_after: float = number(600.0, 0, 1e9, "seconds without a step: say where it hangs; 0: no")
+    hang_abort: bool = choice(False, "and end, with exit code 75")
+    grace: float = number(0.0, 0, 1e9, "seconds that SIGTERM leaves it to save; 0: any number")
+    stop_code: Literal["signal", "zero"] = choice("signal", "exit code after SIGTERM: 143, or 0")
     # --- looking at it
     save_every: float = number(30.0, 0, 1e9, "seconds between checkpoints")
+    keep: int = whole(2, 1, 10_000, "checkpoints that are kept, the newest")
     valid_sentences: int = whole(200, 0, _MANY, "of valid, translated after each epoch; 0: none")
     beam: int = whole(3, 1, 1000, "hypotheses of the last translation, of test")
     tensorboard: bool = choice(True, "write TensorBoard events beside metrics.jsonl")
@@ -93,7 +115,9 @@ class TrainSettings(Checked):
         if not isinstance(given["data"], tuple) or not all(
             isinstance(path, str) and path for path in given["data"]
         ):
-            raise TranslationError(f"{where}: data = {data!r}: expected a path, or a list of them")
+            raise TranslationError(
+                f"{where}: data = {quoted(data)}: expected a path, or a list of them"
+            )
         for name, hint in typing.get_type_hints(cls).items():
             if "float" in str(hint) and isinstance(given.get(name), str):
                 with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
@@ -148,6 +172,9 @@ SECTIONS = {
         *("epochs", "max_steps", "lr", "schedule", "warmup", "weight_decay", "smoothing"),
         *("clip_norm", "accumulate", "ema", "average_last"),
     ),
-    "How it runs": ("plan", "precision", "device", "deterministic"),
-    "Looking at it": ("save_every", "valid_sentences", "beam", "tensorboard", "monitor"),
+    "How it runs": ("plan", "precision", "device", "deterministic", "parallel", "rank_timeout"),
+    "What happens to runs": (
+        *("on_nonfinite", "on_oom", "hang_after", "hang_abort", "grace", "stop_code"),
+    ),
+    "Looking at it": ("save_every", "keep", "valid_sentences", "beam", "tensorboard", "monitor"),
 }

@@ -23,6 +23,7 @@ from headrace.translation.score import Scores, score
 from headrace.translation.search import translate_ids
 from headrace.translation.settings import TrainSettings
 from headrace.translation.vocabulary import Vocabulary
+from headrace.wrapped import whole_weights
 
 Watch = Callable[[int, int], object]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -88,6 +89,21 @@ def new_model(settings: TrainSettings, vocabularies: tuple[Vocabulary, Vocabular
     """A model for these vocabularies, with weights drawn from the current random state."""
     source, target = vocabularies
     return Translator(settings.model(), len(source), len(target), joint=settings.joint)
+
+
+def whole_copy(
+    settings: TrainSettings,
+    vocabularies: tuple[Vocabulary, Vocabulary],
+    model: torch.nn.Module,
+    device: Device,
+) -> Translator:
+    """A model of its own with all weights of one that is sharded over ranks: all of them have to
+    ask for it. No random number is drawn."""
+    drawn = torch.get_rng_state()
+    copy = new_model(settings, vocabularies).to(device.torch_device)
+    torch.set_rng_state(drawn)
+    copy.load_state_dict(whole_weights(model))
+    return copy
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:

@@ -39,7 +39,7 @@ class Vocabulary:
             if not model:
                 raise RuntimeError("it is empty")
             self._pieces.LoadFromSerializedProto(model)
-        except RuntimeError as problem:
+        except (RuntimeError, ValueError) as problem:  # its message may not be text, either
             raise CorpusError(f"{where}: is not a SentencePiece model ({problem})") from None
         p = self._pieces
         found = (p.pad_id(), p.unk_id(), p.bos_id(), p.eos_id())
@@ -119,7 +119,10 @@ class Vocabulary:
         for sequence in ids:
             whole = [int(token) for token in sequence]
             cut.append(whole[: whole.index(EOS)] if EOS in whole else whole)
-        texts: list[str] = self._pieces.decode(cut) if cut else []
+        try:
+            texts: list[str] = self._pieces.decode(cut) if cut else []
+        except UnicodeDecodeError as problem:
+            raise CorpusError(f"the vocabulary has pieces that are no text ({problem})") from None
         return texts
 
 

@@ -1,0 +1,120 @@
+"""What the prefetcher takes its batches from: a loader's iterator, watched.
+
+A loader may keep a state of its own, and may hang. Its state is asked for after every batch, so
+that the one that belongs to a batch is known when that batch has been trained on, however many
+others were fetched meanwhile. With a timeout, batches are asked for in a thread, which can be
+given up.
+"""
+
+from __future__ import annotations
+
+import queue
+import re
+import threading
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from headrace.device import Device, Stream
+from headrace.errors import LoaderError
+
+
+class Source:
+    """One pass over a loader. `state` is what the loader's `state_dict()` says after the batch
+    that `__next__` returned last; None for loaders that have none."""
+
+    def __init__(self, loader: Iterable[Any], device: Device, timeout_s: float = 0) -> None:
+        self._asks = state_keeper(loader)
+        self.state = None if self._asks is None else self._asks.state_dict()
+        iterator = iter(loader)
+        self._iterator = TimedIterator(iterator, device, timeout_s) if timeout_s else iterator
+
+    def __next__(self) -> Any:
+        batch = next(self._iterator)
+        if self._asks is not None:
+            self.state = self._asks.state_dict()
+        return batch
+
+    def close(self) -> None:
+        """A generator's own clean-up runs now, not at some later collection."""
+        if hasattr(self._iterator, "close"):
+            self._iterator.close()
+
+
+def state_keeper(loader: Any) -> Any | None:
+    """The loader, if it keeps a state of its own, as `StatefulDataLoader` does."""
+    methods = ("state_dict", "load_state_dict")
+    return loader if all(callable(getattr(loader, name, None)) for name in methods) else None
+
+
+class TimedIterator:
+    """Asks an iterator in a thread of its own, and for no longer than `timeout_s` seconds.
+
+    A thread cannot be stopped: one that hangs is left behind, as a daemon, with its iterator.
+    """
+
+    def __init__(self, iterator: Iterator[Any], device: Device, timeout_s: float) -> None:
+        self._iterator, self._device, self._timeout_s = iterator, device, timeout_s
+        self._wanted: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._asked = 0
+        self._hangs = False
+        self._thread: threading.Thread | None = None
+
+    def __next__(self) -> Any:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="headrace-loader", daemon=True)
+            self._thread.start()
+        # A loader that puts something on the device does so on the stream that asks.
+        self._wanted.put(self._device.current_stream())
+        try:
+            batch, problem = self._found.get(timeout=self._timeout_s)
+        except queue.Empty:
+            self._hangs = True
+            raise LoaderError(
+                f"the loader has given no batch for {self._timeout_s:g} s (the {self._asked + 1}. "
+                "of this pass): it hangs, or loader_timeout is too short for it"
+            ) from None
+        self._asked += 1
+        if problem is not None:
+            raise problem
+        return batch
+
+    def close(self) -> None:
+        thread, self._thread = self._thread, None
+        if thread is None:
+            self._close_iterator()
+            return
+        self._wanted.put(None)
+        if not self._hangs:
+            thread.join()
+
+    def _work(self) -> None:
+        while (stream := self._wanted.get()) is not None:
+            try:
+                with self._device.use(stream):
+                    self._found.put((next(self._iterator), None))
+            except BaseException as problem:  # raised in the foreground, as itself
+                self._found.put((None, problem))
+                return
+        self._close_iterator()
+
+    def _close_iterator(self) -> None:
+        if hasattr(self._iterator, "close"):
+            self._iterator.close()
+
+
+def loader_error(problem: BaseException) -> LoaderError | None:
+    """What a DataLoader's own error says of its processes, in a line; None for any other."""
+    text = " ".join(str(problem).split())
+    died = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", text)
+    if isinstance(problem, RuntimeError) and died is not None:
+        return LoaderError(
+            f"a loader process ({died[1]}) {died[2].rstrip('. ')}: has the machine run out of "
+            "memory? Fewer workers need less"
+        )
+    if isinstance(problem, RuntimeError) and text.startswith("DataLoader timed out"):
+        return LoaderError(f"{text}: a loader process hangs, or loader_timeout is too short for it")
+    if text.startswith("Caught ") and "DataLoader worker process" in text:
+        lines = [line for line in str(problem).splitlines() if line.strip()]
+        return LoaderError(f"a loader process raised {lines[-1].strip()}")
+    return None

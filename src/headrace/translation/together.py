@@ -1,0 +1,88 @@
+"""What the ranks of a run share out among themselves: who shows, who writes, who translates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from headrace.device import Device
+from headrace.ledger import Ledger
+from headrace.metrics import MetricsLog, NoMetrics
+from headrace.plan import Plan
+from headrace.progress import Gauges, Progress, silent_console
+from headrace.ranks import Ranks
+from headrace.rundir import RunFolder, shared_folder
+from headrace.runmonitor import RunMonitor
+from headrace.translation.score import Scores, score
+from headrace.translation.settings import TrainSettings
+from headrace.translation.trained import TrainedModel
+
+
+def new_folder(ranks: Ranks, settings: TrainSettings, project: Path, name: str | None) -> RunFolder:
+    """A folder for a new run: the first rank makes it, for all."""
+    path = Path()
+    if ranks.is_first:
+        folder = RunFolder.create(project, name)
+        folder.write_config(settings.to_dict())
+        path = folder.path
+    return shared_folder(Path(ranks.told(str(path), Ledger())))
+
+
+def new_progress(
+    ranks: Ranks, settings: TrainSettings, quiet: bool, gauges: Callable[[], Gauges]
+) -> Progress:
+    """What people watch: the first rank's."""
+    epochs = settings.epochs
+    if ranks.is_first:
+        return Progress(epochs, quiet, gauges=gauges)
+    return Progress(epochs, quiet=True, console=silent_console())
+
+
+def new_metrics(ranks: Ranks, folder: RunFolder, settings: TrainSettings) -> MetricsLog | NoMetrics:
+    """What is measured: written by the first rank."""
+    if not ranks.is_first:
+        return NoMetrics()
+    events = folder.events if settings.tensorboard else None
+    return MetricsLog(folder.metrics, events, goes_on=True)
+
+
+def new_monitor(
+    ranks: Ranks,
+    device: Device,
+    metrics: MetricsLog | NoMetrics,
+    folder: RunFolder,
+    settings: TrainSettings,
+    plan: Plan,
+) -> RunMonitor:
+    """What device and host do: the first rank's."""
+    return RunMonitor(
+        device,
+        metrics,
+        folder.metrics,
+        wanted=settings.monitor and ranks.is_first,
+        look_after=20 if plan.graphs == "off" else 100,
+    )
+
+
+def translate_and_score(
+    model: TrainedModel, pairs: Sequence[tuple[str, str]], beam: int, ranks: Ranks
+) -> tuple[Scores, list[str]]:
+    """Translate and score `pairs`, each rank its share of them; all get the same."""
+    mine = model.translate([src for src, _ in pairs[ranks.rank :: ranks.size]], beam=beam)
+    shares = ranks.gathered(mine, model.device.ledger)
+    found = [shares[at % ranks.size][at // ranks.size] for at in range(len(pairs))]
+    return score(found, [trg for _, trg in pairs], language=model.settings.trg), found
+
+
+def gauges_of(device: Device, begun_ns: int, monitor: RunMonitor) -> Gauges:
+    """For the progress line: what the ledger and the device say of this epoch so far."""
+    ledger = device.ledger
+    elapsed_ms = max(1e-3, (ledger.now_ns() - begun_ns) / 1e6)
+    waits = ledger.epoch_statistics()
+    data_ms = waits["data"].total_ms
+    return Gauges(
+        memory_bytes=device.peak_memory() or None,
+        data_wait_share=min(1.0, data_ms / elapsed_ms),
+        host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / elapsed_ms),
+        gpu_use_share=monitor.gpu_share(),
+    )
