@@ -144,6 +144,11 @@ class TrainingStep:
     def group_is_full(self) -> bool:
         return self._in_group == self.accumulate
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Updates, and batches in the open group: other numbers, another state."""
+        return self.updates, self._in_group
+
     def forward(self, batch: Any) -> LossParts:
         with autocast(self.device, self._precision):
             returned = self.loss(self.model, batch)
@@ -219,8 +224,8 @@ class TrainingStep:
         if self.scheduler is not None and self.scheduler_every == "step":
             self.scheduler.step()
         self._in_group = 0
-        self._torn = False
         self.updates += 1
+        self._torn = False
 
     def _optimize(self) -> None:
         if self.gate is not None:

@@ -140,7 +140,7 @@ class Trainer:
                 CheckpointWriter(
                     self._device, self.folder.state, self.settings.keep
                 ) as self._writer,
-                guard.telling(lambda: self._engine.updates),
+                guard.telling(self._loader, lambda: self._engine.updates),
             ):
                 first_batch = self._restore()
                 while not self._is_done() and not self._stop.requested:
