@@ -203,7 +203,9 @@ def main() -> None:
         found["losses"] = same_losses(work, device, precision)
         shown = {
             name: {
-                key: value for key, value in row.items() if key not in ("all", "waits by reason")
+                key: value
+                for key, value in row.items()
+                if key not in ("all", "cpu", "waits by reason")
             }
             for name, row in found["rows"].items()
         }

@@ -173,15 +173,24 @@ def real_lengths(path: Path, sentences: int = SENTENCES) -> tuple[Work, dict[str
     return Work(name, Translator, translation_loss, batches), figures
 
 
+def every_shape(work: Work, times: int = 4) -> list[Any]:
+    """Batches of every shape, each often enough to be captured."""
+    by_shape: dict[Any, list[Any]] = {}
+    for batch in work.batches:
+        by_shape.setdefault(tuple(part.shape for part in batch), []).append(batch)
+    return [same[turn % len(same)] for turn in range(times) for same in by_shape.values()]
+
+
 def ragged(path: Path, device: Device, precision: str, keep: Callable[[Any], None]) -> None:
     """Tokens a second over real lengths; memory with all shapes captured against eager."""
     work, figures = real_lengths(path)
     rows: dict[str, Any] = {}
     for name in ("pipeline", "graph"):  # one after the other: each alone in memory
         way = Planned(work, device, Plan.preset(name), precision)
-        way(250)  # every shape comes often enough to be captured
+        way.engine.epoch(every_shape(work))
         device.release_unused()
         device.reset_peak_memory()
+        way.engine.epoch(every_shape(work))
         way(TIMED)
         rows[name] = {"peak reserved MB": device.memory().peak_reserved >> 20}
         if way.engine.graphs is not None:
@@ -192,7 +201,7 @@ def ragged(path: Path, device: Device, precision: str, keep: Callable[[Any], Non
     over = rows["graph"]["peak reserved MB"] / rows["pipeline"]["peak reserved MB"] - 1
     figures["graph's memory over eager's %"] = round(over * 100, 1)
     planned = {name: Planned(work, device, Plan.preset(name), precision) for name in RAGGED}
-    planned["graph"](250)
+    planned["graph"].engine.epoch(every_shape(work))
     timed = interleaved_ms(dict(planned), device, steps=TIMED, repeats=3)
     for name, row in timed.items():
         rows.setdefault(name, {}).update(row)
@@ -208,7 +217,7 @@ def ragged(path: Path, device: Device, precision: str, keep: Callable[[Any], Non
 
 def show(name: str, rows: dict[str, Any]) -> None:
     shown = {
-        way: {key: value for key, value in row.items() if key not in ("all", "graphs")}
+        way: {key: value for key, value in row.items() if key not in ("all", "cpu", "graphs")}
         for way, row in rows.items()
     }
     print(f"{name}\n{table(shown)}", flush=True)

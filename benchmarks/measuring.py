@@ -27,24 +27,28 @@ def interleaved_ms(
     """Milliseconds a step of each way: all are run in turn, repeats times.
 
     A way is a function of the number of steps. Between two readings of the clock the device is
-    synchronised, so that all of a way's work is in its time.
+    synchronised, so that all of a way's work is in its time. "cpu" is what this process' threads
+    took of the CPU for a step, in milliseconds too.
     """
     for way in ways.values():
         way(warm_up)
     times: dict[str, list[float]] = {name: [] for name in ways}
+    used: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(repeats):
         for name, way in ways.items():
             device.synchronize("bench")
-            start = time.perf_counter()
+            start, start_cpu = time.perf_counter(), time.process_time()
             way(steps)
             device.synchronize("bench")
             times[name].append((time.perf_counter() - start) / steps * 1e3)
+            used[name].append((time.process_time() - start_cpu) / steps * 1e3)
     return {
         name: {
             "ms": round(statistics.median(found), 4),
             "low": round(min(found), 4),
             "high": round(max(found), 4),
             "all": [round(ms, 4) for ms in found],
+            "cpu": [round(ms, 4) for ms in used[name]],
         }
         for name, found in times.items()
     }

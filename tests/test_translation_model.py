@@ -124,7 +124,7 @@ def reference(model: Translator, src: Tensor, trg: Tensor) -> Tensor:
         y = around(settings, layer.around_inner, y, lambda h, la=layer: feed(la, h))
     y = model.decoder_norm(y) if pre else y
     bias = 0 if model.output.bias is None else model.output.bias
-    return y @ model.output.weight.T + bias
+    return (y @ model.output.weight.T + bias)[:, : model.trg_vocabulary]
 
 
 class TestForward:
@@ -356,6 +356,19 @@ class TestSettings:
             Translator(SMALL, 11, 13, joint=True)
         with pytest.raises(TranslationError, match="trg_vocabulary = 3: expected a whole number"):
             Translator(SMALL, 11, 3)
+
+    @pytest.mark.parametrize("tied", [True, False])
+    def test_rows_by_eights(self, tied: bool) -> None:
+        """The spare ones of 13 ids have no logit, so nothing is ever learned by them."""
+        model = make(SMALL.but(tied=tied))
+        assert model.src_embedding.weight.shape == (16, SMALL.width)
+        logits = model(ids(3, 7, 11), ids(3, 6, 13))
+        assert logits.shape == (3, 6, 13)
+        logits.square().sum().backward()
+        for weight in (model.output.weight, model.trg_embedding.weight):
+            assert weight.grad is not None
+            assert weight.grad[:13].any()
+            assert not weight.grad[13:].any()
 
     def test_too_long(self) -> None:
         model = make()

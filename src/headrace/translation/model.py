@@ -17,6 +17,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.errors import TranslationError
 from headrace.translation.vocabulary import EOS as EOS
@@ -74,6 +75,11 @@ class ModelSettings:
         return dataclasses.asdict(self)
 
 
+# Not cuDNN's kernels: they are compiled for every shape, which takes them 0.4 s on an H200, and
+# lengths vary here.
+_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+
+
 class Memory(NamedTuple):
     """A source that was read, and what of it may be looked at."""
 
@@ -114,11 +120,12 @@ class Translator(nn.Module):
         self.settings, self.joint = settings, joint
         self.src_vocabulary, self.trg_vocabulary = src_vocabulary, trg_vocabulary
         width = settings.width
-        self.trg_embedding = nn.Embedding(trg_vocabulary, width, padding_idx=PAD)
+        rows = _aligned(trg_vocabulary)
+        self.trg_embedding = nn.Embedding(rows, width, padding_idx=PAD)
         self.src_embedding = (
             self.trg_embedding
             if joint and settings.tied
-            else nn.Embedding(src_vocabulary, width, padding_idx=PAD)
+            else nn.Embedding(_aligned(src_vocabulary), width, padding_idx=PAD)
         )
         self.encoder = nn.ModuleList(
             _EncoderLayer(settings) for _ in range(settings.encoder_layers)
@@ -129,7 +136,7 @@ class Translator(nn.Module):
         pre = settings.norm == "pre"  # then nothing has normed the last layer's sum
         self.encoder_norm = nn.LayerNorm(width) if pre else nn.Identity()
         self.decoder_norm = nn.LayerNorm(width) if pre else nn.Identity()
-        self.output = nn.Linear(width, trg_vocabulary, bias=not settings.tied)
+        self.output = nn.Linear(width, rows, bias=not settings.tied)
         self.dropout = nn.Dropout(settings.dropout)
         self.register_buffer("positions", sinusoids(settings.max_length, width), persistent=False)
         self._initialize()
@@ -147,15 +154,17 @@ class Translator(nn.Module):
         first = torch.arange(src.size(1), device=src.device).eq(0)
         mask = (src.ne(PAD) | first)[:, None, None, :]
         x = self._embed(self.src_embedding, src)
-        for layer in self.encoder:
-            x = layer(x, mask)
+        with sdpa_kernel(_ATTENTION):
+            for layer in self.encoder:
+                x = layer(x, mask)
         return Memory(self.encoder_norm(x), mask)
 
     def decode(self, trg: Tensor, memory: Memory) -> Tensor:
         """trg (batch, length) -> logits (batch, length, vocabulary), all places at once."""
         x = self._embed(self.trg_embedding, trg)
-        for layer in self.decoder:
-            x = layer(x, memory)
+        with sdpa_kernel(_ATTENTION):
+            for layer in self.decoder:
+                x = layer(x, memory)
         return self._logits(x)
 
     # --- one token at a time ----------------------------------------------------------------------
@@ -186,8 +195,9 @@ class Translator(nn.Module):
         x = self.trg_embedding(last) * math.sqrt(self.settings.width)
         x = self.dropout(x + self.positions.index_select(0, state.at))
         state.seen.index_fill_(3, state.at, True)
-        for number, layer in enumerate(cast("list[_DecoderLayer]", self.decoder)):
-            x = layer.step(x, state, number)
+        with sdpa_kernel(_ATTENTION):
+            for number, layer in enumerate(cast("list[_DecoderLayer]", self.decoder)):
+                x = layer.step(x, state, number)
         state.at.add_(1)
         return self._logits(x), state
 
@@ -210,7 +220,7 @@ class Translator(nn.Module):
 
     def _logits(self, x: Tensor) -> Tensor:
         logits: Tensor = self.output(self.decoder_norm(x))
-        return logits
+        return logits[..., : self.trg_vocabulary]
 
     def _initialize(self) -> None:
         for module in self.modules():
@@ -350,6 +360,12 @@ def _merged(out: nn.Linear, y: Tensor) -> Tensor:
     """(batch, heads, length, head width) -> (batch, length, width), projected."""
     merged: Tensor = out(y.transpose(1, 2).flatten(2))
     return merged
+
+
+def _aligned(vocabulary: int) -> int:
+    """Rows of a matrix for so many ids: a GPU's fast products want them by eights. Those that are
+    too many are never looked up, have no logit, and so no gradient."""
+    return -(-vocabulary // 8) * 8
 
 
 def sinusoids(length: int, width: int) -> Tensor:
