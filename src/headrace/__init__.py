@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from headrace.runahead import RunAhead
     from headrace.streams import StreamManager
     from headrace.timeline import Span, Timeline
+    from headrace.watchdog import Watchdog
 
 __version__ = "0.1.0"
 
@@ -63,6 +64,7 @@ _HOMES = {
     "StreamManager": "streams",
     "Timeline": "timeline",
     "WaitStatistics": "ledger",
+    "Watchdog": "watchdog",
     "available_devices": "device",
     "load_plan": "plan",
     "open_device": "device",
@@ -97,6 +99,7 @@ __all__ = [
     "StreamManager",
     "Timeline",
     "WaitStatistics",
+    "Watchdog",
     "__version__",
     "available_devices",
     "load_plan",
