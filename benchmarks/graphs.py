@@ -30,10 +30,11 @@ import torch
 from engine import Planned
 from measuring import header, interleaved_ms, save, table
 from peers import PEERS
-from torch import nn
 from works import Translator, Work, transformer, translation_loss
 
+from headrace.bench.equality import remove_dropout
 from headrace.buckets import BucketBatches, Buckets
+from headrace.busy import BusyWindow
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.plan import Plan
@@ -45,21 +46,11 @@ RAGGED = ("baseline", "pipeline", "graph")
 
 def busy_ms(way: Callable[[int], object], device: Device, steps: int = 10) -> float:
     """Milliseconds a step in which the GPU does anything at all."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profile:
+    with device.trace() as trace:
         way(steps)
-        device.synchronize("bench")
-    cuda = torch.autograd.DeviceType.CUDA
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profile.events()
-        if event.device_type == cuda
-    )
-    total = end = 0.0
-    for start, stop in spans:
-        total += max(0.0, stop - max(start, end))
-        end = max(end, stop)
-    return total / steps / 1e3
+    window = BusyWindow.of(trace, steps)
+    assert window is not None, trace.missing
+    return window.busy_ms_per_step
 
 
 def speed(
@@ -103,11 +94,7 @@ def speed(
 class WithoutDropout(Translator):
     def __init__(self) -> None:
         super().__init__()
-        for module in self.modules():
-            if isinstance(module, nn.Dropout):
-                module.p = 0.0
-            if isinstance(module, nn.MultiheadAttention):
-                module.dropout = 0.0
+        remove_dropout(self)
 
 
 def same_losses(work: Work, device: Device, precision: str, steps: int = 20) -> dict[str, Any]:

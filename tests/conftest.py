@@ -11,11 +11,16 @@ os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")
 # As many tests run at once as there are cores: more threads would only wait for each other.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import hypothesis
 import pytest
 import torch
 
 from headrace.device import Device, open_device
 from headrace.testing import FakeDevice
+
+# A busy machine is no failure: no example is held to a time. And the same examples each time.
+hypothesis.settings.register_profile("headrace", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("headrace")
 
 pytest_plugins = ["headrace.pytest_plugin"]
 

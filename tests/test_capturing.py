@@ -103,6 +103,25 @@ MAKERS: dict[str, Made] = {
 }
 
 
+@pytest.mark.parametrize("options", [{}, {"accumulate": 3, "clip_norm": 1.0}])
+@pytest.mark.parametrize("name", ["interval", "event"])
+def test_plans_with_streams_of_their_own(
+    capturing: Device, name: str, options: dict[str, Any]
+) -> None:
+    """Replays go to the plan's own stream, for which the batches' copies are waited for."""
+    found = []
+    for graphs in ("off", "on"):
+        plan = Plan.preset(name).but(graphs=graphs, graph_after=1)
+        engine = make_engine(capturing, plan, **options)
+        torch.manual_seed(5)
+        found.append([engine.epoch(data()).losses, engine.epoch(ragged()).losses])
+        report = engine.graphs
+        engine.close()
+    assert found[0] == found[1]
+    assert report is not None
+    assert report.replays > 30
+
+
 @pytest.mark.parametrize("shapes", ["one shape", "ragged"])
 @pytest.mark.parametrize("name", MAKERS)
 class TestSameLosses:

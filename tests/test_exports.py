@@ -11,7 +11,9 @@ import pytest
 import headrace
 
 
-@pytest.mark.parametrize("name", ["headrace", "headrace.device", "headrace.testing"])
+@pytest.mark.parametrize(
+    "name", ["headrace", "headrace.device", "headrace.report", "headrace.testing"]
+)
 def test_all_names_exist_and_are_sorted(name: str) -> None:
     module = importlib.import_module(name)
     for export in module.__all__:

@@ -211,7 +211,7 @@ class TestOutOfMemory:
             "smaller batches, with accumulate",
             "on_oom='halve'",
             "precision='bf16'",
-            "out of memory. Tried to allocate",
+            "PyTorch says: fake out of memory: tried to allocate",
         ):
             assert part in said, said
 

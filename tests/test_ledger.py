@@ -188,3 +188,12 @@ def test_a_table_and_a_dict(ledger: Ledger, clock: Clock) -> None:
 def test_an_empty_ledger_says_so(ledger: Ledger) -> None:
     assert ledger.statistics().table() == "The host never waited."
     assert ledger.statistics().to_dict()["reasons"] == {}
+
+
+def test_a_listener_hears_of_each_wait(ledger: Ledger, clock: Clock) -> None:
+    heard: list[tuple[str, int, int]] = []
+    ledger.on_wait = lambda reason, start_ns, end_ns: heard.append((reason, start_ns, end_ns))
+    clock.ns = 5
+    wait(ledger, clock, "losses", 2)
+    ledger.passed("losses")
+    assert heard == [("losses", 5, 5 + 2 * MS)]

@@ -197,6 +197,17 @@ class TestRun:
         assert result.scores is not None
         assert len(result.examples) > 0
 
+    def test_the_use_of_the_machine_is_noted(self, corpus: Path, tmp_path: Path) -> None:
+        for monitor, epochs_noted in ((True, 2), (False, 0)):
+            result = new(corpus, tmp_path, f"monitor {monitor}", monitor=monitor).run()
+            lines = [json.loads(line) for line in result.folder.metrics.read_text().splitlines()]
+            noted = [line for line in lines if line["kind"] == "use"]
+            assert [line["step"] for line in noted] == [
+                line["step"] for line in lines if line["kind"] == "epoch" and monitor
+            ]
+            assert len(noted) == epochs_noted
+            assert all(line["cpu_share"] > 0 and line["gpu_share"] is None for line in noted)
+
     def test_fine_tuning_starts_from_other_weights(self, corpus: Path, tmp_path: Path) -> None:
         first = new(corpus, tmp_path, "first", epochs=3).run()
         tuned = new(corpus, tmp_path, "tuned", epochs=1, weights=str(first.folder.path)).run()

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.buckets import BucketBatches, Buckets, PadToBuckets
+    from headrace.busy import BusyWindow
     from headrace.capturing import GraphReport
     from headrace.deferred import DeferredScalars, DeferredValues
     from headrace.device import Device, Event, Stream, available_devices, open_device
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from headrace.errors import HeadraceError
     from headrace.ledger import Ledger, LedgerStatistics, WaitStatistics
     from headrace.loop import StepInfo
+    from headrace.monitor import Monitor, UseSample
     from headrace.plan import PRESETS, LoaderPlan, Plan, PlanFile, load_plan
     from headrace.prefetcher import Prefetcher, prefetch
     from headrace.results import EpochResult, EpochStatistics
@@ -39,6 +41,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BucketBatches": "buckets",
     "Buckets": "buckets",
+    "BusyWindow": "busy",
     "DeferredScalars": "deferred",
     "DeferredValues": "deferred",
     "Device": "device",
@@ -52,6 +55,7 @@ _HOMES = {
     "Ledger": "ledger",
     "LedgerStatistics": "ledger",
     "LoaderPlan": "plan",
+    "Monitor": "monitor",
     "PRESETS": "plan",
     "PadToBuckets": "buckets",
     "Plan": "plan",
@@ -63,6 +67,7 @@ _HOMES = {
     "Stream": "device",
     "StreamManager": "streams",
     "Timeline": "timeline",
+    "UseSample": "monitor",
     "WaitStatistics": "ledger",
     "Watchdog": "watchdog",
     "available_devices": "device",
@@ -75,6 +80,7 @@ __all__ = [
     "PRESETS",
     "BucketBatches",
     "Buckets",
+    "BusyWindow",
     "DeferredScalars",
     "DeferredValues",
     "Device",
@@ -88,6 +94,7 @@ __all__ = [
     "Ledger",
     "LedgerStatistics",
     "LoaderPlan",
+    "Monitor",
     "PadToBuckets",
     "Plan",
     "PlanFile",
@@ -98,6 +105,7 @@ __all__ = [
     "Stream",
     "StreamManager",
     "Timeline",
+    "UseSample",
     "WaitStatistics",
     "Watchdog",
     "__version__",

@@ -14,7 +14,7 @@ from typing import Annotated, Any
 import typer
 
 import headrace
-from headrace import cli_translation
+from headrace import cli_bench, cli_report, cli_translation, cli_tune
 from headrace.errors import HeadraceError
 
 app = typer.Typer(
@@ -99,6 +99,9 @@ def plan(
 
 
 cli_translation.add_to(app)
+cli_bench.add_to(app)
+cli_tune.add_to(app)
+cli_report.add_to(app)
 
 
 def _show(content: dict[str, Any], text: str, as_json: bool) -> None:

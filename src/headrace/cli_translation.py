@@ -88,6 +88,8 @@ def train(
     for source, reference, found in [] if quiet else result.examples:
         typer.echo(f"\n  {source}\n= {reference}\n> {found}")
     typer.echo(f"\n{result.updates:,} updates; weights, metrics and state in {result.folder.path}")
+    if result.folder.report.exists():
+        typer.echo(f"report {result.folder.report}")
     typer.echo(f"chrF {result.scores.chrf:.1f}   {result.scores.chrf_signature}")
     typer.echo(f"signature {result.scores.bleu_signature}")
     typer.echo(f"BLEU {result.scores.bleu:.1f}")

@@ -94,7 +94,7 @@ def diagnose(*, measure: bool = True) -> Diagnosis:
     """Look at the machine. With `measure`, each accelerator is also timed (about two seconds)."""
     opened = [open_device(name) for name in available_devices()]
     devices = tuple(_facts(device, measure) for device in opened)
-    driver = _driver_version()
+    driver = driver_version()
     return Diagnosis(
         headrace=headrace.__version__,
         python=platform.python_version(),
@@ -103,7 +103,7 @@ def diagnose(*, measure: bool = True) -> Diagnosis:
         torch_built_for=_built_for(),
         driver=driver,
         cpu_cores=psutil.cpu_count() or 1,
-        usable_cores=_usable_cores(),
+        usable_cores=usable_cores(),
         memory_bytes=psutil.virtual_memory().total,
         devices=devices,
         findings=tuple(_findings(devices, driver)),
@@ -205,7 +205,7 @@ def _cpu_bf16_works() -> bool:
     return done.returncode == 0
 
 
-def _driver_version() -> str | None:
+def driver_version() -> str | None:
     try:
         import pynvml
     except ImportError:
@@ -229,7 +229,7 @@ def _built_for() -> str:
     return "XPU" if torch.xpu._is_compiled() else "the CPU only"
 
 
-def _usable_cores() -> int:
+def usable_cores() -> int:
     """Cores this process may run on: a container often has fewer than the machine."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 

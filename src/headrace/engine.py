@@ -289,7 +289,7 @@ class Engine:
         assert step is not None
         self._place.before_batch()
         if self._graphed is not None:
-            with self._annotated("step"):
+            with lanes.on(lanes.forward), self._annotated("step"):
                 run.replays += self._graphed.train(batch, partial(run.report, index))
             return
         if self._halving is not None:

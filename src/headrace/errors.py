@@ -18,6 +18,9 @@ HeadraceError
 ├── TranslationError            no model, search or score can be made of it (also a ValueError)
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
+├── ReportError                 a result that no report can be made of (also a ValueError)
+├── BenchError                  a work or result file that is of no use (also a ValueError)
+├── TuneError                   a search for a plan that cannot be made (also a ValueError)
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
 
 A message names what was asked for, what was found and what was expected. Anything else that
@@ -105,6 +108,18 @@ class RunError(HeadraceError):
 
 class CheckpointError(HeadraceError):
     """A checkpoint, or file of weights, cannot be made of a state, written, or read back."""
+
+
+class BenchError(HeadraceError, ValueError):
+    """A work that cannot be run, a benchmark's settings, or a result that cannot be read."""
+
+
+class TuneError(HeadraceError, ValueError):
+    """Settings, a work or a journal with which no plan can be searched for."""
+
+
+class ReportError(HeadraceError, ValueError):
+    """A stored result that cannot be read, or a report that cannot be written."""
 
 
 class RaceError(HeadraceError, AssertionError):

@@ -108,7 +108,10 @@ class Ledger:
         ledger.passed("run_ahead")          # asked, and there was nothing to wait for
 
     `clock_ns` returns nanoseconds that never go back; the fake device puts its own here.
+    `on_wait`, if set, is called after each wait with its reason, start and end, by that clock.
     """
+
+    on_wait: Callable[[str, int, int], object] | None = None
 
     def __init__(self, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
         self._clock_ns = clock_ns
@@ -236,6 +239,8 @@ class _Waiting:
             self._ledger._under_way[threading.get_ident()] = self._around
         elapsed_ns = self._ledger.now_ns() - self._start_ns
         self._ledger._leave(self._reason, elapsed_ns, self._outer_ns)
+        if self._ledger.on_wait is not None:
+            self._ledger.on_wait(self._reason, self._start_ns, self._start_ns + elapsed_ns)
 
 
 class _Tally:

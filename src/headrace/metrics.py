@@ -154,7 +154,7 @@ class _Events:
 
     def write(self, kind: str, step: int, content: Mapping[str, Any]) -> None:
         for name, number in _numbers(content):
-            if name not in ("step", "epoch"):
+            if name not in ("step", "epoch", "at_s"):
                 self._open().add_scalar(f"{kind}/{name}", number, step)
 
     def rewind(self, step: int) -> None:

@@ -47,8 +47,15 @@ class RunFolder:
     path: Path
 
     @classmethod
-    def create(cls, project: str | Path = Path("runs/train"), name: str | None = None) -> RunFolder:
-        """A new folder in `project`: `name`, or the first free of exp, exp2, exp3, …
+    def create(
+        cls,
+        project: str | Path = Path("runs/train"),
+        name: str | None = None,
+        *,
+        parts: tuple[str, ...] = ("weights", "state"),
+    ) -> RunFolder:
+        """A new folder in `project`: `name`, or the first free of exp, exp2, exp3, …; in it the
+        folders `parts`.
 
         Two runs that start at once get two folders.
         """
@@ -60,8 +67,8 @@ class RunFolder:
             Path(project).mkdir(parents=True, exist_ok=True)
             path = _first_free(Path(project)) if name is None else _new(Path(project), name)
             folder = cls(path)
-            folder.weights.mkdir()
-            folder.state.mkdir()
+            for part in parts:
+                (path / part).mkdir()
         except (OSError, ValueError) as problem:
             raise RunError(
                 f"{project}: no run folder can be made there ({_why(problem)})"
@@ -121,9 +128,7 @@ class RunFolder:
     def write_config(self, config: Mapping[str, Any]) -> None:
         """Write `config.yaml`: plain values only. A reader sees the old file or the new one."""
         try:
-            text = yaml.dump(
-                dict(config), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True
-            ).encode()
+            text = yaml_text(config).encode()
         except (yaml.YAMLError, RecursionError, UnicodeEncodeError) as problem:
             raise RunError(
                 f"{self.config}: the configuration cannot be written as YAML ({problem}); "
@@ -148,6 +153,12 @@ class RunFolder:
                     with contextlib.suppress(OSError):
                         fcntl.flock(file, fcntl.LOCK_UN)
                 file.close()
+
+
+def yaml_text(content: Mapping[str, Any]) -> str:
+    """Plain values as YAML for people: in their order, nothing by reference."""
+    text: str = yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
+    return text
 
 
 def replace_file(path: Path, content: bytes) -> None:

@@ -62,9 +62,10 @@ class Timeline:
         end_ns = max(span.end_ns for span in self.spans)
         return (end_ns - self.spans[0].start_ns) / _NS_PER_MS
 
-    def device_busy_ms(self) -> float:
-        """How long at least one stream ran."""
-        return _covered_ns(self._device_spans()) / _NS_PER_MS
+    def device_busy_ms(self, kind: Kind | None = None) -> float:
+        """How long at least one stream ran; with a `kind`, ran something of that kind."""
+        spans = (span for span in self._device_spans() if kind in (None, span.kind))
+        return _covered_ns(spans) / _NS_PER_MS
 
     def overlap_ms(self) -> float:
         """How long two streams or more ran at once."""

@@ -18,6 +18,8 @@ from headrace.device.base import Device, Event, MemoryFigures, Stream
 from headrace.device.cpu import CpuDevice
 from headrace.device.graph import Graph, Obstacle
 from headrace.device.pinned import PinnedBuffer, PinnedPool
+from headrace.device.sensors import SensorReading, Sensors
+from headrace.device.trace import Trace
 from headrace.errors import DeviceNotFoundError
 from headrace.ledger import Ledger
 
@@ -29,7 +31,10 @@ __all__ = [
     "Obstacle",
     "PinnedBuffer",
     "PinnedPool",
+    "SensorReading",
+    "Sensors",
     "Stream",
+    "Trace",
     "available_devices",
     "open_device",
 ]

@@ -102,6 +102,13 @@ class AcceleratorDevice(Device):
         raw = self._module.current_stream(self.torch_device)
         return self._wrapped.get(raw.stream_id) or self._wrap(raw, "default", 0)
 
+    def named_streams(self) -> list[tuple[str, Any]]:
+        """The streams of this device that were made so far, as PyTorch's own objects."""
+        with _streams_lock:
+            return [
+                (name, raw) for (on, name), (raw, _) in _streams.items() if on == self.torch_device
+            ]
+
     def event(self, *, timing: bool = False) -> AcceleratorEvent:
         return AcceleratorEvent(self, timing, self._raw_event(timing))
 

@@ -18,6 +18,8 @@ import torch
 
 from headrace.device.graph import Graph, Obstacle
 from headrace.device.pinned import PinnedPool
+from headrace.device.sensors import Sensors
+from headrace.device.trace import Trace, traced
 from headrace.errors import CaptureError, DeviceError, DeviceMismatchError, EventNotRecordedError
 from headrace.ledger import Ledger
 
@@ -273,6 +275,11 @@ class Device(abc.ABC):
         """Let the peaks in `memory()` count from now. Nothing to do where nothing is counted."""
         return
 
+    def limit_memory(self, nbytes: int | None) -> None:
+        """Let this process have no more device memory than that, as if there were no more: what
+        asks for more is out of memory. None: all there is. Not everywhere can this be done."""
+        return
+
     def release_unused(self) -> None:
         """Give memory that the allocator keeps for reuse back to the device. May wait for it."""
         return
@@ -327,6 +334,18 @@ class Device(abc.ABC):
         None where nobody does."""
         return None
 
+    def sensors(self) -> Sensors | None:
+        """What its driver measures: use, memory, power, clock, temperature; None if nobody does."""
+        return None
+
+    def trace(self) -> AbstractContextManager[Trace]:
+        """See what the device does in the block: each kernel and copy with its time and stream.
+
+        For a few steps, not for a run: it takes memory, and some time at its ends, where the host
+        waits for the device. Where the work cannot be seen, `Trace.missing` says why.
+        """
+        return traced(self)
+
     def has_fast_bf16(self) -> bool:
         """Whether bf16 products are faster here than those of float32."""
         return False
@@ -349,6 +368,11 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None: ...
+
+    def _watch_work(self, trace: Trace) -> AbstractContextManager[object]:
+        """Inside the block, see what runs; after it, tell `trace`."""
+        trace.missing = f"no profiler of Headrace's sees the work of {self}"
+        return nullcontext()
 
     @abc.abstractmethod
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from headrace.device.base import Device, Event, MemoryFigures, Stream
+from headrace.device.trace import Trace
 from headrace.errors import DeviceError
 from headrace.ledger import Ledger
 
@@ -110,6 +112,10 @@ class CpuDevice(Device):
 
     def _synchronize(self, stream: Stream | None) -> None:
         """Nothing to do: all work is done."""
+
+    def _watch_work(self, trace: Trace) -> AbstractContextManager[object]:
+        trace.missing = "on the CPU, computing is the host's own work: no device runs beside it"
+        return nullcontext()
 
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
         # Ordinary memory: pinning needs an accelerator, and here nothing is copied beside the host.

@@ -11,21 +11,29 @@ from typing import Any
 
 import torch
 
+from headrace.device import kineto
 from headrace.device.accelerator import AcceleratorDevice
 from headrace.device.base import Result
 from headrace.device.graph import Graph, Obstacle
 from headrace.device.hostuse import HostUse
+from headrace.device.nvml import NvmlAbsent, NvmlSensors
+from headrace.device.trace import Trace
 from headrace.errors import CaptureError
 from headrace.sites import Site
 
 _USE_EVERY_NS = 1_000_000_000
+_MARKER_CYCLES = 1000
 
 
 class CudaPool:
     """Memory that graphs share. PyTorch's pools end with their last graph, and capturing into one
     that has ended is an internal error of its: so a new one is taken then."""
 
+    #: Whether there has been any in this process.
+    made = False
+
     def __init__(self) -> None:
+        CudaPool.made = True
         self._handle: Any = None
         self._graphs = 0
 
@@ -84,6 +92,51 @@ class CudaDevice(AcceleratorDevice):
             except (ImportError, RuntimeError, OSError) as problem:
                 self.say_once("use", "the GPU's use is not known: %s", problem)
         return self._use
+
+    def sensors(self) -> NvmlSensors | None:
+        known: Any = torch.cuda.get_device_properties(self.torch_device)
+        uuid, bus = getattr(known, "uuid", None), getattr(known, "pci_bus_id", None)
+        pci = None
+        if bus is not None:
+            pci = f"{known.pci_domain_id:08X}:{bus:02X}:{known.pci_device_id:02X}.0"
+        try:
+            return NvmlSensors(None if uuid is None else f"GPU-{uuid}", pci)
+        except NvmlAbsent as problem:
+            self.say_once("sensors", "power, use and clock of the GPU are not known: %s", problem)
+            return None
+
+    @contextmanager
+    def _watch_work(self, trace: Trace) -> Iterator[None]:
+        if kineto.is_profiling():
+            trace.missing = "another profiler is at work in this process"
+            yield
+            return
+        with kineto.profiled(graphs=CudaPool.made) as records:
+            streams = self._mark_streams()
+            yield
+        found = kineto.seen(records.found, self._index, streams)
+        if found is None:
+            trace.missing = "PyTorch's profiler recorded no kernel (does CUPTI work here?)"
+        else:
+            trace.saw(found.spans, found.launches, from_ns=found.from_ns)
+
+    def _mark_streams(self) -> list[str]:
+        """Run a marker on each stream with a name, one after the other; returns the names."""
+        raw_streams = {raw.stream_id: (name, raw) for name, raw in self.named_streams()}
+        default = torch.cuda.default_stream(self.torch_device)
+        raw_streams.setdefault(default.stream_id, ("default", default))
+        current = torch.cuda.current_stream(self.torch_device)
+        raw_streams.setdefault(current.stream_id, ("current", current))
+        self.synchronize("trace")
+        for _, raw in raw_streams.values():
+            with torch.cuda.stream(raw):
+                torch.cuda._sleep(_MARKER_CYCLES)
+            self.synchronize("trace")
+        return [name for name, _ in raw_streams.values()]
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        share = 1.0 if nbytes is None else min(1.0, nbytes / self.memory().total)
+        torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
 
     def has_fast_bf16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

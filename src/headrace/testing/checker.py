@@ -7,6 +7,7 @@ does. Two accesses to the same bytes race when neither actor knows of the other'
 
 from __future__ import annotations
 
+import sys
 import weakref
 from dataclasses import dataclass, field
 
@@ -93,6 +94,7 @@ class Checker:
         self.races: list[Race] = []
         self.device_bytes = 0
         self.peak_device_bytes = 0
+        self.limit_bytes = sys.maxsize
         self._actors: list[Actor] = []
         self._storages: dict[int, Storage] = {}
         self._freed: dict[int, list[_FreedBlock]] = {}
@@ -125,6 +127,11 @@ class Checker:
         if known is not None:
             return known
         nbytes = storage.nbytes()
+        if home == "device" and self.device_bytes + nbytes > self.limit_bytes:
+            raise torch.OutOfMemoryError(
+                f"fake out of memory: tried to allocate {nbytes:,} bytes; {self.device_bytes:,} of "
+                f"{self.limit_bytes:,} are in use"
+            )
         label = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor"
         record = Storage(home, owner, site, label, nbytes, pooled=pooled)
         self._storages[key] = record

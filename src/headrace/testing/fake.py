@@ -15,6 +15,7 @@ import torch
 
 from headrace.device.base import Device, MemoryFigures, Result, Stream
 from headrace.device.graph import Graph, Obstacle
+from headrace.device.trace import Trace
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
 from headrace.sites import Site, users_line
 from headrace.testing import autograd, faults, followed, graphs, host_threads
@@ -72,9 +73,10 @@ class FakeDevice(host_threads.Hosts):
         self.pinned._lock = host_threads.traced_lock()
         self.hidden_waits: list[HiddenWait] = []
         self._check = check
-        self._memory_bytes = memory_bytes
+        self._memory_bytes = self.checker.limit_bytes = memory_bytes
         self._keep_timeline = keep_timeline
         self._spans: list[Span] = []
+        self._launches = 0
         self.call = Call()
         self.hang: faults.Hang | None = None
         self._entered = 0
@@ -209,6 +211,9 @@ class FakeDevice(host_threads.Hosts):
 
     def reset_peak_memory(self) -> None:
         self.checker.peak_device_bytes = self.checker.device_bytes
+
+    def limit_memory(self, nbytes: int | None) -> None:
+        self.checker.limit_bytes = min(self._memory_bytes, nbytes or self._memory_bytes)
 
     def description(self) -> str:
         return "a fake device on CPU tensors"
@@ -355,7 +360,6 @@ class FakeDevice(host_threads.Hosts):
                 self.launch(actor)
             for tensor in allocates:
                 self.checker.track(tensor, "device", actor, site, pooled=tape is not None)
-                faults.require_room(self.checker.device_bytes, self._memory_bytes, tensor)
             if tape is None:
                 self._run(actor, launch)
             else:  # nothing runs
@@ -372,7 +376,18 @@ class FakeDevice(host_threads.Hosts):
             for launch in launches:
                 self._run(actor, launch, replayed_at=site)
 
+    @contextmanager
+    def _watch_work(self, trace: Trace) -> Iterator[None]:
+        self.synchronize("trace")
+        first, launches, from_ns = len(self._spans), self._launches, self.host().time_ns
+        yield
+        if self._keep_timeline:
+            trace.saw(self._spans[first:], self._launches - launches, from_ns=from_ns)
+        else:
+            trace.missing = "the fake device was made with keep_timeline=False"
+
     def _pay_launch(self) -> None:
+        self._launches += 1
         self.host().time_ns += round(self.costs.launch_us * _NS_PER_US)
 
     def _run(self, actor: Actor, launch: Launch, replayed_at: Site | None = None) -> None:

@@ -97,6 +97,7 @@ class TrainSettings(Checked):
     valid_sentences: int = whole(200, 0, _MANY, "of valid, translated after each epoch; 0: none")
     beam: int = whole(3, 1, 1000, "hypotheses of the last translation, of test")
     tensorboard: bool = choice(True, "write TensorBoard events beside metrics.jsonl")
+    monitor: bool = choice(True, "note the use of GPU and host, and what the GPU does in 10 steps")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "settings") -> TrainSettings:
@@ -171,5 +172,7 @@ SECTIONS = {
     "What happens to runs": (
         *("on_nonfinite", "on_oom", "hang_after", "hang_abort", "grace", "stop_code"),
     ),
-    "Looking at it": ("save_every", "keep", "valid_sentences", "beam", "tensorboard"),
+    "Looking at it": (
+        *("save_every", "keep", "valid_sentences", "beam", "tensorboard", "monitor"),
+    ),
 }

@@ -37,8 +37,10 @@ from headrace.errors import (
 from headrace.metrics import MetricsLog
 from headrace.plan import Plan
 from headrace.progress import Gauges, Progress
+from headrace.report import try_report
 from headrace.results import EpochResult
 from headrace.rundir import RunFolder
+from headrace.runmonitor import RunMonitor
 from headrace.stopping import StopRequests
 from headrace.translation import guards
 from headrace.translation.assembly import assemble, prepared_for
@@ -143,10 +145,19 @@ class Trainer:
                 guard.telling(self._loader, lambda: self._engine.updates),
             ):
                 first_batch = self._restore()
-                while not self._is_done() and not self._stop.requested:
-                    self._epoch(first_batch)
-                    first_batch = 0
-                return self._end()
+                with RunMonitor(
+                    self._device,
+                    self._metrics,
+                    self.folder.metrics,
+                    wanted=self.settings.monitor,
+                    look_after=20 if self._plan.graphs == "off" else 100,
+                ) as self._monitor:
+                    while not self._is_done() and not self._stop.requested:
+                        self._epoch(first_batch)
+                        first_batch = 0
+                result = self._end()
+        try_report(self.folder.path)
+        return result
 
     # --- setting up -------------------------------------------------------------------------------
 
@@ -192,10 +203,12 @@ class Trainer:
             self._watchdog.progress(f"batch {info.batch} of epoch {epoch}")
             self._count(info.come_back)
             self._progress.on_step(info)
+            self._monitor.on_step(engine.updates)
             now = time.monotonic()
             if now - noted_at > _STEP_METRICS_EVERY_S:
                 self._note_step(tokens_per_s=(self._sums.weight - noted) / (now - noted_at))
                 noted_at, noted = now, self._sums.weight
+                self._monitor.note(engine.updates)
             if self._stop.requested:
                 self._save()
                 self._left_early = True
@@ -204,6 +217,7 @@ class Trainer:
                 self._save()
                 saved_at = time.monotonic()
         self._watchdog.pause()
+        self._monitor.end_epoch(engine.updates)
         result = engine.last_result
         assert result is not None
         self._sums = before
@@ -395,5 +409,5 @@ class Trainer:
             memory_bytes=self._device.peak_memory() or None,
             data_wait_share=min(1.0, data_ms / elapsed_ms),
             host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / elapsed_ms),
-            gpu_use_share=self._device.use_share(),
+            gpu_use_share=self._monitor.gpu_share(),
         )

@@ -1,0 +1,224 @@
+"""The built-in works: translation, resnet and mlp. Their data is drawn, from the seed.
+
+Batches lie ready in host memory, so that loading costs nothing and what is measured is the rest;
+with `workers` they are made by a DataLoader's processes instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.data import DataLoader, Dataset
+
+from headrace.bench.resnet import ResNet
+from headrace.bench.work import Training, Unit, Work, work_of
+from headrace.errors import BenchError
+from headrace.translation.model import EOS, ModelSettings, Translator
+from headrace.translation.objective import translation_loss
+
+Draw = Callable[[torch.Generator], tuple[Tensor, ...]]
+
+
+@dataclass(frozen=True)
+class BuiltIn:
+    """A built-in work; `description` is filled with its options. `small` are those that a CPU is
+    given where nothing else is said: it would take an hour for the usual ones."""
+
+    build: Callable[..., Training]
+    unit: Unit
+    description: str
+    small: Mapping[str, Any]
+
+    def work(self, options: Mapping[str, Any], *, small: bool = False) -> Work:
+        name = self.build.__name__
+        work = work_of(self.build, {**(self.small if small else {}), **options}, name=name)
+        usual = self.build.__kwdefaults__ or {}
+        for option, value in work.options.items():
+            _check_option(name, option, value, usual[option])
+        told = self.description.format(**work.options)
+        return Work(name, told, self.unit, self.build, work.options, work.where)
+
+
+def translation(
+    *,
+    batch: int = 30,
+    length: int = 60,
+    dropout: float = 0.1,
+    preset: str = "base",
+    vocabulary: int = 32_000,
+    lr: float = 1e-4,
+    batches: int = 16,
+    seed: int = 0,
+    pin: bool = False,
+    workers: int = 0,
+    prefetch_factor: int = 2,
+) -> Training:
+    """The Transformer of `headrace train` on sentences of one length, every place a real token."""
+    settings = ModelSettings.preset(preset).but(dropout=dropout, max_length=max(512, length + 1))
+    model = Translator(settings, vocabulary, vocabulary)
+    data = Drawn(partial(_sentences, batch, length, vocabulary), batches, seed)
+    return Training(
+        model, _adamw(model, lr), translation_loss(), loader_of(data, pin, workers, prefetch_factor)
+    )
+
+
+def resnet(
+    *,
+    batch: int = 128,
+    size: int = 224,
+    depth: int = 50,
+    classes: int = 1000,
+    width: int = 64,
+    lr: float = 1e-4,
+    batches: int = 8,
+    seed: int = 0,
+    pin: bool = False,
+    workers: int = 0,
+    prefetch_factor: int = 2,
+) -> Training:
+    """ResNet on square images of noise."""
+    if depth not in _RESNETS:
+        raise BenchError(f"resnet: depth = {depth}: expected {', '.join(map(str, _RESNETS))}")
+    model = ResNet(_RESNETS[depth], width, classes)
+    data = Drawn(partial(_images, batch, size, classes), batches, seed)
+    return Training(
+        model, _adamw(model, lr), classification, loader_of(data, pin, workers, prefetch_factor)
+    )
+
+
+def mlp(
+    *,
+    batch: int = 64,
+    width: int = 64,
+    layers: int = 3,
+    dropout: float = 0.0,
+    lr: float = 1e-4,
+    batches: int = 16,
+    seed: int = 0,
+    pin: bool = False,
+    workers: int = 0,
+    prefetch_factor: int = 2,
+) -> Training:
+    """A few small layers: a step too short to hide anything."""
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(width, width), nn.ReLU()]
+        if dropout:
+            parts.append(nn.Dropout(dropout))
+    model = nn.Sequential(*parts, nn.Linear(width, 10))
+    data = Drawn(partial(_rows, batch, width), batches, seed)
+    return Training(
+        model, _adamw(model, lr), classification, loader_of(data, pin, workers, prefetch_factor)
+    )
+
+
+def classification(model: Any, batch: Any) -> Tensor:
+    """batch: inputs (batch, …) and classes (batch,)."""
+    return functional.cross_entropy(model(batch[0]), batch[1])
+
+
+_RESNETS = {14: (1, 1, 1, 1), 50: (3, 4, 6, 3), 101: (3, 4, 23, 3)}
+
+BUILT_IN = {
+    "translation": BuiltIn(
+        translation,
+        "tokens",
+        "Transformer {preset}, {batch} sentences × {length} tokens",
+        {"preset": "tiny", "batch": 8, "length": 20, "vocabulary": 1000},
+    ),
+    "resnet": BuiltIn(
+        resnet,
+        "samples",
+        "ResNet-{depth}, {batch} images of {size} × {size}",
+        {"depth": 14, "batch": 4, "size": 64, "width": 16},
+    ),
+    "mlp": BuiltIn(mlp, "samples", "{layers} layers of {width}, {batch} rows", {}),
+}
+
+
+class Drawn(Dataset[tuple[Tensor, ...]]):
+    """`count` batches that are drawn from the seed: batch k is the same whoever asks."""
+
+    def __init__(self, draw: Draw, count: int, seed: int) -> None:
+        self.draw, self.count, self.seed = draw, count, seed
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        if not 0 <= index < self.count:
+            raise IndexError(index)
+        return self.draw(torch.Generator().manual_seed((self.seed << 20) + index))
+
+
+def loader_of(data: Drawn, pin: bool, workers: int, prefetch_factor: int) -> Iterable[Any]:
+    """All batches in memory, made once a process; with workers, a DataLoader."""
+    if not workers:
+        return _in_memory(data.draw, data.count, data.seed, pin)
+    return DataLoader(
+        data,
+        batch_size=None,
+        num_workers=workers,
+        prefetch_factor=prefetch_factor,
+        pin_memory=pin,
+        persistent_workers=True,
+        generator=torch.Generator().manual_seed(data.seed),
+    )
+
+
+# A plan's batches are another's: drawing and pinning a gigabyte of images for each would take long.
+@lru_cache(maxsize=2)
+def _ready(build: Any, arguments: Any, count: int, seed: int, pin: bool) -> list[Any]:
+    data = Drawn(partial(build, *arguments), count, seed)
+    return [
+        tuple(part.pin_memory() if pin else part for part in batch)
+        for batch in map(data.__getitem__, range(count))
+    ]
+
+
+def _in_memory(draw: Any, count: int, seed: int, pin: bool) -> list[Any]:
+    return list(_ready(draw.func, draw.args, count, seed, pin))
+
+
+def _sentences(
+    batch: int, length: int, vocabulary: int, draw: torch.Generator
+) -> tuple[Tensor, Tensor]:
+    """src (batch, length) and trg (batch, length + 1): `length` target tokens are predicted."""
+
+    def ids(extra: int) -> Tensor:
+        return torch.randint(EOS + 1, vocabulary, (batch, length + extra), generator=draw)
+
+    return ids(0), ids(1)
+
+
+def _images(batch: int, size: int, classes: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    images = torch.randn(batch, 3, size, size, generator=draw)
+    return images, torch.randint(0, classes, (batch,), generator=draw)
+
+
+def _rows(batch: int, width: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+    rows = torch.randn(batch, width, generator=draw)
+    return rows, torch.randint(0, 10, (batch,), generator=draw)
+
+
+def _adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
+    # Fused: bit for bit the same in a graph as launched one by one.
+    return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
+
+
+def _check_option(work: str, name: str, value: object, usual: object) -> None:
+    """An option must be of its default's kind, and no count may be less than 1."""
+    if isinstance(usual, str):
+        if not isinstance(value, str):
+            raise BenchError(f"{work}: {name} = {value!r}: expected a name, such as {usual!r}")
+    elif isinstance(usual, float):
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
+            raise BenchError(f"{work}: {name} = {value!r}: expected a number from 0, below 1")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise BenchError(f"{work}: {name} = {value!r}: expected a whole number, 1 or more")

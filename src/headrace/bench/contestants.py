@@ -1,0 +1,152 @@
+"""Those who are measured: plans and peers, and what is known of each so far."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from headrace.bench.entries import Entry
+from headrace.bench.record import Equal, Sample, TimelineRecord
+from headrace.bench.ways import Stretch, Way, free, is_out_of_memory, told
+from headrace.busy import BusyWindow
+from headrace.device import Device
+
+Result = TypeVar("Result")
+log = logging.getLogger("headrace")
+
+
+@dataclass
+class Contestant:
+    """One row to be. `make` gives its way afresh; after an `error` it takes part no longer."""
+
+    name: str
+    kind: Literal["plan", "peer"]
+    make: Callable[[], Way]
+    entry: Entry | None = None
+    error: str | None = None
+    losses: tuple[float, ...] = ()
+    equal: Equal = field(default_factory=lambda: Equal("not compared"))
+    stretches: list[Stretch] = field(default_factory=list)
+    peak_bytes: int | None = None
+    reserved_bytes: int | None = None
+    graphs: dict[str, Any] | None = None
+    samples: tuple[Sample, ...] = ()
+    nvml_share: float | None = None
+    power_w: float | None = None
+    cpu_share: float | None = None
+    window: BusyWindow | None = None
+    timeline: TimelineRecord | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Inside the block, warnings of Headrace's are this row's notes: they are not printed."""
+        handler = _Notes(self)
+        propagates, log.propagate = log.propagate, False
+        log.addHandler(handler)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            log.propagate = propagates
+
+    def fail(self, why: str) -> None:
+        self.error = why
+
+    @property
+    def least_warm_up(self) -> int:
+        """Steps until everything of the plan is there: its graph is captured, and replayed once."""
+        if self.entry is None or self.entry.plan.graphs == "off":
+            return 1
+        return self.entry.plan.graph_after + 3
+
+
+class _Notes(logging.Handler):
+    def __init__(self, one: Contestant) -> None:
+        super().__init__(logging.WARNING)
+        self._one = one
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text, entry = record.getMessage(), self._one.entry
+        # That its memory is not pinned is what the plan asks for.
+        if ("not pinned" not in text or entry is None or entry.plan.pin) and (
+            text not in self._one.notes
+        ):
+            self._one.notes.append(text)
+
+
+class Garage:
+    """The ways of all contestants, warmed up and kept side by side, so that they can take turns.
+
+    Where their memory does not suffice, all others are let go of and made anew when their turn
+    comes: slower to measure, but the figures are the same.
+    """
+
+    def __init__(self, device: Device, warm_up: int) -> None:
+        self._device, self._warm_up = device, warm_up
+        self._ways: dict[str, Way] = {}
+        #: Whether some had to be let go of.
+        self.was_full = False
+
+    def attempt(
+        self, one: Contestant, action: Callable[[Way], Result], *, unless: str | None = None
+    ) -> Result | None:
+        """Do something with a contestant's way, which is made first if need be. What goes wrong is
+        its error, or, with `unless`, a note that begins so; out of memory is tried once more with
+        nobody else there."""
+        for _ in range(2):
+            try:
+                with one.noting():
+                    return action(self._ready(one))
+            except Exception as problem:
+                full = is_out_of_memory(problem)
+                way = self._ways.get(one.name)
+                why = told(problem, None if way is None else way.trained)
+            # Not inside `except`: the error's traceback holds on to the memory.
+            others = [name for name in self._ways if name != one.name]
+            self.let_go(one.name)
+            if not (full and others):
+                break
+            self.was_full = True
+            self.let_go(*others)
+        if unless is None:
+            one.fail(why)
+        else:
+            one.notes.append(f"{unless}: {why}")
+        return None
+
+    def let_go(self, *names: str) -> None:
+        for name in names:
+            way = self._ways.pop(name, None)
+            if way is not None:
+                way.close()
+            del way
+        gc.unfreeze()
+        free(self._device)
+        gc.freeze()
+
+    def close(self) -> None:
+        if self._ways:
+            self.let_go(*self._ways)
+
+    def _ready(self, one: Contestant) -> Way:
+        if one.name in self._ways:
+            return self._ways[one.name]
+        device = self._device
+        device.release_unused()
+        before = device.memory()
+        device.reset_peak_memory()
+        # Kept from the first: if it fails on the way, its step is known and its memory is freed.
+        way = self._ways[one.name] = one.make()
+        way.run(max(self._warm_up, one.least_warm_up))
+        if one.peak_bytes is None:
+            peak, reserved = device.peak_memory(), device.memory().peak_reserved
+            # Nothing is counted on the CPU.
+            one.peak_bytes = peak - before.allocated if peak else None
+            one.reserved_bytes = reserved - before.reserved if reserved else None
+        one.graphs = way.graphs()
+        return way

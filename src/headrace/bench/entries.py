@@ -1,0 +1,72 @@
+"""What `--plans` says: preset names and plan files; the same one twice measures the noise."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from headrace.device import Device
+from headrace.errors import BenchError
+from headrace.plan import PRESETS, LoaderPlan, Plan, load_plan
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A plan to be measured, under the name that its row has."""
+
+    name: str
+    plan: Plan
+    loader: LoaderPlan
+
+    def is_same_plan(self, other: Entry) -> bool:
+        return (self.plan, self.loader) == (other.plan, other.loader)
+
+
+def plans_here(device: Device) -> list[str]:
+    """The presets that run on a device as they are meant to."""
+    return [
+        name
+        for name, plan in PRESETS.items()
+        if (plan.graphs == "off" or device.captures) and (not plan.compile or device.compiles)
+    ]
+
+
+def entries_of(named: Sequence[str], precision: str | None = None) -> list[Entry]:
+    """Each name as an entry. The second of a name is called `name#2`, and so on."""
+    if not named:
+        raise BenchError("no plan was named: expected one or more")
+    entries: list[Entry] = []
+    for given in named:
+        name, loader = re.sub(r"#\d+$", "", given), LoaderPlan()
+        if name.endswith((".yaml", ".yml")):
+            stored = load_plan(name)
+            plan, loader = stored.plan, stored.loader
+            title = Path(name).stem if plan.name == "custom" else plan.name
+        else:
+            plan = Plan.preset(name)
+            title = plan.name
+        if precision is not None and precision != plan.precision:
+            plan = plan.but(precision=precision, name=plan.name)
+        taken = {entry.name for entry in entries}
+        number, unique = 1, title
+        while unique in taken:
+            number += 1
+            unique = f"{title}#{number}"
+        entries.append(Entry(unique, replace(plan, name=title), loader))
+    return entries
+
+
+def reference_of(entries: Sequence[Entry]) -> Entry:
+    """What the others are compared with: `baseline`, else the first."""
+    return next((entry for entry in entries if entry.name == "baseline"), entries[0])
+
+
+def noise_pair(entries: Sequence[Entry]) -> tuple[Entry, Entry] | None:
+    """The first plan that was entered twice."""
+    for at, entry in enumerate(entries):
+        for other in entries[at + 1 :]:
+            if entry.is_same_plan(other):
+                return entry, other
+    return None

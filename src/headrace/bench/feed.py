@@ -1,0 +1,43 @@
+"""Batches without end: a loader gone through again and again, a stretch at a time."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from headrace.errors import BenchError
+
+
+class Feed:
+    """Hands out a loader's batches in stretches, each going on where the last one ended.
+
+    The loader's iterator lives on from stretch to stretch: workers are not started anew for each,
+    and what they have loaded ahead is not lost. `ahead` is how many batches that may be.
+    """
+
+    def __init__(self, loader: Iterable[Any], whose: str = "work") -> None:
+        self._loader, self._whose = loader, whose
+        self._batches = self._endless()
+        workers = getattr(loader, "num_workers", 0)
+        self.ahead: int = workers * (getattr(loader, "prefetch_factor", None) or 2)
+
+    def take(self, count: int) -> Iterator[Any]:
+        """The next `count` batches. No more are asked for."""
+        return itertools.islice(self._batches, count)
+
+    def close(self) -> None:
+        self._batches.close()
+
+    def _endless(self) -> Any:
+        for epoch in itertools.count():
+            for owner in ("sampler", "batch_sampler"):
+                tell = getattr(getattr(self._loader, owner, None), "set_epoch", None)
+                if callable(tell):
+                    tell(epoch)
+            some = False
+            for batch in self._loader:
+                some = True
+                yield batch
+            if not some:
+                raise BenchError(f"{self._whose}: its loader has no batch: expected at least one")

@@ -1,0 +1,93 @@
+"""Looks a work up: a built-in one by its name, your own as `module:function`."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from headrace.bench.builtin import BUILT_IN
+from headrace.bench.work import Work, work_of
+from headrace.errors import BenchError
+from headrace.records import listed, nearest
+from headrace.sites import line_of_error
+
+
+def find_work(named: str, options: Mapping[str, Any] | None = None, *, small: bool = False) -> Work:
+    """The work called `named`: a built-in one, `module:function` or `file.py:function`.
+
+    With `small`, what `options` leave open is chosen for a CPU. Modules are looked for in the
+    current directory first. What is wrong with a work is one line that names your file and line.
+    """
+    if ":" not in named:
+        if named not in BUILT_IN:
+            raise BenchError(
+                f"no work {named!r}{nearest(named, BUILT_IN)}; known: {listed(BUILT_IN)}, "
+                "or your_module:make_work"
+            )
+        return BUILT_IN[named].work(options or {}, small=small)
+    place, _, name = named.rpartition(":")
+    if not place or not name:
+        raise BenchError(f"work = {named!r}: expected your_module:make_work")
+    return work_of(_function(_module(place, named), name), options, name=named)
+
+
+def _module(place: str, named: str) -> ModuleType:
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        if place.endswith(".py"):
+            return _from_file(Path(place), named)
+        importlib.invalidate_caches()  # the file may be newer than the last look at its folder
+        return importlib.import_module(place)
+    except BenchError:
+        raise
+    except SyntaxError as problem:
+        raise BenchError(
+            f"{problem.filename}:{problem.lineno}: {place} cannot be imported: {problem.msg}"
+        ) from problem
+    except Exception as problem:
+        raise BenchError(_cannot_import(place, problem, here)) from problem
+
+
+def _cannot_import(place: str, problem: Exception, here: str) -> str:
+    if isinstance(problem, ModuleNotFoundError) and problem.name in (
+        place,
+        place.partition(".")[0],
+    ):
+        return f"no module {place!r}: looked in {here} and where Python looks"
+    text = " ".join(str(problem).split()) or "no message"
+    site = line_of_error(problem.__traceback__)
+    return f"{site}: {place} cannot be imported: {type(problem).__name__}: {text}"
+
+
+def _from_file(path: Path, named: str) -> ModuleType:
+    if not path.is_file():
+        raise BenchError(f"{path}: no such file (of the work {named!r})")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[path.stem] = module  # a loader's workers look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def _function(module: ModuleType, name: str) -> Callable[..., Any]:
+    file = getattr(module, "__file__", None) or module.__name__
+    if not hasattr(module, name):
+        functions = [key for key, value in vars(module).items() if callable(value)]
+        raise BenchError(f"{file}: has no {name!r}{nearest(name, functions)}")
+    function = getattr(module, name)
+    if not callable(function):
+        raise BenchError(
+            f"{file}: {name} is a {type(function).__name__}: expected a function that returns "
+            "model, optimizer, loss and loader"
+        )
+    checked: Callable[..., Any] = function
+    return checked

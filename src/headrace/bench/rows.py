@@ -1,0 +1,142 @@
+"""What was measured of a contestant, as a row of the result."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+
+from headrace.bench.contestants import Contestant
+from headrace.bench.record import (
+    Gpu,
+    Noise,
+    Row,
+    Spread,
+    StreamFigures,
+    WaitFigures,
+    Waits,
+)
+from headrace.bench.ways import Stretch
+from headrace.bench.work import Unit
+
+
+def units_per_step(one: Contestant, unit: Unit) -> float | None:
+    """Samples or tokens a step; None where nothing counted them."""
+    results = [stretch.result for stretch in one.stretches if stretch.result is not None]
+    steps = sum(result.statistics.batches for result in results)
+    if not steps:
+        return None
+    if unit == "tokens":
+        return sum(sum(result.weights) for result in results) / steps
+    return sum(result.statistics.samples for result in results) / steps
+
+
+def row_of(one: Contestant, units: float | None) -> Row:
+    """The row, still without its speed-up, which needs another's."""
+    spread = spread_of(one.stretches)
+    waits, blocked_ms, data_ms = _waits(one.stretches)
+    notes = tuple(one.notes)
+    why_not = None if one.graphs is None else one.graphs["why"]
+    if why_not is not None and not any(why_not in note for note in notes):
+        notes += (f"launched one by one, not as a graph: {why_not}",)
+    window, median = one.window, spread.median if spread else None
+    return Row(
+        plan=one.name,
+        kind=one.kind,
+        fields=None if one.entry is None else one.entry.plan.to_dict(),
+        loader=None if one.entry is None else asdict(one.entry.loader),
+        error=one.error,
+        ms_per_step=spread,
+        per_s=units / median * 1e3 if units and median else None,
+        waits=waits,
+        host_blocked_ms=blocked_ms,
+        data_wait_ms=data_ms,
+        gpu=None if window is None or median is None else _gpu(one, median),
+        nvml_share=one.nvml_share,
+        power_w=one.power_w,
+        cpu_share=one.cpu_share,
+        peak_memory_bytes=one.peak_bytes,
+        reserved_memory_bytes=one.reserved_bytes,
+        streams=()
+        if window is None
+        else tuple(
+            StreamFigures(s.name, s.busy_share, s.kernels_per_step, s.copies_per_step)
+            for s in window.streams
+        ),
+        overlap_share=None if window is None else window.overlap_share,
+        losses=tuple(loss if math.isfinite(loss) else None for loss in one.losses),
+        equal=one.equal,
+        graphs=one.graphs,
+        timeline=one.timeline,
+        samples=one.samples,
+        notes=notes,
+    )
+
+
+def with_speedups(rows: Sequence[Row], reference: str) -> list[Row]:
+    """Each row against the reference's median, or, if it has none, the first row's that has."""
+    medians = {row.plan: row.ms_per_step.median for row in rows if row.ms_per_step is not None}
+    base = medians.get(reference, next(iter(medians.values()), None))
+    return [
+        replace(row, speedup=base / medians[row.plan])
+        if base is not None and medians.get(row.plan)
+        else row
+        for row in rows
+    ]
+
+
+def noise_of(rows: Sequence[Row], pair: tuple[str, str] | None) -> Noise | None:
+    """By how much the second entry's median differs from the first's."""
+    found = [row.ms_per_step for name in pair or () for row in rows if row.plan == name]
+    if pair is None or len(found) != 2 or found[0] is None or found[1] is None:
+        return None
+    return Noise(pair[0], abs(found[1].median / found[0].median - 1))
+
+
+def spread_of(stretches: Sequence[Stretch]) -> Spread | None:
+    times = [stretch.ms_per_step for stretch in stretches]
+    if not times:
+        return None
+    return Spread(statistics.median(times), min(times), max(times), tuple(times))
+
+
+def _gpu(one: Contestant, median: float) -> Gpu:
+    window = one.window
+    assert window is not None
+    busy_ms = window.busy_ms_per_step
+    return Gpu(
+        busy_share=window.busy_share,
+        compute_share=window.compute_share,
+        copy_share=window.copy_share,
+        idle_share=window.idle_share,
+        busy_ms_per_step=busy_ms,
+        over_busy_share=median / busy_ms - 1 if busy_ms else None,
+        launches_per_step=window.launches_per_step,
+    )
+
+
+def _waits(stretches: Sequence[Stretch]) -> tuple[Waits | None, float | None, float | None]:
+    """A step's waits for the device, the time the host stood still for it, and for the loader."""
+    timed = [stretch for stretch in stretches if stretch.result is not None]
+    steps = sum(stretch.steps for stretch in timed)
+    if not steps:
+        return None, None, None
+    counts: dict[str, int] = {}
+    times: dict[str, float] = {}
+    wall_ms = data_ms = 0.0
+    for stretch in timed:
+        assert stretch.result is not None
+        ledger = stretch.result.waits
+        wall_ms += ledger.wall_ms
+        data_ms += ledger["data"].total_ms
+        for wait in ledger.reasons:
+            if wait.reason != "data":
+                counts[wait.reason] = counts.get(wait.reason, 0) + wait.count
+                times[wait.reason] = times.get(wait.reason, 0.0) + wait.total_ms
+    by_reason = {
+        reason: WaitFigures(counts[reason] / steps, times[reason] / steps)
+        for reason in sorted(counts, key=lambda reason: -times[reason])
+    }
+    waits = Waits(sum(counts.values()) / steps, sum(times.values()) / steps, by_reason)
+    return waits, max(0.0, wall_ms - data_ms) / steps, data_ms / steps

@@ -1,0 +1,149 @@
+"""A result for the terminal: a table that fits 120 columns, then the verdict in words."""
+
+from __future__ import annotations
+
+import textwrap
+
+from headrace.bench.record import BenchResult, Row
+from headrace.tables import text_table
+
+_WIDTH = 118
+_NONE = "–"
+
+
+def text_of(result: BenchResult) -> str:
+    """Everything a person wants to know first; the rest is in the file."""
+    parts = [_head(result), _table(result)]
+    parts += [part for part in (_waits(result), _streams(result)) if part]
+    parts.append("\n".join(_remarks(result)))
+    parts.append("\n".join(_filled(line) for line in result.verdict.sentences))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _head(result: BenchResult) -> str:
+    work, settings, where = result.work, result.settings, result.environment
+    precision = "" if settings.precision is None else f", {settings.precision}"
+    return _filled(
+        f"{work.description}{precision}: {settings.repeats} × {settings.steps} steps on "
+        f"{where.device_name} ({where.device}), PyTorch {where.torch}"
+    )
+
+
+def _table(result: BenchResult) -> str:
+    seen = [row for row in result.rows if row.ms_per_step is not None]
+    gpu = any(row.gpu for row in seen)
+    nvml = any(row.nvml_share is not None for row in seen)
+    memory = any(row.peak_memory_bytes for row in seen)
+    columns = ["ms/step", "±%", "×", f"{result.work.unit}/s", "waits", "host", "data"]
+    columns += ["GPU%", "over%"] * gpu + ["NVML%"] * nvml + ["cores"] + ["peak"] * memory + ["pts"]
+    rows = []
+    for row in seen:
+        cells = [*_speed(row), *_waited(row)]
+        if gpu:
+            cells.append(_percent(row.gpu.busy_share if row.gpu else None))
+            cells.append(_percent(row.gpu.over_busy_share if row.gpu else None))
+        if nvml:
+            cells.append(_percent(row.nvml_share))
+        cells.append(_number(row.cpu_share, 1))
+        if memory:
+            cells.append(_bytes(row.peak_memory_bytes))
+        cells.append(_number(row.score.total if row.score else None, 0))
+        rows.append((row.plan, *cells, losses_of(row)))
+    return text_table(("", *columns, "losses"), rows, right=columns, dense=True) if rows else ""
+
+
+def _speed(row: Row) -> list[str]:
+    spread = row.ms_per_step
+    assert spread is not None
+    half = (spread.high - spread.low) / 2 / spread.median if spread.median else 0.0
+    times = f"{spread.median:.3g}" if spread.median < 100 else f"{spread.median:.0f}"
+    return [times, f"{half * 100:.1f}", _number(row.speedup, 2), _short(row.per_s)]
+
+
+def _waited(row: Row) -> list[str]:
+    return [
+        _number(None if row.waits is None else row.waits.per_step, 2),
+        _number(row.host_blocked_ms, 2),
+        _number(row.data_wait_ms, 2),
+    ]
+
+
+def losses_of(row: Row) -> str:
+    """How its losses compare, in a word."""
+    equal = row.equal
+    if equal.verdict == "unequal":
+        return f"UNEQUAL at {equal.first_step}"
+    if equal.verdict == "within":
+        return f"within {equal.largest:.0e}"
+    return equal.verdict
+
+
+def _waits(result: BenchResult) -> str:
+    lines = []
+    for row in result.rows:
+        if row.waits is not None and row.waits.by_reason:
+            told = [
+                f"{reason} {figures.per_step:.2g} × ({figures.ms_per_step:.2g} ms)"
+                for reason, figures in row.waits.by_reason.items()
+            ]
+            lines.append((row.plan, ", ".join(told[:4])))
+    return text_table(("", "host waits a step"), lines) if lines else ""
+
+
+def _streams(result: BenchResult) -> str:
+    lines = []
+    for row in result.rows:
+        if row.streams:
+            used = ", ".join(f"{s.name} {s.busy_share:.0%}" for s in row.streams[:6])
+            lines.append((row.plan, f"{_percent(row.overlap_share, 1)}%", used))
+    if not lines:
+        return ""
+    return text_table(("", "two at once", "streams in use"), lines, right=["two at once"])
+
+
+def _remarks(result: BenchResult) -> list[str]:
+    told = [f"{row.plan} failed: {row.error}" for row in result.rows if row.error is not None]
+    told += [f"{row.plan}: {note}" for row in result.rows for note in row.notes]
+    told += [
+        f"{row.plan}: losses {row.equal.verdict}: {row.equal.why}"
+        for row in result.rows
+        if row.equal.why and row.error is None and row.equal.verdict in ("within", "not compared")
+    ]
+    told += [f"cannot be seen here: {what}" for what in result.missing]
+    if result.interrupted:
+        told.append("interrupted: these are the figures so far")
+    return [_filled(line, "  ") for line in told]
+
+
+def _filled(line: str, indent: str = "") -> str:
+    """In lines that fit; a path is left whole."""
+    return textwrap.fill(
+        line,
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _number(value: float | None, digits: int) -> str:
+    return _NONE if value is None else f"{value:,.{digits}f}"
+
+
+def _percent(share: float | None, digits: int = 0) -> str:
+    return _NONE if share is None else f"{share * 100:.{digits}f}"
+
+
+def _short(rate: float | None) -> str:
+    if rate is None:
+        return _NONE
+    for least, unit in ((1e6, "M"), (1e4, "k")):
+        if rate >= least:
+            return f"{rate / least * (1 if unit == 'M' else 10):.4g}{unit}"
+    return f"{rate:,.0f}"
+
+
+def _bytes(count: int | None) -> str:
+    if not count:
+        return _NONE
+    return f"{count / (1 << 30):.2f}G" if count >= 1 << 30 else f"{count / (1 << 20):.0f}M"

@@ -1,0 +1,150 @@
+"""Ways to train a work: under a plan here, through other libraries in `peers`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
+
+import torch
+
+from headrace.bench.entries import Entry
+from headrace.bench.feed import Feed
+from headrace.bench.work import Training, Work
+from headrace.device import Device
+from headrace.engine import Engine
+from headrace.errors import BenchError
+from headrace.results import EpochResult
+from headrace.sites import line_of_error
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """Some steps that were run, from `start_ns` of the device's ledger on. `result` is the
+    engine's, None for a peer."""
+
+    steps: int
+    start_ns: int
+    elapsed_ns: int
+    result: EpochResult | None = None
+
+    @property
+    def ms_per_step(self) -> float:
+        return self.elapsed_ns / 1e6 / self.steps
+
+
+class Way(Protocol):
+    """A work on its way. It is warmed up by running it; after `close` it holds no device memory."""
+
+    #: Steps that are to be run before a stretch that is timed.
+    lead_in: int
+    #: How many steps have been trained, for errors to name.
+    trained: int
+
+    def run(self, steps: int) -> Stretch:
+        """Train on the next batches, from an idle device to an idle device."""
+
+    def losses(self, batches: Sequence[Any]) -> tuple[float, ...]:
+        """Train on these, and read every loss."""
+
+    def graphs(self) -> dict[str, Any] | None: ...
+
+    def close(self) -> None: ...
+
+
+def timed(device: Device, steps: int, work: Callable[[], EpochResult | None]) -> Stretch:
+    """Run `work` between two waits for the device, so that all of it is in its time."""
+    device.synchronize("bench")
+    start_ns = device.ledger.now_ns()
+    result = work()
+    device.synchronize("bench")
+    return Stretch(steps, start_ns, device.ledger.now_ns() - start_ns, result)
+
+
+class PlannedWay:
+    """A work in Headrace's engine, under a plan."""
+
+    def __init__(
+        self,
+        work: Work,
+        device: Device,
+        entry: Entry,
+        *,
+        seed: int,
+        deterministic: bool = False,
+        training: Training | None = None,
+    ) -> None:
+        made = training or work.make(device, seed=seed, loader=entry.loader, pin=entry.plan.pin)
+        self._device = device
+        self._feed: Feed | None = Feed(made.loader, work.name)
+        self._engine: Engine | None = Engine(
+            made.model,
+            made.optimizer,
+            made.loss,
+            plan=entry.plan,
+            device=device,
+            deterministic=deterministic,
+        )
+        self.lead_in, self.trained = self._feed.ahead, 0
+
+    def run(self, steps: int) -> Stretch:
+        assert self._feed is not None
+        feed = self._feed
+        return timed(self._device, steps, lambda: self._epoch(feed.take(steps)))
+
+    def losses(self, batches: Sequence[Any]) -> tuple[float, ...]:
+        return self._epoch(batches).losses
+
+    def graphs(self) -> dict[str, Any] | None:
+        assert self._engine is not None
+        report = self._engine.graphs
+        return None if report is None else asdict(report)
+
+    def close(self) -> None:
+        if self._engine is not None and self._feed is not None:
+            self._engine.close()
+            self._feed.close()
+        self._engine = self._feed = None
+
+    def _epoch(self, batches: Iterable[Any]) -> EpochResult:
+        engine = self._engine
+        assert engine is not None
+        before = engine.last_result
+        try:
+            return engine.epoch(batches)
+        finally:
+            result = engine.last_result
+            if result is not None and result is not before:
+                self.trained += result.statistics.batches
+
+
+def told(problem: BaseException, trained: int | None = None) -> str:
+    """An error as a row shows it: the step, what it is, and the user's line, if it is theirs."""
+    if is_out_of_memory(problem):
+        first = (str(problem).strip().splitlines() or ["no message"])[0]
+        return f"out of memory: {first}"
+    text = " ".join(str(problem).split()) or "no message"
+    if isinstance(problem, BenchError):
+        return text  # it says where already
+    short = text if len(text) <= 300 else f"{text[:297]}…"
+    site = line_of_error(problem.__traceback__)
+    step = "" if trained is None else f"step {trained + 1}: "
+    return f"{step}{type(problem).__name__}: {short}" + (f" ({site})" if site else "")
+
+
+def is_out_of_memory(problem: BaseException | None) -> bool:
+    """Also where another error came of it."""
+    while problem is not None:
+        if isinstance(problem, torch.OutOfMemoryError | MemoryError):
+            return True
+        if isinstance(problem, RuntimeError) and "can't allocate memory" in str(problem):
+            return True
+        problem = problem.__cause__ or problem.__context__
+    return False
+
+
+def free(device: Device) -> None:
+    """After a way was closed and let go of: its memory back to the device."""
+    gc.collect()
+    device.release_unused()

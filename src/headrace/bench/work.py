@@ -1,0 +1,236 @@
+"""A work: what is trained, whatever the plan. A function that returns four things.
+
+    def make_work(batch_size=64):
+        model = MyModel()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        loader = DataLoader(MyData(), batch_size, shuffle=True, num_workers=4, pin_memory=True)
+        return model, optimizer, loss, loader       # loss(model, batch) -> a 0-dim tensor
+
+It is called once for each plan, with the same random seed, and must give the same weights and
+batches each time. It may have parameters: `device`, `seed`, `pin`, `workers`, `prefetch_factor` and
+`batch_size` are given to it if it names them; any other is an option of the work's own.
+"""
+
+from __future__ import annotations
+
+import inspect
+import random
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+
+from headrace.device import Device
+from headrace.errors import BenchError, HeadraceError
+from headrace.plan import LoaderPlan
+from headrace.records import listed, nearest, quoted
+from headrace.sites import is_users, line_of_error
+from headrace.step import LossFunction
+
+Unit = Literal["samples", "tokens"]
+PARTS = ("model", "optimizer", "loss", "loader")
+# What is given to a work that names it; `batch` is the built-in works' name for batch_size.
+_GIVEN = ("device", "seed", "pin", "workers", "prefetch_factor")
+_BATCH_SIZE = ("batch_size", "batch")
+
+
+class Training(NamedTuple):
+    """What a work is made of, on its device. `loader` can be iterated over again and again."""
+
+    model: torch.nn.Module
+    optimizer: torch.optim.Optimizer
+    loss: LossFunction
+    loader: Iterable[Any]
+
+
+@dataclass(frozen=True)
+class Work:
+    """A work with its options. `make` gives it afresh, the same each time.
+
+    `unit` is what is counted a second: samples, the size of a batch's first dimension, or tokens,
+    the loss function's `weight`. `where` is the line on which `build` stands.
+    """
+
+    name: str
+    description: str
+    unit: Unit
+    build: Callable[..., Any]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    where: str = ""
+
+    @property
+    def honours(self) -> frozenset[str]:
+        """The fields of a `LoaderPlan` that make a difference to this work."""
+        taken = set(_parameters(self.build))
+        named = {"workers", "prefetch_factor"} & taken
+        return frozenset(named | ({"batch_size"} if taken & set(_BATCH_SIZE) else set()))
+
+    def make(
+        self,
+        device: Device,
+        *,
+        seed: int = 0,
+        loader: LoaderPlan | None = None,
+        pin: bool = False,
+    ) -> Training:
+        """The work from its first state on, on `device`: the same weights and batches from the
+        same seed. The random generators are left as the seed sets them.
+
+        What `loader` says is followed as far as the work can (`honours`); `pin` asks for batches
+        in pinned memory.
+        """
+        seed_all(seed)
+        given = self._given(device, seed, loader or LoaderPlan(), pin)
+        try:
+            returned = self.build(**given)
+        except Exception as problem:
+            site = line_of_error(problem.__traceback__)
+            if isinstance(problem, HeadraceError) and not (site and is_users(site.file)):
+                raise  # a built-in work's own word about an option
+            raise BenchError(self._failed(problem)) from problem
+        training = self._checked(returned)
+        training.model.to(device.torch_device)
+        training.model.train()
+        if isinstance(training.loss, torch.nn.Module):
+            training.loss.to(device.torch_device)
+        self._check_optimizer(training)
+        seed_all(seed)
+        return training
+
+    def _given(self, device: Device, seed: int, loader: LoaderPlan, pin: bool) -> Mapping[str, Any]:
+        offered = {
+            "device": device.torch_device,
+            "seed": seed,
+            "pin": pin and device.torch_device.type != "cpu",
+            "workers": loader.workers,
+            "prefetch_factor": loader.prefetch_factor,
+        } | dict.fromkeys(_BATCH_SIZE, loader.batch_size)
+        taken = _parameters(self.build)
+        own = {name: value for name, value in offered.items() if name in taken}
+        # An option stands unless the loader's plan says otherwise; None leaves the default.
+        said = {name: value for name, value in own.items() if value is not None}
+        return {**self.options, **said}
+
+    def _failed(self, problem: Exception) -> str:
+        site = line_of_error(problem.__traceback__)
+        text = " ".join(str(problem).split()) or "no message"
+        return f"{site}: {self.name} raised {type(problem).__name__}: {text}"
+
+    def _checked(self, returned: object) -> Training:
+        parts = self._four(returned)
+        expected: tuple[tuple[str, bool, str], ...] = (
+            ("model", isinstance(parts[0], torch.nn.Module), "a torch.nn.Module"),
+            ("optimizer", isinstance(parts[1], torch.optim.Optimizer), "a torch.optim.Optimizer"),
+            ("loss", callable(parts[2]), "a function of (model, batch)"),
+            ("loader", isinstance(parts[3], Iterable), "a DataLoader, or a list of batches"),
+        )
+        for value, (name, good, what) in zip(parts, expected, strict=True):
+            if not good:
+                found = type(value).__name__
+                raise BenchError(f"{self._here()} gave as {name} a {found}: expected {what}")
+        if isinstance(parts[3], Iterator):
+            raise BenchError(
+                f"{self._here()} gave as loader a {type(parts[3]).__name__}, which can be gone "
+                "through once only: expected a DataLoader, or a list of batches"
+            )
+        return Training(*parts)
+
+    def _four(self, returned: object) -> tuple[Any, Any, Any, Any]:
+        if isinstance(returned, tuple | list) and not hasattr(returned, "_fields"):
+            if len(returned) != len(PARTS):
+                kinds = listed(type(part).__name__ for part in returned)
+                raise BenchError(
+                    f"{self._here()} returned {len(returned)} things ({kinds}): expected four, "
+                    f"{listed(PARTS)}"
+                )
+            model, optimizer, loss, loader = returned
+            return model, optimizer, loss, loader
+        found: dict[str, Any] = {}
+        for name in PARTS:
+            if isinstance(returned, Mapping) and name in returned:
+                found[name] = returned[name]
+            elif hasattr(returned, name):
+                found[name] = getattr(returned, name)
+            else:
+                kind = "None" if returned is None else f"a {type(returned).__name__}"
+                raise BenchError(
+                    f"{self._here()} returned {kind} without {name!r}: expected "
+                    f"{listed(PARTS)}, as a tuple, a dict or attributes"
+                )
+        return found["model"], found["optimizer"], found["loss"], found["loader"]
+
+    def _check_optimizer(self, training: Training) -> None:
+        owned = {id(parameter) for parameter in training.model.parameters()}
+        groups = training.optimizer.param_groups
+        if owned.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
+            raise BenchError(
+                f"{self._here()} gave an optimizer that has none of the model's parameters: "
+                "expected it to be made from model.parameters() of this very model"
+            )
+
+    def _here(self) -> str:
+        return f"{self.where}: {self.name}" if self.where else self.name
+
+
+def work_of(
+    function: Callable[..., Any],
+    options: Mapping[str, Any] | None = None,
+    *,
+    name: str | None = None,
+    description: str | None = None,
+) -> Work:
+    """A function as a work with some options. Its `unit`, if it has such an attribute, says what
+    is counted; its docstring's first line describes it."""
+    title = name or f"{function.__module__}:{getattr(function, '__name__', 'work')}"
+    own = [known for known in _parameters(function) if known not in _GIVEN]
+    keywords = any(
+        parameter.kind is inspect.Parameter.VAR_KEYWORD
+        for parameter in inspect.signature(function).parameters.values()
+    )
+    for option in options or {}:
+        if option not in own and not keywords:
+            known = f"known: {listed(own)}" if own else "it has none"
+            raise BenchError(f"{title}: no option {quoted(option)}{nearest(option, own)}; {known}")
+    unit: Any = getattr(function, "unit", "samples")
+    if unit not in ("samples", "tokens"):
+        raise BenchError(f"{title}: unit = {quoted(unit)}: expected samples or tokens")
+    told = (inspect.getdoc(function) or title).splitlines()[0].rstrip(".")
+    return Work(
+        name=title,
+        description=description or told,
+        unit=unit,
+        build=function,
+        options=_defaults(function, own) | dict(options or {}),
+        where=_where(function),
+    )
+
+
+def seed_all(seed: int) -> None:
+    """Set every random generator that a work may draw from."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+
+
+def _parameters(function: Callable[..., Any]) -> list[str]:
+    return [
+        name
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+    ]
+
+
+def _defaults(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
+    parameters = inspect.signature(function).parameters
+    return {
+        name: parameters[name].default
+        for name in names
+        if parameters[name].default is not inspect.Parameter.empty
+    }
+
+
+def _where(function: Callable[..., Any]) -> str:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

@@ -1,0 +1,62 @@
+"""A short look at what a device really did: every kernel and copy, when and on which stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+from headrace.timeline import Span, Timeline
+
+if TYPE_CHECKING:
+    from headrace.device.base import Device
+
+
+class Trace:
+    """What ran on a device inside a block of `Device.trace`; there once the block has ended.
+
+    `timeline` begins at 0 with the block; None where it cannot be seen, and then `missing` says
+    why. `wall_ns` is how long the block took, from an idle device to an idle device. `launches` is
+    how often the host put something on the device: a graph, a kernel or a copy each count once.
+    """
+
+    def __init__(self) -> None:
+        self.timeline: Timeline | None = None
+        self.missing: str | None = "the block has not ended"
+        self.wall_ns = 0
+        self.launches: int | None = None
+
+    @property
+    def wall_ms(self) -> float:
+        return self.wall_ns / 1e6
+
+    def saw(self, spans: list[Span], launches: int | None, *, from_ns: int) -> None:
+        """For the devices: these ran, `from_ns` being when the block began."""
+        self.timeline = Timeline(
+            Span(
+                span.lane,
+                span.name,
+                span.kind,
+                max(0, span.start_ns - from_ns),
+                span.end_ns - from_ns,
+                span.where,
+            )
+            for span in spans
+            if span.end_ns > from_ns
+        )
+        self.launches, self.missing = launches, None
+
+
+@contextmanager
+def traced(device: Device) -> Iterator[Trace]:
+    """The block of `Device.trace`."""
+    trace = Trace()
+    with device._watch_work(trace):
+        # From idle to idle: all work of the block is in its time, and none of any other.
+        device.synchronize("trace")
+        start_ns = device.ledger.now_ns()
+        try:
+            yield trace
+        finally:
+            device.synchronize("trace")
+            trace.wall_ns = device.ledger.now_ns() - start_ns

@@ -1,0 +1,137 @@
+"""Numbers as people read them: three digits that matter, with their unit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+_UNKNOWN = "–"
+
+
+def number(value: float | None, digits: int = 3) -> str:
+    """Three digits that matter, thousands set apart: 0.0123, 8.61, 36.2, 1,250."""
+    if value is None:
+        return _UNKNOWN
+    if value == 0:
+        return "0"
+    if abs(value) >= 1e15 or abs(value) < 1e-4:
+        return f"{value:.{digits - 1}e}"
+    after = max(0, digits - 1 - math.floor(math.log10(abs(value))))
+    text = f"{value:,.{after}f}"
+    return text.rstrip("0").rstrip(".") if "." in text and value == int(value) else text
+
+
+def brief(value: float | None) -> str:
+    """At most three digits that matter, and no zeros behind them: a tolerance of 0.01."""
+    return _UNKNOWN if value is None else f"{value:.3g}"
+
+
+def ms(value: float | None) -> str:
+    """Milliseconds; in microseconds below a tenth of one."""
+    if value is None:
+        return _UNKNOWN
+    return f"{number(value)} ms" if abs(value) >= 0.1 or not value else f"{number(value * 1e3)} µs"
+
+
+def score(value: float | None) -> str:
+    """BLEU and its like, from 0 to 100: 47.0."""
+    return _UNKNOWN if value is None else f"{value:.1f}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 epoch, 8 epochs."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
+
+
+def tick(value: float) -> str:
+    """A number on an axis, without zeros behind it."""
+    text = number(value)
+    return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
+
+
+def share(value: float | None) -> str:
+    """A part of one as percent: whole ones, with a digit more near either end."""
+    if value is None:
+        return _UNKNOWN
+    percent = max(-1e306, min(1e306, value)) * 100
+    if percent in (0, 100) or 1 <= abs(percent) < 99 or abs(percent) > 100:
+        return f"{percent:.0f} %"
+    return f"{percent:.1f} %" if abs(percent) >= 0.05 else f"{percent:.2g} %"
+
+
+def times(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:.2f}×" if value < 10 else f"{value:.1f}×"
+
+
+def factor(value: float) -> str:
+    """How many times as fast, in a sentence: 4.2, 1.05, 12."""
+    return f"{value:.2f}".rstrip("0").rstrip(".") if value < 10 else f"{value:.0f}"
+
+
+def size(value: float | None) -> str:
+    """Bytes in the largest unit that leaves a whole number before the point."""
+    if value is None:
+        return _UNKNOWN
+    for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if abs(value) >= scale:
+            return f"{number(value / scale)} {unit}"
+    return f"{value:.0f} B"
+
+
+def seconds(value: float | None) -> str:
+    if value is None:
+        return _UNKNOWN
+    if value < 60:
+        return f"{number(value)} s"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
+
+
+def clock(value: float) -> str:
+    """A place on a time axis, short: 0, 4 s, 1:40, 2:00:05."""
+    if value < 60:
+        return f"{number(value)} s" if value else "0"
+    minutes, rest = divmod(round(value), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def plain(value: object) -> str:
+    """A setting's value, whatever it is."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if value is None or value == "":
+        return _UNKNOWN
+    if isinstance(value, float):
+        return f"{value:,.6g}"
+    if isinstance(value, int):
+        return f"{value:,}" if abs(value) < 10**15 else str(value)
+    if isinstance(value, list | tuple):
+        return ", ".join(plain(inner) for inner in value) or _UNKNOWN
+    if isinstance(value, dict):
+        return ", ".join(f"{key} {plain(inner)}" for key, inner in value.items()) or _UNKNOWN
+    return str(value)
+
+
+def words(name: str) -> str:
+    """A field's name as words: `run_ahead` is `run ahead`."""
+    return name.replace("_", " ")
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers from `low` to `high`, about so many."""
+    rough = (high - low) / max(1, about)
+    if not 1e-300 < rough < 1e300:
+        return [low]
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(power * nice for nice in (1, 2, 2.5, 5, 10) if power * nice >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    return [index * step for index in range(first, last + 1)]
+
+
+def median(values: Sequence[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

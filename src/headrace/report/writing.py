@@ -1,0 +1,107 @@
+"""From a stored result to the files people look at."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+
+from headrace.errors import HeadraceError, ReportError
+from headrace.report.bench_page import bench_page
+from headrace.report.bench_result import bench_result
+from headrace.report.fields import Fields, read_json
+from headrace.report.train_page import train_page
+from headrace.report.training_run import training_run
+from headrace.report.tune_page import tune_page
+from headrace.report.tune_result import tune_result
+from headrace.rundir import replace_file
+from headrace.timeline import Timeline
+
+log = logging.getLogger("headrace")
+_VERSION = 1
+
+
+def render(source: str | Path) -> str:
+    """The page of a bench result, a tune result or a run's folder, as one HTML text."""
+    source = _source(source)
+    if source.is_dir():
+        return train_page(training_run(source), source.name)
+    content = _result_file(source)
+    if content.values["kind"] == "headrace bench":
+        return bench_page(bench_result(content), source.name)
+    return tune_page(tune_result(content), source.name)
+
+
+def write_report(source: str | Path, out: str | Path | None = None) -> Path:
+    """Write the page to `out`: `report.html` in a run's folder or beside a result, if not given."""
+    source = Path(source)
+    if out is None:
+        out = (source if source.is_dir() else source.parent) / "report.html"
+    out = Path(out)
+    if out.is_dir():
+        raise ReportError(f"{out}: is a folder; expected the name of the file to write")
+    if out.exists() and source.exists() and out.samefile(source):
+        raise ReportError(f"{out}: is the result itself; expected another file to write")
+    text = render(source)
+    _write(out, text.encode())
+    return out
+
+
+def try_report(run: Path) -> None:
+    """Write a run's report where that can be: for want of a page, no run has failed."""
+    try:
+        write_report(run)
+    except HeadraceError as problem:
+        log.warning("no report was written: %s", problem)
+
+
+def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
+    """Write the timelines of a bench result as files for ui.perfetto.dev and chrome://tracing:
+    `NAME.PLAN.trace.json`, one for each plan that has one."""
+    source, folder = _source(source), Path(folder)
+    if source.is_dir():
+        raise ReportError(f"{source}: is a run's folder; only bench results hold timelines")
+    content = _result_file(source)
+    if content.values["kind"] != "headrace bench":
+        raise ReportError(f"{source}: is a tune result; only bench results hold timelines")
+    written: list[Path] = []
+    for row in bench_result(content).rows:
+        if row.timeline is not None:
+            plan = re.sub(r"[^\w.#+-]", "_", row.plan)[:80] or "plan"
+            path = folder / f"{source.stem}.{plan}.trace.json"
+            if path in written:
+                path = folder / f"{source.stem}.{plan}-{len(written)}.trace.json"
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                Timeline(row.timeline.spans).save(path)
+            except OSError as problem:
+                raise ReportError(f"{path}: cannot be written ({problem.strerror})") from problem
+            written.append(path)
+    return written
+
+
+def _source(given: str | Path) -> Path:
+    """What to read: the result of a search, if the folder is one's."""
+    source = Path(given)
+    inside = source / "result.json"
+    if source.is_dir() and inside.is_file() and read_json(inside).values.get("kind") is not None:
+        return inside
+    return source
+
+
+def _result_file(path: Path) -> Fields:
+    content = read_json(path)
+    kind, version = content.values.get("kind"), content.values.get("version")
+    if kind not in ("headrace bench", "headrace tune"):
+        raise content.problem("kind", "'headrace bench' or 'headrace tune'")
+    if version != _VERSION or isinstance(version, bool):
+        raise content.problem("version", f"{_VERSION}, which this Headrace reads")
+    return content
+
+
+def _write(path: Path, content: bytes) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as problem:
+        raise ReportError(f"{path.parent}: cannot be made ({problem.strerror})") from problem
+    replace_file(path, content)

@@ -1,0 +1,92 @@
+"""A training run's monitor: what device and host did, in its metrics."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from headrace.busy import BusyProbe
+from headrace.device import Device
+from headrace.metrics import MetricsLog, read_metrics
+from headrace.monitor import Monitor
+
+log = logging.getLogger("headrace")
+
+
+class RunMonitor:
+    """Writes lines of kind `use` (means since the last one) whenever it is asked to `note`, and
+    one of kind `busy`, from a trace of some steps, once in a run: when `look_after` of them have
+    gone by, and graphs have been captured. Without `wanted` it does nothing.
+
+    `stored` is the run's metrics file: a run that goes on counts its seconds on from there.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        metrics: MetricsLog,
+        stored: Path,
+        *,
+        wanted: bool = True,
+        look_after: int = 20,
+    ) -> None:
+        self._device, self._metrics = device, metrics
+        self._monitor: Monitor | None = None
+        self._probe: BusyProbe | None = None
+        self._noted_s = self._before_s = 0.0
+        if not wanted:
+            return
+        self._monitor = Monitor(device)
+        looked = False
+        for line in read_metrics(stored):
+            if line.get("kind") == "use":
+                self._before_s = max(self._before_s, line.get("at_s") or 0.0)
+            looked = looked or line.get("kind") == "busy"
+        if device.asynchronous and not looked:
+            self._probe = BusyProbe(device, after=look_after)
+
+    def __enter__(self) -> RunMonitor:
+        if self._monitor is not None:
+            self._monitor.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._monitor is not None:
+            self._monitor.stop()
+        if self._probe is not None:
+            self._probe.end()
+
+    def on_step(self, step: int) -> None:
+        """After each update."""
+        if self._probe is not None:
+            self._write_busy(step, self._probe, ended=False)
+
+    def note(self, step: int) -> None:
+        """Write a line about the time since the last one."""
+        if self._monitor is None:
+            return
+        self._monitor.sample()
+        mean = self._monitor.summary(self._noted_s).mean
+        self._noted_s = mean.at_s
+        values = mean.to_dict() | {"at_s": self._before_s + mean.at_s}
+        self._metrics.write("use", step, **values)
+
+    def end_epoch(self, step: int) -> None:
+        """The last step of an epoch is over; a look at the device is not to go on beyond it."""
+        if self._probe is not None:
+            self._write_busy(step, self._probe, ended=True)
+        self.note(step)
+
+    def gpu_share(self) -> float | None:
+        """For a progress line."""
+        latest = None if self._monitor is None else self._monitor.latest()
+        return self._device.use_share() if latest is None else latest.gpu_share
+
+    def _write_busy(self, step: int, probe: BusyProbe, *, ended: bool) -> None:
+        window = probe.end() if ended else probe.on_step()
+        if probe.is_over:
+            self._probe = None
+            if probe.missing is not None:
+                log.info("how busy the device is cannot be seen: %s", probe.missing)
+        if window is not None:
+            self._metrics.write("busy", step, **window.to_dict())

@@ -1,0 +1,585 @@
+"""The benchmark: rows exact on the fake's virtual clock, errors that are rows, equal losses."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.bench.comparing import Comparing
+from headrace.bench.contestants import Contestant, Garage
+from headrace.bench.entries import entries_of, noise_pair, plans_here
+from headrace.bench.finding import find_work
+from headrace.bench.looking import _first_steps, short_name
+from headrace.bench.record import BenchResult, Equal, Row
+from headrace.bench.runner import Bench
+from headrace.bench.text import text_of
+from headrace.bench.ways import Stretch
+from headrace.bench.work import Training, Work, work_of
+from headrace.device import Device, open_device
+from headrace.errors import BenchError, PlanError
+from headrace.plan import PRESETS
+from headrace.testing import Costs, FakeDevice
+from headrace.timeline import Span, Timeline
+
+SMALL = {"batch": 4, "width": 8, "layers": 2}
+BITS = {"watched_s": 0.0, "steps": 10, "warmup": 2, "repeats": 3}
+
+
+def bench(work: Work, device: Device, plans: str = "baseline,pipeline", **options: Any) -> Bench:
+    return Bench(work, device, entries_of(plans.split(",")), **(BITS | options))
+
+
+def made_up(device: FakeDevice, compute_ms: float) -> Work:
+    """One kernel of that length a step, on a batch that takes what the copy costs."""
+
+    def make() -> Training:
+        model = torch.nn.Linear(4, 1)
+
+        def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            device.work(compute_ms, "kernel", reads=[batch])
+            found: torch.Tensor = model(batch).mean()
+            return found
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Training(model, optimizer, loss, [torch.ones(6, 4) * n for n in range(3)])
+
+    return work_of(make, name="made up")
+
+
+#: Nothing takes time but the made-up kernel and copies to the device.
+FREE = Costs(
+    kernel_us=0.0, copy_us=0.0, copy_gb_per_s=1e12, query_us=0.0, by_name={"copy h2d": 2000.0}
+)
+
+
+class TestRows:
+    def test_on_the_virtual_clock_they_are_exact(self) -> None:
+        """A copy of 2 ms and 10 ms of compute: 12 ms one after the other, 10 side by side."""
+        with FakeDevice(costs=FREE) as fake:
+            result = bench(made_up(fake, 10.0), fake, steps=20).run()
+        base, pipeline = result.row("baseline"), result.row("pipeline")
+        assert base.ms_per_step is not None
+        assert pipeline.ms_per_step is not None
+        assert base.ms_per_step.repeats == (12.0, 12.0, 12.0)
+        assert (base.speedup, base.per_s) == (1.0, 500.0)
+        # Its first copy has nothing to hide behind: 2 ms over 20 steps.
+        assert pipeline.ms_per_step.repeats == pytest.approx([10.1, 10.1, 10.1])
+        assert pipeline.speedup == pytest.approx(12 / 10.1)
+        assert base.gpu is not None
+        assert base.gpu.busy_ms_per_step == 12.0
+        assert base.gpu.busy_share == 1.0
+        assert base.gpu.compute_share == pytest.approx(10 / 12)
+        assert base.gpu.copy_share == pytest.approx(2 / 12)
+        assert base.gpu.over_busy_share == 0.0
+        assert base.overlap_share == 0.0
+        assert pipeline.overlap_share is not None
+        assert pipeline.overlap_share > 0.15
+        assert {stream.name for stream in base.streams} == {"forward", "transfer"}
+
+    def test_waits_by_reason(self) -> None:
+        with FakeDevice(costs=FREE) as fake:
+            result = bench(made_up(fake, 10.0), fake).run()
+        base, pipeline = result.row("baseline"), result.row("pipeline")
+        assert base.waits is not None
+        assert base.waits.by_reason["sync"].per_step == 1.0
+        assert base.waits.by_reason["sync"].ms_per_step == pytest.approx(10.0)
+        assert base.host_blocked_ms == pytest.approx(12.0)
+        assert base.data_wait_ms == 0.0
+        assert pipeline.waits is not None
+        assert "sync" not in pipeline.waits.by_reason
+        assert "data" not in pipeline.waits.by_reason
+
+    def test_a_slow_loader_is_data_wait(self) -> None:
+        with FakeDevice(costs=FREE) as fake:
+            work = made_up(fake, 1.0)
+
+            class Slow(list[torch.Tensor]):
+                def __iter__(self) -> Iterator[torch.Tensor]:
+                    for batch in super().__iter__():
+                        fake.host_work(5.0)
+                        yield batch
+
+            def make() -> Training:
+                training: Training = work.build()
+                return training._replace(loader=Slow(training.loader))
+
+            result = bench(work_of(make, name="slow"), fake).run()
+        assert result.row("pipeline").data_wait_ms == pytest.approx(5.0)
+        assert result.verdict.waits_for == "data"
+
+    def test_the_verdict_of_exposed_copies(self) -> None:
+        with FakeDevice(costs=FREE) as fake:
+            result = bench(made_up(fake, 10.0), fake, "baseline,pipeline,graph").run()
+        assert result.verdict.waits_for == "copies"
+        assert result.verdict.take == "pipeline"
+        assert result.row("graph").equal.verdict == "identical"
+
+    def test_timelines_begin_at_nought_and_have_three_steps(self) -> None:
+        with FakeDevice(costs=FREE) as fake:
+            result = bench(made_up(fake, 10.0), fake).run()
+        timeline = result.row("baseline").timeline
+        assert timeline is not None
+        assert timeline.steps == 3
+        kernels = [span for span in timeline.spans if span.name == "kernel"]
+        assert [(k.start_ns, k.end_ns) for k in kernels] == [
+            (2_000_000, 12_000_000),
+            (14_000_000, 24_000_000),
+            (26_000_000, 36_000_000),
+        ]
+        waits = [span for span in timeline.spans if span.kind == "wait"]
+        assert {span.lane for span in waits} == {"host"}
+        assert ("sync", 2_000_000, 12_000_000) in [(w.name, w.start_ns, w.end_ns) for w in waits]
+
+    def test_memory_is_each_plans_own(self) -> None:
+        with FakeDevice(costs=FREE) as fake:
+            one = bench(made_up(fake, 10.0), fake, "baseline").run()
+            all_of_them = bench(made_up(fake, 10.0), fake, "pipeline,event,baseline").run()
+        assert one.row("baseline").peak_memory_bytes
+        assert (
+            one.row("baseline").peak_memory_bytes == all_of_them.row("baseline").peak_memory_bytes
+        )
+
+    @pytest.mark.parametrize("device_name", ["cpu", "fake"])
+    def test_all_plans_that_run_here(self, device_name: str) -> None:
+        device: Any = open_device("cpu") if device_name == "cpu" else FakeDevice()
+        expected = ["baseline", "interval", "event", "streams4", "pipeline"]
+        assert plans_here(device) == expected + ["graph"] * (device_name == "fake")
+        with device if device_name == "fake" else torch.enable_grad():
+            plans = ",".join(plans_here(device))
+            result = bench(find_work("mlp", SMALL), device, plans, repeats=2).run()
+        assert [row.plan for row in result.rows] == plans_here(device)
+        verdicts = [row.equal.verdict for row in result.rows]
+        assert verdicts == ["reference", *["identical"] * (len(verdicts) - 1)]
+        assert all(len(row.losses) == 10 for row in result.rows)
+        assert not result.failed
+        assert all(row.score is not None for row in result.rows)
+        assert result.work.units_per_step == 4
+
+    def test_on_the_cpu_it_says_what_cannot_be_seen(self) -> None:
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), watched_s=0.05).run()
+        assert result.row("baseline").gpu is None
+        assert result.row("baseline").cpu_share is not None
+        assert len(result.row("baseline").samples) >= 2
+        assert any("GPU busy time" in line for line in result.missing)
+        assert any("no driver" in line for line in result.missing)
+        assert any("memory" in line for line in result.missing)
+        assert result.verdict.waits_for == "unknown"
+
+
+class TestNoise:
+    def test_a_plan_entered_twice(self) -> None:
+        with FakeDevice(costs=FREE) as fake:
+            result = bench(made_up(fake, 10.0), fake, "baseline,pipeline,pipeline").run()
+        assert [row.plan for row in result.rows] == ["baseline", "pipeline", "pipeline#2"]
+        assert result.noise is not None
+        assert result.noise.plan == "pipeline"
+        assert result.noise.difference_share == 0.0
+        assert any("entered twice" in line for line in result.verdict.sentences)
+
+    def test_entries(self, tmp_path: Path) -> None:
+        file = tmp_path / "mine.yaml"
+        file.write_text("plan: {preset: pipeline, prefetch_depth: 3}\nloader: {workers: 2}\n")
+        names = ["graph", "graph#2", str(file), "graph"]
+        entries = entries_of(names, "bf16")
+        assert [entry.name for entry in entries] == ["graph", "graph#2", "pipeline*", "graph#3"]
+        assert {entry.plan.precision for entry in entries} == {"bf16"}
+        assert entries[2].loader.workers == 2
+        pair = noise_pair(entries)
+        assert pair is not None
+        assert (pair[0].name, pair[1].name) == ("graph", "graph#2")
+        assert noise_pair(entries_of(list(PRESETS))) is None
+        with pytest.raises(PlanError, match="no plan 'grahp'"):
+            entries_of(["grahp"])
+        with pytest.raises(BenchError, match="no plan was named"):
+            entries_of([])
+
+
+def order_dependent() -> Training:
+    """The loss of a batch depends on how many batches any plan was given before."""
+    model = torch.nn.Linear(3, 1)
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(batch).mean() * (1 + 0.5 * (next(_calls) > 13))
+        return found
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Training(model, optimizer, loss, [torch.ones(2, 3)])
+
+
+_calls = itertools.count()
+
+
+def failing(at: int) -> Work:
+    """Raises in its `at`-th step."""
+
+    def make() -> Training:
+        calls = itertools.count(1)
+        model = torch.nn.Linear(3, 1)
+
+        def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            if next(calls) == at:
+                raise ValueError("the third is too much")
+            found: torch.Tensor = model(batch).mean()
+            return found
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Training(model, optimizer, loss, [torch.ones(2, 3)])
+
+    return work_of(make, name="failing")
+
+
+class TestEquality:
+    def test_unequal_losses_fail_and_name_the_step(self) -> None:
+        global _calls
+        _calls = itertools.count()
+        work = work_of(order_dependent)
+        result = bench(work, open_device("cpu"), repeats=1).run()
+        row = result.row("pipeline")
+        assert row.equal.verdict == "unequal"
+        assert row.equal.first_step == 5  # 10 of baseline's, and the fifth of its own
+        assert row.equal.why.startswith("step 5: ")
+        assert result.failed
+        assert result.verdict.take == "baseline"
+        assert any("pipeline has other losses" in line for line in result.verdict.sentences)
+
+    def test_a_plan_of_other_losses_is_never_advised(self) -> None:
+        global _calls
+        with FakeDevice(costs=FREE) as fake:
+            _calls = itertools.count()
+            result = bench(work_of(order_dependent), fake, repeats=1).run()
+        assert result.row("pipeline").equal.verdict == "unequal"
+        assert result.verdict.take == "baseline"
+
+    def test_dropout_is_the_same_in_every_plan(self, device: Device) -> None:
+        work = find_work("mlp", SMALL | {"dropout": 0.3})
+        plans = ",".join(plan for plan in plans_here(device) if plan != "max")
+        result = bench(work, device, plans, repeats=1).run()
+        verdicts = {row.equal.verdict for row in result.rows[1:]}
+        assert verdicts == {"identical"}
+
+    def test_loaders_that_draw_do_not_matter(self) -> None:
+        """Everybody gets the batches that were drawn once, whatever the order of drawing."""
+
+        class Drawing:
+            def __iter__(self) -> Iterator[torch.Tensor]:
+                for _ in range(3):
+                    yield torch.randn(2, 3)
+
+        def make() -> Training:
+            model = torch.nn.Sequential(torch.nn.Linear(3, 8), torch.nn.Dropout(0.5))
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return Training(model, optimizer, lambda m, b: m(b).mean(), Drawing())
+
+        result = bench(work_of(make), open_device("cpu"), repeats=1).run()
+        assert result.row("pipeline").equal.verdict == "identical"
+
+    def test_another_optimizer_in_a_graph_is_within_the_tolerance(self) -> None:
+        def make() -> Training:
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+            return Training(model, optimizer, lambda m, b: m(b).mean(), [torch.ones(2, 3)])
+
+        with FakeDevice() as fake:
+            result = bench(work_of(make), fake, "baseline,graph", repeats=1).run()
+        assert result.row("graph").equal.verdict in ("identical", "within")
+        assert "capturable" in result.row("graph").equal.why
+
+    @pytest.mark.parametrize("exact", [True, False])
+    def test_kernels_without_a_deterministic_kind(self, exact: bool) -> None:
+        """Then bits cannot be compared: it is tried again without, within the tolerance."""
+
+        def make() -> Training:
+            model = torch.nn.Linear(3, 1)
+
+            def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+                if torch.are_deterministic_algorithms_enabled() and not exact:
+                    raise RuntimeError("foo does not have a deterministic implementation, but …")
+                found: torch.Tensor = model(batch).mean()
+                return found
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return Training(model, optimizer, loss, [torch.ones(2, 3)])
+
+        result = bench(work_of(make), open_device("cpu"), repeats=1).run()
+        equal = result.row("pipeline").equal
+        assert equal.verdict == "identical"
+        assert equal.why == ("" if exact else "no deterministic kernels: foo")
+
+    def test_a_step_that_still_draws_without_dropout_is_not_compared(self) -> None:
+        """A compiling device would draw other numbers: nothing could be said."""
+
+        class Compiling(FakeDevice):
+            compiles = True
+
+        def make() -> Training:
+            model = torch.nn.Linear(3, 1)
+
+            def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+                noise = torch.rand(1).to(batch.device)
+                found: torch.Tensor = (model(batch) * noise).mean()
+                return found
+
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return Training(model, optimizer, loss, [torch.ones(2, 3)])
+
+        with Compiling(check=False) as fake:
+            comparing = Comparing(
+                work_of(make),
+                fake,
+                entries_of(["baseline"])[0],
+                [torch.ones(2, 3)] * 3,
+                seed=0,
+                tolerance=0.01,
+            )
+            one = Contestant("max", "plan", lambda: None, entries_of(["max"])[0])  # type: ignore[arg-type,return-value]
+            comparing.look_at(one)
+        assert one.error is None
+        assert one.equal.verdict == "not compared"
+        assert "no dropout module's" in one.equal.why
+
+    def test_left_out(self) -> None:
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), compared_steps=0).run()
+        assert {row.equal.verdict for row in result.rows} == {"not compared"}
+        assert not result.failed
+
+
+class TestFailures:
+    def test_an_exception_in_step_3_is_a_row(self) -> None:
+        result = bench(failing(3), open_device("cpu")).run()
+        for row in result.rows:
+            assert row.error is not None
+            assert row.error.startswith("step 3: ValueError: the third is too much (")
+            assert f"{Path(__file__).name}:" in row.error
+            assert row.ms_per_step is None
+        assert result.failed
+        assert result.verdict.take is None
+
+    def test_a_work_that_cannot_be_made_is_an_error_at_once(self) -> None:
+        with pytest.raises(BenchError, match="returned 2 things"):
+            bench(work_of(lambda: (1, 2), name="two"), open_device("cpu")).run()
+
+    def test_nor_does_one_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def full(*arguments: Any, **more: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+        monkeypatch.setattr(torch.nn.Module, "to", full)
+        with pytest.raises(BenchError, match="mlp failed: out of memory: CUDA out of memory"):
+            bench(find_work("mlp", SMALL), open_device("cpu")).run()
+
+    def test_a_loader_that_fails_is_named_with_its_line(self) -> None:
+        class Broken:
+            def __iter__(self) -> Iterator[torch.Tensor]:
+                raise OSError("no such disk")
+                yield
+
+        def make() -> Training:
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return Training(model, optimizer, lambda m, b: m(b).mean(), Broken())
+
+        with pytest.raises(BenchError, match=r"loader of broken failed: OSError: no such disk \("):
+            bench(work_of(make, name="broken"), open_device("cpu")).run()
+
+    def test_one_that_fails_later_keeps_the_others_going(self) -> None:
+        result = bench(failing(25), open_device("cpu"), compared_steps=0).run()
+        assert [row.error is None for row in result.rows] == [False, False]
+        only_twice = bench(failing(25), open_device("cpu"), "baseline", repeats=2)
+        result = only_twice.run()
+        row = result.row("baseline")
+        assert row.ms_per_step is not None
+        assert row.error is None
+        assert row.notes[0].startswith("its work could not be traced: step 25: ValueError: the")
+
+    def test_out_of_memory_is_tried_alone_once_more(self) -> None:
+        device, log = open_device("cpu"), []
+
+        class Hungry:
+            lead_in = trained = 0
+
+            def __init__(self, name: str) -> None:
+                self.name = name
+                alive.add(name)
+
+            def run(self, steps: int) -> Stretch:
+                log.append((self.name, sorted(alive)))
+                if len(alive) > 1 or self.name == "glutton":
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\n…")
+                return Stretch(steps, 0, 1)
+
+            def losses(self, batches: Any) -> tuple[float, ...]:
+                return ()
+
+            def graphs(self) -> None:
+                return None
+
+            def close(self) -> None:
+                alive.discard(self.name)
+
+        alive: set[str] = set()
+        garage = Garage(device, 1)
+        modest, other, glutton = (
+            Contestant(name, "plan", lambda name=name: Hungry(name))  # type: ignore[misc]
+            for name in ("modest", "other", "glutton")
+        )
+        assert garage.attempt(modest, lambda way: way.run(1)) is not None
+        assert garage.attempt(other, lambda way: way.run(1)) is not None
+        assert garage.was_full
+        assert garage.attempt(glutton, lambda way: way.run(1)) is None
+        assert glutton.error == "out of memory: CUDA out of memory. Tried to allocate 2 GiB"
+        assert modest.error is other.error is None
+        assert garage.attempt(modest, lambda way: way.run(1)) is not None
+        assert alive == {"modest"}
+        garage.close()
+        assert alive == set()
+
+    def test_ctrl_c_gives_the_rows_so_far(self) -> None:
+        def watcher(what: str, done: float, left_s: float | None) -> None:
+            if what == "round 2 of 3":
+                raise KeyboardInterrupt
+
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), watcher=watcher).run()
+        assert result.interrupted
+        spread = result.row("pipeline").ms_per_step
+        assert spread is not None
+        assert len(spread.repeats) == 1
+
+    def test_ctrl_c_before_anything_was_timed(self) -> None:
+        def watcher(what: str, done: float, left_s: float | None) -> None:
+            if what.startswith("warming"):
+                raise KeyboardInterrupt
+
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), watcher=watcher).run()
+        assert result.row("pipeline").error == "interrupted before it was measured"
+        assert result.row("pipeline").equal.verdict == "identical"
+
+    def test_warnings_are_the_rows_notes(self, capfd: pytest.CaptureFixture[str]) -> None:
+        cpu = open_device("cpu")
+        result = bench(find_work("mlp", SMALL), cpu, "baseline,graph", repeats=1).run()
+        assert any("cpu captures no graphs" in note for note in result.row("graph").notes)
+        assert "captures" not in capfd.readouterr().err
+
+
+class TestRecord:
+    def test_comes_back_from_its_file(self, tmp_path: Path) -> None:
+        with FakeDevice(costs=FREE) as fake:
+            result = bench(made_up(fake, 10.0), fake, "baseline,pipeline,graph,graph").run()
+        path = tmp_path / "deep" / "result.json"
+        result.write(path)
+        assert BenchResult.read(path) == result
+        assert [file.name for file in path.parent.iterdir()] == ["result.json"]
+        content = json.loads(path.read_text())
+        assert (content["kind"], content["version"]) == ("headrace bench", 1)
+        assert [row["plan"] for row in content["rows"]] == [
+            "baseline",
+            "pipeline",
+            "graph",
+            "graph#2",
+        ]
+
+    def test_nan_is_null(self) -> None:
+        def make() -> Training:
+            model = torch.nn.Linear(3, 1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            return Training(
+                model, optimizer, lambda m, b: m(b).mean() * torch.nan, [torch.ones(2, 3)]
+            )
+
+        result = bench(work_of(make), open_device("cpu"), repeats=1).run()
+        content = json.loads(json.dumps(result.to_dict(), allow_nan=False))
+        assert content["rows"][1]["losses"] == [None] * 10
+        assert content["rows"][1]["equal"]["verdict"] == "identical"
+
+    @pytest.mark.parametrize(
+        ("path", "value", "told"),
+        [
+            (["rows", 0, "ms_per_step", "median"], "fast", "rows[0].ms_per_step.median = 'fast'"),
+            (["rows", 1, "equal", "verdict"], "same", "expected reference, identical, within"),
+            (["rows", 0, "streams"], 3, "rows[0].streams = 3: expected a list"),
+            (["rows"], None, "rows = None: expected a list"),
+            (["work"], [], "work = []: expected a mapping"),
+            (["settings", "steps"], 2.5, "settings.steps = 2.5: expected a whole number"),
+            (["rows", 0, "waits", "by_reason"], [1], "waits.by_reason = [1]: expected a mapping"),
+            (["interrupted"], 1, "interrupted = 1: expected true or false"),
+            (["kind"], "other", "is not a result of `headrace bench`"),
+            (["version"], 2, "version = 2: expected 1"),
+            (["verdict", "take"], 5, "verdict.take = 5: expected text"),
+        ],
+    )
+    def test_a_bad_field_is_named(self, path: list[Any], value: object, told: str) -> None:
+        content = bench(find_work("mlp", SMALL), open_device("cpu"), repeats=1).run().to_dict()
+        place: Any = content
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+        with pytest.raises(BenchError) as caught:
+            BenchResult.from_dict(content, where="x.json")
+        assert str(caught.value).startswith("x.json: ")
+        assert told in str(caught.value)
+
+    def test_a_missing_field_is_named_and_a_new_one_is_no_matter(self) -> None:
+        content = bench(find_work("mlp", SMALL), open_device("cpu"), repeats=1).run().to_dict()
+        content["rows"][0]["of_a_later_version"] = 1
+        assert BenchResult.from_dict(content).row("baseline").plan == "baseline"
+        del content["environment"]["torch"]
+        with pytest.raises(BenchError, match=r"has no 'environment\.torch'"):
+            BenchResult.from_dict(content)
+
+    def test_files_that_are_none(self, tmp_path: Path) -> None:
+        (tmp_path / "torn.json").write_text('{"kind":\n  "head')
+        with pytest.raises(BenchError, match=r"torn\.json:2: is not JSON"):
+            BenchResult.read(tmp_path / "torn.json")
+        with pytest.raises(BenchError, match=r"none\.json: cannot be read"):
+            BenchResult.read(tmp_path / "none.json")
+        (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
+        with pytest.raises(BenchError, match="is not UTF-8"):
+            BenchResult.read(tmp_path / "bytes.json")
+        with pytest.raises(BenchError, match="is not a result"):
+            BenchResult.from_dict([])
+
+
+class TestText:
+    def test_fits_a_terminal_with_everything_in_it(self) -> None:
+        with FakeDevice(costs=Costs(launch_us=30.0)) as fake:
+            plans = "baseline,streams4,graph,graph"
+            result = bench(find_work("mlp", SMALL), fake, plans).run()
+        rows = [
+            replace(row, nvml_share=0.97, cpu_share=1.03, peak_memory_bytes=12 << 30)
+            for row in result.rows
+        ]
+        peer = replace(
+            rows[0], plan="reduce-overhead", kind="peer", waits=None, score=None, per_s=1234567.8
+        )
+        failed = Row("max", "plan", error="out of memory: CUDA out of memory.")
+        unequal = replace(rows[1], plan="mine", equal=Equal("unequal", first_step=12, why="x"))
+        text = text_of(replace(result, rows=(*rows, peer, failed, unequal)))
+        assert max(len(line) for line in text.splitlines()) <= 121
+        heads = text.splitlines()[2].split()
+        assert heads[:4] == ["ms/step", "±%", "×", "samples/s"]
+        assert heads[4:] == [
+            *("waits", "host", "data", "GPU%", "over%", "NVML%", "cores", "peak", "pts"),
+            "losses",
+        ]
+        assert re.search(r"^ graph .* 97 +1\.0 +12\.00G +\d+ +identical$", text, re.MULTILINE)
+        assert re.search(r"^ reduce-overhead .* 1\.235M +– ", text, re.MULTILINE)
+        assert "UNEQUAL at 12" in text
+        assert "max failed: out of memory: CUDA out of memory." in text
+        assert "streams4" in text.split("streams in use")[1]
+
+    def test_names_are_short(self) -> None:
+        name = "void at::native::(anonymous namespace)::elementwise_kernel<4, at::native::Add>(int)"
+        assert short_name(name) == "elementwise_kernel<4, Add>(int)"
+        assert len(short_name("k" * 500)) == 64
+
+    def test_spans_are_bounded(self) -> None:
+        spans = [Span("a", "k", "kernel", 10 * n, 10 * n + 5) for n in range(20_000)]
+        record = _first_steps(Timeline(spans), step_ms=0.1, steps=2)
+        assert len(record.spans) == 6_000
+        assert record.steps == pytest.approx(0.6, abs=0.01)

@@ -1,0 +1,193 @@
+"""`headrace bench` as it is typed: exit codes, stdout and stderr, files."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from headrace.bench.record import BenchResult
+from headrace.cli import app
+from headrace.cli_bench import Lines
+from headrace.errors import BenchError, HeadraceError
+
+QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]
+SMALL = ["--set", "batch=4", "--set", "width=8", "--set", "layers=1"]
+
+WORK = """
+import torch
+
+def make_work():
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = []
+    def loss(model, batch):
+        calls.append(1)
+        if len(calls) == {at}:
+            raise ValueError("too much")
+        return model(batch).mean()
+    return model, optimizer, loss, [torch.ones(2, 3)]
+"""
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> tuple[int, str, str]:
+    result = CliRunner().invoke(app, ["bench", "--device", "cpu", *QUICK, *arguments])
+    if result.exception is not None and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    return result.exit_code, result.stdout, result.stderr
+
+
+def test_a_table_and_a_file(here: Path) -> None:
+    code, out, err = run("--work", "mlp", *SMALL, "--plans", "baseline,pipeline,pipeline")
+    assert code == 0
+    assert "1 layers of 8, 4 rows: 2 × 3 steps on CPU" in out
+    for plan, losses in (("baseline", "reference"), ("pipeline#2", "identical")):
+        assert re.search(rf"^ {plan} .* {losses}$", out, re.MULTILINE)
+    assert max(len(line) for line in out.splitlines()) <= 120
+    assert "cannot be seen here: GPU busy time" in out
+    assert "entered twice" in out
+    found = re.search(r"written to (runs/bench/mlp-.*\.json)\n", err)
+    assert found is not None
+    result = BenchResult.read(here / found[1])
+    assert [row.plan for row in result.rows] == ["baseline", "pipeline", "pipeline#2"]
+    assert result.settings.steps == 3
+    assert "round 2 of 2" in err
+    assert "\x1b" not in err
+
+
+def test_json_and_quiet(here: Path) -> None:
+    code, out, err = run("--work", "mlp", *SMALL, "--json", "--quiet", "--out", "r.json")
+    assert code == 0
+    content = json.loads(out)
+    assert content == json.loads((here / "r.json").read_text())
+    assert content["rows"][0]["plan"] == "baseline"
+    assert err == "written to r.json\n"
+
+
+def test_a_failing_work_is_exit_code_1(here: Path) -> None:
+    (here / "failing_here.py").write_text(WORK.format(at=3))
+    code, out, _ = run("--work", "failing_here:make_work", "--plans", "baseline,event")
+    assert code == 1
+    assert "baseline failed: step 3: ValueError: too much" in out
+    assert f"{here / 'failing_here.py'}:11)" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--work", "nowhere_at_all:make_work"], "no module 'nowhere_at_all'"),
+        (["--work", "mlp", "--plans", "grph"], "no plan 'grph' (did you mean 'graph'?)"),
+        (["--work", "mlp", "--set", "layers=x"], "mlp: layers = 'x': expected a whole number"),
+        (["--work", "mlp", "--peers", "lightening"], "no peer 'lightening'"),
+        (["--work", "mlp", "--device", "cuda:77"], "no device 'cuda:77'"),
+    ],
+)
+def test_what_is_wrong_is_one_line(here: Path, arguments: list[str], told: str) -> None:
+    with pytest.raises(HeadraceError) as caught:
+        run(*arguments)
+    assert told in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--steps", "0"], ["--set", "batch"], ["--precision", "fp8"], ["--no-such-option"]],
+)
+def test_usage_is_exit_code_2(here: Path, arguments: list[str]) -> None:
+    assert run("--work", "mlp", *arguments)[0] == 2
+
+
+def test_a_place_that_cannot_be_written_to_is_told_before_measuring(here: Path) -> None:
+    (here / "file").write_text("")
+    for out, told in (("file/r.json", "cannot be written"), (".", "is a folder")):
+        with pytest.raises(HeadraceError, match=f"{re.escape(out)}: {told}"):
+            run("--work", "no such work either", "--out", out)
+
+
+def test_what_was_measured_is_printed_even_if_it_cannot_be_written(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(self: BenchResult, path: Path) -> None:
+        raise BenchError(f"{path}: cannot be written (No space left on device)")
+
+    monkeypatch.setattr(BenchResult, "write", full)
+    arguments = ["bench", "--device", "cpu", *QUICK, "--work", "mlp", *SMALL, "--out", "r.json"]
+    result = CliRunner().invoke(app, arguments)
+    assert "No space left" in str(result.exception)
+    assert " pipeline " in result.stdout
+
+
+def test_missing_peers_say_how_to_get_them(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(HeadraceError, match="lightning is not installed here"):
+        run("--work", "mlp", "--peers", "lightning")
+
+
+def test_a_cpu_gets_smaller_built_in_works(here: Path) -> None:
+    _, out, err = run("--work", "translation", "--plans", "baseline", "--set", "length=5")
+    assert "no GPU: a smaller translation, Transformer tiny, 8 sentences × 5 tokens" in err
+    assert "Transformer tiny" in out
+
+
+def test_help_says_what_a_work_is() -> None:
+    result = CliRunner().invoke(app, ["bench", "--help"], env={"COLUMNS": "100"})
+    assert "def make_work():" in result.stdout
+    assert "return model, optimizer, loss, loader" in result.stdout
+
+
+def test_ctrl_c_prints_the_rows_so_far(tmp_path: Path) -> None:
+    """In a process of its own: the signal comes once the first round is over."""
+    many = ["--steps", "50", "--repeats", "100000", "--warmup", "1", "--watch", "0"]
+    which = ["--work", "mlp", *SMALL, "--device", "cpu", "--plans", "baseline,pipeline"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "headrace", "bench", *which, "--out", "r.json", *many],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert process.stderr is not None
+    until = time.monotonic() + 60
+    for line in process.stderr:
+        if line.startswith("round 3 ") or time.monotonic() > until:
+            break
+    process.send_signal(signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "interrupted: these are the figures so far" in out
+    assert re.search(r"^ pipeline .* identical$", out, re.MULTILINE)
+    assert BenchResult.read(tmp_path / "r.json").interrupted
+
+
+def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    lines = Lines(quiet=False, write=written.append)
+    lines("round 1 of 2", 0.0, None)
+    lines("round 2 of 2", 0.5, 12.3)
+    lines.end()
+    assert written == [
+        "\r\x1b[2Kround 1 of 2",
+        "\r\x1b[2Kround 2 of 2, about 12 s left",
+        "\r\x1b[2K",
+    ]
+    quiet = Lines(quiet=True, write=written.append)
+    quiet("round 1 of 2", 0.0, None)
+    quiet.end()
+    assert len(written) == 3

@@ -1,0 +1,592 @@
+"""`headrace tune`: on a work, in a folder, killed and gone on with; its file, table and errors."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from headrace.bench.work import Training, Work, work_of
+from headrace.cli import app
+from headrace.device import Device, open_device
+from headrace.engine import Engine
+from headrace.errors import BenchError, HeadraceError, RunError, TuneError
+from headrace.plan import LoaderPlan, Plan, load_plan
+from headrace.testing import Costs, FakeDevice
+from headrace.translation import Trainer, TrainSettings
+from headrace.tune import tuning
+from headrace.tune.candidates import Candidate, Space
+from headrace.tune.journal import Journal
+from headrace.tune.measuring import WorkMeasurer
+from headrace.tune.report import TuneResult
+from headrace.tune.search import Search
+from headrace.tune.settings import TuneSettings, memory_of
+from headrace.tune.trials import Measurement
+from headrace.tune.tuning import Stopped, Tuning
+
+#: Nothing takes time but made-up kernels and copies to the device, of 2 ms each.
+FREE = Costs(
+    kernel_us=0.0, copy_us=0.0, copy_gb_per_s=1e12, query_us=0.0, by_name={"copy h2d": 2000.0}
+)
+
+
+#: Steps so long that a few of them make a run.
+SLOW = Costs(
+    kernel_us=0.0, copy_us=0.0, copy_gb_per_s=1e12, query_us=0.0, by_name={"copy h2d": 20_000.0}
+)
+
+
+def made_up(device: FakeDevice, compute_ms: float = 10.0, extra_bytes: int = 0) -> Work:
+    """One kernel of that length a step; a graph plan of it would need so much memory more."""
+
+    def make(batch_size: int = 6) -> Training:
+        model = torch.nn.Linear(4, 1)
+
+        def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            device.work(compute_ms, "kernel", reads=[batch])
+            torch.empty(extra_bytes * batch_size // 6, dtype=torch.uint8, device=batch.device)
+            found: torch.Tensor = model(batch).mean()
+            return found
+
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        return Training(model, optimizer, loss, [torch.ones(batch_size, 4) * n for n in range(3)])
+
+    return work_of(make, name="made up")
+
+
+def candidate(name: str, **loader: Any) -> Candidate:
+    return Candidate(name, Plan.preset(name), LoaderPlan(**loader))
+
+
+class TestMeasuring:
+    def measurer(self, fake: FakeDevice, work: Work, **options: Any) -> WorkMeasurer:
+        space = Space(("baseline", "pipeline", "graph"))
+        return WorkMeasurer(work, fake, space, warmup=2, compared_steps=4, **options)
+
+    def test_exact_on_the_virtual_clock(self) -> None:
+        """A copy of 2 ms and 10 ms of compute: 12 ms one after the other, 10 side by side."""
+        with FakeDevice(costs=FREE) as fake, self.measurer(fake, made_up(fake)) as measurer:
+            baseline = measurer.measure(candidate("baseline"), 10)
+            pipeline = measurer.measure(candidate("pipeline"), 100)
+        assert (baseline.ms_per_step, baseline.units_per_step) == (pytest.approx(12.0), 6.0)
+        assert pipeline.ms_per_step == pytest.approx(10.0, rel=0.01)
+        assert baseline.peak_memory_bytes is not None
+        assert baseline.took_s > 0
+
+    def test_a_batch_size_changes_the_units(self) -> None:
+        with FakeDevice(costs=FREE) as fake, self.measurer(fake, made_up(fake)) as measurer:
+            found = measurer.measure(candidate("baseline", batch_size=24), 5)
+        assert found.units_per_step == 24.0
+
+    def test_out_of_memory_is_a_result_and_the_next_runs(self) -> None:
+        with FakeDevice(costs=FREE, memory_bytes=1_000_000) as fake:
+            work = made_up(fake, extra_bytes=300_000)
+            with self.measurer(fake, work) as measurer:
+                large = measurer.measure(candidate("baseline", batch_size=60), 5)
+                small = measurer.measure(candidate("baseline"), 5)
+        assert large.ms_per_step is None
+        assert "tried to allocate 3,000,000 bytes" in str(large.out_of_memory)
+        assert small.ms_per_step == pytest.approx(12.0)
+
+    def test_the_cap_is_the_memory_there_is(self) -> None:
+        with FakeDevice(costs=FREE) as fake:
+            work = made_up(fake, extra_bytes=300_000)
+            with self.measurer(fake, work, memory_cap=200_000) as measurer:
+                found = measurer.measure(candidate("baseline"), 5)
+            assert "of 200,000 are in use" in str(found.out_of_memory)
+            torch.empty(300_000, device=fake.torch_device)  # afterwards there is room again
+
+    def test_other_losses_are_seen(self) -> None:
+        """A work whose loss depends on the plan: how far ahead the host is."""
+        with FakeDevice(costs=FREE) as fake:
+            work = made_up(fake)
+
+            def make() -> Training:
+                made = work.build()
+
+                def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+                    ahead = fake.default_stream.query()
+                    return made.loss(model, batch) + (0.0 if ahead else 1.0)
+
+                return made._replace(loss=loss)
+
+            with self.measurer(fake, work_of(make, name="odd")) as measurer:
+                assert measurer.measure(candidate("baseline"), 5).unequal is None
+                found = measurer.measure(candidate("pipeline"), 5)
+        assert found.ms_per_step is None
+        assert str(found.unequal).startswith("step ")
+
+    def test_an_error_of_the_users_is_a_result(self) -> None:
+        def make() -> Training:
+            made, calls = made_up(fake).build(), []
+
+            def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+                calls.append(1)
+                if len(calls) == 3:
+                    raise ValueError("too much")
+                return made.loss(model, batch)
+
+            return made._replace(loss=loss)
+
+        with (
+            FakeDevice(costs=FREE) as fake,
+            self.measurer(fake, work_of(make, name="broken")) as measurer,
+        ):
+            found = measurer.measure(candidate("baseline"), 5)
+        assert str(found.failed).startswith("step 3: ValueError: too much (")
+
+    def test_let_go_and_measured_again(self) -> None:
+        with FakeDevice(costs=FREE) as fake, self.measurer(fake, made_up(fake)) as measurer:
+            measurer.let_go(candidate("graph"))  # never measured: nothing to do
+            first = measurer.measure(candidate("graph"), 10)
+            held = fake.memory().allocated
+            measurer.let_go(candidate("graph"))
+            assert fake.memory().allocated < held
+            again = measurer.measure(candidate("graph"), 10)
+        assert again.ms_per_step == first.ms_per_step
+
+
+class TestWhole:
+    """The whole search on the fake device's clock, in a folder."""
+
+    @pytest.fixture
+    def fake(self, monkeypatch: pytest.MonkeyPatch) -> FakeDevice:
+        fake = FakeDevice(costs=SLOW)
+        monkeypatch.setattr(tuning, "find_work", lambda *named, **_: made_up(fake, 100.0))
+        return fake
+
+    def test_a_plan_that_train_and_engine_take(self, fake: FakeDevice, tmp_path: Path) -> None:
+        with fake:
+            settings = TuneSettings(
+                work="made up", plans=("baseline", "event", "pipeline", "graph"), steps=2,
+                repeats=2, warmup=2, compare=2,
+            )  # fmt: skip
+            found = Tuning.create(settings, project=tmp_path, device=fake, quiet=True)
+            result = found.run()
+        assert result.plan.sync in ("none", "event")
+        stored = load_plan(found.plan_file)
+        assert stored.plan.but(name="x") == result.plan.but(name="x")
+        assert stored.loader == result.loader
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = Engine(
+            model, optimizer, lambda m, b: m(b).mean(), plan=found.plan_file, device="cpu"
+        )
+        assert engine.plan.but(name="x") == result.plan.but(name="x")
+        assert TrainSettings(plan=str(found.plan_file)).plan == str(found.plan_file)
+        assert sorted(path.name for path in found.folder.path.iterdir() if path.is_file()) == [
+            *(".lock", "config.yaml", "journal.jsonl", "plan.yaml", "result.json", "table.txt")
+        ]
+
+    def test_the_result_is_as_agreed(self, fake: FakeDevice, tmp_path: Path) -> None:
+        with fake:
+            settings = TuneSettings(
+                work="made up", plans=("baseline", "pipeline"), steps=2, repeats=2, warmup=2
+            )
+            found = Tuning.create(settings, project=tmp_path, device=fake, quiet=True)
+            result = found.run()
+        content = json.loads((found.folder.path / "result.json").read_text())
+        assert content == json.loads(json.dumps(result.to_dict()))
+        assert (content["kind"], content["version"]) == ("headrace tune", 1)
+        assert set(content) >= {
+            *("work", "environment", "settings", "trials", "winner", "sentences")
+        }
+        trial = content["trials"][0]
+        assert set(trial) >= {
+            *("id", "plan", "loader", "changed", "rungs", "status", "why", "peak_memory_bytes")
+        }
+        assert trial["rungs"][0]["ms_per_step"][0] == pytest.approx(120.0)
+        assert [t["status"] for t in content["trials"]].count("winner") == 1
+        assert content["sentences"][0].startswith(f"Take {content['winner']['name']}: ")
+        table = (found.folder.path / "table.txt").read_text()
+        for one in content["trials"]:
+            assert one["name"] in table
+        assert content["sentences"][0] in table
+
+    def test_interrupted_anywhere_it_finds_the_same(
+        self, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        settings = TuneSettings(
+            work="made up", plans=("baseline", "pipeline"), steps=2, repeats=2, warmup=2, compare=2
+        )
+        with fake:
+            whole = Tuning.create(settings, project=tmp_path, device=fake, quiet=True).run()
+            broken = Tuning.create(settings, project=tmp_path, device=fake, quiet=True)
+            measure, live = WorkMeasurer.measure, []
+
+            def counted(self: WorkMeasurer, candidate: Candidate, steps: int) -> Measurement:
+                live.append(1)
+                if len(live) in (3, 9):
+                    raise KeyboardInterrupt
+                return measure(self, candidate, steps)
+
+            monkeypatch.setattr(WorkMeasurer, "measure", counted)
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    broken.run()
+            resumed = Tuning.resume(broken.folder.path, device=fake, quiet=True).run()
+        assert whole_story(resumed) == whole_story(whole)
+        runs = sum(len(ms) for trial in whole.outcome.trials for ms in trial.rungs.values())
+        assert len(live) == runs + 2  # nothing was measured twice but what was broken off
+
+    def test_asked_to_stop_it_says_so(
+        self, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        measure = WorkMeasurer.measure
+
+        def stopped(self: WorkMeasurer, candidate: Candidate, steps: int) -> Measurement:
+            os.kill(os.getpid(), signal.SIGTERM)
+            return measure(self, candidate, steps)
+
+        monkeypatch.setattr(WorkMeasurer, "measure", stopped)
+        with fake:
+            found = Tuning.create(
+                TuneSettings(work="made up", warmup=2), project=tmp_path, device=fake, quiet=True
+            )
+            with pytest.raises(Stopped, match="SIGTERM"):
+                found.run()
+        assert (found.folder.path / "journal.jsonl").read_text().count("measurement") == 1
+
+    def test_a_work_that_does_not_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        fake = FakeDevice(costs=FREE, memory_bytes=1000)
+        work = made_up(fake, extra_bytes=6000)
+        monkeypatch.setattr(tuning, "find_work", lambda *named, **_: work)
+        with fake:
+            found = Tuning.create(TuneSettings(), project=tmp_path, device=fake, quiet=True)
+            with pytest.raises(TuneError, match="made up does not run under baseline: fake out"):
+                found.run()
+
+    def test_batch_sizes_and_workers_must_be_the_works(
+        self, fake: FakeDevice, tmp_path: Path
+    ) -> None:
+        for settings, message in (
+            (TuneSettings(workers=(2,)), "takes no number of workers"),
+            (
+                TuneSettings(batch_sizes=(12,), plans=("baseline",), steps=2, repeats=2, warmup=2),
+                None,
+            ),
+        ):
+            with fake:
+                found = Tuning.create(settings, project=tmp_path, device=fake, quiet=True)
+                if message is None:
+                    # As long whatever the batch: twice the batch is twice as fast.
+                    assert found.run().loader.batch_size == 12
+                else:
+                    with pytest.raises(TuneError, match=message):
+                        found.run()
+
+
+def whole_story(result: TuneResult) -> list[Any]:
+    """All that was measured and decided, without what depends on the real clock."""
+    return [
+        (trial.candidate.key, trial.rungs, trial.status, trial.why)
+        for trial in result.outcome.trials
+    ]
+
+
+class TestJournal:
+    MACHINE: ClassVar[dict[str, Any]] = {"device_name": "a", "options": {"batch": 3}}
+
+    def measure(self, candidate: Candidate, steps: int) -> Measurement:
+        self.live = [*getattr(self, "live", []), candidate.name]
+        return Measurement({"pipeline": 5.0}.get(candidate.base, 9.0), took_s=0.1)
+
+    def run(self, path: Path, **options: Any) -> Any:
+        with Journal(path, self.measure, self.MACHINE) as journal:
+            return Search(Space(("baseline", "pipeline")), journal.measure, **options).run()
+
+    def test_torn_at_any_byte_it_goes_on(self, tmp_path: Path) -> None:
+        path = tmp_path / "journal"
+        whole = self.run(path)
+        runs, content = len(self.live), path.read_bytes()
+        ends = [at for at, byte in enumerate(content) if byte == ord("\n")]
+        assert len(ends) == runs + 1
+        for cut in (0, 1, ends[0], ends[0] + 1, ends[3] - 5, ends[3] + 1, ends[-1], len(content)):
+            path.write_bytes(content[:cut])
+            self.live = []
+            again = self.run(path)
+            assert [t.rungs for t in again.trials] == [t.rungs for t in whole.trials]
+            assert len(self.live) == runs - max(0, content[:cut].count(b"\n") - 1)
+
+    def test_of_another_search(self, tmp_path: Path) -> None:
+        path = tmp_path / "journal"
+        self.run(path)
+        with pytest.raises(TuneError, match="measurement 0 is of another candidate than baseline"):
+            self.run(path, steps=7)
+
+    def test_of_another_machine(self, tmp_path: Path) -> None:
+        path = tmp_path / "journal"
+        self.run(path)
+        with pytest.raises(TuneError, match="begun with device_name 'a', here it is 'b'"):
+            Journal(path, self.measure, {"device_name": "b"})
+
+    @pytest.mark.parametrize("line", ['{"kind": "measurement", "step": 0}', '{"kind": "measurement"'
+                             ', "step": 0, "steps": 20, "candidate": 3, "found": {}}'])  # fmt: skip
+    def test_a_damaged_line_is_named(self, tmp_path: Path, line: str) -> None:
+        path = tmp_path / "journal"
+        path.write_text('{"kind": "machine", "step": 0, "device_name": "a", "options": '
+                        '{"batch": 3}}\n' + line + "\n")  # fmt: skip
+        with pytest.raises(TuneError, match="measurement 0 cannot be read"):
+            self.run(path)
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"plans": ["pipelin"]}, r"no plan 'pipelin' \(did you mean 'pipeline'\?\)"),
+            ({"plans": []}, "plans: none was named"),
+            ({"workers": [-1]}, "workers: -1: expected a whole number, 0 or more"),
+            ({"batch_sizes": [0]}, "batch_sizes: 0: expected a whole number, 1 or more"),
+            ({"memory_cap": "much"}, "memory_cap = 'much': expected a size like 40GB"),
+            ({"memory_cap": "0GB"}, "expected a size like"),
+            ({"memory_cap": "120%"}, "expected a size like"),
+            ({"steps": 0}, "steps = 0: expected a whole number from 1"),
+            ({"precision": "fp8"}, "precision = 'fp8': expected fp32"),
+            ({"step": 3}, r"unknown key 'step' \(did you mean 'steps'\?\)"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, values: dict[str, Any], message: str) -> None:
+        with pytest.raises(TuneError, match=message):
+            TuneSettings.from_dict(values)
+
+    def test_round_trip(self) -> None:
+        settings = TuneSettings(
+            options=(("batch", 3),), plans=("graph",), workers=(0, 4), memory_cap="50%"
+        )
+        content = yaml.safe_load(yaml.safe_dump(settings.to_dict()))
+        assert TuneSettings.from_dict(content) == settings
+
+    @pytest.mark.parametrize(
+        ("text", "expected"),
+        [
+            ("40GB", 40 * 10**9),
+            ("512 MiB", 512 << 20),
+            ("1.5gib", 3 << 29),
+            ("123", 123),
+            ("50%", 50),
+        ],
+    )
+    def test_sizes(self, text: str, expected: int) -> None:
+        assert memory_of(text, 100) == expected
+
+
+WORK = """
+import torch
+
+def make_work(batch_size=4):
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return model, optimizer, lambda model, batch: model(batch).mean(), [torch.ones(batch_size, 3)]
+
+def breaks():
+    model, optimizer, loss, loader = make_work()
+    def broken(model, batch):
+        raise ValueError("too much")
+    return model, optimizer, broken, loader
+"""
+QUICK = ["--steps", "2", "--repeats", "2", "--warmup", "1", "--compare", "2", "--device", "cpu"]
+# Dies, as if by SIGKILL, once the journal has so many lines.
+DIES = """
+import os, sys
+from headrace.metrics import MetricsLog
+lines, written, write = int(sys.argv.pop(1)), [], MetricsLog.write
+def counted(self, *args, **values):
+    write(self, *args, **values)
+    written.append(1)
+    if len(written) == lines:
+        os._exit(9)
+MetricsLog.write = counted
+from headrace.cli import main
+main()
+"""
+
+
+class TestCommand:
+    @pytest.fixture(autouse=True)
+    def here(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+        (tmp_path / "mine.py").write_text(WORK)
+        monkeypatch.chdir(tmp_path)
+        return tmp_path
+
+    def invoke(self, *arguments: object) -> Any:
+        return CliRunner().invoke(app, ["tune", *(str(word) for word in arguments)])
+
+    def test_a_table_sentences_and_a_plan(self, here: Path) -> None:
+        found = self.invoke(
+            "--work", "mine.py:make_work", *QUICK, "--plans", "baseline,pipeline", "--out", "p.yaml"
+        )
+        assert found.exit_code == 0, found.output
+        assert "Take " in found.stdout
+        assert "runs/tune/exp" in found.stderr
+        assert load_plan(here / "p.yaml") == load_plan(here / "runs/tune/exp/plan.yaml")
+
+    def test_json_is_all_of_stdout(self) -> None:
+        found = self.invoke(
+            *("--work", "mine.py:make_work", *QUICK, "--plans", "baseline", "--json", "--quiet")
+        )
+        assert found.exit_code == 0, found.output
+        content = json.loads(found.stdout)
+        assert content["winner"]["plan"]["name"] == "baseline"
+        assert content["environment"]["device"] == "cpu"
+
+    def test_killed_and_resumed(self, here: Path) -> None:
+        command = ["tune", "--work", "mine.py:make_work", *QUICK, "--plans", "baseline,pipeline"]
+        for lines, arguments in ((4, command), (2, ["tune", "--resume", "runs/tune/exp"])):
+            died = subprocess.run(
+                [sys.executable, "-c", DIES, str(lines), *arguments], capture_output=True, text=True
+            )
+            assert died.returncode == 9, died.stderr
+        journal = here / "runs/tune/exp/journal.jsonl"
+        before = journal.read_bytes()
+        assert before.count(b"\n") == 6
+        journal.write_bytes(before + b'{"kind": "measu')  # it died in the midst of a line
+        found = self.invoke("--resume", "runs/tune/exp")
+        assert found.exit_code == 0, found.output
+        assert "going on after 5 measurements" in found.stderr
+        assert journal.read_bytes().startswith(before)
+        assert (here / "runs/tune/exp/plan.yaml").exists()
+        again = self.invoke("--resume", "runs/tune/exp", "--json")  # finished: told again
+        assert json.loads(again.stdout) == json.loads(
+            (here / "runs/tune/exp/result.json").read_text()
+        )
+
+    @pytest.mark.parametrize(
+        ("arguments", "kind", "message"),
+        [
+            (["--work", "transation"], BenchError, "did you mean 'translation'"),
+            (["--work", "mine.py:nothing"], BenchError, "has no 'nothing'"),
+            (["--work", "mine.py:breaks"], TuneError, "does not run under baseline: step 1: Value"),
+            (["--plans", "fast"], TuneError, "no plan 'fast'"),
+            (["--memory-cap", "x"], TuneError, "memory_cap = 'x'"),
+            (["--resume", "nowhere"], RunError, "does not exist"),
+            (
+                ["--work", "mine.py:make_work", "--workers", "0,2"],
+                TuneError,
+                "no number of workers",
+            ),
+        ],
+    )
+    def test_errors(self, arguments: list[str], kind: type[HeadraceError], message: str) -> None:
+        given = arguments if "--resume" in arguments else [*QUICK, *arguments]
+        found = self.invoke(*given)
+        assert isinstance(found.exception, kind), found.output
+        assert message in str(found.exception)
+
+    def test_usage(self) -> None:
+        assert self.invoke("--workers", "two").exit_code == 2
+        assert self.invoke("--set", "batch").exit_code == 2
+        found = self.invoke("--resume", "runs/tune/exp", "--steps", "3")
+        assert "leave out steps" in str(found.exception)
+
+
+def test_train_takes_the_plan(tmp_path: Path) -> None:
+    """Both parts of it: the plan's fields and the loader's."""
+    lines = "".join(f"{n} and {n % 7}\t{n} und {n % 7}\n" for n in range(60))
+    (tmp_path / "pairs.tsv").write_text(lines, encoding="utf-8")
+    found = Candidate(
+        "pipeline",
+        Plan.preset("pipeline").but(prefetch_depth=4),
+        LoaderPlan(workers=0, batch_size=8),
+    )
+    outcome = Search(
+        Space(("pipeline",), prefetch_depth=(2, 4), run_ahead_steps=(), batch_sizes=(8,)),
+        lambda one, steps: Measurement(10.0 / one.plan.prefetch_depth, one.loader.batch_size or 4),
+    ).run()
+    assert outcome.winner.candidate.changed == {"prefetch_depth": 4, "batch_size": 8}
+    result = TuneResult({"name": "x"}, {"device_name": "y"}, {}, outcome)
+    (tmp_path / "plan.yaml").write_text(result.plan_yaml(), encoding="utf-8")
+    assert load_plan(tmp_path / "plan.yaml").plan.prefetch_depth == found.plan.prefetch_depth
+    settings = TrainSettings.from_dict({
+        "data": str(tmp_path / "pairs.tsv"), "src": "en", "trg": "de", "vocabulary": 300,
+        "preset": "tiny", "width": 16, "heads": 2, "layers": 1, "inner": 32, "epochs": 1,
+        "max_steps": 2, "beam": 1, "valid_sentences": 2, "device": "cpu", "tensorboard": False,
+        "plan": str(tmp_path / "plan.yaml"),
+    })  # fmt: skip
+    trainer = Trainer.create(settings, project=tmp_path, cache=tmp_path / "cache", quiet=True)
+    assert trainer.run().updates == 2
+    assert trainer._plan.prefetch_depth == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestCuda:
+    @pytest.mark.unsanitized
+    def test_too_large_a_batch_is_a_result(self) -> None:
+        device = open_device("cuda")
+
+        def make(batch_size: int = 1 << 20) -> Training:
+            model = torch.nn.Linear(64, 1)
+            optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+            loader = [torch.ones(batch_size, 64)]
+            return Training(model, optimizer, lambda m, b: m(b.repeat(1, 4)[:, :64]).mean(), loader)
+
+        work = work_of(make, name="large")
+        with WorkMeasurer(
+            work, device, Space(("baseline",)), warmup=2, compared_steps=0, memory_cap=4 << 30
+        ) as measurer:
+            small = measurer.measure(candidate("baseline"), 3)
+            large = measurer.measure(candidate("baseline", batch_size=1 << 23), 3)
+            again = measurer.measure(candidate("baseline"), 3)
+        assert small.ms_per_step is not None
+        assert again.ms_per_step is not None
+        assert large.out_of_memory is not None
+        assert isinstance(device, Device)
+
+
+class TestSentences:
+    def sentences(self, measure: Any, **options: Any) -> list[str]:
+        space = Space(("baseline", "event", "pipeline"), run_ahead_steps=(), prefetch_depth=())
+        outcome = Search(space, measure, least_ms=0, **options).run()
+        return TuneResult({"name": "x", "unit": "tokens"}, {}, {}, outcome).sentences
+
+    def test_what_to_take_and_why(self) -> None:
+        ms = {"pipeline": 10.0, "event": 20.0}
+        found = self.sentences(lambda one, steps: Measurement(ms.get(one.base, 40.0), 500.0))
+        assert found == [
+            "Take pipeline: 10.00 ms a step, 50,000 tokens/s, 4.00 times as fast as baseline "
+            "(40.00 ms a step)."
+        ]
+
+    def test_ties_failures_and_nothing_to_gain(self) -> None:
+        def measure(one: Candidate, steps: int) -> Measurement:
+            if one.base == "pipeline":
+                return Measurement(None, out_of_memory="no room")
+            return Measurement(10.0)
+
+        found = self.sentences(measure)
+        assert "nothing to be gained here" in found[0]
+        assert found[1].startswith("The same within noise (1.0%): event")
+        assert found[1].endswith("baseline is the simplest.")
+        assert found[2] == "Out of memory: pipeline."
+
+    def test_an_unquiet_machine_and_too_little_time(self) -> None:
+        turns = iter(range(1000))
+        found = self.sentences(
+            lambda one, steps: Measurement(10.0 + 5 * (next(turns) % 2), took_s=1.0), budget_s=12
+        )
+        assert any(
+            line.startswith("Here runs of one and the same plan differ by") for line in found
+        )
+        assert found[-1] == "The time was up before all had been tried: there may be better."
+
+    def test_a_plan_that_failed_is_named_with_its_error(self) -> None:
+        def measure(one: Candidate, steps: int) -> Measurement:
+            unequal = "step 2: 1.0, the reference has 2.0" if one.base == "event" else None
+            return Measurement(None if unequal else 10.0, unequal=unequal)
+
+        assert "event failed: other losses than baseline: step 2: 1.0, the reference has 2.0." in (
+            self.sentences(measure)
+        )
