@@ -2,10 +2,10 @@
 
     python benchmarks/kills.py --kills 100 --out kills.json
 
-Each run is killed at a moment drawn from its whole life: starting, training, writing a checkpoint,
-validating, ending. It is resumed, killed again, and so on until it ends; then all that it leaves
-must be that of a run that nobody disturbed: weights bit for bit, losses and scores. No process may
-be left behind, and no lock.
+Each life of a run is ended at a moment drawn from the first three quarters of what an undisturbed
+one takes: a resumed run is shorter, so its end is reached, too. It is resumed, killed again, and so
+on until it ends; then all that it leaves must be that of a run that nobody disturbed: weights bit
+for bit, losses and scores. No process may be left behind, and no lock.
 """
 
 from __future__ import annotations

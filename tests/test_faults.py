@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import logging
 import math
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -209,7 +211,7 @@ class TestOutOfMemory:
             "smaller batches, with accumulate",
             "on_oom='halve'",
             "precision='bf16'",
-            "out of memory. Tried to allocate",
+            "PyTorch says: fake out of memory: tried to allocate",
         ):
             assert part in said, said
 
@@ -323,6 +325,53 @@ class TestLoader:
         assert other.load_state_dict(stored[0]) == 7
         other.epoch(data(12)[7:], first_batch=7)
         assert same(weights(other), weights(whole))
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_an_error_at_any_moment(self, accumulate: int) -> None:
+        """As Python raises Ctrl-C, and a DataLoader the death of a worker: between any two lines.
+        Whenever `on_error` is called, the state is that after the batches it says."""
+        device, called = hr.open_device("cpu"), 0
+        options: dict[str, Any] = {"accumulate": accumulate, "deterministic": True}
+        whole = make_engine(device, model=make_model(device, 0.0), **options)
+        whole.epoch(data(7))
+        for moment in range(60, 460, 13):
+            stored = interrupted(device, moment, options)
+            if stored is not None:
+                called += 1
+                other = make_engine(device, model=make_model(device, 0.0), **options)
+                done = other.load_state_dict(stored)
+                other.epoch(data(7)[done:], first_batch=done)
+                assert same(weights(other), weights(whole)), moment
+        assert called > 3
+
+
+def interrupted(device: Device, moment: int, options: dict[str, Any]) -> Any | None:
+    """Train, with an error before the so-manieth line that the loop runs. What `on_error` kept."""
+    stored: list[Any] = []
+    lines = [0]
+
+    def keep(problem: BaseException) -> None:
+        engine.settle()
+        stored.append(copy.deepcopy(engine.state_dict()))
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith(("/loop.py", "/step.py", "/engine.py")):
+            return None
+        lines[0] += event == "line"
+        if lines[0] == moment and event == "line":
+            sys.settrace(None)
+            raise RuntimeError("DataLoader worker (pid 1) is killed by signal: Killed.")
+        return trace
+
+    engine = make_engine(device, model=make_model(device, 0.0), on_error=keep, **options)
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(RuntimeError):
+            engine.epoch(data(7))
+    finally:
+        sys.settrace(before)
+    return stored[0] if stored else None
 
 
 class Stateful:

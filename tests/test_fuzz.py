@@ -7,6 +7,7 @@ In CI a few hundred inputs, always the same; `HEADRACE_FUZZ=10000` tries as many
 from __future__ import annotations
 
 import contextlib
+import copy
 import gzip
 import json
 import os
@@ -307,7 +308,7 @@ def test_states_whose_checksum_is_right(stored: Path, how: list[Any]) -> None:
             parent = content
             for key in inner:
                 parent = parent[key]
-            parent[last] = value
+            parent[last] = copy.deepcopy(value)
         with contextlib.suppress(ValueError):
             document["sha256"] = folders._checksum(content)
         (newest / "state.json").write_text(json.dumps(document))

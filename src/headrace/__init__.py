@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from headrace.runahead import RunAhead
     from headrace.streams import StreamManager
     from headrace.timeline import Span, Timeline
+    from headrace.watchdog import Watchdog
 
 __version__ = "0.1.0"
 
@@ -68,6 +69,7 @@ _HOMES = {
     "Timeline": "timeline",
     "UseSample": "monitor",
     "WaitStatistics": "ledger",
+    "Watchdog": "watchdog",
     "available_devices": "device",
     "load_plan": "plan",
     "open_device": "device",
@@ -105,6 +107,7 @@ __all__ = [
     "Timeline",
     "UseSample",
     "WaitStatistics",
+    "Watchdog",
     "__version__",
     "available_devices",
     "load_plan",

@@ -103,6 +103,15 @@ class TimedIterator:
             self._iterator.close()
 
 
+def end_workers(loader: Any) -> None:
+    """End the processes of a DataLoader whose workers live as long as it does, now: whoever holds
+    an error that passed through it would keep them alive."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None and hasattr(iterator, "_shutdown_workers"):
+        iterator._shutdown_workers()
+        loader._iterator = None
+
+
 def loader_error(problem: BaseException) -> LoaderError | None:
     """What a DataLoader's own error says of its processes, in a line; None for any other."""
     text = " ".join(str(problem).split())

@@ -80,6 +80,7 @@ class Loop:
         self.loader_state: Any = None
         self.failed_batch: str | None = None
         self._is_whole, self._failed = True, False
+        self._counted: tuple[int, int] | None = None if step is None else step.progress
         self._largest: tuple[int, int] = (0, 0)
         source = loader if most is None else _First(loader, most)
         self._shares: Shares | None = None
@@ -107,6 +108,7 @@ class Loop:
         self._unreported = tuple(self._entries)
         self._come_back: tuple[DeferredValues, ...] = ()
         self._batches = self._samples = 0
+        self._start_ns = device.ledger.now_ns()
         self._weighted = False
         self._updates_before = step.updates if step is not None else 0
 
@@ -135,6 +137,7 @@ class Loop:
                     raise
                 del batch  # freed before the next one is asked for
                 self._batches += 1
+                self._counted = self._progress()
                 self.loader_state = feed.loader_state
                 if feed.last_nbytes > self._largest[0]:
                     self._largest = (feed.last_nbytes, feed.last_samples)
@@ -266,10 +269,12 @@ class Loop:
     def _tell_error(
         self, kind: type[BaseException] | None, problem: BaseException | None, trace: object
     ) -> None:
-        """Between the last batch that was trained on and the end, if the state is whole. Of several
-        ranks one alone could do nothing with it."""
+        """Between the last batch that was trained on and the end, if the state is whole. Some
+        errors come at any moment (Ctrl-C, a loader process that died): then a step may have been
+        made that is not counted yet. Of several ranks one alone could do nothing with it."""
         self._failed = problem is not None and kind is not GeneratorExit
-        told = self._on_error if self._is_whole and not self._ranks.several else None
+        whole = self._is_whole and self._counted == self._progress()
+        told = self._on_error if whole and not self._ranks.several else None
         if problem is not None and self._failed and told is not None:
             self.lanes.give_back()
             told(problem)
@@ -283,6 +288,9 @@ class Loop:
         self._entries += come_back
         for entry in come_back if not self._failed else ():  # one error is enough
             self._non_finite.look(entry, self.epoch)
+
+    def _progress(self) -> tuple[int, int] | None:
+        return None if self.step is None else self.step.progress
 
     def _updates(self) -> int:
         return self._batches if self.step is None else self.step.updates - self._updates_before

@@ -161,6 +161,11 @@ class TrainingStep:
     def group_is_full(self) -> bool:
         return self._in_group == self.accumulate
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Updates, and batches in the open group: other numbers, another state."""
+        return self.updates, self._in_group
+
     def forward(self, batch: Any) -> LossParts:
         model = self.model
         if not torch.is_grad_enabled():
@@ -246,8 +251,8 @@ class TrainingStep:
         if self.scheduler is not None and self.scheduler_every == "step":
             self.scheduler.step()
         self._in_group = 0
-        self._torn = False
         self.updates += 1
+        self._torn = False
 
     def _optimize(self) -> None:
         if self.gate is not None:

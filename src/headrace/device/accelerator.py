@@ -113,7 +113,9 @@ class AcceleratorDevice(Device):
         return AcceleratorEvent(self, timing, self._raw_event(timing))
 
     def stream_states(self) -> dict[str, bool]:
-        default = self._module.default_stream(self.torch_device)
+        # Not every vendor's module has the first.
+        found = getattr(self._module, "default_stream", self._module.current_stream)
+        default = found(self.torch_device)
         with _streams_lock:
             known = {
                 name: raw

@@ -360,7 +360,6 @@ class FakeDevice(host_threads.Hosts):
                 self.launch(actor)
             for tensor in allocates:
                 self.checker.track(tensor, "device", actor, site, pooled=tape is not None)
-                faults.require_room(self.checker.device_bytes, self._memory_bytes, tensor)
             if tape is None:
                 self._run(actor, launch)
             else:  # nothing runs

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from headrace.device import Device
 from headrace.errors import (
@@ -15,7 +16,7 @@ from headrace.errors import (
     OutOfMemoryError,
     TranslationError,
 )
-from headrace.loading import loader_error
+from headrace.loading import end_workers, loader_error
 from headrace.nonfinite import NonFinitePolicy
 from headrace.plan import Plan
 from headrace.rundir import RunFolder
@@ -65,8 +66,9 @@ class Guards:
         os._exit(128 + signal.SIGTERM)
 
     @contextmanager
-    def telling(self, updates: Callable[[], int]) -> Iterator[None]:
-        """An error that training can go on after is followed by how to."""
+    def telling(self, loader: Any, updates: Callable[[], int]) -> Iterator[None]:
+        """However the run ends, the loader's processes do, too. An error that training can go on
+        after is followed by how to."""
         try:
             yield
         except Exception as problem:
@@ -76,3 +78,5 @@ class Guards:
             if known is not problem:
                 raise known from problem
             raise
+        finally:
+            end_workers(loader)

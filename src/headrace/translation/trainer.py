@@ -159,7 +159,7 @@ class Trainer:
                 CheckpointWriter(
                     self._device, self.folder.state, self.settings.keep, ranks=self._ranks
                 ) as self._writer,
-                guard.telling(lambda: self._engine.updates),
+                guard.telling(self._loader, lambda: self._engine.updates),
             ):
                 first_batch = self._restore()
                 with new_monitor(
