@@ -135,6 +135,11 @@ class TestWaitsFor:
 
 
 class TestTake:
+    def test_a_plan_alone_is_compared_with_nothing(self) -> None:
+        _, verdict = judged([row("baseline", 2.0)])
+        assert verdict.take == "baseline"
+        assert "nothing to compare baseline with" in verdict.sentences[-1]
+
     def test_launch_bound_takes_graph_and_names_the_fastest(self) -> None:
         rows, verdict = judged(
             [

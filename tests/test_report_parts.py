@@ -12,6 +12,7 @@ from headrace.report.figures import (
     brief,
     clock,
     median,
+    moment,
     ms,
     number,
     plain,
@@ -40,9 +41,10 @@ finite = st.floats(allow_nan=False, allow_infinity=False)
         (share(3.35), "335 %"), (times(4.2), "4.20×"), (times(12.34), "12.3×"),
         (size(5.3e9), "5.30 GB"), (size(900), "900 B"), (seconds(4.5), "4.50 s"),
         (seconds(200), "3 min 20 s"), (seconds(7500), "2 h 05 min"), (clock(0), "0"),
-        (clock(100), "1:40"), (clock(7325), "2:02:05"), (brief(0.01), "0.01"),
-        (plain(True), "yes"), (plain(None), "–"), (plain([1, "a"]), "1, a"),
-        (plain({"a": 1}), "a 1"), (plain(10**400), str(10**400)),
+        (clock(0.5), "0.5 s"), (clock(100), "1:40"), (clock(7325), "2:02:05"),
+        (brief(0.01), "0.01"), (plain(True), "yes"), (plain(None), "–"), (plain([1, "a"]), "1, a"),
+        (plain({"a": 1}), "a 1"), (moment("2026-11-15T09:51:22+00:00"), "2026-11-15 09:51"),
+        (moment(None), ""), (plain(10**400), str(10**400)),
     ],
 )  # fmt: skip
 def test_figures(written: str, expected: str) -> None:

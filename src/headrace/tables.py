@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Collection, Iterable, Sequence
+
+_WIDTH = 118
 
 
 def text_table(
@@ -47,6 +50,17 @@ def text_table(
     console.print(table, end="")
     drawn = console.file.getvalue()  # type: ignore[attr-defined]
     return "\n".join(line.rstrip() for line in drawn.splitlines() if line.strip())
+
+
+def filled(line: str, indent: str = "") -> str:
+    """A sentence in lines that fit 120 columns; a path is left whole."""
+    return textwrap.fill(
+        line,
+        _WIDTH,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
 
 
 def _is_number(cell: object) -> bool:

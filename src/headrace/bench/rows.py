@@ -38,6 +38,9 @@ def row_of(one: Contestant, units: float | None) -> Row:
     waits, blocked_ms, data_ms = _waits(one.stretches)
     notes = tuple(one.notes)
     why_not = None if one.graphs is None else one.graphs["why"]
+    asked = one.entry is not None and one.entry.plan.graphs != "off" and one.error is None
+    if asked and one.graphs is None and not one.notes:
+        why_not = "this device captures none"  # the engine says it once a device, for all plans
     if why_not is not None and not any(why_not in note for note in notes):
         notes += (f"launched one by one, not as a graph: {why_not}",)
     window, median = one.window, spread.median if spread else None

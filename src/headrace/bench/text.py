@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 from headrace.bench.record import BenchResult, Row
-from headrace.tables import text_table
+from headrace.tables import filled, text_table
 
-_WIDTH = 118
 _NONE = "–"
 
 
@@ -16,14 +13,14 @@ def text_of(result: BenchResult) -> str:
     parts = [_head(result), _table(result)]
     parts += [part for part in (_waits(result), _streams(result)) if part]
     parts.append("\n".join(_remarks(result)))
-    parts.append("\n".join(_filled(line) for line in result.verdict.sentences))
+    parts.append("\n".join(filled(line) for line in result.verdict.sentences))
     return "\n\n".join(part for part in parts if part)
 
 
 def _head(result: BenchResult) -> str:
     work, settings, where = result.work, result.settings, result.environment
     precision = "" if settings.precision is None else f", {settings.precision}"
-    return _filled(
+    return filled(
         f"{work.description}{precision}: {settings.repeats} × {settings.steps} steps on "
         f"{where.device_name} ({where.device}), PyTorch {where.torch}"
     )
@@ -56,7 +53,7 @@ def _speed(row: Row) -> list[str]:
     spread = row.ms_per_step
     assert spread is not None
     half = (spread.high - spread.low) / 2 / spread.median if spread.median else 0.0
-    times = f"{spread.median:.3g}" if spread.median < 100 else f"{spread.median:.0f}"
+    times = f"{spread.median:#.3g}".rstrip(".") if spread.median < 100 else f"{spread.median:.0f}"
     return [times, f"{half * 100:.1f}", _number(row.speedup, 2), _short(row.per_s)]
 
 
@@ -112,18 +109,7 @@ def _remarks(result: BenchResult) -> list[str]:
     told += [f"cannot be seen here: {what}" for what in result.missing]
     if result.interrupted:
         told.append("interrupted: these are the figures so far")
-    return [_filled(line, "  ") for line in told]
-
-
-def _filled(line: str, indent: str = "") -> str:
-    """In lines that fit; a path is left whole."""
-    return textwrap.fill(
-        line,
-        _WIDTH,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
+    return [filled(line, "  ") for line in told]
 
 
 def _number(value: float | None, digits: int) -> str:
@@ -139,7 +125,7 @@ def _short(rate: float | None) -> str:
         return _NONE
     for least, unit in ((1e6, "M"), (1e4, "k")):
         if rate >= least:
-            return f"{rate / least * (1 if unit == 'M' else 10):.4g}{unit}"
+            return f"{rate / least * (1 if unit == 'M' else 10):#.4g}".rstrip(".") + unit
     return f"{rate:,.0f}"
 
 

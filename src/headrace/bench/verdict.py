@@ -163,6 +163,11 @@ def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | N
         able = measured  # losses were not compared at all
     # Of a plan that was entered twice, the first row stands for both.
     able = [row for at, row in enumerate(able) if not any(row.is_twin_of(r) for r in able[:at])]
+    if able == [base]:
+        return base, [
+            f"There is nothing to compare {base.plan} with: no other plan was run, or none as it "
+            "is meant to."
+        ]
     gaining = [row for row in able if gain_share(row, base, noise, rows) > 0]
     if not gaining:
         fastest = min(able, key=_median)

@@ -20,7 +20,7 @@ from headrace.report.bench_tables import (
     score_section,
 )
 from headrace.report.bench_use import use_section
-from headrace.report.figures import factor, ms, number, share, size, times
+from headrace.report.figures import factor, moment, ms, number, share, size, times
 from headrace.report.page import Stat, Verdict, page
 
 #: Below this the difference is not worth a sentence.
@@ -30,8 +30,8 @@ _NOTHING = 0.02
 def bench_page(result: BenchResult, source: str) -> str:
     environment = result.environment
     device = str(environment.get("device_name") or environment.get("device") or "")
-    date = str(environment.get("date") or "")[:16].replace("T", " ")
-    work = f"{result.work}: {result.description}" if result.description else result.work
+    date = moment(environment.get("date"))
+    work = ": ".join(dict.fromkeys(filter(None, (result.work, result.description))))
     kicker = " · ".join(filter(None, ("bench", work, device, date)))
     sections = [
         speed_section(result),

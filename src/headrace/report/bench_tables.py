@@ -8,7 +8,7 @@ from typing import Any
 from headrace.report.bench_labels import plan_label
 from headrace.report.bench_result import BenchResult, Row
 from headrace.report.charts import Cell, Cells, empty, meter, table
-from headrace.report.figures import number, plain, share, size, times, words
+from headrace.report.figures import moment, number, plain, share, size, times, words
 from headrace.report.markup import Child, Markup, tag
 from headrace.report.page import Section
 
@@ -114,16 +114,11 @@ def plans_section(result: BenchResult) -> Section:
 
 
 def environment_section(result: BenchResult) -> Section:
-    command = result.environment.get("command")
-    shown = {key: value for key, value in result.environment.items() if key != "command"}
-    memory = shown.get("device_memory_bytes")
-    if isinstance(memory, int | float) and not isinstance(memory, bool):
-        shown["device_memory_bytes"] = size(memory)
     content = [
-        command_block(command),
+        command_block(result.environment.get("command")),
         [tag("h3", "What could not be seen"), bullets(result.missing)] if result.missing else None,
         tag("h3", "Machine"),
-        settings_list(shown),
+        machine_list(result.environment),
         tag("h3", "Settings"),
         settings_list(result.settings | result.work_options),
     ]
@@ -140,6 +135,17 @@ def command_block(command: object) -> Markup:
         return empty("The command was not recorded.")
     copy = tag("button", "Copy", type="button", class_="copy", hidden=True)
     return tag("div", tag("pre", tag("code", command), tabindex=0), copy, class_="command")
+
+
+def machine_list(environment: Mapping[str, Any]) -> Markup:
+    """Where and when it was measured; the command stands by itself."""
+    shown = {key: value for key, value in environment.items() if key != "command"}
+    memory = shown.get("device_memory_bytes")
+    if isinstance(memory, int | float) and not isinstance(memory, bool):
+        shown["device_memory_bytes"] = size(memory)
+    if "date" in shown:
+        shown["date"] = moment(shown["date"])
+    return settings_list(shown)
 
 
 def settings_list(values: Mapping[str, Any]) -> Markup:

@@ -67,7 +67,7 @@ def _use_chart(row: Row, sensor: _Sensor, top: float) -> Markup:
     chart = line_chart(
         [Line(name, points, 0, 1.5, area=True)],
         label=f"{name} of {row.plan} over time: mean {written(mean)}",
-        x=Axis("time", written=clock),
+        x=Axis("time", 0.0, written=clock),
         y=Axis("", 0.0, top, written),
         small=True,
     )

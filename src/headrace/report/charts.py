@@ -176,7 +176,14 @@ def table(
 ) -> Markup:
     """A table whose first column heads its rows. It scrolls sideways within itself, by keyboard
     too; the page does not."""
-    head = tag("tr", [tag("th", column, scope="col") for column in columns])
+    rows = list(rows)
+    head = tag(
+        "tr",
+        [
+            tag("th", column, scope="col", class_="number" if _has_numbers(rows, at) else None)
+            for at, column in enumerate(columns)
+        ],
+    )
     body = [
         tag("tr", [_cell(cell, heads_row=index == 0) for index, cell in enumerate(row)])
         for row in rows
@@ -189,6 +196,12 @@ def table(
         class_=class_ or None,
     )
     return tag("div", drawn, class_="scroll", tabindex=0, role="region", aria_label=caption)
+
+
+def _has_numbers(rows: Sequence[Cells], at: int) -> bool:
+    """Whether a column's figures stand at its right: its heading does, too."""
+    cells = [row[at] for row in rows if at < len(row)]
+    return any(isinstance(cell, Cell) and isinstance(cell.value, float) for cell in cells)
 
 
 def _cell(cell: Cell | Child, *, heads_row: bool) -> Markup:

@@ -91,10 +91,15 @@ def seconds(value: float | None) -> str:
 def clock(value: float) -> str:
     """A place on a time axis, short: 0, 4 s, 1:40, 2:00:05."""
     if value < 60:
-        return f"{number(value)} s" if value else "0"
+        return f"{tick(value)} s" if value else "0"
     minutes, rest = divmod(round(value), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def moment(value: object) -> str:
+    """A date and time as a result has it, to the minute: 2026-11-15 09:51; empty if it has none."""
+    return str(value or "")[:16].replace("T", " ")
 
 
 def plain(value: object) -> str:

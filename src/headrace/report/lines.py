@@ -105,7 +105,7 @@ def line_chart(
                         x_low,
                         x_high,
                         x.tick,
-                        spare=index % 2 == 1 and (small or len(x_ticks) > 3),
+                        spare=index % 2 == 1 and len(x_ticks) > (2 if small else 3),
                     )
                     for index, at in enumerate(x_ticks)
                 ],

@@ -138,7 +138,7 @@ def _losses_section(run: TrainingRun) -> Section:
     timed = [line for line in timed if len(line.points) > 1]
     if timed:
         over_time = line_chart(
-            timed, label="The same over time", x=Axis("time", written=clock), y=Axis("loss")
+            timed, label="The same over time", x=Axis("time", 0.0, written=clock), y=Axis("loss")
         )
         content += [tag("h3", "Over time"), over_time]
     content.append(as_table("As a table", _epochs_table(run, ("loss", "valid loss"))))
@@ -289,7 +289,7 @@ def _use_chart(
     chart = line_chart(
         [Line(name, points, 0, 1.5, area=True)],
         label=f"{name} over time: mean {written(mean)}",
-        x=Axis("time", written=clock),
+        x=Axis("time", 0.0, written=clock),
         y=Axis("", 0.0, high, written),
         small=True,
     )
@@ -386,6 +386,8 @@ def _epochs_table(run: TrainingRun, columns: tuple[str, ...]) -> Markup:
         cells: list[Cell | Child] = [f"{epoch.epoch + 1}", f"{epoch.step:,}"]
         for column in columns:
             value = getattr(epoch, column.replace(" ", "_"))
+            if column == "peak memory bytes":
+                value = value or None  # 0 on a CPU, where nothing counts it
             written = share if "share" in column else size if "bytes" in column else number
             cells.append(Cell(written(value), value))
         body.append(cells)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from headrace.report.bench_tables import command_block, settings_list
+from headrace.report.bench_tables import command_block, machine_list, settings_list
 from headrace.report.charts import Bar, Cell, Cells, Segment, as_table, bars, empty, legend, table
-from headrace.report.figures import factor, ms, number, share, size, times, words
+from headrace.report.figures import factor, moment, ms, number, share, size, times, words
 from headrace.report.markup import Child, tag
 from headrace.report.page import Section, Stat, Verdict, page
 from headrace.report.tune_result import Effect, Trial, TuneResult, effects
@@ -17,8 +17,8 @@ _SIGNS = {"winner": "★ winner", "same as winner": "≈ same as winner", "dropp
 def tune_page(result: TuneResult, source: str) -> str:
     environment = result.environment
     device = str(environment.get("device_name") or environment.get("device") or "")
-    work = f"{result.work}: {result.description}" if result.description else result.work
-    date = str(environment.get("date") or "")[:16].replace("T", " ")
+    work = ": ".join(dict.fromkeys(filter(None, (result.work, result.description))))
+    date = moment(environment.get("date"))
     kicker = " · ".join(filter(None, ("tune", work, device, date)))
     sections = [
         _winner_section(result),
@@ -181,11 +181,10 @@ def _table_section(result: TuneResult) -> Section:
 
 
 def _environment_section(result: TuneResult) -> Section:
-    shown = {key: value for key, value in result.environment.items() if key != "command"}
     content = [
         command_block(result.environment.get("command")),
         tag("h3", "Machine"),
-        settings_list(shown),
+        machine_list(result.environment),
         tag("h3", "Settings"),
         settings_list(result.settings | result.work_options),
     ]

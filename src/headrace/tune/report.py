@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.plan import LoaderPlan, Plan
 from headrace.rundir import yaml_text
-from headrace.tables import text_table
+from headrace.tables import filled, text_table
 from headrace.tune.search import Outcome
 from headrace.tune.trials import Trial
 
@@ -76,7 +76,8 @@ class TuneResult:
             for trial in sorted(self.outcome.trials, key=_place)
         ]
         columns = ("tried", "ms a step", "time", "runs × steps", "memory", "", "why")
-        return "\n".join([text_table(columns, rows), "", *self.sentences])
+        told = [filled(sentence) for sentence in self.sentences]
+        return "\n".join([text_table(columns, rows, right=columns[1:5]), "", *told])
 
     def plan_yaml(self) -> str:
         """The winner, as `load_plan`, `headrace train --plan` and `Engine` read it."""
