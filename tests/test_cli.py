@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import headrace
+from headrace.cli import app
 from headrace.device import available_devices
 from headrace.plan import PRESETS
 
@@ -23,6 +25,15 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_version() -> None:
     done = run("--version")
     assert (done.returncode, done.stdout) == (0, f"headrace {headrace.__version__}\n")
+
+
+def test_ctrl_c_is_said_in_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("headrace.plan.presets_table", interrupted)
+    done = CliRunner().invoke(app, ["plan"])
+    assert (done.exit_code, done.stdout, done.stderr) == (130, "", "interrupted\n")
 
 
 def test_help_lists_the_commands() -> None:

@@ -221,6 +221,16 @@ def test_folders_that_are_refused(tmp_path: Path, names: list[str], message: str
     assert refused(tmp_path).startswith(message.format(tmp_path))
 
 
+def test_two_folders_are_refused(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        put(tmp_path / name / "train.tsv", "一\tone\n二\ttwo\n")
+    assert refused([tmp_path / "a", tmp_path / "b"]) == (
+        f"{tmp_path}/a: is one of 2 that were given, and a folder; "
+        "expected one folder alone, or files"
+    )
+
+
 def test_bad_records_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     lines = ['["一", "one"]', "{", '["二"]', '["二", 2]', "\\", '["二", "two"]', '["", "x"]']
     corpus = read(put(tmp_path / "d.jsonl", "\n".join(lines)), skip_bad=True)

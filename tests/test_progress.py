@@ -292,6 +292,29 @@ def test_time_left_counts_validation_once_it_is_known() -> None:
         assert left(watched) == "3:50"
 
 
+def test_time_left_knows_that_a_run_may_end_before_its_last_epoch() -> None:
+    watched = Watched(10)
+    with watched.progress as progress:
+        progress.epoch_begins(0, 100, most=150)
+        watched.train(50, 1.0)
+        assert left(watched) == "1:40"
+        watched.train(50, 1.0)
+        watched.clock.now_s += 30
+        progress.epoch_ends(result(batches=100))
+        assert watched.screen()[1].split()[-1] == "1:20"  # 50 batches, and validation once more
+        progress.epoch_begins(1, 100, most=50)
+        watched.train(50, 1.0)
+        assert left(watched) == "0:00"
+
+
+def test_time_left_of_a_run_that_was_resumed_near_its_last_batch() -> None:
+    watched = Watched(10)
+    with watched.progress as progress:
+        progress.epoch_begins(3, 100, first_batch=60, most=20)
+        watched.train(10, 1.0)
+        assert left(watched) == "0:10"
+
+
 def test_time_spent_on_something_else_is_not_held_against_the_batches() -> None:
     watched = Watched(1)
     with watched.progress as progress:

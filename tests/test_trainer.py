@@ -317,7 +317,7 @@ class TestCommands:
 
     def test_errors_are_theirs(self, trained: Path, tmp_path: Path) -> None:
         for arguments in (
-            ("train", tmp_path / "none.tsv"),
+            ("train", tmp_path / "none.tsv", "--project", tmp_path / "no"),
             ("train", "--resume", tmp_path),
             ("train", "--resume", trained, "--epochs", "3"),
             ("train", "--epochs", "0"),
@@ -331,6 +331,11 @@ class TestCommands:
             assert found.exit_code != 0
             assert isinstance(found.exception, HeadraceError), found.exception
         assert not (tmp_path / "no").exists()  # nothing was begun
+
+    def test_what_does_not_go_with_resume_is_named_as_it_was_typed(self, trained: Path) -> None:
+        others = ("--stop-code", "zero", "--name", "x", trained)
+        found = self.invoke("train", "--resume", trained, *others)
+        assert "leave out --name, --stop-code, DATA, or edit" in str(found.exception)
 
 
 class TestChanged:

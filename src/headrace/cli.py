@@ -12,13 +12,27 @@ import sys
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 import headrace
 from headrace import cli_bench, cli_report, cli_translation, cli_tune
 from headrace.errors import HeadraceError
 
+
+class _Program(TyperGroup):
+    """Says that it was interrupted: by itself Typer ends without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            typer.echo("interrupted", err=True)
+            raise typer.Exit(130) from None
+
+
 app = typer.Typer(
     name="headrace",
+    cls=_Program,
     help="Keep a GPU busy during training, and show that it is.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -39,9 +53,6 @@ def main() -> None:
     except HeadraceError as problem:
         typer.echo(f"error: {problem}", err=True)
         sys.exit(1)
-    except KeyboardInterrupt:
-        typer.echo("interrupted", err=True)
-        sys.exit(130)
 
 
 def _version(wanted: bool) -> None:

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +37,7 @@ Scored = Annotated[
     list[Path] | None,
     typer.Argument(help="Sentence pairs; none: the run's own held-out ones.", show_default=False),
 ]
+Cache = Annotated[Path | None, typer.Option(help="Where prepared text is kept.")]
 
 
 def add_to(app: typer.Typer) -> None:
@@ -71,10 +72,9 @@ def train(
     if "weights" in given:
         given["weights"] = str(Path(given["weights"]).absolute())
     if resume is not None:
-        if given or name is not None or config is not None:
-            told = ", ".join(sorted({*given, *(["config"] if config else [])})) or "name"
+        if others := as_typed({"name": name, "config": config, **given}):
             raise TranslationError(
-                f"--resume {resume} goes on as its config.yaml says: leave out {told}, or edit "
+                f"--resume {resume} goes on as its config.yaml says: leave out {others}, or edit "
                 "that file"
             )
         settings = TrainSettings.read(RunFolder.open(resume).config)
@@ -106,12 +106,7 @@ def train(
 
 def evaluate(
     run: Run,
-    data: Annotated[
-        list[Path] | None,
-        typer.Argument(
-            help="Sentence pairs; none: the run's own held-out ones.", show_default=False
-        ),
-    ] = None,
+    data: Scored = None,
     split: Annotated[
         str | None, typer.Option(help="valid or test; none: test if there is one.")
     ] = None,
@@ -119,7 +114,7 @@ def evaluate(
     beam: Beam = None,
     device: DeviceName = "auto",
     lowercase: Annotated[bool, typer.Option(help="Also BLEU of everything in lower case.")] = False,
-    cache: Annotated[Path | None, typer.Option(help="Where prepared text is kept.")] = None,
+    cache: Cache = None,
     quiet: Quiet = False,
 ) -> None:
     """Score a trained model: BLEU and chrF, with their signatures.
@@ -177,8 +172,10 @@ def translate(
         try:
             # Only a newline ends a line, as in a corpus: one line of output for each.
             text = file.read_bytes().decode("utf-8-sig")
-        except (OSError, UnicodeDecodeError) as problem:
-            raise TranslationError(f"{file}: cannot be read ({problem})") from problem
+        except OSError as problem:
+            raise TranslationError(f"{file}: cannot be read ({problem.strerror})") from problem
+        except UnicodeDecodeError as problem:
+            raise TranslationError(f"{file}: is not UTF-8 text ({problem})") from problem
         given = text.removesuffix("\n").split("\n") if text else []
     elif sentences:
         given = sentences
@@ -200,7 +197,7 @@ def prepare(
     joint: Annotated[bool, typer.Option(help="One vocabulary for both sides.")] = False,
     max_length: Annotated[int, typer.Option(help="Tokens of a side, at most.")] = 60,
     skip_bad: Annotated[bool, typer.Option(help="Count malformed lines; go on.")] = False,
-    cache: Annotated[Path | None, typer.Option(help="Where prepared text is kept.")] = None,
+    cache: Cache = None,
     quiet: Quiet = False,
 ) -> None:
     """Read a corpus, make its vocabularies and encode it; `train` does it when needed."""
@@ -221,6 +218,15 @@ def prepare(
     typer.echo(str(found.folder))
 
 
+def as_typed(given: Mapping[str, object]) -> str:
+    """What was given besides, as it was typed: --epochs, --stop-code; empty where nothing was."""
+    return ", ".join(
+        name.upper() if name == "data" else f"--{name.replace('_', '-')}"
+        for name, value in given.items()
+        if value is not None
+    )
+
+
 def _watch(quiet: bool) -> Callable[[int, int], object] | None:
     if quiet or not sys.stderr.isatty():
         return None
@@ -237,7 +243,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
         _option("name", _typed(str | None, "The run's name; none: exp, exp2, …"), None),
         _option("resume", _typed(Path | None, "Go on with this run."), None),
         _option("config", _typed(Path | None, "A YAML file of the options below."), None),
-        _option("cache", _typed(Path | None, "Where prepared text is kept."), None),
+        _option("cache", Cache, None),
         _option("quiet", Quiet, False),
     ]
     hints = typing.get_type_hints(TrainSettings)

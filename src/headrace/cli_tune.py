@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli_bench import options_of
+from headrace.cli_translation import as_typed
 from headrace.errors import TuneError
 
 
@@ -103,10 +104,10 @@ def tune(
         "quiet": quiet,
     }
     if resume is not None:
-        if given or name is not None:
+        given = {"set" if key == "options" else key: value for key, value in given.items()}
+        if others := as_typed({"name": name, **given}):
             raise TuneError(
-                f"--resume {resume} goes on as its config.yaml says: leave out "
-                f"{', '.join(sorted(given)) or 'name'}"
+                f"--resume {resume} goes on as its config.yaml says: leave out {others}"
             )
         tuning = Tuning.resume(resume, **told)
     else:

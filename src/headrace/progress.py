@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import os
 import re
 import threading
@@ -97,6 +98,7 @@ class Progress:
         self._level_before = logging.NOTSET
         self._epoch = self._first_batch = self._done = self._rows = 0
         self._batches: int | None = None
+        self._most: int | None = None
         self._epoch_batches: int | None = None  # of the last whole epoch, for loaders without len
         self._tokens = self._loss_sum = self._weight = 0.0
         self._now_s = self._begun_s = self._draw_at_s = self._status_since_s = clock()
@@ -120,15 +122,17 @@ class Progress:
         _log.removeHandler(self._handler)
         _log.setLevel(self._level_before)
 
-    def epoch_begins(self, epoch: int, batches: int | None, *, first_batch: int = 0) -> None:
-        """Epoch `epoch` (from 0) begins. `batches` is its length, if that is known; `first_batch`
-        how many of them a run that was resumed has behind it."""
+    def epoch_begins(
+        self, epoch: int, batches: int | None, *, first_batch: int = 0, most: int | None = None
+    ) -> None:
+        """Epoch `epoch` (from 0) begins, with `batches` if that is known. A run that was resumed
+        has `first_batch` of them behind it; one that may end early has `most` ahead, in all."""
         now_s = self._clock()
         if self._done:
             self._between_s = now_s - self._now_s
         self._pace.skipped_s += now_s - self._now_s
         self._now_s = self._begun_s = now_s
-        self._epoch, self._batches = epoch, batches
+        self._epoch, self._batches, self._most = epoch, batches, most
         self._first_batch = self._done = first_batch
         self._tokens = self._loss_sum = self._weight = 0.0
         self._pace.begin_epoch(now_s)
@@ -254,8 +258,11 @@ class Progress:
         batches_per_s, _ = self._pace.rates()
         if whole is None or not batches_per_s:
             return None
-        batches = max(0, whole - self._done) + after * whole
-        pauses = after + (self._done < whole)  # at an epoch's end its validation is over
+        here = max(0, whole - self._done)
+        most = math.inf if self._most is None else self._most - self._done + self._first_batch
+        batches = max(0, min(here + after * whole, most))
+        # Of each epoch that is still to end; at this one's end its validation is over.
+        pauses = (min(here, batches) > 0) + math.ceil(max(0, batches - here) / max(1, whole))
         return batches / batches_per_s + pauses * self._between_s
 
     def _head(self) -> None:

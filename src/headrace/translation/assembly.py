@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 from headrace.caches import user_cache
 from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.errors import TranslationError
 from headrace.launch import own_device
 from headrace.plan import LoaderPlan, Plan, load_plan
 from headrace.ranks import SINGLE, Ranks
@@ -25,6 +26,7 @@ from headrace.translation.model import Translator
 from headrace.translation.objective import constant, inverse_sqrt, noam, translation_loss
 from headrace.translation.prepare import Prepared, prepare
 from headrace.translation.settings import TrainSettings
+from headrace.translation.sources import Sides, find_sources
 from headrace.translation.trained import chosen_precision, load_weights, new_model
 from headrace.wrapped import data_parallel
 
@@ -43,13 +45,21 @@ class Assembly:
     valid: DataLoader[Any]
 
 
+def check_files(settings: TrainSettings) -> None:
+    """See whether the files that a run is to begin with are there, without reading them."""
+    if settings.weights is not None and not Path(settings.weights).exists():
+        raise TranslationError(f"weights: {settings.weights} is not there")
+    sides = Sides(settings.src, settings.trg)
+    if settings.data:
+        find_sources(_paths(settings), sides)
+
+
 def prepared_for(
     settings: TrainSettings, cache: Path | None = None, progress: Progress | None = None
 ) -> Prepared:
     """The corpus of a run's settings, encoded; made now if it is not in the cache."""
-    paths = [Path(path) for path in settings.data]
     return prepare(
-        None if not paths else paths[0] if len(paths) == 1 else paths,
+        _paths(settings) if settings.data else None,
         src=settings.src,
         trg=settings.trg,
         vocabulary_size=settings.vocabulary,
@@ -59,6 +69,11 @@ def prepared_for(
         cache=cache if cache is not None else user_cache() / "text",
         progress=progress,
     )
+
+
+def _paths(settings: TrainSettings) -> Path | list[Path]:
+    paths = [Path(path) for path in settings.data]
+    return paths[0] if len(paths) == 1 else paths
 
 
 def assemble(

@@ -82,6 +82,11 @@ def find_sources(data: Path | Sequence[Path], sides: Sides) -> dict[str, list[So
     for path in files:
         if not path.exists():
             raise CorpusError(f"{path}: is not there; expected a file or folder of parallel text")
+        if path.is_dir() and folder is None:
+            raise CorpusError(
+                f"{path}: is one of {len(files)} that were given, and a folder; expected one "
+                "folder alone, or files"
+            )
     sources, unknown = _sources(files, sides)
     if unknown and folder is None:
         raise CorpusError(f"{unknown[0]}: has no known extension; expected {_expected(sides)}")

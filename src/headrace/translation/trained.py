@@ -110,6 +110,9 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
     """Weights from a file, or from a run's folder (its best); what does not fit is named."""
     if path.is_dir():
         path = RunFolder.open(path).weights / "best.safetensors"
+    if not path.exists():
+        there = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors")))
+        raise TranslationError(f"{path}: is not there; there is {there or 'none beside it'}")
     stored, own = weights_from_file(path), model.state_dict()
     for name in sorted(stored.keys() | own.keys()):
         found = tuple(stored[name].shape) if name in stored else "nothing"

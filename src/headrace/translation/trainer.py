@@ -41,7 +41,7 @@ from headrace.results import EpochResult
 from headrace.rundir import RunFolder
 from headrace.stopping import StopRequests
 from headrace.translation import guards
-from headrace.translation.assembly import assemble, prepared_for
+from headrace.translation.assembly import assemble, check_files, prepared_for
 from headrace.translation.guards import Guards
 from headrace.translation.keeping import KeptWeights
 from headrace.translation.outcome import Sums, TrainResult, stored_result
@@ -114,8 +114,7 @@ class Trainer:
         settings.model()
         guards.check(settings, Plan.of(settings.plan))
         open_device(own_device(settings.device))
-        if settings.weights is not None and not Path(settings.weights).exists():
-            raise TranslationError(f"weights: {settings.weights} is not there")
+        check_files(settings)
         folder = new_folder(ranks, settings, project, name)
         return cls(settings, folder, cache=cache, quiet=quiet, ranks=ranks)
 
@@ -227,14 +226,14 @@ class Trainer:
         if first_batch == 0:
             self._sums = Sums()
         before = Sums(self._sums.loss, self._sums.weight)
-        self._progress.epoch_begins(epoch, len(sampler.batches), first_batch=first_batch)
+        left = self._steps_left()
+        most = None if left is None else left * self.settings.accumulate
+        self._progress.epoch_begins(epoch, len(sampler.batches), first_batch=first_batch, most=most)
         self._begun_ns = self._device.ledger.now_ns()
         self._watchdog.progress(f"epoch {epoch} begun at batch {first_batch}")
         saved_at = noted_at = time.monotonic()
         noted = self._sums.weight
-        for info in engine.steps(
-            self._loader, first_batch=first_batch, max_steps=self._steps_left()
-        ):
+        for info in engine.steps(self._loader, first_batch=first_batch, max_steps=left):
             self._watchdog.progress(f"batch {info.batch} of epoch {epoch}")
             self._count(info.come_back)
             self._progress.on_step(info)
