@@ -177,15 +177,16 @@ def table(
     """A table whose first column heads its rows. It scrolls sideways within itself, by keyboard
     too; the page does not."""
     rows = list(rows)
+    looks = ["number" if _has_numbers(rows, at) else None for at in range(len(columns))]
     head = tag(
         "tr",
         [
-            tag("th", column, scope="col", class_="number" if _has_numbers(rows, at) else None)
-            for at, column in enumerate(columns)
+            tag("th", column, scope="col", class_=look)
+            for column, look in zip(columns, looks, strict=True)
         ],
     )
     body = [
-        tag("tr", [_cell(cell, heads_row=index == 0) for index, cell in enumerate(row)])
+        tag("tr", [_cell(cell, looks[at], heads_row=at == 0) for at, cell in enumerate(row)])
         for row in rows
     ]
     drawn = tag(
@@ -199,18 +200,18 @@ def table(
 
 
 def _has_numbers(rows: Sequence[Cells], at: int) -> bool:
-    """Whether a column's figures stand at its right: its heading does, too."""
+    """Whether a column has figures: they stand at its right, and so do its heading and what is
+    not known."""
     cells = [row[at] for row in rows if at < len(row)]
     return any(isinstance(cell, Cell) and isinstance(cell.value, float) for cell in cells)
 
 
-def _cell(cell: Cell | Child, *, heads_row: bool) -> Markup:
+def _cell(cell: Cell | Child, column_look: str | None, *, heads_row: bool) -> Markup:
     if not isinstance(cell, Cell):
         cell = Cell(cell)
     name, scope = ("th", "row") if heads_row else ("td", None)
     exact = repr(cell.value) if isinstance(cell.value, float) else cell.value
-    numeric = "number" if isinstance(cell.value, float) else None
-    look = " ".join(filter(None, (numeric, cell.look))) or None
+    look = " ".join(filter(None, (column_look, cell.look))) or None
     return tag(name, cell.shown, scope=scope, data_value=exact, class_=look)
 
 

@@ -293,7 +293,8 @@ def _use_chart(
         y=Axis("", 0.0, high, written),
         small=True,
     )
-    return tag("figure", tag("figcaption", tag("b", name), f" mean {written(mean)}"), chart)
+    told = written(mean).replace(" ", "\N{NO-BREAK SPACE}")
+    return tag("figure", tag("figcaption", tag("b", name), f" mean {told}"), chart)
 
 
 def _busy_section(run: TrainingRun) -> Section:

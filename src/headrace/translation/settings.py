@@ -90,7 +90,9 @@ class TrainSettings(Checked):
     on_nonfinite: str = choice(
         "stop", "a loss that is not finite: stop, skip its update, tolerate:N, report"
     )
-    on_oom: Literal["raise", "halve"] = choice("raise", "no memory for a batch: end, or train on it in halves")
+    on_oom: Literal["raise", "halve"] = choice(
+        "raise", "no memory for a batch: end, or train on it in halves"
+    )
     hang_after: float = number(600.0, 0, 1e9, "seconds without a step: say where it hangs; 0: no")
     hang_abort: bool = choice(False, "and end, with exit code 75")
     grace: float = number(0.0, 0, 1e9, "seconds that SIGTERM leaves it to save; 0: any number")
