@@ -148,7 +148,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     except OSError as problem:
         raise RunError(f"{path}: cannot be read ({problem.strerror})") from problem
     if damaged:
-        log.warning("%s: left out %d damaged lines", path, damaged)
+        log.warning("%s: left out %d damaged line%s", path, damaged, "" if damaged == 1 else "s")
 
 
 class _Events:

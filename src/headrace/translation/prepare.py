@@ -138,7 +138,9 @@ def prepare(
         try:
             build_folder(folder, build, usable=lambda there: _usable(there, key))
         except OSError as problem:
-            raise CorpusError(f"{folder}: cannot be written ({problem})") from problem
+            raise CorpusError(
+                f"{folder}: cannot be written ({problem.strerror or problem})"
+            ) from problem
     return load_prepared(folder)
 
 

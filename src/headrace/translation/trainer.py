@@ -297,7 +297,7 @@ class Trainer:
             replays=figures.replays,
             **found,
         )
-        self._progress.epoch_ends(result, found)
+        self._progress.epoch_ends(result, {k: v for k, v in found.items() if k != "valid_nll"})
         with self._weights_to_use():
             self._kept.keep(result.epoch, found)
         self._save()
