@@ -132,7 +132,8 @@ class Loop:
                     self._run_batch(self, index, batch)
                 except BaseException:
                     if self.step is not None:
-                        self._is_whole = self.step.recover()
+                        self.step.recover()
+                    self._is_whole = False  # if not weights, random states may have moved on
                     self.failed_batch = outofmemory.described(batch)
                     raise
                 del batch  # freed before the next one is asked for
