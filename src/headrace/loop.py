@@ -132,8 +132,7 @@ class Loop:
                     self._run_batch(self, index, batch)
                 except BaseException:
                     if self.step is not None:
-                        self.step.recover()
-                    self._is_whole = False  # if not weights, random states may have moved on
+                        self._is_whole = self.step.recover()
                     self.failed_batch = outofmemory.described(batch)
                     raise
                 del batch  # freed before the next one is asked for

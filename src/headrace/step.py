@@ -330,14 +330,16 @@ class TrainingStep:
         else:
             self.scheduler.step()
 
-    def recover(self) -> None:
+    def recover(self) -> bool:
         """After an error: gradients that it left half made are forgotten, so that they cannot leak
-        into the next group. Whole ones, of batches before the failed one, stay to be used."""
+        into the next group. Whole ones, of batches before the failed one, stay to be used. Returns
+        whether the state is whole: that before the failed batch."""
         self.weight.lose_total()
         torn, self._torn = self._torn, False
         if torn:
             self._unclear = True
             self._in_group = 0
+        return not torn
 
     def parameters(self) -> list[torch.Tensor]:
         """What the optimizer updates."""
