@@ -32,6 +32,7 @@ class Place:
         self._restored: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
         self._random_at_start: dict[str, Any] | None = None
+        self._before: tuple[int, dict[str, Any]] | None = None
 
     def restore(self, state: dict[str, Any]) -> int:
         """Go back to an engine's state. Returns how many batches it had trained on."""
@@ -47,6 +48,7 @@ class Place:
         """An epoch's loader from the right batch on, that batch's number, and values that are
         still to be reported. With `first`, the loader is there already."""
         state, self._restored = self._restored, None
+        self._before = None
         self._random_at_start = engine_state.random_states(self._device)
         if state is None:
             return loader, first or 0, []
@@ -56,15 +58,20 @@ class Place:
             first, loader = state["batch"], sought(loader, state, self._device)
         return loader, first, restored(state["deferred"], self._device)
 
-    def before_batch(self) -> None:
-        """The generators stand where they stood before the batch that is now to come."""
+    def before_batch(self, run: Loop | None) -> None:
+        """The generators stand where they stood before the batch that is now to come. With `run`
+        it is kept where that is: if the batch fails, the state is that before it."""
         if self._random is not None:
             engine_state.set_random_states(self._device, self._random)
             self._random = None
+        if run is not None:
+            self._before = (run.trained, engine_state.random_states(self._device))
 
     def position(self, epoch: int, run: Loop | None) -> Position:
         random = self._random or engine_state.random_states(self._device)
         if run is not None:
+            if self._before is not None and self._before[0] == run.trained:
+                random = self._before[1]  # a batch was begun, and not trained on
             return Position(
                 epoch,
                 random,
