@@ -281,7 +281,7 @@ class TestWhole:
         with fake:
             found = Tuning.create(TuneSettings(), project=tmp_path, device=fake, quiet=True)
             with pytest.raises(
-                TuneError, match="made up does not run under baseline: .*fake out of memory"
+                TuneError, match=r"made up does not run under baseline: .*fake out of memory"
             ):
                 found.run()
 

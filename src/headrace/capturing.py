@@ -182,6 +182,7 @@ class GraphedStep:
             step.begin()
             if step.rates is not None:
                 step.rates.write()
+            step.tear()
             parts = captured.replay(batches.flatten(batch))
             if step.gate is None:
                 report(parts)

@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from headrace.device import Device, Event, PinnedBuffer, Stream, open_device
+from headrace.device import Device, PinnedBuffer, Stream, open_device
 from headrace.errors import CheckpointError
 
 
