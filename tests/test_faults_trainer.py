@@ -192,7 +192,7 @@ class TestDisk:
 
         trainer = new(corpus, tmp_path, "run")
         with monkeypatch.context() as patch:
-            patch.setattr("headrace.translation.trainer.weights_to_file", full)
+            patch.setattr("headrace.translation.keeping.weights_to_file", full)
             with pytest.raises(CheckpointError, match="No space left"):
                 trainer.run()
         assert resumed(trainer.folder.path, corpus) == whole
