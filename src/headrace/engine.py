@@ -306,7 +306,7 @@ class Engine:
     def _train_batch(self, run: Loop, index: int, batch: Any) -> None:
         step, lanes = self._step, run.lanes
         assert step is not None
-        self._place.before_batch()
+        self._place.before_batch(run if self._on_error is not None else None)
         if self._graphed is not None and not run.is_stand_in(index):
             with lanes.on(lanes.forward), self._annotated("step"):
                 run.replays += self._graphed.train(batch, partial(run.report, index))

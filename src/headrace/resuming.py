@@ -32,6 +32,7 @@ class Place:
         self._restored: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
         self._random_at_start: dict[str, Any] | None = None
+        self._before: tuple[int, dict[str, Any]] | None = None
 
     def restore(self, state: dict[str, Any]) -> int:
         """Go back to an engine's state. Returns how many batches it had trained on."""
@@ -47,8 +48,9 @@ class Place:
         """An epoch's loader from the right batch on, that batch's number, and values that are
         still to be reported. With `first`, the loader is there already."""
         state, self._restored = self._restored, None
+        self._before = None
         if state is None:
-            self.before_batch()  # restored at the very end of an epoch, of which no batch was left
+            self.before_batch(None)  # restored after an epoch's last batch: none was left of it
         elif state["batch"] == 0:
             self._as_before_the_loader(state)
         self._random_at_start = engine_state.random_states(self._device)
@@ -66,17 +68,22 @@ class Place:
         if state["random_at_start"] is not None:
             _as_at_the_start(state, self._device)
         else:
-            self.before_batch()
+            self.before_batch(None)
 
-    def before_batch(self) -> None:
-        """The generators stand where they stood before the batch that is now to come."""
+    def before_batch(self, run: Loop | None) -> None:
+        """The generators stand where they stood before the batch that is now to come. With `run`
+        it is kept where that is: if the batch fails, the state is that before it."""
         if self._random is not None:
             engine_state.set_random_states(self._device, self._random)
             self._random = None
+        if run is not None:
+            self._before = (run.trained, engine_state.random_states(self._device))
 
     def position(self, epoch: int, run: Loop | None) -> Position:
         random = self._random or engine_state.random_states(self._device)
         if run is not None:
+            if self._before is not None and self._before[0] == run.trained:
+                random = self._before[1]  # a batch was begun, and not trained on
             return Position(
                 epoch,
                 random,
