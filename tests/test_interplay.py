@@ -109,6 +109,22 @@ class TestGroups:
         other.epoch(data(8))
         assert same(weights(engine), weights(other))
 
+    def test_a_last_group_that_misses_a_parameter(self, device: Device) -> None:
+        """A gradient that a graph keeps at zero is none: the optimizer must not move its weight."""
+
+        def some(model: Any, batch: Any) -> torch.Tensor:
+            whole = model(batch[0]) if len(batch[0]) == 5 else model[0](batch[0])
+            return whole.square().mean()
+
+        found = []
+        for plan in ("pipeline", "graph"):
+            engine = make_engine(
+                device, plan, model=make_model(device, 0.0), loss=some, accumulate=2
+            )
+            engine.epoch([*data(20), *data(1, rows=3)])
+            found.append(weights(engine))
+        assert same(*found)
+
     def test_fp16_after_an_update_that_failed(self, device: Device) -> None:
         engine = make_engine(device, precision="fp16", clip_norm=1.0)
         fail_once(engine, 2)

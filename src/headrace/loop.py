@@ -268,6 +268,8 @@ class Loop:
     def _use_last_group(self, step: TrainingStep) -> None:
         try:
             with self.lanes.on(self.lanes.backward):
+                if step.before_last_update is not None:
+                    step.before_last_update()
                 step.update()
         except BaseException:
             step.recover()

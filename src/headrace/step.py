@@ -119,6 +119,8 @@ class TrainingStep:
         self.rates: LearningRates | None = None
         #: Whether gradients keep their memory from group to group, as a graph needs it.
         self.keeps_gradients = False
+        #: Called before the update of a last partial group, which no batch asked for.
+        self.before_last_update: Callable[[], None] | None = None
         self.clip_norm = clip_norm
         self.spread, self.ranks = spread_of(model), ranks_of(model)
         #: Whether the next batch is known to be the epoch's last, which ends its group.
