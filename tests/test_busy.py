@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -305,3 +308,31 @@ class TestCuda:
         assert window is not None
         assert window.compute_share > 0.8
         assert window.streams[0].kernels_per_step >= 1
+
+
+def test_ctrl_c_while_a_profiler_starts_or_runs_leaves_nothing_behind(tmp_path: Path) -> None:
+    """The interrupt comes out as itself, and neither a look nor a thread goes on."""
+    path = tmp_path / "metrics.jsonl"
+    with FakeDevice() as device, MetricsLog(path) as metrics:
+        for stage in ("starting", "running"):
+            ended: list[str] = []
+
+            @contextmanager
+            def look(stage: str = stage, ended: list[str] = ended) -> Iterator[Trace]:
+                if stage == "starting":
+                    raise KeyboardInterrupt
+                try:
+                    yield Trace()
+                finally:
+                    ended.append(stage)
+
+            def run(look: Any = look) -> None:
+                with RunMonitor(device, metrics, path, look_after=1) as monitor:
+                    monitor._device.trace = look  # type: ignore[method-assign]
+                    monitor.on_step(1)
+                    raise KeyboardInterrupt
+
+            with pytest.raises(KeyboardInterrupt):
+                run()
+            assert ended == (["running"] if stage == "running" else [])
+            assert not [one for one in threading.enumerate() if one.name == "headrace monitor"]

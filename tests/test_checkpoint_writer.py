@@ -160,10 +160,13 @@ def test_no_pinned_memory_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(device.pinned, "take", fail)
         with CheckpointWriter(device, tmp_path) as writer:
             weights = [on(device, 1.0, 4), on(device, 2.0, 4)]
-            with pytest.raises(MemoryError, match="pinned"):
-                writer.save(weights, 1)
+            writer.save(weights, 1)
             for weight in weights:
                 weight.zero_()
+            with pytest.raises(MemoryError, match="pinned"):
+                writer.save(weights, 2)
+            writer.save(weights, 3)
+        assert names(tmp_path) == ["step-00000003"]
         assert device.pinned.lent == 0
         take(16).view((4,), torch.float32).fill_(0)  # only once the copy has passed
 
@@ -192,3 +195,74 @@ def test_every_edge_is_load_bearing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert races((Event, "record"))
     assert races((FakeDevice, "wait"))
     assert races((FakeDevice, "record_stream"))
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "in line"])
+def test_pinned_memory_is_got_by_the_thread_and_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    takers: list[str] = []
+    with FakeDevice(memory_bytes=1 << 20 if fits else 12_000) as device:
+        take = device.pinned.take
+
+        def noted(nbytes: int) -> PinnedBuffer:
+            takers.append(threading.current_thread().name)
+            return take(nbytes)
+
+        monkeypatch.setattr(device.pinned, "take", noted)
+        weights = {name: on(device, 1.0, 1000) for name in "ab"}
+        held = set()
+        with CheckpointWriter(device, tmp_path, keep=9) as writer:
+            for step in range(3):
+                writer.save(weights, step)
+                for weight in weights.values():
+                    weight.add_(1)
+                writer.save(weights, step, wait=True)
+                held.add(device.pinned.held_bytes)
+    foreground = threading.main_thread().name
+    assert set(takers) == {"headrace-checkpoint" if fits else foreground}
+    assert held == {8192}  # two buffers of 4096 bytes, over and over
+    assert device.pinned.lent == 0
+    for step in range(3):
+        found = load_checkpoint(tmp_path / f"step-{step:08d}")
+        assert all(torch.equal(found[name], torch.full((1000,), step + 2.0)) for name in "ab")
+
+
+def test_a_free_buffer_is_lent_while_another_is_being_pinned() -> None:
+    with FakeDevice() as device:
+        device.pinned.take(512).release()
+        allocate, begun, may_end = device.pinned._allocate, threading.Event(), threading.Event()
+
+        def slow(nbytes: int) -> torch.Tensor:
+            begun.set()
+            assert may_end.wait(60)
+            return allocate(nbytes)
+
+        device.pinned._allocate = slow  # type: ignore[method-assign]
+        thread = threading.Thread(target=lambda: device.pinned.take(1 << 20).release())
+        thread.start()
+        assert begun.wait(60)
+        device.pinned.take(512).release()  # does not wait for the other
+        may_end.set()
+        thread.join()
+        assert device.pinned.held_bytes == 512 + (1 << 20)
+        assert device.pinned.lent == 0
+
+
+def test_ctrl_c_in_the_midst_of_a_save_does_not_hang_the_close(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with FakeDevice() as device:
+        writer = CheckpointWriter(device, tmp_path)
+        put = writer._queue.put
+
+        def interrupted(job: Any) -> None:
+            monkeypatch.setattr(writer._queue, "put", put)
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(writer._queue, "put", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            writer.save({"weight": on(device, 1.0, 4)}, 1)
+        writer.close()
+        assert device.pinned.lent == 0
+    assert not [thread for thread in threading.enumerate() if "headrace-ch" in thread.name]

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 import torch
 
 import headrace
+from headrace.checkpoint import CheckpointWriter
 from headrace.deferred import DeferredScalars
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.engine import Engine
@@ -131,6 +133,22 @@ def values_over_and_over(device: FakeDevice) -> None:
     deferred.drain()
 
 
+def checkpoints(memory_bytes: int | None) -> Callable[[FakeDevice], object]:
+    """Written while training goes on; in line, where there is no memory for a copy."""
+
+    def run(device: FakeDevice) -> None:
+        weight = torch.ones(400, device=device.torch_device)
+        device.limit_memory(memory_bytes)
+        with TemporaryDirectory() as folder, CheckpointWriter(device, Path(folder)) as writer:
+            for step in range(3):
+                writer.save({"weight": weight}, step)
+                weight.mul_(2)
+                if memory_bytes is None:
+                    torch.ones(400, device=device.torch_device)
+
+    return run
+
+
 SCENARIOS: list[Callable[[FakeDevice], object]] = [
     *(epochs(plan) for plan in ("baseline", "interval", "event", "streams4", "pipeline")),
     epochs("streams4", accumulate=4),
@@ -142,6 +160,8 @@ SCENARIOS: list[Callable[[FakeDevice], object]] = [
     batches_already_there,
     values_dropped,
     values_over_and_over,
+    checkpoints(None),
+    checkpoints(2_000),
 ]
 
 

@@ -130,7 +130,8 @@ class TestNonFinite:
         other = make_engine(device, on_nonfinite="tolerate:1")
         other.load_state_dict(copy.deepcopy(engine.state_dict()))
         before = weights(other)
-        other.epoch(bad_batches(1, 0))  # one too many: no update any more
+        with pytest.raises(NonFiniteError, match="at batch 0 of epoch 1; 1 such updates were"):
+            other.epoch(bad_batches(1, 0))  # one too many: no update any more
         assert same(weights(other), before)
 
     @pytest.mark.parametrize("word", ["ignore", "tolerate", "tolerate:", "tolerate:-1", "skip:2"])

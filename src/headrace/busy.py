@@ -130,8 +130,9 @@ class BusyProbe:
             return None
         self._seen += 1
         if self._seen == self._after:
-            self._open = self._device.trace()
-            self._trace = self._open.__enter__()
+            look = self._device.trace()
+            self._trace = look.__enter__()
+            self._open = look  # not before: Ctrl-C while a profiler starts leaves nothing to end
         elif self._seen == self._after + self._steps:
             return self.end()
         return None

@@ -76,6 +76,7 @@ class GraphedStep:
         self._key: Hashable = None
         self._decision: str | None = None
         self._why: str | None = None
+        step.before_last_update = self._forget_unreached
         obstacle = capturable.why_not(step)
         if obstacle is None:
             capturable.prepare(step)
@@ -117,6 +118,7 @@ class GraphedStep:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Also: the optimizer has another state, and the settings that came with it."""
         self._drop_graphs()
+        self._reached = self._with_gradients() if self._step.group_is_open else set()
         if self._step.rates is not None or self._why is None:
             capturable.prepare(self._step)
         pays = None if state is None else state["pays"]
@@ -182,6 +184,7 @@ class GraphedStep:
             step.begin()
             if step.rates is not None:
                 step.rates.write()
+            step.tear()
             parts = captured.replay(batches.flatten(batch))
             if step.gate is None:
                 report(parts)

@@ -28,7 +28,7 @@ from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult
 from headrace.resuming import Place, tell_epoch
 from headrace.step import LossFunction, LossParts, TrainingStep
-from headrace.wrapped import reshard, where
+from headrace.wrapped import evaluating, where
 
 _NOT_ANNOTATED = nullcontext()
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
@@ -243,6 +243,8 @@ class Engine:
             raise StepError("an engine made from a step keeps no state: the step's is your own")
         state = engine_state.upgraded(state)
         engine_state.restore(state, self._step, self.ema, self._graphed)
+        if self._step.gate is not None:
+            self._non_finite.restore(state["step"]["gate"])
         self.epochs = state["epoch"]
         return self._place.restore(engine_state.own_part(state, self.ranks))
 
@@ -251,16 +253,11 @@ class Engine:
         """The loss and metrics over a loader, without gradients, under the same plan."""
         if self._step is None:
             raise StepError("evaluate needs a model and a loss: this engine was made from a step")
-        training = self.model.training
-        self.model.eval()
-        try:
+        with evaluating(self.model):
             run = self._loop(loader, self._evaluate_batch)
             with closing(run.run()) as steps:
                 for _ in steps:
                     pass
-        finally:
-            self.model.train(training)
-            reshard(self.model)
         return run.result()
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
@@ -367,7 +364,7 @@ class Engine:
             )
         if self._graphed is not None:
             self._graphed.begin_epoch()
-        most = None if max_steps is None else max_steps * self._step.accumulate
+        most = None if max_steps is None else self._step.batches_for(max_steps)
         return self._loop(loader, self._train_batch, most=most, step=self._step, **options)
 
     def _loop(

@@ -38,6 +38,10 @@ def state_of(
             "values of earlier batches are not summed over ranks yet: expected engine.settle() on "
             "all ranks before a state is taken"
         )
+    scales = None
+    if scaler is not None:
+        with step.device.ledger.waiting("scaler_state"):  # PyTorch's scaler reads it back
+            scales = scaler.state_dict()
     return {
         "format": FORMAT,
         "epoch": position.epoch,
@@ -50,7 +54,7 @@ def state_of(
         "model": dict(bare(step.model).state_dict()),
         "optimizer": step.optimizer.state_dict(),
         "scheduler": None if scheduler is None else scheduler.state_dict(),
-        "scaler": None if scaler is None else scaler.state_dict(),
+        "scaler": scales,
         "ema": None if ema is None else ema.state(),
         "step": step.state_dict(),
         "random": own(position.random),
@@ -119,6 +123,8 @@ def _restore(
         step.scheduler.load_state_dict(state["scheduler"])
     if step.scaler is not None:
         step.scaler.load_state_dict(state["scaler"])
+        if step.scaler._scale is None:  # made by a first batch, which need not come any more
+            step.scaler._lazy_init_scale_growth_tracker(step.device.torch_device)
     if ema is not None:
         for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
             average.copy_(local(_placed(stored, weight)))

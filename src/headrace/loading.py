@@ -86,7 +86,7 @@ class TimedIterator:
             return
         self._wanted.put(None)
         if not self._hangs:
-            thread.join()
+            thread.join(self._timeout_s)  # after Ctrl-C it may be asking still
 
     def _work(self) -> None:
         while (stream := self._wanted.get()) is not None:

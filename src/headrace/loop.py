@@ -18,7 +18,8 @@ from headrace.deferred import DeferredScalars, DeferredValues
 from headrace.device import Device
 from headrace.errors import OutOfMemoryError, StepError
 from headrace.lanes import HostSync, Lanes
-from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
+from headrace.loading import state_keeper
+from headrace.nonfinite import SKIPPED, NonFinitePolicy, NonFiniteWatch
 from headrace.plan import Plan
 from headrace.prefetcher import Prefetcher, PrefetchIterator
 from headrace.ranks import SINGLE, Ranks
@@ -123,9 +124,9 @@ class Loop:
             for index, batch in enumerate(feed):
                 self.lanes.arrived(feed)
                 self._window.admit(feed.last_nbytes)
-                self._samples += 0 if self.is_stand_in(index) else feed.last_samples
-                if self.step is not None:
-                    self.step.is_last = self._shares is not None and self._shares.is_last(index)
+                self._samples += feed.last_samples
+                if self._shares is not None:
+                    self._join_the_others(self._shares, index, feed.last_samples)
                 if index == 0 and self._needs_tensors:
                     _require_tensor(batch)
                 try:
@@ -147,6 +148,13 @@ class Loop:
                 if self._on_step is not None:
                     self._on_step(self.info())
                 yield
+
+    def _join_the_others(self, shares: Shares, index: int, samples: int) -> None:
+        """Of several ranks: what the batch that is to come is to them."""
+        if shares.is_stand_in(index):
+            self._samples -= samples
+        if self.step is not None:
+            self.step.is_last = shares.is_last(index)
 
     def report(self, index: int, parts: LossParts) -> None:
         self._weighted = self._weighted or parts.weighted
@@ -246,9 +254,7 @@ class Loop:
         """Use a last partial group's gradients, read the last values, and hand the streams back."""
         try:
             if self.step is not None and self.step.group_is_open:
-                with self.lanes.on(self.lanes.backward):
-                    self.step.update()
-                self.lanes.backward_to_forward()
+                self._use_last_group(self.step)
         finally:
             with self.lanes.on(self.lanes.forward):
                 self._deferred.flush()
@@ -258,6 +264,21 @@ class Loop:
                 self._samples = sum(self._ranks.gathered(self._samples, self.device.ledger))
             finally:
                 self._close()
+
+    def _use_last_group(self, step: TrainingStep) -> None:
+        try:
+            with self.lanes.on(self.lanes.backward):
+                if step.before_last_update is not None:
+                    step.before_last_update()
+                step.update()
+        except BaseException:
+            step.recover()
+            raise
+        self.lanes.backward_to_forward()
+        if step.gate is not None:  # its batches were reported before it was known to be left out
+            values = step.gate.last_update()
+            with self.lanes.on(self.lanes.forward):
+                self.report(self._batches - 1, LossParts(values[SKIPPED], 1, False, {**values}))
 
     def _close(self) -> None:
         with self.lanes.on(self.lanes.forward):
@@ -283,11 +304,24 @@ class Loop:
     def _collect(self, come_back: list[DeferredValues]) -> None:
         if self._ranks.several:
             come_back = [_unweighted(entry) for entry in come_back]
+        if come_back and "loss" not in come_back[-1].values and self.step is not None:
+            come_back = self._with_last_update(come_back)
         self._come_back = (*self._unreported, *come_back)
         self._unreported = ()
         self._entries += come_back
         for entry in come_back if not self._failed else ():  # one error is enough
             self._non_finite.look(entry, self.epoch)
+
+    def _with_last_update(self, come_back: list[DeferredValues]) -> list[DeferredValues]:
+        """What is known of a last partial group's update belongs to its last batch."""
+        *come_back, late = come_back
+        known = come_back or self._entries
+        if known and known[-1].step == late.step:
+            skipped = {SKIPPED: late.values[SKIPPED]}
+            late = known[-1] = DeferredValues(late.step, known[-1].values | skipped)
+        if not come_back and not self._failed:
+            self._non_finite.look(late, self.epoch)
+        return come_back
 
     def _progress(self) -> tuple[int, int] | None:
         return None if self.step is None else self.step.progress
@@ -306,6 +340,9 @@ class _First:
 
     def __init__(self, loader: Iterable[Any], most: int) -> None:
         self._loader, self._most = loader, most
+        keeper = state_keeper(loader)
+        if keeper is not None:
+            self.state_dict, self.load_state_dict = keeper.state_dict, keeper.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         return itertools.islice(iter(self._loader), self._most)

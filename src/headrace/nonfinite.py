@@ -13,7 +13,7 @@ Optimizers that are not fused cannot be told on the device: then the host asks, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -65,6 +65,14 @@ class NonFiniteWatch:
         self._policy = policy
         self._device = device
         self.skipped = 0
+
+    def restore(self, gate: Mapping[str, torch.Tensor] | None) -> None:
+        """Count on from a stored gate, as the device does: its last ones may never come back."""
+        self.skipped = 0
+        if gate is not None:
+            with self._device.ledger.waiting("restore"):
+                rows = self._device.read_host(gate["count"].to("cpu").reshape(1, 1))
+            self.skipped = int(rows[0][0])
 
     def look(self, entry: DeferredValues, epoch: int) -> None:
         """Once for each batch whose values have come back."""
@@ -147,6 +155,10 @@ class Gate:
         """What is to be reported of a batch, with whether its update was left out."""
         skipped = self._shut if updated else self._never
         return replace(parts, values={**parts.values, SKIPPED: skipped})
+
+    def last_update(self) -> dict[str, torch.Tensor]:
+        """Of a group whose batches were all reported before it was known to be the last."""
+        return {SKIPPED: self._shut}
 
     def forget(self) -> None:
         """The group's batches so far count no more."""

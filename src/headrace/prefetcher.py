@@ -175,7 +175,8 @@ class PrefetchIterator:
         except StopIteration:
             self._source = None
         except Exception as problem:  # the loader's own, raised later as itself
-            self._source, self._error = None, problem
+            source, self._source, self._error = self._source, None, problem
+            source.close()
         else:
             slot = self._send(batch)
             slot.loader_state = self._source.state

@@ -64,6 +64,8 @@ class Ranks:
         self.group = group
         self.rank = 0 if group is None else dist.get_rank(group)
         self.size = 1 if group is None else dist.get_world_size(group)
+        #: Whether there is any other: no property, since each step asks some times.
+        self.several = self.size > 1
         self._timeout_s = timeout_s
         # The device's group may know no host memory, and its order is the gradients'.
         self._hosts = self._new_group() if self.several else None
@@ -76,10 +78,6 @@ class Ranks:
         if known is None or known.group is not group:
             known = _KNOWN[name] = cls(group, timeout_s=timeout_s)
         return known
-
-    @property
-    def several(self) -> bool:
-        return self.size > 1
 
     @property
     def is_first(self) -> bool:

@@ -49,6 +49,10 @@ class Place:
         still to be reported. With `first`, the loader is there already."""
         state, self._restored = self._restored, None
         self._before = None
+        if state is None:
+            self.before_batch(None)  # restored after an epoch's last batch: none was left of it
+        elif state["batch"] == 0:
+            self._as_before_the_loader(state)
         self._random_at_start = engine_state.random_states(self._device)
         if state is None:
             return loader, first or 0, []
@@ -57,6 +61,14 @@ class Place:
         if first is None:
             first, loader = state["batch"], sought(loader, state, self._device)
         return loader, first, restored(state["deferred"], self._device)
+
+    def _as_before_the_loader(self, state: dict[str, Any]) -> None:
+        """At an epoch's beginning: a loader that shuffles is to draw the order that it would have
+        drawn. Between two epochs it had not begun, so what it draws is drawn once."""
+        if state["random_at_start"] is not None:
+            _as_at_the_start(state, self._device)
+        else:
+            self.before_batch(None)
 
     def before_batch(self, run: Loop | None) -> None:
         """The generators stand where they stood before the batch that is now to come. With `run`

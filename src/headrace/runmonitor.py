@@ -51,10 +51,12 @@ class RunMonitor:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        if self._monitor is not None:
-            self._monitor.stop()
-        if self._probe is not None:
-            self._probe.end()
+        try:
+            if self._probe is not None:
+                self._probe.end()
+        finally:  # neither the profiler nor the thread outlives the run
+            if self._monitor is not None:
+                self._monitor.stop()
 
     def on_step(self, step: int) -> None:
         """After each update."""

@@ -119,6 +119,8 @@ class TrainingStep:
         self.rates: LearningRates | None = None
         #: Whether gradients keep their memory from group to group, as a graph needs it.
         self.keeps_gradients = False
+        #: Called before the update of a last partial group, which no batch asked for.
+        self.before_last_update: Callable[[], None] | None = None
         self.clip_norm = clip_norm
         self.spread, self.ranks = spread_of(model), ranks_of(model)
         #: Whether the next batch is known to be the epoch's last, which ends its group.
@@ -161,6 +163,10 @@ class TrainingStep:
     def group_is_full(self) -> bool:
         return self._in_group == self.accumulate
 
+    def batches_for(self, updates: int) -> int:
+        """How many batches so many updates take, from here on."""
+        return max(0, updates * self.accumulate - self._in_group)
+
     @property
     def progress(self) -> tuple[int, int]:
         """Updates, and batches in the open group: other numbers, another state."""
@@ -200,7 +206,14 @@ class TrainingStep:
             self._clear()
             if self.gate is not None:
                 self.gate.forget()
+            if self.scaler is not None:  # it may have unscaled what was never used
+                self.scaler._per_optimizer_states.clear()
             self._unclear = False
+
+    def tear(self) -> None:
+        """From here on to `gathered`, an error leaves a state that is of no moment between two
+        batches."""
+        self._torn = True
 
     def gather(self, parts: LossParts, share: float | None = None) -> None:
         """The device's part of `backward`. `share` is given where a batch is trained on in parts:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
@@ -98,6 +99,22 @@ def reshard(model: torch.nn.Module) -> None:
     """Let go of whole weights that a forward without a backward left: they would hide changes."""
     for module in _sharded_modules(model):
         module.reshard()
+
+
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Inside the block the model is in eval mode; after it, each module is as it was: one that is
+    frozen in eval mode stays so."""
+    modes = [(module, module.training) for module in model.modules()]
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)  # which a model may have made its own
+        for module, mode in modes:
+            module.training = mode
+        reshard(model)
 
 
 # --- shards ---------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ class CheckpointWriter:
             writer.save(state, step)          # weights may be overwritten as soon as it returns
 
     One checkpoint is written at a time: `save` first waits for the one before (`checkpoint` in
-    the ledger; the background thread's own wait for the copy is `checkpoint_copy`). For as long
-    as its copy takes, a snapshot needs the device memory of what it saves once more. An error in
+    the ledger; the background thread's own wait for the copy is `checkpoint_copy`). All that the
+    caller does is to clone what is saved, on the device: until the thread has copied it to the
+    host, a snapshot needs that device memory once more. An error in
     the background is raised, as itself, by the next `save` or by `close`. A process that ends
     without `close` loses the checkpoint that is being written, and none of the older ones.
 
@@ -64,8 +65,9 @@ class CheckpointWriter:
         document, tensors = (None, shared.tensors) if shared is not None else states.encode(state)
         self._start()
         snapshot = Snapshot(self._device, tensors)
-        self._under_way = job = _Job(document, snapshot, step, shared)
-        self._queue.put(job)
+        job = _Job(document, snapshot, step, shared)
+        self._queue.put(job)  # first: Ctrl-C between the two must not leave one waited for in vain
+        self._under_way = job
         if wait:
             self._finish()
 
@@ -115,11 +117,13 @@ class CheckpointWriter:
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             try:
-                self._write(job, job.snapshot.arrive())
+                try:
+                    self._write(job, job.snapshot.arrive())
+                finally:
+                    job.snapshot.release()
             except BaseException as problem:  # raised in the foreground, as itself
                 job.error = problem
             finally:
-                job.snapshot.release()
                 job.done.set()
 
     def _write(self, job: _Job, tensors: Mapping[str, torch.Tensor]) -> None:

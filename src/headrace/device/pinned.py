@@ -86,12 +86,14 @@ class PinnedPool:
         with self._lock:
             self._collect(size)
             free = self._free.get(size)
-            if free:
-                memory = free.pop()
-            else:
-                memory = self._allocate(size)
+            memory = free.pop() if free else None
+            self._lent += memory is not None
+        if memory is None:
+            # Not under the lock: it takes long, and another thread may want one that is free.
+            memory = self._allocate(size)
+            with self._lock:
                 self._held_bytes += size
-            self._lent += 1
+                self._lent += 1
         return PinnedBuffer(self, memory)
 
     @property
