@@ -75,8 +75,7 @@ class ModelSettings:
         return dataclasses.asdict(self)
 
 
-# Not cuDNN's kernels: they are compiled for every shape, which takes them 0.4 s on an H200, and
-# lengths vary here.
+# Not cuDNN's kernels: they are planned anew for every shape, and lengths vary here.
 _ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
