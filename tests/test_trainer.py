@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.errors import HeadraceError, TranslationError
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings
+from headrace.translation.assembly import assemble, prepared_for
 
 SMALL: dict[str, Any] = {
     "src": "en",
@@ -394,3 +395,19 @@ def test_memory_is_flat_over_5000_steps(
     )
     assert trainer.run().updates >= 5000
     assert resident[5000] - resident[1000] < 20e6
+
+
+@pytest.mark.parametrize(
+    ("shapes", "stored", "most"), [(None, False, 32), (5, False, 10), (None, True, 4)]
+)
+def test_how_many_graphs(
+    corpus: Path, tmp_path: Path, shapes: int | None, stored: bool, most: int
+) -> None:
+    """Of a preset, one for each bucket and one for its last batch; a plan.yaml is kept to."""
+    path = tmp_path / "plan.yaml"
+    path.write_text("plan: {preset: graph, graph_shapes: 4}")
+    settings = TrainSettings.from_dict(
+        SMALL | {"data": [str(corpus)], "plan": str(path) if stored else "graph", "shapes": shapes}
+    )
+    data = prepared_for(settings, corpus / "cache")
+    assert assemble(settings, data).plan.graph_shapes == most

@@ -6,6 +6,7 @@ does once, before the first step and after the last, is left out.
 
 from __future__ import annotations
 
+import abc
 import importlib.util
 import logging
 import signal
@@ -72,7 +73,7 @@ def _loader(batches: Iterable[Any]) -> DataLoader[Any]:
     return DataLoader(_Fed(batches), batch_size=None)
 
 
-class _PeerWay:
+class _PeerWay(abc.ABC):
     """What peers have in common. `_train(batches, lead_in, steps)` trains on `lead_in` batches and
     then, timed, on `steps` more, and returns all losses as device tensors."""
 
@@ -105,10 +106,10 @@ class _PeerWay:
         self._feed.close()
         self._made = None
 
+    @abc.abstractmethod
     def _train(
         self, batches: Iterable[Any], lead_in: int, steps: int
-    ) -> tuple[Stretch, list[torch.Tensor]]:
-        raise NotImplementedError
+    ) -> tuple[Stretch, list[torch.Tensor]]: ...
 
     def _loss(self, model: Any, batch: Any) -> torch.Tensor:
         assert self._made is not None

@@ -86,10 +86,6 @@ def assemble(
     device = open_device(own_device(settings.device))
     plan, loader = _plans(settings, device)
     batches = _batches(settings, data, plan, loader, device)
-    if plan.graphs != "off" and batches.buckets is not None:
-        # Each bucket's last batch is not full, and of the same shape in every epoch.
-        most = max(plan.graph_shapes, 2 * len(batches.buckets.edges))
-        plan = plan.but(graph_shapes=most, name=plan.name)
     torch.manual_seed(settings.seed)
     model = new_model(settings, data.vocabularies)
     if settings.weights is not None:
@@ -171,6 +167,11 @@ def _plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
         plan, loader = stored.plan, stored.loader
     else:
         plan = Plan.of(settings.plan)
+        if plan.graphs != "off":
+            # Each bucket's last batch is not full, and of the same shape in every epoch. A
+            # plan.yaml says itself how many graphs there may be.
+            most = min(4096, 2 * (settings.shapes or _GRAPH_SHAPES))
+            plan = plan.but(graph_shapes=most, name=plan.name)
     precision = chosen_precision(settings.precision, device)
     if precision != plan.precision:
         plan = plan.but(precision=precision, name=plan.name)

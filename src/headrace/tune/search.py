@@ -320,11 +320,3 @@ def _behind(trial: Trial, leader: Trial, steps: int) -> float:
 
 def _halved(count: int, rungs: int) -> int:
     return sum(math.ceil(count / 2**rung) for rung in range(rungs))
-
-
-def statuses(trials: Iterable[Trial]) -> dict[str, int]:
-    """How many trials ended how."""
-    found: dict[str, int] = {}
-    for trial in trials:
-        found[trial.status or "kept"] = found.get(trial.status or "kept", 0) + 1
-    return found
