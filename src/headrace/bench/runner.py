@@ -4,6 +4,8 @@
 2. warm-up: each is made and run until its code is compiled and its graph captured
 3. time: `repeats` rounds in which each has its turn of `steps` steps, each round begun by another
 4. a second of each with an eye on the driver's figures, then some steps under the profiler
+
+From the third on, no other benchmark on this machine does anything.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from functools import partial
 from typing import Any
 
 from headrace.bench import looking
+from headrace.bench.alone import Alone
 from headrace.bench.comparing import Comparing, first_batches
 from headrace.bench.contestants import Contestant, Garage
 from headrace.bench.entries import Entry, noise_pair, reference_of
@@ -66,11 +69,13 @@ class Bench:
         # What is there already need not be looked at by each collection of garbage.
         gc.freeze()
         try:
-            self.watcher(f"making {self.work.name}", 0.0, None)
-            self._compare(contestants, self._batches())
-            self._warm_up(contestants, garage)
-            self._time(contestants, garage)
-            self._look(contestants, garage, missing)
+            with Alone(self._say_waiting) as alone:
+                self.watcher(f"making {self.work.name}", 0.0, None)
+                self._compare(contestants, self._batches())
+                self._warm_up(contestants, garage)
+                alone.begin_measuring()
+                self._time(contestants, garage)
+                self._look(contestants, garage, missing)
         except KeyboardInterrupt:
             interrupted = True
         finally:
@@ -98,6 +103,9 @@ class Bench:
 
     def _planned(self, entry: Entry) -> Way:
         return PlannedWay(self.work, self.device, entry, seed=self.seed)
+
+    def _say_waiting(self) -> None:
+        self.watcher("waiting for another benchmark on this machine", 0.0, None)
 
     # --- the four passes --------------------------------------------------------------------------
 
