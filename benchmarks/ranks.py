@@ -147,7 +147,7 @@ def speed(device: Device, mine: list[Any]) -> dict[str, Any]:
 
 
 def all_reduce_times(device: Device) -> dict[str, Any]:
-    """Microseconds of an all-reduce by size, on the device; with one rank, of the call alone."""
+    """Microseconds of an all-reduce by size, on the device."""
     rows = {}
     for megabytes in SIZES_MB:
         tensor = torch.zeros(int(megabytes * 1e6) // 4, device=device.torch_device)
@@ -207,9 +207,10 @@ def measured(device: Device, out: Path | None) -> dict[str, Any]:
         if rank == 0:
             print(f"\n{name}\n{table(result[name])}", flush=True)
             save(out, result)
-    result["all-reduce"] = all_reduce_times(device)
-    if rank == 0:
-        print(f"\nall-reduce\n{table(result['all-reduce'])}")
+    if ranks > 1:
+        result["all-reduce"] = all_reduce_times(device)
+        if rank == 0:
+            print(f"\nall-reduce\n{table(result['all-reduce'])}")
     return result
 
 

@@ -12,9 +12,12 @@ import torch
 from conftest import needs_cuda
 from test_engine import data, loss, make_engine, make_model, same, weights
 
+from headrace.capturing import GraphedStep
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.plan import Plan
+from headrace.ranks import Ranks
+from headrace.step import TrainingStep
 from headrace.testing import Costs, FakeDevice
 
 GRAPH = Plan.preset("graph")
@@ -496,3 +499,30 @@ class TestMax:
         assert "the step is not compiled and runs as it is" in caplog.text
         assert engine.graphs is not None
         assert engine.graphs.replays == 18
+
+
+class OnDevice(Ranks):
+    """One rank whose gradients NCCL would average."""
+
+    on_device = True
+
+
+def test_ddp_is_watched_after_its_first_steps(fake_device: FakeDevice) -> None:
+    """DDP copies from the host in its second step, when it arranges its buckets, and never again:
+    that is no reason against a graph."""
+    model = make_model(fake_device)
+    calls = []
+
+    def copies_once(model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        calls.append(1)
+        found: torch.Tensor = loss(model, batch)
+        return found + torch.zeros(()).to(fake_device.torch_device) if len(calls) == 2 else found
+
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    step = TrainingStep(fake_device, model, optimizer, copies_once)
+    step.spread, step.ranks = "ddp", OnDevice()
+    graphed = GraphedStep(step, GRAPH)
+    batch = tuple(part.to(fake_device.torch_device) for part in data(1)[0])
+    replays = [graphed.train(batch, lambda parts: None) for _ in range(20)]
+    assert graphed.report().why is None
+    assert replays[-1]

@@ -59,11 +59,12 @@ class GraphedStep:
         self._device = step.device
         self._plan = plan
         self._trial = Trial() if plan.graphs == "auto" else None
-        extra = TRIAL_STEPS if self._trial is not None else 0
-        # DDP arranges its buckets anew, and measures itself, in its first steps.
-        extra += _DDP_WARM_UP if step.spread == "ddp" else 0
+        # DDP arranges its buckets anew, and measures itself, in its first steps: after those, a
+        # step is what it will be.
+        self._watch_after = plan.graph_after + (_DDP_WARM_UP if step.spread == "ddp" else 0)
+        after = self._watch_after + (TRIAL_STEPS if self._trial is not None else 0)
         self._graphs: GraphCache[LossParts] = GraphCache(
-            self._device, most=plan.graph_shapes, after=plan.graph_after + extra
+            self._device, most=plan.graph_shapes, after=after
         )
         self._updates: GraphCache[None] = GraphCache(self._device, most=1, after=0)
         self._settings: tuple[Hashable, ...] | None = None
@@ -91,7 +92,7 @@ class GraphedStep:
             self._replay(captured, batch, report)
             return True
         self._one_by_one += 1
-        if self._why is None and self._graphs.uses(self._key) == self._plan.graph_after:
+        if self._why is None and self._graphs.uses(self._key) == self._watch_after:
             self._watch(batch, report)
         else:
             self._launch(batch, report)
@@ -370,7 +371,7 @@ class GraphedStep:
     def _timed(self, *, replay: bool) -> Iterator[None]:
         """Time the step in the block, alone on the device, if the trial still wants it."""
         trial, device = self._trial, self._device
-        warmed_up = replay or self._graphs.uses(self._key) > self._plan.graph_after
+        warmed_up = replay or self._graphs.uses(self._key) > self._watch_after
         if (
             trial is None
             or self._why is not None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -140,7 +141,10 @@ def spread_over(
     if ranks.group is None:
         return model
     if how == "ddp":
-        # Not on the default stream: a graph could not be captured of what was made there.
+        # Not on the default stream: a graph could not be captured of what was made there. That
+        # backward then changes streams is meant, and costs no host wait.
+        with suppress(AttributeError):  # of newer PyTorch
+            torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         with device.use(device.stream("ddp")):
             return data_parallel(model, ranks.group)
     from torch.distributed.device_mesh import init_device_mesh
