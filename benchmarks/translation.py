@@ -92,7 +92,7 @@ def tokens(data: Path, runs: Path, cache: Path) -> dict[str, Any]:
     """Some 25,000 target tokens a batch, padding not counted."""
     row = measured(
         "tokens-max", runs, four(data), *SPEED.split(), "--cache", cache, "--tokens", "29500",
-        "--shapes", "8", "--plan", "max", "--epochs", "5",
+        "--shapes", "12", "--plan", "max", "--epochs", "5",
     )  # fmt: skip
     return {"max": row | {"updates an epoch": row["updates"] // 5}}
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 _CONTAINERS = (dict, list, tuple)
+_TENSORS = {torch.Tensor}
 
 
 def is_plain_tensor(leaf: object) -> bool:
@@ -51,8 +52,8 @@ def leaves(batch: Any) -> Iterator[Any]:
 
 
 def flatten(batch: Any) -> list[Any]:
-    """The `leaves` as a list; a plain tuple or list of tensors, the common case, is quick."""
-    if type(batch) in (tuple, list) and all(type(part) is torch.Tensor for part in batch):
+    """The `leaves` as a list."""
+    if _is_flat(batch):
         return list(batch)
     return list(leaves(batch))
 
@@ -64,7 +65,7 @@ def tensors(batch: Any) -> list[torch.Tensor]:
 
 def rebuild(batch: Any, new_leaves: Iterable[Any]) -> Any:
     """The same batch with its `leaves` replaced, one by one and in order."""
-    if type(batch) in (tuple, list) and all(type(part) is torch.Tensor for part in batch):
+    if _is_flat(batch):
         return type(batch)(new_leaves)
     supply = iter(new_leaves)
     return _rebuild(batch, lambda leaf: next(supply))
@@ -82,6 +83,11 @@ def measure(leaves: Iterable[Any]) -> tuple[int, int]:
             if not samples and leaf.dim() > 0:
                 samples = leaf.shape[0]
     return nbytes, samples or 1
+
+
+def _is_flat(batch: Any) -> bool:
+    """Whether it is a plain tuple or list of tensors: mostly so, and seen without a loop here."""
+    return type(batch) in (tuple, list) and set(map(type, batch)) == _TENSORS
 
 
 def _parts(batch: Any) -> Iterable[Any]:

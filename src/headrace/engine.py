@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,6 @@ from headrace.resuming import Place, tell_epoch
 from headrace.step import LossFunction, LossParts, TrainingStep
 from headrace.wrapped import evaluating, where
 
-_NOT_ANNOTATED = nullcontext()
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
 
 
@@ -308,20 +307,20 @@ class Engine:
         assert step is not None
         self._place.before_batch(run if self._on_error is not None else None)
         if self._graphed is not None and not run.is_stand_in(index):
-            with lanes.on(lanes.forward), self._annotated("step"):
+            with lanes.on(lanes.forward, "step"):
                 run.replays += self._graphed.train(batch, partial(run.report, index))
             return
         if self._halving is not None:
-            self._halving.train(batch, lanes, partial(run.report, index), self._annotated)
+            self._halving.train(batch, lanes, partial(run.report, index))
             return
-        with lanes.on(lanes.forward), self._annotated("forward"):
+        with lanes.on(lanes.forward, "forward"):
             parts = step.forward(batch)
             if run.is_stand_in(index):
                 parts = parts.without_weight()
             if step.gate is None:
                 run.report(index, parts)
         lanes.forward_to_backward()
-        with lanes.on(lanes.backward), self._annotated("backward"):
+        with lanes.on(lanes.backward, "backward"):
             step.backward(parts)
             if updated := step.group_is_full:
                 step.update()
@@ -332,13 +331,13 @@ class Engine:
 
     def _evaluate_batch(self, run: Loop, index: int, batch: Any) -> None:
         assert self._step is not None
-        with run.lanes.on(run.lanes.forward), self._annotated("evaluate"):
+        with run.lanes.on(run.lanes.forward, "evaluate"):
             parts = self._step.forward(batch)
             run.report(index, parts.without_weight() if run.is_stand_in(index) else parts)
 
     def _custom_batch(self, run: Loop, index: int, batch: Any) -> None:
         assert self._custom is not None
-        with run.lanes.on(run.lanes.forward), self._annotated("step"):
+        with run.lanes.on(run.lanes.forward, "step"):
             returned = self._custom(batch)
             if returned is not None:
                 run.report(index, LossParts.of(returned, self.device, needs_grad=False))
@@ -378,6 +377,7 @@ class Engine:
             epoch=self.epochs,
             cache=self._cache,
             deterministic=self._deterministic,
+            nvtx=self._nvtx,
             ranks=self.ranks,
             **options,
         )
@@ -410,6 +410,3 @@ class Engine:
         """One batch more, on the stream the loop began on, whatever is current by now."""
         with self.device.use(run.lanes.caller):
             return next(steps, run) is not run
-
-    def _annotated(self, name: str) -> AbstractContextManager[object]:
-        return self.device.annotate(name) if self._nvtx else _NOT_ANNOTATED

@@ -11,7 +11,6 @@ is taken for a mean over the batch's rows. Halves that do not fit are halved aga
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +72,6 @@ class HalvingStep:
         batch: Any,
         lanes: Lanes,
         report: Callable[[LossParts], None],
-        annotated: Callable[[str], AbstractContextManager[object]],
     ) -> None:
         step = self._step
         step.begin()
@@ -81,7 +79,7 @@ class HalvingStep:
         with lanes.on(lanes.backward):
             weight = None if step.weight.value is None else step.weight.value.clone()
         try:
-            done = self._passes(batch, lanes, annotated, rows=None, of=None)
+            done = self._passes(batch, lanes, rows=None, of=None)
         except BaseException:  # the group is as it was: this batch is not in it
             self._put_back(kept)
             with lanes.on(lanes.backward):
@@ -90,7 +88,7 @@ class HalvingStep:
         self._add_back(lanes, kept)
         if len(done) > 1:
             self.halved += 1
-        with lanes.on(lanes.backward), annotated("backward"):
+        with lanes.on(lanes.backward, "backward"):
             step.gathered()
             if updated := step.group_is_full:
                 step.update()
@@ -103,7 +101,6 @@ class HalvingStep:
         self,
         batch: Any,
         lanes: Lanes,
-        annotated: Callable[[str], AbstractContextManager[object]],
         *,
         rows: int | None,
         of: int | None,
@@ -113,10 +110,10 @@ class HalvingStep:
         kept = self._set_aside()
         problem = ""
         try:
-            with lanes.on(lanes.forward), annotated("forward"):
+            with lanes.on(lanes.forward, "forward"):
                 parts = self._step.forward(batch)
             lanes.forward_to_backward()
-            with lanes.on(lanes.backward), annotated("backward"):
+            with lanes.on(lanes.backward, "backward"):
                 self._step.gather(parts, share)
             lanes.backward_to_forward()
         except torch.OutOfMemoryError as found:
@@ -142,7 +139,7 @@ class HalvingStep:
         return [
             done
             for count, half in halves
-            for done in self._passes(half, lanes, annotated, rows=count, of=total)
+            for done in self._passes(half, lanes, rows=count, of=total)
         ]
 
     # --- gradients of what was trained on before ------------------------------------------------

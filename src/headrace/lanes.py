@@ -8,7 +8,8 @@ streams4      transfer, transfer_next | forward | backward
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from headrace.device import Device, Event, Stream
 from headrace.plan import Plan
@@ -27,10 +28,12 @@ class Lanes:
     prefetcher's: a transfer waits for the forward stream, which has waited for the update.
     """
 
-    def __init__(self, device: Device, plan: Plan, *, split: bool) -> None:
+    def __init__(self, device: Device, plan: Plan, *, split: bool, annotate: bool = False) -> None:
         self._device = device
+        self._annotate = annotate
         self.caller = device.current_stream()
-        self._blocking = plan.prefetch_depth == 0
+        #: Whether copies are to block the host.
+        self.blocking = plan.prefetch_depth == 0
         self._split = split
         self._forwarded, self._updated = device.event(), device.event()
         if plan.sync == "none":
@@ -44,9 +47,17 @@ class Lanes:
             transfer, following = (manager.get_stream(r) for r in ("transfer", "transfer_next"))
             self.transfers = (transfer,) if transfer is following else (transfer, following)
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
-        """Send work to `stream`; nothing to do for the caller's, on which the loop runs."""
+    def on(self, stream: Stream, name: str | None = None) -> AbstractContextManager[object]:
+        """Send work to `stream`, called `name` in the vendor's profiler if that is wanted; nothing
+        to do for the caller's, on which the loop runs."""
+        if name is not None and self._annotate:
+            return self._annotated(stream, name)
         return _THERE_ALREADY if stream is self.caller else self._device.use(stream)
+
+    @contextmanager
+    def _annotated(self, stream: Stream, name: str) -> Iterator[None]:
+        with self.on(stream), self._device.annotate(name):
+            yield
 
     def take_over(self) -> None:
         """The engine's streams start after what the caller's holds."""
@@ -58,11 +69,10 @@ class Lanes:
         for stream in self._own():
             self.caller.wait_stream(stream)
 
-    def arrived(self, feed: PrefetchIterator) -> None:
-        """Where copies are to block, wait here for the batch that is about to be used."""
-        if self._blocking:
-            used = self.transfers[(feed.delivered - 1) % len(self.transfers)]
-            self._device.synchronize("copy", used)
+    def wait_for_copy(self, feed: PrefetchIterator) -> None:
+        """Where copies are to block: of the batch that is about to be used."""
+        used = self.transfers[(feed.delivered - 1) % len(self.transfers)]
+        self._device.synchronize("copy", used)
 
     def forward_to_backward(self) -> None:
         if self._split:
@@ -79,7 +89,7 @@ class Lanes:
 
 
 class HostSync:
-    """The plan's host waits: after every batch, every so many, by stream or by event, or never."""
+    """The plan's host waits: after every batch, or every so many, by stream or by event."""
 
     def __init__(self, device: Device, plan: Plan, lanes: Lanes) -> None:
         self._device = device
@@ -92,12 +102,12 @@ class HostSync:
     def after_batch(self, index: int) -> None:
         if self._plan.sync == "event":
             self._mark()
-        if self._plan.sync != "none" and (index + 1) % self._every == 0:
+        if (index + 1) % self._every == 0:
             self._wait(index + 1)
 
     def at_end(self, batches: int) -> None:
         """Also after the last batch, if it was not just done."""
-        if self._plan.sync != "none" and batches > self._synchronized:
+        if batches > self._synchronized:
             self._wait(batches)
 
     def _mark(self) -> None:

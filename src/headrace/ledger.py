@@ -120,8 +120,8 @@ class Ledger:
         self._before = _Tallies()
         self._waiting_threads = 0
         self._wall_since_ns = 0
-        self._thread = threading.local()
-        self._under_way: dict[int, tuple[str, int]] = {}
+        #: By thread, the innermost wait that it is in.
+        self._under_way: dict[int, _Waiting] = {}
 
     def now_ns(self) -> int:
         """The time by which waits are measured: the fake device's is its virtual clock."""
@@ -167,8 +167,12 @@ class Ledger:
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         now_ns = self._clock_ns()
         return tuple(
-            WaitUnderWay(names.get(ident, f"thread {ident}"), reason, (now_ns - since) / _NS_PER_MS)
-            for ident, (reason, since) in list(self._under_way.items())
+            WaitUnderWay(
+                names.get(ident, f"thread {ident}"),
+                wait._reason,
+                (now_ns - wait._start_ns) / _NS_PER_MS,
+            )
+            for ident, wait in list(self._under_way.items())
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -186,61 +190,54 @@ class Ledger:
             self._close_wall()
             self._before, self._epoch = _Tallies.of_state(state), _Tallies()
 
-    def _enter(self) -> int:
-        """Note that this thread waits. Returns the outer wait's nested time so far."""
-        outer_ns: int = getattr(self._thread, "nested_ns", -1)
-        self._thread.nested_ns = 0
-        if outer_ns < 0:
-            with self._lock:
-                self._waiting_threads += 1
-                if self._waiting_threads == 1:
-                    self._wall_since_ns = self._clock_ns()
-        return outer_ns
-
-    def _leave(self, reason: str, elapsed_ns: int, outer_ns: int) -> None:
-        own_ns = elapsed_ns - self._thread.nested_ns
-        # The wait around this one, if any, must not count this time again.
-        self._thread.nested_ns = -1 if outer_ns < 0 else outer_ns + elapsed_ns
-        with self._lock:
-            self._epoch.of(reason).add_wait(own_ns)
-            if outer_ns < 0:
-                self._close_wall()
-                self._waiting_threads -= 1
-
-    def _close_wall(self) -> None:
+    def _close_wall(self, now_ns: int | None = None) -> None:
         """Add the wall time up to now, so that an epoch's end can fall inside a wait."""
         if self._waiting_threads:
             # On the fake device each thread has a clock of its own: this one may be behind.
-            now_ns = max(self._clock_ns(), self._wall_since_ns)
+            now_ns = max(self._clock_ns() if now_ns is None else now_ns, self._wall_since_ns)
             self._epoch.wall_ns += now_ns - self._wall_since_ns
             self._wall_since_ns = now_ns
 
 
 class _Waiting:
-    """The block of `Ledger.waiting`: a class, since it stands in every step of every loop."""
+    """The block of `Ledger.waiting`. It stands in every step of every loop: hence a class, and few
+    calls in it."""
 
-    __slots__ = ("_around", "_ledger", "_outer_ns", "_reason", "_start_ns")
+    __slots__ = ("_around", "_ident", "_ledger", "_nested_ns", "_reason", "_start_ns")
 
     def __init__(self, ledger: Ledger, reason: str) -> None:
         self._ledger = ledger
         self._reason = reason
+        self._nested_ns = 0
 
     def __enter__(self) -> None:
-        self._outer_ns = self._ledger._enter()
-        self._start_ns = self._ledger.now_ns()
-        under_way, ident = self._ledger._under_way, threading.get_ident()
-        self._around = under_way.get(ident)
-        under_way[ident] = (self._reason, self._start_ns)
+        ledger = self._ledger
+        self._ident = ident = threading.get_ident()
+        self._around: _Waiting | None = ledger._under_way.get(ident)
+        start_ns = self._start_ns = ledger._clock_ns()
+        if self._around is None:
+            with ledger._lock:
+                ledger._waiting_threads += 1
+                if ledger._waiting_threads == 1:
+                    ledger._wall_since_ns = start_ns
+        ledger._under_way[ident] = self
 
     def __exit__(self, *exception: object) -> None:
-        if self._around is None:
-            self._ledger._under_way.pop(threading.get_ident(), None)
+        ledger, around, start_ns = self._ledger, self._around, self._start_ns
+        end_ns = ledger._clock_ns()
+        elapsed_ns = end_ns - start_ns
+        if around is None:
+            ledger._under_way.pop(self._ident, None)
         else:
-            self._ledger._under_way[threading.get_ident()] = self._around
-        elapsed_ns = self._ledger.now_ns() - self._start_ns
-        self._ledger._leave(self._reason, elapsed_ns, self._outer_ns)
-        if self._ledger.on_wait is not None:
-            self._ledger.on_wait(self._reason, self._start_ns, self._start_ns + elapsed_ns)
+            ledger._under_way[self._ident] = around
+            around._nested_ns += elapsed_ns  # it must not count this time again
+        with ledger._lock:
+            ledger._epoch.of(self._reason).add_wait(elapsed_ns - self._nested_ns)
+            if around is None:
+                ledger._close_wall(end_ns)
+                ledger._waiting_threads -= 1
+        if ledger.on_wait is not None:
+            ledger.on_wait(self._reason, start_ns, end_ns)
 
 
 class _Tally:

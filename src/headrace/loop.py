@@ -61,6 +61,7 @@ class Loop:
         ranks: Ranks = SINGLE,
         cache: BatchCache | None = None,
         deterministic: bool = False,
+        nvtx: bool = False,
         on_step: Callable[[StepInfo], object] | None = None,
         on_error: Callable[[BaseException], object] | None = None,
         non_finite: NonFiniteWatch | None = None,
@@ -72,7 +73,8 @@ class Loop:
         self.ended = False
         self.replays = 0
         self._first = first
-        self.lanes = Lanes(device, plan, split=plan.split_backward and step is not None)
+        split = plan.split_backward and step is not None
+        self.lanes = Lanes(device, plan, split=split, annotate=nvtx)
         self._needs_tensors = needs_tensors
         self._deterministic = deterministic
         self._ranks = ranks
@@ -103,7 +105,7 @@ class Loop:
             device, plan.deferred_every, stream=self.lanes.losses, ranks=ranks
         )
         self._window = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
-        self._sync = HostSync(device, plan, self.lanes)
+        self._sync = HostSync(device, plan, self.lanes) if plan.sync != "none" else None
         # Values that a restored engine had not yet reported come first.
         self._entries: list[DeferredValues] = list(pending)
         self._unreported = tuple(self._entries)
@@ -122,7 +124,8 @@ class Loop:
             session.push(self._tell_error)
             self.loader_state = feed.loader_state
             for index, batch in enumerate(feed):
-                self.lanes.arrived(feed)
+                if self.lanes.blocking:
+                    self.lanes.wait_for_copy(feed)
                 self._window.admit(feed.last_nbytes)
                 self._samples += feed.last_samples
                 if self._shares is not None:
@@ -143,7 +146,8 @@ class Loop:
                 if feed.last_nbytes > self._largest[0]:
                     self._largest = (feed.last_nbytes, feed.last_samples)
                 self._window.launched(self.lanes.backward)
-                self._sync.after_batch(index)
+                if self._sync is not None:
+                    self._sync.after_batch(index)
                 self._collect(self._deferred.ready())
                 if self._on_step is not None:
                     self._on_step(self.info())
@@ -258,7 +262,8 @@ class Loop:
         finally:
             with self.lanes.on(self.lanes.forward):
                 self._deferred.flush()
-            self._sync.at_end(self._batches)
+            if self._sync is not None:
+                self._sync.at_end(self._batches)
             try:
                 self._collect(self._deferred.drain())
                 self._samples = sum(self._ranks.gathered(self._samples, self.device.ledger))
@@ -302,6 +307,9 @@ class Loop:
             self.lanes.take_over()
 
     def _collect(self, come_back: list[DeferredValues]) -> None:
+        if not come_back and not self._unreported:  # mostly
+            self._come_back = ()
+            return
         if self._ranks.several:
             come_back = [_unweighted(entry) for entry in come_back]
         if come_back and "loss" not in come_back[-1].values and self.step is not None:

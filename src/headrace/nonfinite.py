@@ -13,6 +13,7 @@ Optimizers that are not fused cannot be told on the device: then the host asks, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -77,6 +78,9 @@ class NonFiniteWatch:
     def look(self, entry: DeferredValues, epoch: int) -> None:
         """Once for each batch whose values have come back."""
         skipped = entry.values.get(SKIPPED, 0.0) == 1.0
+        # A sum of finite values that is not finite itself is looked at, too.
+        if not skipped and math.isfinite(sum(entry.values.values())):
+            return
         if not entry.non_finite and not skipped:
             return
         what = f"{', '.join(entry.non_finite) or 'a gradient'} not finite"

@@ -125,6 +125,8 @@ class PrefetchIterator:
         self._error: BaseException | None = None
         self._pulled = 0
         self._copies: deque[Event] = deque()
+        self._spare: list[Event] = []
+        self._sender = _Sender(self._device, self._owner, settings)
         self.delivered = 0
         self.last_nbytes = self.last_samples = 0
         # Last: it may raise, and close() needs the rest.
@@ -191,15 +193,14 @@ class PrefetchIterator:
             return _Slot(kept, None, nbytes, samples)
         if not self._device.asynchronous:
             return _Slot(self._moved(batch, leaves), None, nbytes, samples)
-        self._bound_copies()
+        mark = self._free_mark()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
-        sending = _Sending(self._device, self._owner, transfer, self._settings)
-        on_device = batches.rebuild(batch, sending.send(leaves))
-        if sending.ready is not None:
-            self._copies.append(sending.ready)
+        arriving, was_copied = self._sender.send(leaves, transfer, mark)
+        on_device = batches.rebuild(batch, arriving)
+        (self._copies if was_copied else self._spare).append(mark)
         if cache is not None:
             cache.keep(batch, on_device)
-        return _Slot(on_device, sending.ready, nbytes, samples)
+        return _Slot(on_device, mark if was_copied else None, nbytes, samples)
 
     def _moved(self, batch: Any, leaves: list[Any]) -> Any:
         """On a device that copies nothing: the batch itself, if all of it is there already."""
@@ -208,11 +209,18 @@ class PrefetchIterator:
         target = self._device.torch_device
         return batches.rebuild(batch, [leaf.to(target) for leaf in leaves])
 
-    def _bound_copies(self) -> None:
-        while len(self._copies) >= _MOST_COPIES:
-            oldest = self._copies.popleft()
-            if not oldest.query():
-                self._device.wait(oldest, "copies_behind")
+    def _free_mark(self) -> Event:
+        """An event to record behind a copy: new, or one whose copy is done. If too many copies are
+        under way, the host waits for the oldest. (What still waits for a mark that is used again
+        waits for a later copy, too: never for too little.)"""
+        if self._spare:
+            return self._spare.pop()
+        if len(self._copies) < _MOST_COPIES:
+            return self._device.event()
+        oldest = self._copies.popleft()
+        if not oldest.query():
+            self._device.wait(oldest, "copies_behind")
+        return oldest
 
     def _hand_over(self, slot: _Slot) -> None:
         assert slot.ready is not None
@@ -224,70 +232,87 @@ class PrefetchIterator:
                 self._device.record_stream(tensor, reader)
 
 
-class _Sending:
-    """One batch on its way: from host memory, by way of staging if need be, into its slot."""
+class _Sender:
+    """Sends batches on their way: from host memory, by way of staging if need be, into slots."""
 
-    def __init__(
-        self,
-        device: Device,
-        owner: Stream,
-        transfer: Stream,
-        settings: Prefetcher,
-    ) -> None:
+    def __init__(self, device: Device, owner: Stream, settings: Prefetcher) -> None:
         self._device = device
         self._owner = owner
-        self._transfer = transfer
         self._pin = settings.pin
-        self._on_owner = nullcontext(owner) if settings.runs_on_owner else device.use(owner)
+        self._runs_on_owner = settings.runs_on_owner
+        self._queued = device.event()
         self._buffers: list[PinnedBuffer] = []
-        self.ready: Event | None = None
 
-    def send(self, leaves: list[Any]) -> list[Any]:
-        """The leaves on the device, or on their way there."""
-        arrived: dict[int, Any] = {}
-        host: list[int] = []
-        for index, leaf in enumerate(leaves):
-            if isinstance(leaf, torch.Tensor) and self._is_there(leaf):
-                arrived[index] = self._pass_through(leaf)
-            elif not batches.is_plain_tensor(leaf):
-                arrived[index] = self._move_object(leaf)
-            else:
-                host.append(index)
-        if host:
-            copied = self._copy([leaves[index] for index in host])
-            arrived |= zip(host, copied, strict=True)
-        return [arrived[index] for index in range(len(leaves))]
+    def send(self, leaves: list[Any], transfer: Stream, mark: Event) -> tuple[list[Any], bool]:
+        """The leaves on the device, or on their way there, and whether any is on its way: then
+        `mark` passes when they have arrived."""
+        host = [leaf for leaf in leaves if self._is_to_be_copied(leaf)]
+        copies = self._copy(host, transfer, mark) if host else []
+        if len(host) == len(leaves):  # mostly
+            return copies, bool(host)
+        supply, wanted = iter(copies), {id(leaf) for leaf in host}
+        arriving = [next(supply) if id(leaf) in wanted else self._other(leaf) for leaf in leaves]
+        return arriving, bool(host)
 
-    def _copy(self, sources: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The sources' copies, under way on the transfer stream; `ready` marks their arrival."""
+    def _is_to_be_copied(self, leaf: Any) -> bool:
+        """Whether it is a plain tensor in host memory."""
+        if not isinstance(leaf, torch.Tensor) or self._device.holds(leaf):
+            return False
+        if leaf.device.type != "cpu":
+            raise DeviceMismatchError(
+                f"a batch holds a tensor on {leaf.device}; the loop runs on {self._device}"
+            )
+        return batches.is_plain_tensor(leaf)
+
+    def _other(self, leaf: Any) -> Any:
+        there = isinstance(leaf, torch.Tensor) and self._device.holds(leaf)
+        return self._pass_through(leaf) if there else self._move_object(leaf)
+
+    def _copy(
+        self, sources: list[torch.Tensor], transfer: Stream, mark: Event
+    ) -> list[torch.Tensor]:
+        """The sources' copies, under way on the transfer stream; `mark` is recorded behind them."""
         device = self._device
-        together: list[int] = []
-        if self._pin and len(sources) > _FEW_TENSORS:
-            small = [at for at, source in enumerate(sources) if _is_small(source)]
-            together = small if len(small) > _FEW_TENSORS else []
-        packed = [_Packed(device, group) for group in _by_dtype(sources, together)]
-        packed_ones = set(together)
-        alone = [at for at in range(len(sources)) if at not in packed_ones]
-        staged = {at: self._staged(sources[at]) for at in alone}
-        with self._on_owner:  # the memory is to be the reader's
-            slots = {at: _empty_like(device, sources[at]) for at in alone}
+        packed = self._packed(sources) if self._pin and len(sources) > _FEW_TENSORS else []
+        in_packs = {at for pack in packed for at in pack.places} if packed else ()
+        alone = [at for at in range(len(sources)) if at not in in_packs]
+        staged = [self._staged(sources[at]) for at in alone]
+        with nullcontext() if self._runs_on_owner else device.use(self._owner):
+            # The memory is to be the reader's, with the strides that a plain `.to()` would give.
+            slots = [torch.empty_like(sources[at], device=device.torch_device) for at in alone]
             for pack in packed:
                 pack.allocate()
         # Earlier work of the owner may still use this memory; and with deterministic algorithms
         # PyTorch fills fresh memory, on the owner too.
-        self._transfer.wait_stream(self._owner)
-        self.ready = device.event()
-        with device.use(self._transfer):
-            for at, slot in slots.items():
-                device.copy(slot, staged[at], known_pinned=self._pin)
+        self._queued.record(self._owner)
+        transfer.wait_event(self._queued)
+        with device.use(transfer):
+            for slot, source in zip(slots, staged, strict=True):
+                device.copy(slot, source, known_pinned=self._pin)
             for pack in packed:
                 pack.copy()
-            self.ready.record(self._transfer)
-        for buffer in [*self._buffers, *(pack.buffer for pack in packed)]:
-            buffer.release(after=self.ready)
+            mark.record(transfer)
+        self._release_staging(packed, mark)
+        if not packed:
+            return slots
+        views = dict(zip(alone, slots, strict=True))
         for pack in packed:
-            slots |= pack.views()
-        return [slots[at] for at in range(len(sources))]
+            views |= pack.views()
+        return [views[at] for at in range(len(sources))]
+
+    def _packed(self, sources: list[torch.Tensor]) -> list[_Packed]:
+        """The many small ones among them, if there are many, by type."""
+        small = [at for at, source in enumerate(sources) if _is_small(source)]
+        if len(small) <= _FEW_TENSORS:
+            return []
+        return [_Packed(self._device, group) for group in _by_dtype(sources, small)]
+
+    def _release_staging(self, packed: list[_Packed], mark: Event) -> None:
+        for buffer in self._buffers:
+            buffer.release(after=mark)
+        self._buffers.clear()
+        for pack in packed:
+            pack.buffer.release(after=mark)
 
     def _staged(self, source: torch.Tensor) -> torch.Tensor:
         """The source itself where a copy can run from it, else a copy of it in pinned memory."""
@@ -304,15 +329,6 @@ class _Sending:
         staged = staged.as_strided(source.shape, _dense_strides(source))
         staged.copy_(source)
         return staged
-
-    def _is_there(self, tensor: torch.Tensor) -> bool:
-        if self._device.holds(tensor):
-            return True
-        if tensor.device.type != "cpu":
-            raise DeviceMismatchError(
-                f"a batch holds a tensor on {tensor.device}; the loop runs on {self._device}"
-            )
-        return False
 
     def _pass_through(self, tensor: torch.Tensor) -> torch.Tensor:
         self._device.say_once(
@@ -344,6 +360,7 @@ class _Packed:
     def __init__(self, device: Device, sources: dict[int, torch.Tensor]) -> None:
         self._device = device
         self._sources = sources
+        self.places = sources.keys()
         self._sizes = [source.numel() for source in sources.values()]
         self._dtype = next(iter(sources.values())).dtype
         self.buffer = device.pinned.take(sum(self._sizes) * self._dtype.itemsize)
@@ -376,13 +393,6 @@ def _by_dtype(sources: list[torch.Tensor], which: list[int]) -> list[dict[int, t
     for at in which:
         groups.setdefault(sources[at].dtype, {})[at] = sources[at]
     return list(groups.values())
-
-
-def _empty_like(device: Device, source: torch.Tensor) -> torch.Tensor:
-    """Device memory of the same shape, and the same strides where they leave no holes."""
-    return torch.empty_strided(
-        source.shape, _dense_strides(source), dtype=source.dtype, device=device.torch_device
-    )
 
 
 def _dense_strides(source: torch.Tensor) -> tuple[int, ...]:

@@ -42,6 +42,13 @@ class AcceleratorStream(Stream):
     def query(self) -> bool:
         return bool(self.raw.query())
 
+    def wait_event(self, event: Event) -> None:
+        # In every step: what is as it should be goes the shortest way.
+        if event.recorded and event.device is self.device:
+            event.raw.wait(self.raw)  # type: ignore[attr-defined]
+        else:
+            super().wait_event(event)
+
     def _wait_event(self, event: Event) -> None:
         assert isinstance(event, AcceleratorEvent)
         self.raw.wait_event(event.raw)
@@ -56,6 +63,13 @@ class AcceleratorEvent(Event):
         super().__init__(device, timing)
         #: PyTorch's own event object.
         self.raw = raw
+
+    def record(self, stream: Stream | None = None) -> None:
+        if stream is not None and stream.device is self.device:  # in every step
+            self.raw.record(stream.raw)  # type: ignore[attr-defined]
+            self.recorded = True
+        else:
+            super().record(stream)
 
     def _record(self, stream: Stream) -> None:
         assert isinstance(stream, AcceleratorStream)
