@@ -171,7 +171,9 @@ def left_by(run: Path) -> dict[str, Any]:
     kept = ("kind", "step", "epoch", "loss", "valid_loss", "bleu", "chrf")
     lines = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
     found["metrics"] = [
-        {name: line.get(name) for name in kept} for line in lines if line["kind"] != "step"
+        {name: line.get(name) for name in kept}
+        for line in lines
+        if line["kind"] in ("epoch", "valid")  # the others are written by the clock
     ]
     found["result"] = json.loads((run / "result.json").read_text(encoding="utf-8"))
     return found

@@ -17,7 +17,7 @@ from headrace.bench.comparing import Comparing
 from headrace.bench.contestants import Contestant, Garage
 from headrace.bench.entries import entries_of, noise_pair, plans_here
 from headrace.bench.finding import find_work
-from headrace.bench.looking import _first_steps, short_name
+from headrace.bench.looking import _first_steps, _of_stretch, short_name
 from headrace.bench.record import BenchResult, Equal, Row
 from headrace.bench.runner import Bench
 from headrace.bench.text import text_of
@@ -583,3 +583,26 @@ class TestText:
         record = _first_steps(Timeline(spans), step_ms=0.1, steps=2)
         assert len(record.spans) == 6_000
         assert record.steps == pytest.approx(0.6, abs=0.01)
+
+    def test_what_ended_before_a_stretch_is_not_in_it(self) -> None:
+        """A peer's last copy of the batch before, say: it began within what two clocks differ."""
+        began_ns, stretch = 1_000_000, Stretch(steps=1, start_ns=3_000_000, elapsed_ns=500_000)
+        spans = [
+            Span("default", "before", "copy", 1_900_000, 1_990_000),
+            Span("default", "across", "copy", 1_990_000, 2_010_000),
+            Span("default", "inside", "kernel", 2_100_000, 2_200_000),
+        ]
+        found = _of_stretch(Timeline(spans), [], began_ns, stretch).spans
+        assert [(s.name, s.start_ns, s.end_ns) for s in found] == [
+            ("across", 0, 10_000),
+            ("inside", 100_000, 200_000),
+        ]
+
+    def test_a_timeline_ends_where_its_last_step_does(self) -> None:
+        """The host waits to the end of all steps; three are shown."""
+        spans = [Span("default", "k", "kernel", n * 10_000, n * 10_000 + 9_000) for n in range(60)]
+        spans.append(Span("host", "losses", "wait", 5_000, 600_000))
+        record = _first_steps(Timeline(spans), step_ms=0.1, steps=6)
+        assert record.steps == 3
+        assert max(span.end_ns for span in record.spans) == 300_000
+        assert min(span.end_ns - span.start_ns for span in record.spans) >= 0

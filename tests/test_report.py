@@ -288,6 +288,28 @@ class TestBench:
         assert "No plan could be measured" in page_of(tmp_path, content).words
 
 
+class TestLosses:
+    """A plan may have been compared with other losses of the reference than those of its row."""
+
+    def content(self) -> dict[str, Any]:
+        content = bench_sample(SMALL, steps=1)
+        content["rows"][0] |= {"losses": [4.0, 3.0]}
+        why = "compared without dropout"
+        equal = {"verdict": "within", "largest": 0.001, "tolerance": 0.01, "why": why}
+        content["rows"][1] |= {"losses": [3.5, 2.5], "equal": equal}
+        return content
+
+    def test_a_difference_that_nobody_looked_at_is_not_shown(self, tmp_path: Path) -> None:
+        page = page_of(tmp_path, self.content())
+        assert "Difference from baseline" not in page.words
+        assert "(graph: compared without dropout.)" in page.words
+
+    def test_the_difference_is_from_what_it_was_compared_with(self, tmp_path: Path) -> None:
+        content = self.content()
+        content["rows"][1] |= {"reference_losses": [3.5, 2.4975]}
+        assert "Difference from baseline" in page_of(tmp_path, content).words
+
+
 class TestSize:
     def test_large_results_stay_small(self, tmp_path: Path) -> None:
         content = bench_sample(steps=5, losses=20_000)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from headrace.testing import Costs, FakeDevice
-from headrace.timeline import Span, Timeline
+from headrace.timeline import Span, Timeline, packed, unpacked
 
 MS = 1_000_000
 # A copy takes 2 ms whatever its size, the step's one kernel 10 ms, and nothing else any time.
@@ -168,3 +171,45 @@ def test_export_for_perfetto(tmp_path: Path) -> None:
     assert copies[0]["ts"] == 0
     assert copies[0]["dur"] == 2000
     assert copies[0]["args"]["where"].startswith(__file__)
+
+
+spans = st.lists(
+    st.fixed_dictionaries(
+        {
+            "lane": st.sampled_from(["host", "transfer", "default"]),
+            "name": st.text(max_size=5),
+            "kind": st.sampled_from(["kernel", "copy", "wait", "host"]),
+            "start_ns": st.integers(0, 2**53),
+            "end_ns": st.integers(0, 2**53),
+        }
+    ),
+    max_size=20,
+)
+
+
+class TestPacked:
+    @given(spans)
+    def test_comes_back_as_it_was(self, spans: list[dict[str, Any]]) -> None:
+        stored = json.loads(json.dumps({"steps": 3} | packed(spans)))
+        assert unpacked(stored)["spans"] == spans
+        assert unpacked(stored)["steps"] == 3
+
+    def test_takes_what_was_never_packed(self) -> None:
+        plain = {"steps": 1, "spans": [{"lane": "a", "name": "b", "kind": "host"}]}
+        assert unpacked(plain) == plain
+
+    @pytest.mark.parametrize(
+        "row", [[0, 0, 9, 1, 2], [0, -1, 0, 1, 2], [0, 0, 0, 1], ["a", 0, 0, 1, 2], None, 7]
+    )
+    def test_leaves_what_it_does_not_know_to_the_reader(self, row: object) -> None:
+        stored = {"lanes": ["a"], "names": ["b"], "kinds": ["copy"], "spans": [row]}
+        assert unpacked(stored)["spans"] == [row]
+        assert unpacked({"spans": 5}) == {"spans": 5}
+
+    def test_takes_a_fraction_of_the_room(self) -> None:
+        name = "vectorized_elementwise_kernel<8, bfloat16_copy_kernel_cuda>"
+        spans = [
+            {"lane": "default", "name": name, "kind": "kernel", "start_ns": n, "end_ns": n + 1}
+            for n in range(1_000)
+        ]
+        assert len(json.dumps(packed(spans))) * 5 < len(json.dumps(spans))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -126,3 +126,44 @@ def _merged(spans: Iterable[Span]) -> list[tuple[int, int]]:
 
 def _covered_ns(spans: Iterable[Span]) -> int:
     return sum(end_ns - start_ns for start_ns, end_ns in _merged(spans))
+
+
+# --- in files: thousands of spans, with few names among them --------------------------------------
+
+_TABLES = ("lane", "name", "kind")
+
+
+def packed(spans: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Spans (mappings with lane, name, kind, start_ns, end_ns) in a fraction of the room: each is a
+    list of its places in the tables of lanes, names and kinds, its start and its end."""
+    tables: dict[str, dict[str, int]] = {name: {} for name in _TABLES}
+    rows = [
+        [
+            *(tables[name].setdefault(span[name], len(tables[name])) for name in _TABLES),
+            span["start_ns"],
+            span["end_ns"],
+        ]
+        for span in spans
+    ]
+    return {f"{name}s": list(table) for name, table in tables.items()} | {"spans": rows}
+
+
+def unpacked(timeline: Mapping[str, Any]) -> dict[str, Any]:
+    """A timeline with the spans that `packed` made as mappings again. Whatever else is in it stays
+    as it is, for the reader to take or to object to."""
+    spans = timeline.get("spans")
+    tables = [timeline.get(f"{name}s") for name in _TABLES]
+    found = {"spans": [_unpacked(span, tables) for span in spans]} if type(spans) is list else {}
+    return {**timeline, **found}
+
+
+def _unpacked(span: Any, tables: list[Any]) -> Any:
+    if not isinstance(span, list) or len(span) != 5:
+        return span
+    found: dict[str, Any] = {"start_ns": span[3], "end_ns": span[4]}
+    for name, table, place in zip(_TABLES, tables, span, strict=False):
+        is_place = isinstance(place, int) and isinstance(table, list) and 0 <= place < len(table)
+        if not is_place:
+            return span
+        found[name] = table[place]
+    return found

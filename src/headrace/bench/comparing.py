@@ -106,6 +106,8 @@ class Comparing:
         one.losses = self._run(entry, made, deterministic=self._deterministic and not compiled)
         if compiled:
             torch.compiler.reset()  # nothing else that is compiled is in use yet
+        if bare:
+            one.reference_losses = reference.losses
         exact = self._deterministic and not why
         one.equal = compare(
             reference.losses,

@@ -29,6 +29,7 @@ class Contestant:
     entry: Entry | None = None
     error: str | None = None
     losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()  # compared with, if not those of its own row
     equal: Equal = field(default_factory=lambda: Equal("not compared"))
     stretches: list[Stretch] = field(default_factory=list)
     peak_bytes: int | None = None

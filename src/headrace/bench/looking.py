@@ -80,6 +80,7 @@ def _of_stretch(
         if s.kind in ("kernel", "copy")
         # The host's clock and the device's are not quite the same.
         and from_ns - _CLOCKS_NS <= s.start_ns <= from_ns + stretch.elapsed_ns + _CLOCKS_NS
+        and s.end_ns > from_ns
     ]
     spans += [
         Span(HOST, reason, "wait", start_ns - stretch.start_ns, end_ns - stretch.start_ns)
@@ -102,18 +103,25 @@ def _host_waits(device: Device) -> Iterator[list[tuple[str, int, int]]]:
 
 
 def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> TimelineRecord:
-    """As many steps as can be looked at: three, or the part of them that is not too much."""
+    """As many steps as can be looked at: three, or the part of them that is not too much. What
+    goes on beyond them is cut off there: a host that waits to the end would look as if the device,
+    whose later work is not shown, had nothing to do."""
     shown = min(_SHOWN_STEPS, steps)
-    until_ns = step_ms * shown * 1e6
+    whole_ns = until_ns = round(step_ms * shown * 1e6)
     spans = [span for span in timeline.spans if span.start_ns < until_ns]
-    part = float(shown)
     if len(spans) > _MOST_SPANS:
+        until_ns = spans[_MOST_SPANS].start_ns
         spans = spans[:_MOST_SPANS]
-        part = shown * spans[-1].start_ns / until_ns
     return TimelineRecord(
-        round(part, 3),
+        round(shown * until_ns / whole_ns, 3),
         tuple(
-            SpanRecord(span.lane, short_name(span.name), span.kind, span.start_ns, span.end_ns)
+            SpanRecord(
+                span.lane,
+                short_name(span.name),
+                span.kind,
+                span.start_ns,
+                min(span.end_ns, until_ns),
+            )
             for span in spans
         ),
     )

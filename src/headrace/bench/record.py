@@ -21,6 +21,7 @@ from typing import Any, Literal, TypeVar
 
 from headrace.errors import BenchError
 from headrace.records import listed, quoted
+from headrace.timeline import packed, unpacked
 
 KIND, VERSION = "headrace bench", 1
 Agreement = Literal["reference", "identical", "within", "unequal", "not compared"]
@@ -195,6 +196,8 @@ class Row:
     streams: tuple[StreamFigures, ...] = ()
     overlap_share: float | None = None
     losses: tuple[float | None, ...] = ()
+    #: The reference's losses that these were compared with, if not those of its own row.
+    reference_losses: tuple[float | None, ...] = ()
     equal: Equal = field(default_factory=lambda: Equal("not compared"))
     graphs: dict[str, Any] | None = None
     timeline: TimelineRecord | None = None
@@ -264,6 +267,9 @@ class BenchResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON: no NaN or infinity, which become None."""
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
+        for row in plain["rows"]:
+            if row["timeline"] is not None:
+                row["timeline"] |= packed(row["timeline"]["spans"])
         return {"kind": KIND, "version": VERSION} | plain
 
     def to_json(self) -> str:
@@ -316,6 +322,8 @@ def _record(kind: type[Made], content: object, where: str, path: str) -> Made:
     """Of a mapping; keys that are not known are left out, since a later version may add some."""
     if not isinstance(content, Mapping):
         raise _wrong(where, path, content, "a mapping")
+    if kind is TimelineRecord:
+        content = unpacked(content)
     hints = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
     for known in dataclasses.fields(kind):  # type: ignore[arg-type]

@@ -68,7 +68,8 @@ def row_of(one: Contestant, units: float | None) -> Row:
             for s in window.streams
         ),
         overlap_share=None if window is None else window.overlap_share,
-        losses=tuple(loss if math.isfinite(loss) else None for loss in one.losses),
+        losses=_finite(one.losses),
+        reference_losses=_finite(one.reference_losses),
         equal=one.equal,
         graphs=one.graphs,
         timeline=one.timeline,
@@ -143,3 +144,7 @@ def _waits(stretches: Sequence[Stretch]) -> tuple[Waits | None, float | None, fl
     }
     waits = Waits(sum(counts.values()) / steps, sum(times.values()) / steps, by_reason)
     return waits, max(0.0, wall_ms - data_ms) / steps, data_ms / steps
+
+
+def _finite(losses: Sequence[float]) -> tuple[float | None, ...]:
+    return tuple(loss if math.isfinite(loss) else None for loss in losses)

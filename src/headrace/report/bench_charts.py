@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from headrace.report.bench_labels import mark, plan_label, unseen
 from headrace.report.bench_result import BenchResult, Row
 from headrace.report.charts import Bar, Cell, Segment, as_table, bars, empty, legend, meter, table
-from headrace.report.figures import ms, number, share, times, words
+from headrace.report.figures import brief, ms, number, share, times, words
 from headrace.report.markup import tag
 from headrace.report.page import Section
 from headrace.report.timelines import timelines
@@ -189,7 +189,7 @@ def waits_section(result: BenchResult) -> Section:
         total = sum(segment.value for segment in segments)
         listed = ", ".join(f"{segment.label} {ms(segment.value)}" for segment in segments)
         tip = f"{row.plan}: {listed or 'never'}; {number(row.waits.per_step)} waits a step"
-        value = [tag("b", ms(total)), f" {number(row.waits.per_step)} a step"]
+        value = [tag("b", ms(total)), f" {brief(row.waits.per_step)} a step"]
         drawn.append(Bar(plan_label(result, row), segments, value, tip, mark=mark(result, row)))
     most = max((sum(s.value for s in bar.segments) for bar in drawn), default=1.0)
     details = table(

@@ -51,15 +51,26 @@ def _loss_lines(result: BenchResult) -> tuple[list[Line], list[Line]]:
         points = [(float(at), loss) for at, loss in enumerate(row.losses, 1) if loss is not None]
         strand = (index, len(rows)) if len(rows) > 1 else None
         lines.append(Line(row.plan, points, index, 4.0, strand=strand))
-        pairs = zip(row.losses, base or (), strict=False)
-        apart = [
-            (float(at), own - other)
+        pairs = zip(row.losses, row.reference_losses or base or (), strict=False)
+        both = [
+            (at, own, other)
             for at, (own, other) in enumerate(pairs, 1)
             if own is not None and other is not None
         ]
-        if any(value for _, value in apart):
+        if any(own != other for _, own, other in both) and _were_compared(row, both):
+            apart = [(float(at), own - other) for at, own, other in both]
             differences.append(Line(row.plan, apart, index))
     return lines, differences
+
+
+def _were_compared(row: Row, both: list[tuple[int, float, float]]) -> bool:
+    """Whether it is these losses that the verdict is about: a plan may have been compared with
+    other losses of the reference (without dropout, say), which older results do not have."""
+    largest = None if row.equal is None else row.equal.largest
+    if largest is None or row.reference_losses:
+        return True
+    seen = max(abs(own - other) / max(abs(other), 1e-12) for _, own, other in both)
+    return seen <= 1.01 * largest + 1e-12
 
 
 def _equality_words(result: BenchResult) -> str:
@@ -78,6 +89,11 @@ def _equality_words(result: BenchResult) -> str:
             f"{names_of(within)} stayed within the tolerance of {brief(worst.equal.tolerance)}; "
             f"the largest difference is {brief(worst.equal.largest)} ({worst.plan})."
         )
+        said += [
+            f"({row.plan}: {row.equal.why}.)"
+            for row in within
+            if row.equal is not None and row.equal.why and not row.is_peer
+        ]
     for row in by_verdict.get("unequal", ()):
         assert row.equal is not None
         step = "" if row.equal.first_step is None else f" at step {row.equal.first_step}"

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.errors import ReportError
 from headrace.report.fields import Fields
-from headrace.timeline import Kind, Span
+from headrace.timeline import Kind, Span, unpacked
 
 KINDS: tuple[Kind, ...] = ("kernel", "copy", "wait", "host")
 
@@ -104,6 +104,7 @@ class Row:
     streams: tuple[StreamUse, ...]
     overlap_share: float | None
     losses: tuple[float | None, ...]
+    reference_losses: tuple[float | None, ...]
     equal: Equality | None
     timeline: StoredTimeline | None
     samples: tuple[Sample, ...]
@@ -202,6 +203,7 @@ def _row(fields: Fields) -> Row:
         gpu=_numbers(GpuUse, fields.child("gpu")),
         streams=tuple(_stream(stream) for stream in fields.children("streams")),
         losses=tuple(fields.numbers("losses")),
+        reference_losses=tuple(fields.numbers("reference_losses")),
         equal=None if equal is None else _equality(equal),
         timeline=_timeline(fields.child("timeline")),
         samples=tuple(_sample(sample) for sample in fields.children("samples")),
@@ -266,6 +268,7 @@ def _equality(fields: Fields) -> Equality:
 def _timeline(fields: Fields | None) -> StoredTimeline | None:
     if fields is None:
         return None
+    fields = Fields(fields.file, fields.path, unpacked(fields.values))
     spans = tuple(_span(span) for span in fields.children("spans"))
     return StoredTimeline(max(1, fields.whole("steps") or 1), spans) if spans else None
 
