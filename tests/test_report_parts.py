@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.report.fields import Fields
 from headrace.report.figures import (
     brief,
     clock,
@@ -25,6 +27,7 @@ from headrace.report.figures import (
 )
 from headrace.report.markup import Markup, json_script, tag
 from headrace.report.thinning import coverage, envelope, fewer_spans, spread
+from headrace.report.tune_result import effects, tune_result
 from headrace.timeline import Span, Timeline
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
@@ -143,3 +146,40 @@ def test_markup() -> None:
     assert json_script({"a": "</script>&"}, "d") == (
         '<script type="application/json" class="d">{"a":"\\u003c/script\\u003e\\u0026"}</script>'
     )
+
+
+class TestEffects:
+    """What mattered in a search: nothing is said of fields that changed together."""
+
+    def trial(self, number: int, plan: str, ms: float, **changed: Any) -> dict[str, Any]:
+        graphs, depth = ("on", 2) if plan == "graph" else ("off", 0)
+        return {
+            "id": number,
+            "plan": {"name": plan, "graphs": graphs, "prefetch_depth": depth} | changed,
+            "loader": {"workers": changed.get("workers"), "factor": changed.get("factor")},
+            "changed": changed,
+            "rungs": [{"steps": 20, "ms_per_step": [ms]}],
+            "status": "kept",
+        }
+
+    def found(self, *trials: dict[str, Any]) -> dict[str, tuple[tuple[str, float], ...]]:
+        result = tune_result(Fields("tune.json", "", {"trials": list(trials)}))
+        return {effect.name: effect.best_ms for effect in effects(result)}
+
+    def test_plans_are_one_choice_and_fields_are_compared_alone(self) -> None:
+        found = self.found(
+            self.trial(0, "baseline", 50.0),
+            self.trial(1, "graph", 8.0),
+            self.trial(2, "graph", 7.0, prefetch_depth=4),
+            self.trial(3, "graph", 9.0, prefetch_depth=4, workers=2, factor=2),
+            self.trial(4, "graph", 9.5, prefetch_depth=4, workers=2, factor=4),
+        )
+        assert found == {
+            "plan": (("graph", 8.0), ("baseline", 50.0)),
+            "prefetch_depth": (("4", 7.0), ("2", 8.0)),
+            "workers": (("as given", 7.0), ("2", 9.0)),
+            "factor": (("as given", 7.0), ("2", 9.0), ("4", 9.5)),
+        }
+
+    def test_one_trial_shows_nothing(self) -> None:
+        assert self.found(self.trial(0, "graph", 8.0)) == {}

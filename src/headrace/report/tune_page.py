@@ -116,10 +116,10 @@ def _trials_section(result: TuneResult) -> Section:
 
 
 def _fields_section(result: TuneResult) -> Section:
-    title, anchor = "Which fields mattered", "fields"
+    title, anchor = "What mattered", "fields"
     found = effects(result)
     if not found:
-        return Section(anchor, title, "", empty("No field took more than one value."))
+        return Section(anchor, title, "", empty("No two trials differ in one thing alone."))
     noise = result.noise_share or 0.0
     rows = [_effect_bar(effect, noise) for effect in found]
     most = max(1.0, max(effect.size for effect in found) * 100)
@@ -139,8 +139,8 @@ def _fields_section(result: TuneResult) -> Section:
         ],
     )
     lead = (
-        "For each field: how much slower the best trial with its worst value is than the best "
-        "trial with its best value. A field with a short bar may be left as it is."
+        "How much slower the worst choice is than the best: of plans as they come, and of each "
+        "field in trials that differ in it alone. What has a short bar may be left as it is."
     )
     looks = [("compute", "more than noise"), ("host", "within noise")]
     chart = [

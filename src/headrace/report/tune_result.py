@@ -10,6 +10,9 @@ from headrace.report.fields import Fields
 from headrace.report.figures import median, plain, words
 
 
+_AS_GIVEN = "as given"
+
+
 @dataclass(frozen=True, slots=True)
 class Rung:
     """One measurement of a trial: how many steps, and milliseconds a step of each repeat."""
@@ -139,19 +142,50 @@ class Effect:
 
 
 def effects(result: TuneResult) -> list[Effect]:
-    """The fields that took more than one value, those that mattered most first."""
-    names = dict.fromkeys(name for trial in result.measured for name in trial.values)
-    names |= dict.fromkeys(name for trial in result.measured for name in trial.changed)
-    found = []
-    for name in names:
-        if name == "name":
-            continue
-        best: dict[str, float] = {}
-        for trial in result.measured:
-            chosen = trial.changed.get(name, trial.values.get(name))
-            value = "as given" if chosen is None else plain(chosen)
-            best.setdefault(value, trial.pace_ms or 0.0)  # measured is in order: the first is best
-        if len(best) > 1 and min(best.values()) > 0:
-            ordered = tuple(sorted(best.items(), key=lambda entry: entry[1]))
-            found.append(Effect(name, ordered))
-    return sorted(found, key=lambda effect: -effect.size)
+    """What mattered, most first: the plan, by the presets as they are, and each field by trials
+    that differ in it alone, the fastest of them and those beside it."""
+    found = [_around(name, result.measured) for name in _fields(result.measured)]
+    presets = [trial for trial in result.measured if not trial.changed]
+    found.append(_best("plan", [(plain(t.values.get("name")), t.pace_ms or 0.0) for t in presets]))
+    return sorted((one for one in found if one is not None), key=lambda effect: -effect.size)
+
+
+def _fields(trials: list[Trial]) -> dict[str, None]:
+    names = dict.fromkeys(name for trial in trials for name in (*trial.values, *trial.changed))
+    names.pop("name", None)
+    return names
+
+
+def _around(name: str, trials: list[Trial]) -> Effect | None:
+    """The field's effect around the fastest trial that has others like it but for the field."""
+    for fastest in trials:
+        beside = [trial for trial in trials if _differ_in_alone(name, fastest, trial)]
+        if beside:
+            values = [(_value(t, name), t.pace_ms or 0.0) for t in (fastest, *beside)]
+            return _best(name, values)
+    return None
+
+
+def _differ_in_alone(name: str, one: Trial, other: Trial) -> bool:
+    """Fields that are left as given in either do not count: they come with others."""
+    if _value(one, name) == _value(other, name):
+        return False
+    for field in _fields([one, other]):
+        mine, others = _value(one, field), _value(other, field)
+        if field != name and mine != others and _AS_GIVEN not in (mine, others):
+            return False
+    return True
+
+
+def _value(trial: Trial, name: str) -> str:
+    chosen = trial.changed.get(name, trial.values.get(name))
+    return _AS_GIVEN if chosen is None else plain(chosen)
+
+
+def _best(name: str, values: list[tuple[str, float]]) -> Effect | None:
+    best: dict[str, float] = {}
+    for value, pace in sorted(values, key=lambda entry: entry[1]):
+        best.setdefault(value, pace)
+    if len(best) < 2 or min(best.values()) <= 0:
+        return None
+    return Effect(name, tuple(best.items()))
