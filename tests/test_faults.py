@@ -119,6 +119,12 @@ class TestNonFinite:
             assert engine.graphs is not None
             assert "reads back before every update" in str(engine.graphs.why)
 
+    def test_fp16_too_ends_after_so_many(self, device: Device) -> None:
+        engine = make_engine(device, precision="fp16", on_nonfinite="tolerate:2")
+        with pytest.raises(NonFiniteError, match="at batch 9 of epoch 0; 2 such updates were"):
+            engine.epoch(bad_batches(60, 3, 5, 9))
+        assert all(torch.isfinite(weight).all() for weight in weights(engine))
+
     def test_fp16_leaves_it_to_the_scaler(self, device: Device) -> None:
         engine = make_engine(device, precision="fp16", on_nonfinite="skip")
         engine.epoch(bad_batches(6, 2))

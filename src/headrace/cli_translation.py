@@ -37,6 +37,7 @@ Scored = Annotated[
     list[Path] | None,
     typer.Argument(help="Sentence pairs; none: the run's own held-out ones.", show_default=False),
 ]
+_RUNS = Path("runs/train")
 Cache = Annotated[Path | None, typer.Option(help="Where prepared text is kept.")]
 
 
@@ -50,7 +51,7 @@ def add_to(app: typer.Typer) -> None:
 
 def train(
     data: list[Path] | None,
-    project: Path,
+    project: Path | None,
     name: str | None,
     resume: Path | None,
     config: Path | None,
@@ -72,7 +73,9 @@ def train(
     if "weights" in given:
         given["weights"] = str(Path(given["weights"]).absolute())
     if resume is not None:
-        if others := as_typed({"name": name, "config": config, **given}):
+        if others := as_typed(
+            {"project": elsewhere(project, resume), "name": name, "config": config, **given}
+        ):
             raise TranslationError(
                 f"--resume {resume} goes on as its config.yaml says: leave out {others}, or edit "
                 "that file"
@@ -86,7 +89,7 @@ def train(
         if resume is not None:
             trainer = Trainer.resume(resume, **how)
         else:
-            trainer = Trainer.create(settings, project=project, name=name, **how)
+            trainer = Trainer.create(settings, project=project or _RUNS, name=name, **how)
         result = trainer.run()
     if result.stopped is not None:
         asked = 0 if trainer.settings.stop_code == "zero" else 143
@@ -218,6 +221,12 @@ def prepare(
     typer.echo(str(found.folder))
 
 
+def elsewhere(project: Path | None, run: Path) -> Path | None:
+    """The project, if it is not the one that the run is in."""
+    is_there = project is not None and project.resolve() == run.resolve().parent
+    return None if is_there else project
+
+
 def as_typed(given: Mapping[str, object]) -> str:
     """What was given besides, as it was typed: --epochs, --stop-code; empty where nothing was."""
     return ", ".join(
@@ -239,7 +248,7 @@ def _with_settings(command: Callable[..., None]) -> Callable[..., None]:
     """Give a command an option for each of the run's settings, with its meaning as help."""
     own = [
         _option("data", Data, None),
-        _option("project", _typed(Path, "Where runs are made."), Path("runs/train")),
+        _option("project", _typed(Path | None, f"Where runs are made; none: {_RUNS}."), None),
         _option("name", _typed(str | None, "The run's name; none: exp, exp2, …"), None),
         _option("resume", _typed(Path | None, "Go on with this run."), None),
         _option("config", _typed(Path | None, "A YAML file of the options below."), None),

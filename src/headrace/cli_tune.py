@@ -12,7 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli_bench import options_of
-from headrace.cli_translation import as_typed
+from headrace.cli_translation import as_typed, elsewhere
 from headrace.errors import TuneError
 
 
@@ -59,7 +59,9 @@ def tune(
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, batches and dropout (0).")] = None,
-    project: Annotated[Path, typer.Option(help="Where searches are made.")] = Path("runs/tune"),
+    project: Annotated[
+        Path | None, typer.Option(help="Where searches are made; none: runs/tune.")
+    ] = None,
     name: Annotated[str | None, typer.Option(help="The search's name; none: exp, exp2, …")] = None,
     resume: Annotated[
         Path | None, typer.Option(help="Go on with this search; needs no other option.")
@@ -105,14 +107,14 @@ def tune(
     }
     if resume is not None:
         given = {"set" if key == "options" else key: value for key, value in given.items()}
-        if others := as_typed({"name": name, **given}):
+        if others := as_typed({"project": elsewhere(project, resume), "name": name, **given}):
             raise TuneError(
                 f"--resume {resume} goes on as its config.yaml says: leave out {others}"
             )
         tuning = Tuning.resume(resume, **told)
     else:
         settings = TuneSettings.from_dict(given, where="settings")
-        tuning = Tuning.create(settings, project=project, name=name, **told)
+        tuning = Tuning.create(settings, project=project or Path("runs/tune"), name=name, **told)
     try:
         result = tuning.run()
     except Stopped as stopped:

@@ -85,10 +85,11 @@ class NonFiniteWatch:
             return
         what = f"{', '.join(entry.non_finite) or 'a gradient'} not finite"
         where = f"batch {entry.step} of epoch {epoch}"
-        self.skipped += skipped
-        most = self._policy.most
         # A batch of weight 0 has nothing in it: its loss is often 0/0. Metrics may be infinite.
-        bad = skipped or ("loss" in entry.non_finite and entry.values.get("weight") != 0)
+        bad_loss = "loss" in entry.non_finite and entry.values.get("weight") != 0
+        bad, most = skipped or bad_loss, self._policy.most
+        # fp16's scaler leaves such an update out by itself, and does not say so.
+        self.skipped += skipped or (bad_loss and SKIPPED not in entry.values)
         if self._policy.stops and bad and (most is None or self.skipped > most):
             after = f"; {most} such updates were left out before" if most else ""
             raise NonFiniteError(

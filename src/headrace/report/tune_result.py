@@ -9,7 +9,6 @@ from headrace.errors import ReportError
 from headrace.report.fields import Fields
 from headrace.report.figures import median, plain, words
 
-
 _AS_GIVEN = "as given"
 
 
