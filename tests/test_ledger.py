@@ -197,3 +197,44 @@ def test_a_listener_hears_of_each_wait(ledger: Ledger, clock: Clock) -> None:
     wait(ledger, clock, "losses", 2)
     ledger.passed("losses")
     assert heard == [("losses", 5, 5 + 2 * MS)]
+
+
+def test_wall_time_is_not_counted_twice_when_a_thread_is_held_up() -> None:
+    """One that has looked at the clock and not yet said that it waits."""
+    held_up, go_on = threading.Event(), threading.Event()
+    now, asked = [0], []
+
+    def clock_ns() -> int:
+        if threading.current_thread().name == "late" and not asked:
+            asked.append(True)
+            held_up.set()
+            go_on.wait(60)
+            return 0
+        return now[0]
+
+    ledger = Ledger(clock_ns)
+
+    def wait() -> None:
+        with ledger.waiting("late"):
+            now[0] += 10
+
+    late = threading.Thread(target=wait, name="late")
+    late.start()
+    held_up.wait(60)
+    with ledger.waiting("other"):
+        now[0] += 200
+    go_on.set()
+    late.join(60)
+    assert ledger.statistics().wall_ms == pytest.approx(210e-6)
+
+
+def test_a_wait_may_be_entered_again() -> None:
+    now = [0]
+    ledger = Ledger(lambda: now[0])
+    outer = ledger.waiting("outer")
+    for _ in range(2):
+        with outer:
+            now[0] += 10
+            with ledger.waiting("inner"):
+                now[0] += 1000
+    assert ledger.statistics()["outer"].total_ms == pytest.approx(20e-6)

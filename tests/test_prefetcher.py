@@ -130,6 +130,29 @@ def test_objects_that_move_themselves(device: Device) -> None:
         assert device.ledger.statistics()["object_copy"].count == 2
 
 
+class Immovable:
+    def to(self, device: torch.device) -> Immovable:
+        raise BrokenError
+
+
+class Picky(list[Any]):
+    """A batch whose class objects to being built again."""
+
+    def __init__(self, parts: list[Any]) -> None:
+        if any(part.device.index is not None for part in parts):
+            raise BrokenError
+        super().__init__(parts)
+
+
+@pytest.mark.parametrize("batch", [(torch.ones(1000), Immovable()), Picky([torch.ones(1000)])])
+def test_an_error_while_a_batch_is_sent_leaves_no_copy_behind(batch: Any) -> None:
+    """Its memory must not be had by others while the copy into it is under way."""
+    with FakeDevice(costs=Costs(by_name={"copy h2d": 2000})) as device:
+        with pytest.raises(BrokenError):
+            next(iter(prefetch([batch], device)))
+        torch.empty(1000, device=device.torch_device).fill_(2.0)
+
+
 def test_named_tuples_and_dataclasses(device: Device) -> None:
     (pair,) = prefetch([Pair(torch.ones(1), torch.zeros(1))], device)
     assert isinstance(pair, Pair)
@@ -229,14 +252,27 @@ def test_memory_is_bounded_by_the_depth() -> None:
         assert device.ledger.statistics()["copies_behind"].count > 0
 
 
-def test_copies_run_beside_compute() -> None:
+@pytest.mark.parametrize(("depth", "count"), [(2, 10), (31, 100), (32, 100)])
+def test_copies_run_beside_compute(depth: int, count: int) -> None:
     costs = Costs(kernel_us=0, query_us=0, by_name={"copy h2d": 2000})
     with FakeDevice(costs=costs) as device:
-        for _ in prefetch(numbers(10), device):
+        for _ in prefetch([batch.pin_memory() for batch in numbers(count)], device, depth):
             device.work(10.0)
         device.synchronize("end")
-    assert device.timeline().length_ms == 2.0 + 10 * 10.0
-    assert device.ledger.statistics().device_waits() == 1
+    assert device.timeline().length_ms == 2.0 + count * 10.0
+    waits = device.ledger.statistics()
+    assert waits.device_waits() - waits["copies_behind"].count == 1
+
+
+def test_staging_memory_is_lent_again_as_soon_as_its_copy_is_done() -> None:
+    with FakeDevice(costs=Costs(kernel_us=1, launch_us=1)) as device:
+        for at, batch in enumerate(
+            prefetch([torch.ones(512 << n % 8) for n in range(400)], device)
+        ):
+            device.work(0.001, reads=[batch])
+            if at == 100:
+                held = device.pinned.held_bytes
+        assert device.pinned.held_bytes == held
 
 
 def test_the_loader_is_in_the_ledger_as_data() -> None:

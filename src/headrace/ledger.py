@@ -208,18 +208,18 @@ class _Waiting:
     def __init__(self, ledger: Ledger, reason: str) -> None:
         self._ledger = ledger
         self._reason = reason
-        self._nested_ns = 0
 
     def __enter__(self) -> None:
-        ledger = self._ledger
+        ledger, self._nested_ns = self._ledger, 0
         self._ident = ident = threading.get_ident()
         self._around: _Waiting | None = ledger._under_way.get(ident)
-        start_ns = self._start_ns = ledger._clock_ns()
+        self._start_ns = ledger._clock_ns()
         if self._around is None:
             with ledger._lock:
                 ledger._waiting_threads += 1
                 if ledger._waiting_threads == 1:
-                    ledger._wall_since_ns = start_ns
+                    # Now: meanwhile another thread may have waited, and been counted.
+                    ledger._wall_since_ns = ledger._clock_ns()
         ledger._under_way[ident] = self
 
     def __exit__(self, *exception: object) -> None:

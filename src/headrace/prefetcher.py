@@ -124,7 +124,7 @@ class PrefetchIterator:
         self._source: Source | None = None
         self._error: BaseException | None = None
         self._pulled = 0
-        self._copies: deque[Event] = deque()
+        self._copies: deque[tuple[Event, bool]] = deque()
         self._spare: list[Event] = []
         self._sender = _Sender(self._device, self._owner, settings)
         self.delivered = 0
@@ -196,8 +196,16 @@ class PrefetchIterator:
         mark = self._free_mark()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
         arriving, was_copied = self._sender.send(leaves, transfer, mark)
-        on_device = batches.rebuild(batch, arriving)
-        (self._copies if was_copied else self._spare).append(mark)
+        if was_copied:
+            self._copies.append((mark, self._may_be_used_again()))
+        else:
+            self._spare.append(mark)
+        try:
+            on_device = batches.rebuild(batch, arriving)
+        except BaseException:  # of the batch's own class; its memory is not to be reused yet
+            if was_copied:
+                self._owner.wait_event(mark)
+            raise
         if cache is not None:
             cache.keep(batch, on_device)
         return _Slot(on_device, mark if was_copied else None, nbytes, samples)
@@ -211,16 +219,20 @@ class PrefetchIterator:
 
     def _free_mark(self) -> Event:
         """An event to record behind a copy: new, or one whose copy is done. If too many copies are
-        under way, the host waits for the oldest. (What still waits for a mark that is used again
-        waits for a later copy, too: never for too little.)"""
+        under way, the host waits for the oldest."""
         if self._spare:
             return self._spare.pop()
         if len(self._copies) < _MOST_COPIES:
             return self._device.event()
-        oldest = self._copies.popleft()
+        oldest, may_be_used_again = self._copies.popleft()
         if not oldest.query():
             self._device.wait(oldest, "copies_behind")
-        return oldest
+        return oldest if may_be_used_again else self._device.event()
+
+    def _may_be_used_again(self) -> bool:
+        """Whether nobody looks at this copy's mark any more when it is the oldest: its batch has
+        been handed out by then, and it keeps no staging memory from being lent."""
+        return self._settings.depth < _MOST_COPIES and not self._sender.staged
 
     def _hand_over(self, slot: _Slot) -> None:
         assert slot.ready is not None
@@ -242,16 +254,20 @@ class _Sender:
         self._runs_on_owner = settings.runs_on_owner
         self._queued = device.event()
         self._buffers: list[PinnedBuffer] = []
+        #: Whether the batch that was sent last went by way of staging memory.
+        self.staged = False
 
     def send(self, leaves: list[Any], transfer: Stream, mark: Event) -> tuple[list[Any], bool]:
         """The leaves on the device, or on their way there, and whether any is on its way: then
         `mark` passes when they have arrived."""
         host = [leaf for leaf in leaves if self._is_to_be_copied(leaf)]
-        copies = self._copy(host, transfer, mark) if host else []
-        if len(host) == len(leaves):  # mostly
-            return copies, bool(host)
-        supply, wanted = iter(copies), {id(leaf) for leaf in host}
-        arriving = [next(supply) if id(leaf) in wanted else self._other(leaf) for leaf in leaves]
+        if host and len(host) == len(leaves):  # mostly
+            return self._copy(host, transfer, mark), True
+        copied = {id(leaf) for leaf in host}
+        # First what may raise: no copy may be under way into memory that nobody waits for.
+        others = iter([self._other(leaf) for leaf in leaves if id(leaf) not in copied])
+        copies = iter(self._copy(host, transfer, mark) if host else [])
+        arriving = [next(copies if id(leaf) in copied else others) for leaf in leaves]
         return arriving, bool(host)
 
     def _is_to_be_copied(self, leaf: Any) -> bool:
@@ -308,6 +324,7 @@ class _Sender:
         return [_Packed(self._device, group) for group in _by_dtype(sources, small)]
 
     def _release_staging(self, packed: list[_Packed], mark: Event) -> None:
+        self.staged = bool(self._buffers or packed)
         for buffer in self._buffers:
             buffer.release(after=mark)
         self._buffers.clear()

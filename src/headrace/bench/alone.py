@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Literal
 
 fcntl: ModuleType | None
 try:
@@ -19,8 +20,8 @@ except ImportError:  # no such locks here: two at once are not noticed
 class Alone:
     """In the block this benchmark makes itself ready; from `begin_measuring` on it is alone.
 
-    A lock on a file, which goes with the process. `on_wait` is called before waiting for others.
-    Where no file can be locked, nobody is waited for.
+    A lock on a file, which goes with the process: one in each. `on_wait` is called before waiting
+    for others. Where no file can be locked, nobody is waited for.
     """
 
     def __init__(self, on_wait: Callable[[], object], path: Path | None = None) -> None:
@@ -34,7 +35,11 @@ class Alone:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
             except OSError:
                 return self
-            self._lock(fcntl.LOCK_SH)
+            try:
+                self._lock(fcntl.LOCK_SH)
+            except BaseException:  # Ctrl-C while waiting
+                self._close()
+                raise
         return self
 
     def __exit__(
@@ -55,14 +60,22 @@ class Alone:
     def _lock(self, kind: int) -> None:
         assert fcntl is not None
         assert self._file is not None
+        if self._try(kind | fcntl.LOCK_NB) == "held":
+            self._on_wait()
+            self._try(kind)
+
+    def _try(self, kind: int) -> Literal["mine", "held", "none"]:
+        """Take the lock, or see that another process has it, or that there are no locks here."""
+        assert fcntl is not None
+        assert self._file is not None
         try:
-            try:
-                fcntl.lockf(self._file, kind | fcntl.LOCK_NB)
-            except (BlockingIOError, PermissionError):  # held by another process
-                self._on_wait()
-                fcntl.lockf(self._file, kind)
-        except OSError:  # a file system without locks
+            fcntl.lockf(self._file, kind)
+        except (BlockingIOError, PermissionError):
+            return "held"
+        except OSError:
             self._close()
+            return "none"
+        return "mine"
 
     def _close(self) -> None:
         if self._file is not None:

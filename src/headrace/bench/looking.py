@@ -107,7 +107,7 @@ def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> TimelineReco
     goes on beyond them is cut off there: a host that waits to the end would look as if the device,
     whose later work is not shown, had nothing to do."""
     shown = min(_SHOWN_STEPS, steps)
-    whole_ns = until_ns = round(step_ms * shown * 1e6)
+    whole_ns = until_ns = max(1, round(step_ms * shown * 1e6))
     spans = [span for span in timeline.spans if span.start_ns < until_ns]
     if len(spans) > _MOST_SPANS:
         until_ns = spans[_MOST_SPANS].start_ns

@@ -166,12 +166,13 @@ def _around(name: str, trials: list[Trial]) -> Effect | None:
 
 
 def _differ_in_alone(name: str, one: Trial, other: Trial) -> bool:
-    """Fields that are left as given in either do not count: they come with others."""
+    """A prefetch factor comes with workers, and without them is none: that does not count."""
     if _value(one, name) == _value(other, name):
         return False
     for field in _fields([one, other]):
         mine, others = _value(one, field), _value(other, field)
-        if field != name and mine != others and _AS_GIVEN not in (mine, others):
+        comes_along = field == "prefetch_factor" and _AS_GIVEN in (mine, others)
+        if field != name and mine != others and not comes_along:
             return False
     return True
 
