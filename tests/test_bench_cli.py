@@ -112,6 +112,34 @@ def test_usage_is_exit_code_2(here: Path, arguments: list[str]) -> None:
     assert run("--work", "mlp", *arguments)[0] == 2
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        *(["--plans", "nosuch"], ["--peers", "foo"], ["--work", "nosuch"], ["--set", "foo=3"]),
+        *(["--work", "mlp", "--set", "batch=abc"], ["--out", "."]),
+    ],
+)
+def test_what_is_typed_wrong_is_exit_code_2(here: Path, arguments: list[str]) -> None:
+    with pytest.raises(HeadraceError) as caught:
+        run(*arguments)
+    assert caught.value.exit_code == 2
+
+
+def test_losses_that_are_not_finite_are_not_the_same(here: Path) -> None:
+    work = WORK.format(at=0).replace(".mean()", ".mean() * float('nan')")
+    (here / "never.py").write_text(work)
+    code, out, _ = run("--work", "never:make_work", "--plans", "baseline,pipeline")
+    assert code == 1
+    assert "the same losses" not in out
+    assert "baseline's loss is not finite at step 1" in out
+
+
+def test_a_work_that_ends_the_program_is_told(here: Path) -> None:
+    (here / "quits.py").write_text("def make_work():\n    raise SystemExit(3)\n")
+    with pytest.raises(BenchError, match=r"quits.py:2: quits:make_work raised SystemExit: 3"):
+        run("--work", "quits:make_work")
+
+
 def test_a_place_that_cannot_be_written_to_is_told_before_measuring(here: Path) -> None:
     (here / "file").write_text("")
     for out, told in (("file/r.json", "cannot be written"), (".", "is a folder")):
@@ -150,7 +178,8 @@ def test_help_says_what_a_work_is() -> None:
     assert "return model, optimizer, loss, loader" in result.stdout
 
 
-def test_ctrl_c_prints_the_rows_so_far(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_prints_the_rows_so_far(tmp_path: Path, number: int, expected: int) -> None:
     """In a process of its own: the signal comes once the first round is over."""
     many = ["--steps", "50", "--repeats", "100000", "--warmup", "1", "--watch", "0"]
     which = ["--work", "mlp", *SMALL, "--device", "cpu", "--plans", "baseline,pipeline"]
@@ -167,9 +196,9 @@ def test_ctrl_c_prints_the_rows_so_far(tmp_path: Path) -> None:
     for line in process.stderr:
         if line.startswith("round 3 ") or time.monotonic() > until:
             break
-    process.send_signal(signal.SIGINT)
+    process.send_signal(number)
     out, _ = process.communicate(timeout=60)
-    assert process.returncode == 130
+    assert process.returncode == expected
     assert "interrupted: these are the figures so far" in out
     assert re.search(r"^ pipeline .* identical$", out, re.MULTILINE)
     assert BenchResult.read(tmp_path / "r.json").interrupted

@@ -338,6 +338,35 @@ class TestCommands:
         found = self.invoke("train", "--resume", trained, *others)
         assert "leave out --name, --stop-code, DATA, or edit" in str(found.exception)
 
+    def test_a_run_is_gone_on_with_where_it_is(self, tmp_path: Path) -> None:
+        elsewhere = self.invoke(
+            "train", "--resume", tmp_path / "exp", "--project", tmp_path / "other"
+        )
+        assert "leave out --project, or edit" in str(elsewhere.exception)
+        there = self.invoke("train", "--resume", tmp_path / "exp", "--project", tmp_path)
+        assert "leave out" not in str(there.exception)  # there is no such run, though
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["--tokens", 100, "--sentences", 5], "--tokens 100 and --sentences 5: a batch is"),
+            (["--src", "xx"], "src = 'xx' and trg = 'en': the built-in corpus is"),
+        ],
+    )
+    def test_what_cannot_be_meant_leaves_no_folder(
+        self, tmp_path: Path, words: list[object], told: str
+    ) -> None:
+        found = self.invoke("train", "--project", tmp_path / "runs", *words)
+        assert told in str(found.exception)
+        assert not (tmp_path / "runs").exists()
+
+    def test_a_search_is_no_run(self, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").write_text("work: mlp\n")
+        (tmp_path / "journal.jsonl").touch()
+        for words in (["train", "--resume", tmp_path], ["translate", tmp_path, "hello"]):
+            found = self.invoke(*words)
+            assert "is a search by `headrace tune`; expected a training run" in str(found.exception)
+
 
 class TestChanged:
     """A run whose corpus or settings were changed says so, and is not harmed."""

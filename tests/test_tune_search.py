@@ -16,6 +16,7 @@ from headrace.device import open_device
 from headrace.plan import PRESETS, LoaderPlan, Plan
 from headrace.testing import FakeDevice
 from headrace.tune.candidates import Candidate, Space
+from headrace.tune.report import sentences_of
 from headrace.tune.search import NothingRuns, Outcome, Progress, Search
 from headrace.tune.trials import LEAST_NOISE, Measurement, noise_of
 
@@ -259,6 +260,27 @@ class TestBudget:
         outcome, bench = search(by_name(pipeline=10.0), budget_s=0.0)
         assert (outcome.winner is outcome.first, outcome.cut_short) == (True, True)
         assert sum(bench.runs.values()) == 1
+
+    def test_without_time_to_compare_a_gain_must_be_more_than_chance(self) -> None:
+        """The machine grew slower in the midst: what was measured then is no worse for it."""
+        count = 0
+
+        def slower_and_slower(candidate: Candidate) -> float:
+            nonlocal count
+            count += 1
+            return 10.0 if count < 4 else 14.0
+
+        outcome, _ = search(Bench(slower_and_slower), steps=20, budget_s=3.0)
+        assert outcome.cut_short
+        assert outcome.winner is outcome.first
+        bench = Bench(by_name(pipeline=80.0), noise=0.5)
+        assert search(bench, steps=20, budget_s=25.0)[0].winner.candidate.name == "baseline"
+        bench = Bench(by_name(pipeline=10.0), noise=0.1)
+        assert search(bench, steps=20, budget_s=25.0)[0].winner.candidate.name == "pipeline"
+
+    def test_what_alone_was_measured_is_called_so(self) -> None:
+        outcome, _ = search(by_name(pipeline=10.0), budget_s=0.0)
+        assert sentences_of(outcome, "samples")[0] == "Take baseline: nothing else was measured."
 
     def test_short_steps_make_long_runs(self) -> None:
         """20 steps of half a millisecond tell nothing: as many as take 200 ms."""

@@ -52,7 +52,7 @@ def main() -> None:
         app()
     except HeadraceError as problem:
         typer.echo(f"error: {problem}", err=True)
-        sys.exit(1)
+        sys.exit(problem.exit_code)
 
 
 def _version(wanted: bool) -> None:

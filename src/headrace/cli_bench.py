@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.errors import BenchError
+from headrace.errors import BenchError, HeadraceError
 
 _WORK = """\
 translation, resnet, mlp, or your_module:make_work: a function that returns model, optimizer, loss \
@@ -90,17 +93,24 @@ def bench(
         raise typer.BadParameter(
             f"{precision}: expected fp32, tf32, bf16 or fp16", param_hint="--precision"
         )
-    if out is not None:
-        _check_place(out)
-    given, on, progress = options_of(options or []), open_device(device), Lines(quiet)
-    chosen = find_work(work, given, small=not on.asynchronous)
+    for name, value in (("--watch", watch), ("--tolerance", tolerance)):
+        if not math.isfinite(value):
+            raise typer.BadParameter(f"{value}: expected a finite number", param_hint=name)
+    with typed_wrong():
+        if out is not None:
+            _check_place(out)
+        given, on, progress = options_of(options or []), open_device(device), Lines(quiet)
+        entries = entries_of(_listed(plans) or plans_here(on), precision)
+        rivals = peers_of(_listed(peers))
+    with typed_wrong() if ":" not in work else nullcontext():
+        chosen = find_work(work, given, small=not on.asynchronous)
     if not on.asynchronous and chosen.options != find_work(work, given).options:
         progress.say(f"no GPU: a smaller {work}, {chosen.description}; --set makes it larger")
-    result = Bench(
+    bench = Bench(
         work=chosen,
         device=on,
-        entries=entries_of(_listed(plans) or plans_here(on), precision),
-        peers=peers_of(_listed(peers)),
+        entries=entries,
+        peers=rivals,
         steps=steps,
         repeats=repeats,
         warmup=warmup,
@@ -111,7 +121,9 @@ def bench(
         watched_s=watch,
         command=shlex.join(["headrace", *sys.argv[1:]]),
         watcher=progress,
-    ).run()
+    )
+    with _interrupted_by_sigterm() as asked:
+        result = bench.run()
     progress.end()
     # Printed first: whatever becomes of the file, what was measured is not lost.
     typer.echo(result.to_json() if as_json else text_of(result))
@@ -119,9 +131,35 @@ def bench(
     result.write(path)
     typer.echo(f"written to {path}", err=True)
     if result.interrupted:
-        raise typer.Exit(130)
+        raise typer.Exit(143 if asked else 130)
     if result.failed:
         raise typer.Exit(1)
+
+
+@contextmanager
+def typed_wrong() -> Iterator[None]:
+    """What is wrong with the options ends the program with 2, as typer's own objections do."""
+    try:
+        yield
+    except HeadraceError as problem:
+        problem.exit_code = 2
+        raise
+
+
+@contextmanager
+def _interrupted_by_sigterm() -> Iterator[list[int]]:
+    """Inside the block SIGTERM does what Ctrl-C does, and is noted."""
+    asked: list[int] = []
+
+    def stop(number: int, frame: object) -> None:
+        asked.append(number)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield asked
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 class Lines:

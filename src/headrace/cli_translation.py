@@ -18,7 +18,9 @@ from headrace.records import read_yaml
 from headrace.rundir import RunFolder
 from headrace.translation.settings import SECTIONS, TrainSettings
 
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Warnings and the result alone.")]
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", help="Warnings, the last epoch and the result alone.")
+]
 Run = Annotated[
     Path, typer.Argument(help="A run's folder, as `train` made it.", show_default=False)
 ]
@@ -70,6 +72,11 @@ def train(
     given = {key: value for key, value in given.items() if value is not None}
     if data:
         given["data"] = tuple(str(path.absolute()) for path in data)
+    if "tokens" in given and "sentences" in given:
+        raise TranslationError(
+            f"--tokens {given['tokens']} and --sentences {given['sentences']}: a batch is measured "
+            "by one of them; leave out the other"
+        )
     if "weights" in given:
         given["weights"] = str(Path(given["weights"]).absolute())
     if resume is not None:

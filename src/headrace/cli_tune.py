@@ -6,12 +6,13 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.cli_bench import options_of
+from headrace.cli_bench import options_of, typed_wrong
 from headrace.cli_translation import as_typed, elsewhere
 from headrace.errors import TuneError
 
@@ -106,14 +107,12 @@ def tune(
         "quiet": quiet,
     }
     if resume is not None:
-        given = {"set" if key == "options" else key: value for key, value in given.items()}
-        if others := as_typed({"project": elsewhere(project, resume), "name": name, **given}):
-            raise TuneError(
-                f"--resume {resume} goes on as its config.yaml says: leave out {others}"
-            )
+        with typed_wrong():
+            _alone(resume, {"project": elsewhere(project, resume), "name": name, **given})
         tuning = Tuning.resume(resume, **told)
     else:
-        settings = TuneSettings.from_dict(given, where="settings")
+        with typed_wrong():
+            settings = TuneSettings.from_dict(given, where="settings")
         tuning = Tuning.create(settings, project=project or Path("runs/tune"), name=name, **told)
     try:
         result = tuning.run()
@@ -127,6 +126,15 @@ def tune(
         replace_file(out, result.plan_yaml().encode())
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
     typer.echo(f"written to {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)
+
+
+def _alone(resume: Path, given: Mapping[str, object]) -> None:
+    named = {"set" if key == "options" else key: value for key, value in given.items()}
+    if others := as_typed(named):
+        raise TuneError(
+            f"--resume {resume} goes on as its config.yaml says: leave out {others}, or edit that "
+            "file"
+        )
 
 
 def _words(text: str | None) -> list[str] | None:

@@ -34,6 +34,9 @@ from __future__ import annotations
 class HeadraceError(Exception):
     """Base of all errors that Headrace raises on purpose."""
 
+    #: What the program ends with.
+    exit_code = 1
+
 
 class DeviceError(HeadraceError):
     """Something about a device, its streams, events or memory."""

@@ -5,6 +5,7 @@ A pass of its own, apart from the timing: with deterministic kernels, so that bi
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -94,6 +95,11 @@ class Comparing:
         if one.name == base.name:
             one.losses, one.equal = reference.losses, Equal("reference")
             return
+        for step, loss in enumerate(reference.losses, 1):
+            if not math.isfinite(loss):
+                why = f"{base.name}'s loss is not finite at step {step}"
+                one.equal = Equal("not compared", why=why)
+                return
         compiled = entry.plan.compile and self._device.compiles
         bare = compiled and reference.draws
         if bare:

@@ -51,11 +51,11 @@ def _module(place: str, named: str) -> ModuleType:
         raise BenchError(
             f"{problem.filename}:{problem.lineno}: {place} cannot be imported: {problem.msg}"
         ) from problem
-    except Exception as problem:
+    except (Exception, SystemExit) as problem:
         raise BenchError(_cannot_import(place, problem, here)) from problem
 
 
-def _cannot_import(place: str, problem: Exception, here: str) -> str:
+def _cannot_import(place: str, problem: BaseException, here: str) -> str:
     if isinstance(problem, ModuleNotFoundError) and problem.name in (
         place,
         place.partition(".")[0],

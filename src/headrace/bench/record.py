@@ -258,9 +258,11 @@ class BenchResult:
 
     @property
     def failed(self) -> bool:
-        """Whether a plan failed, or has other losses than it should have."""
+        """Whether a plan failed, or has other losses than it should have, or some that are not
+        finite."""
         return any(
-            row.error is not None or (row.kind == "plan" and row.equal.verdict == "unequal")
+            row.error is not None
+            or (row.kind == "plan" and (row.equal.verdict == "unequal" or None in row.losses))
             for row in self.rows
         )
 

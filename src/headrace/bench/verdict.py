@@ -28,6 +28,7 @@ _WORTH_IT = 0.05
 # What two measurements of the same may differ by, where it was not measured here.
 _USUAL_NOISE = 0.03
 _LEAST_NOISE = 0.01
+_FEW_TURNS = 3
 # The ledger's reasons for waits that are a copy.
 _COPY_WAITS = ("copy", "pageable_copy")
 
@@ -72,6 +73,16 @@ def verdict_of(rows: Sequence[Row], reference: str, noise: Noise | None) -> Verd
     if noise is not None:
         sentences.append(
             f"The same plan entered twice ({noise.plan}) differs by {noise.difference_share:.1%}."
+        )
+    if base.ms_per_step is not None and len(base.ms_per_step.repeats) < _FEW_TURNS:
+        sentences.append(
+            f"With fewer than {_FEW_TURNS} turns each (--repeats) nobody can tell a gain from "
+            "chance: take these figures for what they are."
+        )
+    if None in base.losses:
+        sentences.append(
+            f"{base.plan}'s loss is not finite at step {base.losses.index(None) + 1}: whether the "
+            "others' are the same cannot be told."
         )
     for row in rows:
         if row.kind == "plan" and row.equal.verdict == "unequal":

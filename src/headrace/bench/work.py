@@ -85,7 +85,7 @@ class Work:
         given = self._given(device, seed, loader or LoaderPlan(), pin)
         try:
             returned = self.build(**given)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             site = line_of_error(problem.__traceback__)
             if isinstance(problem, HeadraceError) and not (site and is_users(site.file)):
                 raise  # a built-in work's own word about an option
@@ -113,7 +113,7 @@ class Work:
         said = {name: value for name, value in own.items() if value is not None}
         return {**self.options, **said}
 
-    def _failed(self, problem: Exception) -> str:
+    def _failed(self, problem: BaseException) -> str:
         site = line_of_error(problem.__traceback__)
         text = " ".join(str(problem).split()) or "no message"
         return f"{site}: {self.name} raised {type(problem).__name__}: {text}"

@@ -187,7 +187,7 @@ def bench_result(content: Fields) -> BenchResult:
             sentences=tuple(verdict.texts("sentences")),
         ),
         missing=tuple(content.texts("missing")),
-        interrupted=content.values.get("interrupted") is True,
+        interrupted=content.flag("interrupted"),
     )
 
 

@@ -44,6 +44,12 @@ class Fields:
             raise self.problem(name, "a finite number")
         return number
 
+    def flag(self, name: str) -> bool:
+        value = self.values.get(name)
+        if value is not None and not isinstance(value, bool):
+            raise self.problem(name, "true or false")
+        return bool(value)
+
     def whole(self, name: str) -> int | None:
         number = self.number(name)
         return None if number is None else round(number)

@@ -64,6 +64,8 @@ def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
     content = _result_file(source)
     if content.values["kind"] != "headrace bench":
         raise ReportError(f"{source}: is a tune result; only bench results hold timelines")
+    if folder.exists() and not folder.is_dir():
+        raise ReportError(f"{folder}: is a file; expected a folder for the timelines")
     written: list[Path] = []
     for row in bench_result(content).rows:
         if row.timeline is not None:

@@ -23,6 +23,7 @@ from headrace.plan import LoaderPlan, Plan, load_plan
 from headrace.ranks import SINGLE, Ranks
 from headrace.translation.batching import BatchPlan, make_loader
 from headrace.translation.corpus import Progress
+from headrace.translation.grammar import builtin_sides
 from headrace.translation.model import Translator
 from headrace.translation.objective import constant, inverse_sqrt, noam, translation_loss
 from headrace.translation.prepare import Prepared, prepare
@@ -53,6 +54,8 @@ def check_files(settings: TrainSettings) -> None:
     sides = Sides(settings.src, settings.trg)
     if settings.data:
         find_sources(_paths(settings), sides)
+    else:
+        builtin_sides(settings.src, settings.trg)
 
 
 def prepared_for(

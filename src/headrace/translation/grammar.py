@@ -41,6 +41,17 @@ _KINDS = {
 }
 
 
+def builtin_sides(src: str, trg: str) -> tuple[str, str]:
+    """The languages that are meant; an error if the corpus has others."""
+    sides = {"ch": "zh"}.get(src, src), {"ch": "zh"}.get(trg, trg)
+    if set(sides) != set(LANGUAGES):
+        raise CorpusError(
+            f"src = {src!r} and trg = {trg!r}: the built-in corpus is Chinese and English; "
+            "expected 'zh' and 'en', in either order"
+        )
+    return sides
+
+
 def builtin_corpus(
     seed: int = 0, size: int = 30_000, *, src: str = "zh", trg: str = "en"
 ) -> Corpus:
@@ -48,12 +59,7 @@ def builtin_corpus(
 
     500 of them (or a tenth, of fewer than 5,000) are held out as valid, as many as test.
     """
-    sides = {"ch": "zh"}.get(src, src), {"ch": "zh"}.get(trg, trg)
-    if set(sides) != set(LANGUAGES):
-        raise CorpusError(
-            f"src = {src!r} and trg = {trg!r}: the built-in corpus is Chinese and English; "
-            "expected 'zh' and 'en', in either order"
-        )
+    sides = builtin_sides(src, trg)
     if size < 30:
         raise CorpusError(f"size = {size}: expected at least 30 pairs of the built-in corpus")
     pairs = _distinct(random.Random(seed), size)

@@ -131,6 +131,10 @@ class TrainSettings(Checked):
 
     @classmethod
     def read(cls, path: str | Path) -> TrainSettings:
+        if (Path(path).parent / "journal.jsonl").exists():
+            raise TranslationError(
+                f"{Path(path).parent}: is a search by `headrace tune`; expected a training run"
+            )
         return cls.from_dict(read_yaml(path, TranslationError), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:

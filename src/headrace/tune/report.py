@@ -128,7 +128,7 @@ def sentences_of(outcome: Outcome, unit: str) -> list[str]:
     """What to take and why, in plain words."""
     winner, first = outcome.winner, outcome.first
     return [
-        _taken(winner, first, unit, outcome.noise),
+        _taken(outcome, winner, first, unit),
         *_ties(outcome),
         *_unquiet(outcome.noise),
         *_without_room([t for t in outcome.trials if t.status == "out of memory"]),
@@ -137,12 +137,15 @@ def sentences_of(outcome: Outcome, unit: str) -> list[str]:
     ]
 
 
-def _taken(winner: Trial, first: Trial, unit: str, noise: float) -> str:
+def _taken(outcome: Outcome, winner: Trial, first: Trial, unit: str) -> str:
     name, base = winner.candidate.name, first.candidate.name
     if winner is first:
+        if sum(bool(trial.rungs) for trial in outcome.trials) == 1:
+            return f"Take {name}: nothing else was measured."
+        so = "" if outcome.cut_short else ", so there is nothing to be gained here"
         return (
-            f"Take {name}: nothing that was tried is faster by more than noise ({noise:.1%}), so "
-            "there is nothing to be gained here."
+            f"Take {name}: nothing that was tried is faster by more than noise "
+            f"({outcome.noise:.1%}){so}."
         )
     assert winner.ms_per_step is not None
     assert winner.ms_per_unit is not None

@@ -112,6 +112,7 @@ class Search:
         except _TimeIsUp:
             cut_short = True
             self._best = self._best_so_far()
+            self._keep_first_unless_behind(first)
         return self._outcome(first, cut_short)
 
     def _search(self) -> None:
@@ -287,6 +288,18 @@ class Search:
         fastest = min(trial.value(longest) for trial in equals)
         noise = max(MARGINS[-1], noise_of(trial.recent(longest) for trial in equals))
         return simplest([t for t in equals if t.value(longest) <= fastest * (1 + noise)])
+
+    def _keep_first_unless_behind(self, first: Trial) -> None:
+        """They were not compared side by side: what is gained must be more than any run may be off
+        by chance, or the first plan will do."""
+        best = self._best
+        if best is first or best is None or not first.runs:
+            return
+        assert best.ms_per_unit is not None
+        assert first.ms_per_unit is not None
+        runs = [times for trial in self._trials.values() for times in trial.rungs.values()]
+        if first.ms_per_unit / best.ms_per_unit - 1 <= noise_of(runs, repeats=1):
+            self._best = self._won(first, [best])
 
     def _second_best(self) -> Trial:
         """Where the best so far has failed after all."""

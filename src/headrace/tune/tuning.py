@@ -116,6 +116,11 @@ class Tuning:
                 progress.message(f"memory_cap: nothing counts what is allocated on {device}")
             if journal.stored:
                 progress.message(f"going on after {journal.stored} measurements")
+                if settings.minutes is not None:
+                    progress.message(
+                        f"its {settings.minutes:g} minutes, those before included, are in "
+                        f"{self.folder.config}"
+                    )
             watch = _Watch(progress, journal)
             try:
                 outcome = search.Search(
