@@ -140,6 +140,15 @@ class TestTake:
         assert verdict.take == "baseline"
         assert "nothing to compare baseline with" in verdict.sentences[-1]
 
+    def test_few_turns_are_called_few(self) -> None:
+        rows = [row("baseline", 36, busy=8.3), row("graph", 8.6, busy=8.3)]
+        assert "With fewer than 3 turns each" in judged(rows)[1].sentences[-1]
+        for at, one in enumerate(rows):
+            assert one.ms_per_step is not None
+            ms = one.ms_per_step.median
+            rows[at] = replace(one, ms_per_step=Spread(ms, ms, ms, (ms, ms, ms)))
+        assert "turns each" not in " ".join(judged(rows)[1].sentences)
+
     def test_launch_bound_takes_graph_and_names_the_fastest(self) -> None:
         rows, verdict = judged(
             [

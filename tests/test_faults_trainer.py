@@ -380,6 +380,9 @@ class TestStopping:
         assert "--resume" in told[0]
 
 
+BUILT_IN = {**SMALL, "src": "zh", "trg": "en"}
+
+
 class TestRefused:
     @pytest.mark.parametrize(
         ("changes", "error", "message"),
@@ -395,7 +398,9 @@ class TestRefused:
         self, tmp_path: Path, changes: dict[str, Any], error: type[Exception], message: str
     ) -> None:
         with pytest.raises(error, match=message):
-            Trainer.create(TrainSettings.from_dict({**SMALL, **changes}), project=tmp_path / "runs")
+            Trainer.create(
+                TrainSettings.from_dict({**BUILT_IN, **changes}), project=tmp_path / "runs"
+            )
         assert not (tmp_path / "runs").exists()
 
     @pytest.mark.parametrize("name", ["../../x", "/tmp/x", "a/../../x", "a\\x", ".hidden", "link"])
@@ -405,13 +410,13 @@ class TestRefused:
         (tmp_path / "elsewhere").mkdir()
         (project / "link").symlink_to(tmp_path / "elsewhere")
         with pytest.raises(RunError):
-            Trainer.create(TrainSettings.from_dict(SMALL), project=project, name=name)
+            Trainer.create(TrainSettings.from_dict(BUILT_IN), project=project, name=name)
         assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "elsewhere"]
         assert list((tmp_path / "elsewhere").iterdir()) == []
 
     @pytest.mark.parametrize("what", ["weights", "state", "metrics.jsonl", "config.yaml"])
     def test_a_run_that_leads_out_of_its_folder(self, tmp_path: Path, what: str) -> None:
-        trainer = Trainer.create(TrainSettings.from_dict(SMALL), project=tmp_path, name="run")
+        trainer = Trainer.create(TrainSettings.from_dict(BUILT_IN), project=tmp_path, name="run")
         outside, inside = tmp_path / "outside", trainer.folder.path / what
         if inside.exists():
             inside.rename(outside)
@@ -422,7 +427,7 @@ class TestRefused:
             Trainer.resume(trainer.folder.path)
 
     def test_a_linked_run_folder_is_fine(self, tmp_path: Path) -> None:
-        trainer = Trainer.create(TrainSettings.from_dict(SMALL), project=tmp_path, name="run")
+        trainer = Trainer.create(TrainSettings.from_dict(BUILT_IN), project=tmp_path, name="run")
         (tmp_path / "latest").symlink_to(trainer.folder.path)
         Trainer.resume(tmp_path / "latest")
 

@@ -74,10 +74,11 @@ def verdict_of(rows: Sequence[Row], reference: str, noise: Noise | None) -> Verd
         sentences.append(
             f"The same plan entered twice ({noise.plan}) differs by {noise.difference_share:.1%}."
         )
-    if base.ms_per_step is not None and len(base.ms_per_step.repeats) < _FEW_TURNS:
+    gains = noise is None and take is not None and take.plan != base.plan
+    if gains and base.ms_per_step is not None and len(base.ms_per_step.repeats) < _FEW_TURNS:
         sentences.append(
             f"With fewer than {_FEW_TURNS} turns each (--repeats) nobody can tell a gain from "
-            "chance: take these figures for what they are."
+            "chance."
         )
     if None in base.losses:
         sentences.append(
