@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 import yaml
 from typer.testing import CliRunner
 
@@ -20,6 +21,7 @@ from headrace.cli import app
 from headrace.errors import HeadraceError, TranslationError
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings
 from headrace.translation.assembly import assemble, prepared_for
+from headrace.translation.trained import load_weights
 
 SMALL: dict[str, Any] = {
     "src": "en",
@@ -359,6 +361,11 @@ class TestCommands:
         found = self.invoke("train", "--project", tmp_path / "runs", *words)
         assert told in str(found.exception)
         assert not (tmp_path / "runs").exists()
+
+    def test_a_run_without_weights_says_when_it_will_have_some(self, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").touch()
+        with pytest.raises(TranslationError, match="weights when its first epoch has ended"):
+            load_weights(torch.nn.Linear(1, 1), tmp_path / "weights" / "best.safetensors")
 
     def test_a_search_is_no_run(self, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text("work: mlp\n")

@@ -112,6 +112,8 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
         path = RunFolder.open(path).weights / "best.safetensors"
     if not path.exists():
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors")))
+        if not there and (path.parent.parent / "config.yaml").exists():
+            there = "none yet: a run has weights when its first epoch has ended"
         raise TranslationError(f"{path}: is not there; there is {there or 'none beside it'}")
     stored, own = weights_from_file(path), model.state_dict()
     for name in sorted(stored.keys() | own.keys()):
