@@ -278,6 +278,19 @@ class TestBudget:
         bench = Bench(by_name(pipeline=10.0), noise=0.1)
         assert search(bench, steps=20, budget_s=25.0)[0].winner.candidate.name == "pipeline"
 
+    def test_whenever_it_ends_the_simplest_of_equals_wins(self) -> None:
+        """Who happens to run first after a round is not the better for it."""
+
+        def cost(candidate: Candidate) -> float:
+            return (10.0 if candidate.base == "pipeline" else 100.0) - 0.1 * bool(
+                candidate.loader.workers
+            )
+
+        for budget_s in range(2, 25):  # then the stage is decided, by repeats
+            outcome, _ = search(cost, Space(EAGER, workers=(0, 2)), steps=20, budget_s=budget_s)
+            assert outcome.cut_short
+            assert "workers" not in outcome.winner.candidate.name
+
     def test_what_alone_was_measured_is_called_so(self) -> None:
         outcome, _ = search(by_name(pipeline=10.0), budget_s=0.0)
         assert sentences_of(outcome, "samples")[0] == "Take baseline: nothing else was measured."

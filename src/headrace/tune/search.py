@@ -279,15 +279,15 @@ class Search:
     # --- the end ---------------------------------------------------------------------------------
 
     def _best_so_far(self) -> Trial:
-        """Where the time was up in the midst of a stage: among what ran as long as any."""
-        racing = [trial for trial in self._trials.values() if trial.in_race]
-        longest = max((trial.longest for trial in racing), default=0)
-        equals = [trial for trial in racing if trial.longest == longest]
-        if not equals:
+        """Where the time was up in the midst of a stage: by the longest runs that all still in the
+        race have, not by who of them happened to run first after those."""
+        racing = [trial for trial in self._trials.values() if trial.in_race and trial.longest]
+        if not racing:
             return self._second_best()
-        fastest = min(trial.value(longest) for trial in equals)
-        noise = max(MARGINS[-1], noise_of(trial.recent(longest) for trial in equals))
-        return simplest([t for t in equals if t.value(longest) <= fastest * (1 + noise)])
+        steps = min(trial.longest for trial in racing)
+        fastest = min(trial.value(steps) for trial in racing)
+        noise = max(MARGINS[-1], noise_of(trial.recent(steps) for trial in racing))
+        return simplest([t for t in racing if t.value(steps) <= fastest * (1 + noise)])
 
     def _keep_first_unless_behind(self, first: Trial) -> None:
         """They were not compared side by side: what is gained must be more than any run may be off
