@@ -270,20 +270,28 @@ class TestLosses:
         epochs = [line for line in read_metrics(result.folder.metrics) if line["kind"] == "epoch"]
         assert all(math.isfinite(line["loss"]) for line in epochs)
 
+    @pytest.mark.parametrize("where", ["forward", "backward"])
     def test_no_memory(
         self,
         corpus: Path,
         tmp_path: Path,
         whole: str,
         monkeypatch: pytest.MonkeyPatch,
+        where: str,
     ) -> None:
         made, call = [0], TranslationLoss.__call__
 
+        def no_room(gradient: torch.Tensor | None = None) -> None:
+            raise torch.OutOfMemoryError("Tried to allocate 3.00 GiB")
+
         def full(self: TranslationLoss, model: Any, batch: Any) -> Any:
             made[0] += torch.is_grad_enabled()
+            if made[0] == 6 and where == "forward":
+                no_room()
+            found = call(self, model, batch)
             if made[0] == 6:
-                raise torch.OutOfMemoryError("Tried to allocate 3.00 GiB")
-            return call(self, model, batch)
+                found["loss"].register_hook(no_room)
+            return found
 
         trainer = new(corpus, tmp_path, "run", save_every=1e6)
         with monkeypatch.context() as patch:

@@ -363,3 +363,41 @@ def test_every_batch_once_whatever_ends_the_loop(draws: Any, plan: str, where: s
 
 def _raise(gradient: torch.Tensor) -> None:
     raise BreakError
+
+
+@pytest.mark.parametrize("plan", EAGER)
+@pytest.mark.parametrize("policy", ["report", "skip"])
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_state_after_a_backward_that_failed_is_that_before_its_batch(
+    plan: str, policy: str, settles: bool
+) -> None:
+    """No gradients of others were lost with it: nothing is, and its loss is not reported twice."""
+    batches, count, kept = data(14), iter(range(100)), []
+
+    def raising(model: Any, batch: Any) -> torch.Tensor:
+        value = loss(model, batch)
+        if next(count) == 7:
+            value.register_hook(_raise)
+        return value
+
+    options = {"on_nonfinite": policy}
+    with FakeDevice() as device:
+        reported: list[float] = []
+
+        def rescue(problem: BaseException) -> None:
+            if settles:
+                reported.extend(entry.values["loss"] for entry in engine.settle())
+            kept.append(copy.deepcopy(engine.state_dict()))
+
+        def note(info: Any) -> None:
+            reported.extend(entry.values["loss"] for entry in info.come_back)
+
+        engine = fresh(device, plan, options, loss=raising, on_error=rescue, on_step=note)
+        with pytest.raises(BreakError):
+            engine.epoch(batches)
+        other = fresh(device, plan, options)
+        assert other.load_state_dict(kept[0]) == 7
+        found = other.epoch(batches).losses
+        whole = fresh(device, plan, options)
+        assert [*reported, *found] == list(whole.epoch(batches).losses)
+        assert same(everything(other), everything(whole))

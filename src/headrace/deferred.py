@@ -137,15 +137,17 @@ class DeferredScalars:
             self._idle.append(self._filling)
             self._filling = None
 
-    def state(self) -> list[dict[str, Any]]:
+    def state(self, *, before: int | None = None) -> list[dict[str, Any]]:
         """What was pushed and not yet handed out, as plain values and the device's own tensors:
-        nothing is waited for. `restored` makes values of it again."""
+        nothing is waited for. `restored` makes values of it again. Steps from `before` on are left
+        out."""
         handed_over = [
             {"steps": [entry.step], "numbers": [entry.values], "names": [], "rows": None}
             for entry in self._come_back
+            if before is None or entry.step < before
         ]
         blocks = [*self._under_way, *([self._filling] if self._filling else [])]
-        return handed_over + [block.state() for block in blocks]
+        return handed_over + [block.state(before) for block in blocks]
 
     def close(self) -> None:
         """Give the pinned memory back. What was not drained is lost, so drain first."""
@@ -299,11 +301,12 @@ class _Block:
         self.entries = []
         return come_back
 
-    def state(self) -> dict[str, Any]:
-        count = len(self.entries)
+    def state(self, before: int | None) -> dict[str, Any]:
+        entries = [entry for entry in self.entries if before is None or entry[0] < before]
+        count = len(entries)
         return {
-            "steps": [step for step, _ in self.entries],
-            "numbers": [numbers for _, numbers in self.entries],
+            "steps": [step for step, _ in entries],
+            "numbers": [numbers for _, numbers in entries],
             "names": list(self.layout.names),
             "rows": None if self._on_device is None else self._on_device[:count],
         }

@@ -193,14 +193,16 @@ class Loop:
         )
 
     def deferred_state(self) -> list[dict[str, Any]]:
-        """The values that were not handed out yet."""
-        return self._deferred.state()
+        """The values that were not handed out yet; not that of a batch whose backward failed."""
+        return self._deferred.state(before=self.trained)
 
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
         """Wait for all values so far, between two batches."""
         with self.lanes.on(self.lanes.forward):
             self._deferred.flush()
         self._collect(self._deferred.drain(reason))
+        # After an error: a batch whose backward failed has a loss, but was not trained on.
+        self._come_back = tuple(entry for entry in self._come_back if entry.step < self.trained)
         return self._come_back
 
     def result(self) -> EpochResult:

@@ -169,8 +169,9 @@ class Gate:
         """The group's batches so far count no more."""
         self._bad.zero_()
 
-    def state_dict(self) -> dict[str, torch.Tensor]:
-        return {"bad": self._bad, "count": self._count}
+    def state_dict(self, *, begun: bool = True) -> dict[str, torch.Tensor]:
+        """Without what was seen of a group that came to nothing, if it is not to count."""
+        return {"bad": self._bad if begun else self._never, "count": self._count}
 
     def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
         for name, own in (("bad", self._bad), ("count", self._count)):

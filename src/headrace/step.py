@@ -129,7 +129,7 @@ class TrainingStep:
         #: What the group's batches weigh so far.
         self.weight = GroupWeight(device, self.ranks)
         self._in_group = 0
-        self._torn = self._unclear = False
+        self._torn = self._gathering = self._unclear = False
         self.scaler: torch.amp.GradScaler | None = None
         self.scales_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
         #: What keeps updates that are not finite from being made; with fp16 the scaler does.
@@ -186,7 +186,7 @@ class TrainingStep:
     def backward(self, parts: LossParts) -> None:
         """Add this batch's gradients to the group's."""
         self.begin()
-        self._torn = True
+        self._gathering = True
         self.gather(parts)
         self.gathered()
 
@@ -239,7 +239,7 @@ class TrainingStep:
     def gathered(self) -> None:
         """The host's part of `backward`."""
         self._in_group += 1
-        self._torn = False
+        self._torn = self._gathering = False
 
     def apply(self) -> None:
         """The device's part of `update`."""
@@ -318,11 +318,11 @@ class TrainingStep:
             "in_group": self._in_group,
             "weight": self.weight.value if gathered else None,
             "gradients": [p.grad for p in self.parameters()] if gathered else None,
-            "gate": None if self.gate is None else self.gate.state_dict(),
+            "gate": None if self.gate is None else self.gate.state_dict(begun=not self._unclear),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._torn = self._unclear = False
+        self._torn = self._gathering = self._unclear = False
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"])
         self.updates, self._in_group = state["updates"], state["in_group"]
@@ -346,11 +346,13 @@ class TrainingStep:
     def recover(self) -> bool:
         """After an error: gradients that it left half made are forgotten, so that they cannot leak
         into the next group. Whole ones, of batches before the failed one, stay to be used. Returns
-        whether the state is whole: that before the failed batch."""
+        whether the state is whole, that before the failed batch: also if its backward failed, as
+        long as there were no others' gradients."""
         self.weight.lose_total()
-        torn, self._torn = self._torn, False
+        torn = self._torn or (self._gathering and self.group_is_open)
+        self._unclear = self._unclear or self._torn or self._gathering
+        self._torn = self._gathering = False
         if torn:
-            self._unclear = True
             self._in_group = 0
         return not torn
 
