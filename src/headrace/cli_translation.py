@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.errors import TranslationError
+from headrace.errors import HeadraceError, TranslationError
 from headrace.records import read_yaml
 from headrace.rundir import RunFolder
 from headrace.translation.settings import SECTIONS, TrainSettings
@@ -80,13 +80,7 @@ def train(
     if "weights" in given:
         given["weights"] = str(Path(given["weights"]).absolute())
     if resume is not None:
-        if others := as_typed(
-            {"project": elsewhere(project, resume), "name": name, "config": config, **given}
-        ):
-            raise TranslationError(
-                f"--resume {resume} goes on as its config.yaml says: leave out {others}, or edit "
-                "that file"
-            )
+        require_alone(resume, project, {"name": name, "config": config, **given}, TranslationError)
         settings = TrainSettings.read(RunFolder.open(resume).config)
     else:
         stored = dict(read_yaml(config, TranslationError)) if config is not None else {}
@@ -228,19 +222,22 @@ def prepare(
     typer.echo(str(found.folder))
 
 
-def elsewhere(project: Path | None, run: Path) -> Path | None:
-    """The project, if it is not the one that the run is in."""
-    is_there = project is not None and project.resolve() == run.resolve().parent
-    return None if is_there else project
-
-
-def as_typed(given: Mapping[str, object]) -> str:
-    """What was given besides, as it was typed: --epochs, --stop-code; empty where nothing was."""
-    return ", ".join(
+def require_alone(
+    resume: Path, project: Path | None, given: Mapping[str, object], error: type[HeadraceError]
+) -> None:
+    """`--resume` needs nothing else: name all else that was typed, as it was typed."""
+    is_there = project is not None and project.resolve() == resume.resolve().parent
+    others = {"project": None if is_there else project, **given}
+    named = [
         name.upper() if name == "data" else f"--{name.replace('_', '-')}"
-        for name, value in given.items()
+        for name, value in others.items()
         if value is not None
-    )
+    ]
+    if named:
+        raise error(
+            f"--resume {resume} goes on as its config.yaml says: leave out {', '.join(named)}, or "
+            "edit that file"
+        )
 
 
 def _watch(quiet: bool) -> Callable[[int, int], object] | None:

@@ -6,14 +6,13 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from headrace.cli_bench import options_of, typed_wrong
-from headrace.cli_translation import as_typed, elsewhere
+from headrace.cli_translation import require_alone
 from headrace.errors import TuneError
 
 
@@ -108,7 +107,8 @@ def tune(
     }
     if resume is not None:
         with typed_wrong():
-            _alone(resume, {"project": elsewhere(project, resume), "name": name, **given})
+            typed = {"set" if key == "options" else key: value for key, value in given.items()}
+            require_alone(resume, project, {"name": name, **typed}, TuneError)
         tuning = Tuning.resume(resume, **told)
     else:
         with typed_wrong():
@@ -126,15 +126,6 @@ def tune(
         replace_file(out, result.plan_yaml().encode())
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
     typer.echo(f"written to {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)
-
-
-def _alone(resume: Path, given: Mapping[str, object]) -> None:
-    named = {"set" if key == "options" else key: value for key, value in given.items()}
-    if others := as_typed(named):
-        raise TuneError(
-            f"--resume {resume} goes on as its config.yaml says: leave out {others}, or edit that "
-            "file"
-        )
 
 
 def _words(text: str | None) -> list[str] | None:

@@ -80,7 +80,7 @@ class DeferredScalars:
     def push(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
         """Keep this step's values on the device, to be read back with the others."""
         # A dict nearly always: asking for any Mapping is slower.
-        named = values if isinstance(values, dict | Mapping) else {"loss": values}
+        named = values if isinstance(values, (dict, Mapping)) else {"loss": values}
         tensors, numbers = [], {}
         for name, value in named.items():
             if isinstance(value, torch.Tensor):
@@ -132,22 +132,28 @@ class DeferredScalars:
         return len(self._come_back) + sum(len(block.entries) for block in blocks)
 
     def abandon(self) -> None:
-        """Forget what was not sent yet: another rank will not take part in its sum any more."""
+        """Leave out what was not sent yet: another rank will not take part in its sum any more."""
         if self._filling is not None:
             self._idle.append(self._filling)
             self._filling = None
 
-    def state(self, *, before: int | None = None) -> list[dict[str, Any]]:
+    def forget(self, step: int) -> None:
+        """Leave out what was pushed last, if it is that step's, which came to nothing."""
+        blocks = [*self._under_way, *([self._filling] if self._filling else [])]
+        if blocks and blocks[-1].entries and blocks[-1].entries[-1][0] == step:
+            blocks[-1].entries.pop()
+            if self._filling is not None and not self._filling.entries:
+                self.abandon()
+
+    def state(self) -> list[dict[str, Any]]:
         """What was pushed and not yet handed out, as plain values and the device's own tensors:
-        nothing is waited for. `restored` makes values of it again. Steps from `before` on are left
-        out."""
+        nothing is waited for. `restored` makes values of it again."""
         handed_over = [
             {"steps": [entry.step], "numbers": [entry.values], "names": [], "rows": None}
             for entry in self._come_back
-            if before is None or entry.step < before
         ]
         blocks = [*self._under_way, *([self._filling] if self._filling else [])]
-        return handed_over + [block.state(before) for block in blocks]
+        return handed_over + [block.state() for block in blocks]
 
     def close(self) -> None:
         """Give the pinned memory back. What was not drained is lost, so drain first."""
@@ -301,12 +307,11 @@ class _Block:
         self.entries = []
         return come_back
 
-    def state(self, before: int | None) -> dict[str, Any]:
-        entries = [entry for entry in self.entries if before is None or entry[0] < before]
-        count = len(entries)
+    def state(self) -> dict[str, Any]:
+        count = len(self.entries)
         return {
-            "steps": [step for step, _ in entries],
-            "numbers": [numbers for _, numbers in entries],
+            "steps": [step for step, _ in self.entries],
+            "numbers": [numbers for _, numbers in self.entries],
             "names": list(self.layout.names),
             "rows": None if self._on_device is None else self._on_device[:count],
         }

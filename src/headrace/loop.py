@@ -137,6 +137,8 @@ class Loop:
                 except BaseException:
                     if self.step is not None:
                         self._is_whole = self.step.recover()
+                    # One whose backward failed has a loss, but nothing was learned from it.
+                    self._deferred.forget(self._first + index)
                     self.failed_batch = outofmemory.described(batch)
                     raise
                 del batch  # freed before the next one is asked for
@@ -193,16 +195,14 @@ class Loop:
         )
 
     def deferred_state(self) -> list[dict[str, Any]]:
-        """The values that were not handed out yet; not that of a batch whose backward failed."""
-        return self._deferred.state(before=self.trained)
+        """The values that were not handed out yet."""
+        return self._deferred.state()
 
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
         """Wait for all values so far, between two batches."""
         with self.lanes.on(self.lanes.forward):
             self._deferred.flush()
         self._collect(self._deferred.drain(reason))
-        # After an error: a batch whose backward failed has a loss, but was not trained on.
-        self._come_back = tuple(entry for entry in self._come_back if entry.step < self.trained)
         return self._come_back
 
     def result(self) -> EpochResult:
@@ -219,9 +219,7 @@ class Loop:
             elapsed_s=self._elapsed_s,
             peak_memory_bytes=self.device.peak_memory(),
         )
-        # A batch whose backward raised has a loss, but nothing was learned from it.
-        trained = [entry for entry in self._entries if entry.step < self.trained]
-        return epoch_result(counted, trained, self.device.ledger.epoch_statistics())
+        return epoch_result(counted, self._entries, self.device.ledger.epoch_statistics())
 
     def _begin(self) -> PrefetchIterator:
         self.device.ledger.start_epoch()

@@ -44,8 +44,9 @@ class AcceleratorStream(Stream):
 
     def wait_event(self, event: Event) -> None:
         # In every step: what is as it should be goes the shortest way.
-        if event.recorded and event.device is self.device:
-            event.raw.wait(self.raw)  # type: ignore[attr-defined]
+        own = event.device is self.device
+        if own and event.recorded and isinstance(event, AcceleratorEvent):
+            event.raw.wait(self.raw)
         else:
             super().wait_event(event)
 
@@ -65,8 +66,8 @@ class AcceleratorEvent(Event):
         self.raw = raw
 
     def record(self, stream: Stream | None = None) -> None:
-        if stream is not None and stream.device is self.device:  # in every step
-            self.raw.record(stream.raw)  # type: ignore[attr-defined]
+        if isinstance(stream, AcceleratorStream) and stream.device is self.device:  # in every step
+            self.raw.record(stream.raw)
             self.recorded = True
         else:
             super().record(stream)
