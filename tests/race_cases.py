@@ -818,6 +818,28 @@ def staging_filled_by_a_thread_nobody_waited_for(device: FakeDevice, bug: bool) 
     return slot
 
 
+@case
+def memory_freed_by_a_thread_before_its_copy_is_done(device: FakeDevice, bug: bool) -> object:
+    # The allocator hands memory from thread to thread: one that has waited may let go of it.
+    compute, side = device.current_stream(), device.stream("side")
+    lent, host = [on(device, 1000)], pinned(1000)
+    side.wait_stream(compute)
+
+    def save() -> None:
+        with device.use(side):
+            device.copy(host, lent[0])  # FIRST
+            if not bug:
+                device.synchronize("test", side)
+        lent.clear()
+
+    thread = threading.Thread(target=save)
+    thread.start()
+    _wait_without_being_seen(thread)
+    fresh = torch.ones(1000, device=device.torch_device)  # SECOND
+    thread.join()
+    return fresh
+
+
 def _wait_without_being_seen(thread: threading.Thread) -> None:
     """Make the order of the two threads certain here, though nothing in the program does."""
     while thread.is_alive():

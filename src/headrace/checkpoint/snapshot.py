@@ -1,23 +1,31 @@
 """Tensors as they are at one moment, on their way to the host.
 
     current      [step N][clone][step N+1] …           the caller goes on at once
-    checkpoint                  [copy to pinned]       sent, and then read, by a thread
+    checkpoint                  [piece][piece] …       sent, and then read, by a thread
 
-Device tensors are cloned on the stream that works on them, so that it may overwrite them at once.
-Pinned memory is slow to get, so that is left to whoever calls `arrive`, as are the copies, on a
-stream of their own. Where there is no memory for clones, the tensors themselves are copied, in
-line with the work on them, before the caller goes on.
+Device tensors are cloned on the stream that works on them, into one piece of memory, so that it
+may overwrite them at once. Whoever calls `arrive` has it copied to the host on a stream of its own,
+piece by piece through a little pinned memory: to pin as much as a model takes would stop every
+launch of the process meanwhile. Where there is no memory for clones, the tensors themselves are
+copied, in line with the work on them, before the caller goes on.
 """
 
 from __future__ import annotations
 
+import math
+from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
-from headrace.device import Device, PinnedBuffer, Stream, open_device
+from headrace.device import Device, Event, PinnedBuffer, Stream, open_device
 from headrace.errors import CheckpointError
+
+_PIECE_BYTES = 16 << 20
+_PIECES_UNDER_WAY = 2
+_ALIGNMENT = 64
 
 
 class Snapshot:
@@ -27,44 +35,41 @@ class Snapshot:
     def __init__(self, device: Device, tensors: Mapping[str, torch.Tensor]) -> None:
         self._device = device
         self._on_host: dict[str, torch.Tensor] = {}
-        self._buffers: list[PinnedBuffer] = []
-        self._clones: dict[str, torch.Tensor] = {}
-        self._cloned, self._copied = device.event(), device.event()
-        self._arrived = False
+        self._cloned = device.event()
+        self._clones: torch.Tensor | None = None
         live: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if device.asynchronous and device.holds(tensor):
-                live[name] = tensor
+                live[name] = _plain(tensor)
             elif tensor.is_cpu:
                 self._on_host[name] = _clone(tensor)
             else:
                 raise CheckpointError(
                     f"{name!r} lies on {tensor.device}: expected {device} or the host"
                 )
+        self._layout = _Layout.of(live)
         if live:
             self._take(live)
 
     def arrive(self) -> dict[str, torch.Tensor]:
         """The tensors on the host, contiguous. Waits for their copies."""
-        if self._clones:
+        if self._clones is not None:
             stream = self._device.stream("checkpoint")
             stream.wait_event(self._cloned)
-            self._send(self._clones, stream)
-        if self._buffers:
-            self._device.wait(self._copied, "checkpoint_copy")
-            self._arrived = True
+            memory = _host_memory(self._layout.nbytes)
+            _carry(self._device, stream, [(self._clones, memory)])
+            self._clones = None  # now: its copies were waited for
+            self._on_host |= self._layout.views(memory)
         return self._on_host
 
     def release(self) -> None:
-        """Give the pinned memory back, arrived or not."""
+        """Let go of it all, arrived or not."""
         self._on_host = {}
-        self._clones = {}
-        while self._buffers:
-            self._buffers.pop().release(after=None if self._arrived else self._copied)
+        self._clones = None
 
     def _take(self, live: dict[str, torch.Tensor]) -> None:
         try:
-            self._clones = {name: _clone(tensor) for name, tensor in live.items()}
+            clones = self._device.empty((self._layout.nbytes,), torch.uint8)
         except torch.OutOfMemoryError:
             self._device.say_once(
                 "checkpoint memory",
@@ -73,28 +78,21 @@ class Snapshot:
                 self._device,
             )
         else:
+            _copy(live, self._layout.views(clones))
             self._cloned.record()
+            self._clones = clones
             return
-        self._send(dict(live), self._device.current_stream())
+        memory = _host_memory(self._layout.nbytes)
+        self._on_host |= self._layout.views(memory)
+        pairs = [(_bytes(tensor), _bytes(self._on_host[name])) for name, tensor in live.items()]
+        _carry(self._device, self._device.current_stream(), pairs)
 
-    def _send(self, tensors: dict[str, torch.Tensor], stream: Stream) -> None:
-        """Start their copies on `stream`, and let go of them."""
-        device = self._device
-        try:
-            with device.use(stream):  # a thread's current device is another, too
-                for name in list(tensors):
-                    tensor = _plain(tensors.pop(name))
-                    buffer = device.pinned.take(tensor.numel() * tensor.element_size())
-                    self._buffers.append(buffer)
-                    self._on_host[name] = buffer.view(tensor.shape, tensor.dtype)
-                    # It is let go before its copy is done, and may belong to another stream.
-                    device.record_stream(tensor, stream)
-                    device.copy(self._on_host[name], tensor, known_pinned=True)
-        except BaseException:
-            self._copied.record(stream)
-            self.release()
-            raise
-        self._copied.record(stream)
+
+def reserve_staging(device: Device) -> None:
+    """Pin now what snapshots go through, so that none has to while a loop runs."""
+    if device.asynchronous:
+        for buffer in [device.pinned.take(_PIECE_BYTES) for _ in range(_PIECES_UNDER_WAY)]:
+            buffer.release()
 
 
 @contextmanager
@@ -113,6 +111,98 @@ def on_host(
         yield snapshot.arrive()
     finally:
         snapshot.release()
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """Where tensors lie, one behind the other, in one piece of memory of `nbytes` bytes."""
+
+    places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
+    nbytes: int
+
+    @classmethod
+    def of(cls, tensors: Mapping[str, torch.Tensor]) -> _Layout:
+        places, end = {}, 0
+        for name, tensor in tensors.items():
+            places[name] = (end, tensor.dtype, tuple(tensor.shape))
+            end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+        return cls(places, end)
+
+    def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+        """The tensors in `memory`, which is bytes."""
+        return {
+            name: memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for name, (begin, dtype, shape) in self.places.items()
+        }
+
+
+def _copy(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
+    """Copy all, with few launches: a model has hundreds of tensors, most of one type."""
+    by_type: dict[torch.dtype, list[str]] = {}
+    for name, source in sources.items():
+        if source.is_contiguous():
+            by_type.setdefault(source.dtype, []).append(name)
+        else:
+            targets[name].copy_(source, non_blocking=True)
+    for names in by_type.values():
+        torch._foreach_copy_([targets[name] for name in names], [sources[name] for name in names])
+
+
+def _carry(device: Device, stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Copy device bytes to host bytes on `stream`, through pinned memory. Waits for them."""
+    under_way: deque[_Piece] = deque()
+    with device.use(stream):  # a thread's current device is another, too
+        try:
+            for source, target in pairs:
+                for part, there in zip(
+                    source.split(_PIECE_BYTES), target.split(_PIECE_BYTES), strict=True
+                ):
+                    if len(under_way) == _PIECES_UNDER_WAY:
+                        under_way.popleft().land()
+                    under_way.append(_Piece(device, stream, part, there))
+            while under_way:
+                under_way.popleft().land()
+        finally:  # after an error nothing may be read or written any more, either
+            while under_way:
+                under_way.popleft().drop()
+
+
+class _Piece:
+    """Some bytes on their way from the device, through pinned memory, to where they are kept."""
+
+    def __init__(
+        self, device: Device, stream: Stream, source: torch.Tensor, target: torch.Tensor
+    ) -> None:
+        self._device = device
+        self._target = target
+        self._arrived: Event = device.event()
+        self._buffer: PinnedBuffer = device.pinned.take(_PIECE_BYTES)
+        self._staging = self._buffer.view(source.shape, torch.uint8)
+        try:
+            device.copy(self._staging, source, known_pinned=True)
+        except BaseException:
+            self._buffer.release()
+            raise
+        self._arrived.record(stream)
+
+    def land(self) -> None:
+        self._device.wait(self._arrived, "checkpoint_copy")
+        try:
+            self._target.copy_(self._staging)
+        finally:
+            self._buffer.release()
+
+    def drop(self) -> None:
+        self._device.wait(self._arrived, "checkpoint_copy")
+        self._buffer.release()
+
+
+def _host_memory(nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def _clone(tensor: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from headrace.checkpoint import sharded, states
 from headrace.checkpoint.folders import require_counts, write_checkpoint
-from headrace.checkpoint.snapshot import Snapshot
+from headrace.checkpoint.snapshot import Snapshot, reserve_staging
 from headrace.device import Device
 from headrace.errors import ClosedError
 from headrace.ranks import SINGLE, Ranks
@@ -29,11 +29,11 @@ class CheckpointWriter:
             writer.save(state, step)          # weights may be overwritten as soon as it returns
 
     One checkpoint is written at a time: `save` first waits for the one before (`checkpoint` in
-    the ledger; the background thread's own wait for the copy is `checkpoint_copy`). All that the
-    caller does is to clone what is saved, on the device: until the thread has copied it to the
-    host, a snapshot needs that device memory once more. An error in
-    the background is raised, as itself, by the next `save` or by `close`. A process that ends
-    without `close` loses the checkpoint that is being written, and none of the older ones.
+    the ledger; the background thread's own waits for its copies are `checkpoint_copy`). All that
+    the caller does is to clone what is saved, on the device: until the thread has copied it to the
+    host, a snapshot needs that device memory once more. An error in the background is raised, as
+    itself, by the next `save` or by `close`. A process that ends without `close` loses the
+    checkpoint that is being written, and none of the older ones.
 
     With several `ranks` all of them save the same step, each its part: the folder is to be on a
     file system that all of them share.
@@ -51,11 +51,21 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._under_way: _Job | None = None
         self._closed = False
+        reserve_staging(device)
 
-    def save(self, state: object, step: int, *, wait: bool = False) -> None:
+    def save(
+        self,
+        state: object,
+        step: int,
+        *,
+        wait: bool = False,
+        unless_raised: Callable[[], object] | None = None,
+    ) -> None:
         """Write `state`, as it is at this point of the current stream, as the checkpoint of `step`.
 
-        With `wait`, the checkpoint is on the disk when this returns.
+        With `wait`, the checkpoint is on the disk when this returns. `unless_raised` is called
+        once the device has been told to clone the state: a look at what led to it, that may wait
+        for the device while this has enough to do. If it raises, nothing is written.
         """
         if self._closed:
             raise ClosedError("a CheckpointWriter was used after its close")
@@ -65,6 +75,8 @@ class CheckpointWriter:
         document, tensors = (None, shared.tensors) if shared is not None else states.encode(state)
         self._start()
         snapshot = Snapshot(self._device, tensors)
+        if unless_raised is not None:
+            unless_raised()
         job = _Job(document, snapshot, step, shared)
         self._queue.put(job)  # first: Ctrl-C between the two must not leave one waited for in vain
         self._under_way = job

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -90,7 +91,8 @@ class Checker:
     Not thread-safe by itself: the fake device calls it under its lock.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, this_host: Callable[[], Actor | None]) -> None:
+        self._this_host = this_host
         self.races: list[Race] = []
         self.device_bytes = 0
         self.peak_device_bytes = 0
@@ -161,6 +163,9 @@ class Checker:
             for entry in self._unknown(record.owner, record.entries.all())
             if entry.actor != record.owner.number and entry.actor not in record.recorded
         ]
+        host = self._this_host()
+        if host is not None:  # what this thread has waited for is over, whoever gets the memory
+            pending = self._unknown(host, pending)
         if pending:
             blocks = self._freed.setdefault(record.owner.number, [])
             blocks.append(_FreedBlock(record.nbytes, pending))
@@ -185,8 +190,8 @@ class Checker:
         return []
 
     @staticmethod
-    def _unknown(owner: Actor, entries: list[Entry]) -> list[Entry]:
-        return [entry for entry in entries if not owner.knows(entry.actor, entry.tick)]
+    def _unknown(actor: Actor, entries: list[Entry]) -> list[Entry]:
+        return [entry for entry in entries if not actor.knows(entry.actor, entry.tick)]
 
     # --- accesses ---------------------------------------------------------------------------------
 

@@ -32,7 +32,7 @@ class Hosts(Device):
 
     def __init__(self, torch_device: torch.device, host_order: str) -> None:
         super().__init__(torch_device, Ledger(lambda: self.host().time_ns))
-        self.checker = Checker()
+        self.checker = Checker(self.known_host)
         self.lock = untraced_rlock()
         self._host_order = host_order
         self._thread = threading.local()

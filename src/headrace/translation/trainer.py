@@ -14,14 +14,11 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from headrace.checkpoint import (
-    CheckpointWriter,
-    agreed_checkpoint,
-    load_checkpoint,
-)
+from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
 from headrace.deferred import DeferredValues
 from headrace.device import open_device
 from headrace.errors import (
@@ -54,12 +51,7 @@ from headrace.translation.together import (
     new_progress,
     translate_and_score,
 )
-from headrace.translation.trained import (
-    TrainedModel,
-    load_weights,
-    save_vocabularies,
-    whole_copy,
-)
+from headrace.translation.trained import TrainedModel, load_weights, save_vocabularies, whole_copy
 from headrace.wrapped import spread_of
 
 log = logging.getLogger("headrace")
@@ -335,18 +327,24 @@ class Trainer:
     # --- what is kept -----------------------------------------------------------------------------
 
     def _save(self) -> None:
-        """A checkpoint of this very moment. The losses up to here are waited for."""
-        self._count(self._engine.settle("checkpoint"))
+        """A checkpoint of this very moment. Its losses are waited for, while the device copies the
+        state: one that is not finite is to end the run before it is written."""
+        if self._ranks.several:
+            self._settle()  # values that are not summed yet are no rank's to keep
         state = {
             "engine": self._engine.state_dict(),
             "sums": [self._sums.loss, self._sums.weight],
             "best": self._kept.best,
         }
+        save = partial(self._writer.save, state, self._engine.updates, unless_raised=self._settle)
         try:
-            self._writer.save(state, self._engine.updates)
+            save()
         except CheckpointError as problem:  # of the one before, written in the background
             log.warning("%s; training goes on, and another is written now", problem)
-            self._writer.save(state, self._engine.updates)
+            save()
+
+    def _settle(self) -> None:
+        self._count(self._engine.settle("checkpoint"))
 
     def _rescue(self, problem: BaseException) -> None:
         """An error has ended the loop between two batches: what was learned is kept. Not after a
