@@ -300,7 +300,9 @@ class TestLosses:
         return content
 
     def test_a_difference_that_nobody_looked_at_is_not_shown(self, tmp_path: Path) -> None:
-        page = page_of(tmp_path, self.content())
+        content = self.content()
+        content["rows"][1] |= {"reference_losses": [3.5, 2.5]}
+        page = page_of(tmp_path, content)
         assert "Difference from baseline" not in page.words
         assert "(graph: compared without dropout.)" in page.words
 

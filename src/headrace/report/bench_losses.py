@@ -57,20 +57,10 @@ def _loss_lines(result: BenchResult) -> tuple[list[Line], list[Line]]:
             for at, (own, other) in enumerate(pairs, 1)
             if own is not None and other is not None
         ]
-        if any(own != other for _, own, other in both) and _were_compared(row, both):
+        if any(own != other for _, own, other in both):
             apart = [(float(at), own - other) for at, own, other in both]
             differences.append(Line(row.plan, apart, index))
     return lines, differences
-
-
-def _were_compared(row: Row, both: list[tuple[int, float, float]]) -> bool:
-    """Whether it is these losses that the verdict is about: a plan may have been compared with
-    other losses of the reference (without dropout, say), which older results do not have."""
-    largest = None if row.equal is None else row.equal.largest
-    if largest is None or row.reference_losses:
-        return True
-    seen = max(abs(own - other) / max(abs(other), 1e-12) for _, own, other in both)
-    return seen <= 1.01 * largest + 1e-12
 
 
 def _equality_words(result: BenchResult) -> str:
