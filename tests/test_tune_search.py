@@ -360,7 +360,20 @@ class TestSpace:
         assert pipeline.base == "pipeline"
         names = [candidate.name for candidate in space.around("graphs", pipeline)]
         assert names == ["pipeline", "graph"]
-        assert space.around("graphs", pipeline)[1].plan.precision == "bf16"
+        graph = space.around("graphs", pipeline)[1]
+        assert graph.plan.precision == "bf16"
+        assert [candidate.name for candidate in space.around("graphs", graph)] == [
+            "graph",
+            "pipeline",
+        ]
+        # One that was chosen stays.
+        near = dataclasses.replace(graph, plan=graph.plan.but(run_ahead_steps=2))
+        assert space.around("graphs", near)[1].name == "graph, run ahead steps 2, graphs off"
+        event = Candidate("event", Plan.preset("event"))
+        assert [candidate.plan.run_ahead_steps for candidate in space.around("graphs", event)] == [
+            32,
+            32,
+        ]
 
     def test_names_and_order(self) -> None:
         plain = Candidate("pipeline", Plan.preset("pipeline"))

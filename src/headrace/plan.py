@@ -231,7 +231,8 @@ PRESETS: dict[str, Plan] = {
             split_backward=True,
         ),
         Plan(name="pipeline", streams=3),
-        Plan(name="graph", streams=3, graphs="on"),
-        Plan(name="max", streams=3, graphs="on", compile=True),
+        # With more steps under way than the driver takes, the host would wait inside a launch, awake.
+        Plan(name="graph", streams=3, graphs="on", run_ahead_steps=4),
+        Plan(name="max", streams=3, graphs="on", run_ahead_steps=4, compile=True),
     )
 }

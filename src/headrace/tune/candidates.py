@@ -174,8 +174,14 @@ class Space:
         if not _is_of_use(name, best.plan):
             return
         for value in getattr(self, name):
+            changes = {name: value}
+            switched = name == "graphs" and best.plan.sync == "none" and value != best.plan.graphs
+            if switched and "run_ahead_steps" not in best.changed:
+                # That of the preset with graphs, or without: it goes with them.
+                preset = Plan.preset("pipeline" if value == "off" else "graph")
+                changes["run_ahead_steps"] = preset.run_ahead_steps
             try:
-                plan = best.plan.but(**{name: value})
+                plan = best.plan.but(**changes)
             except PlanError:
                 continue  # the fields do not go together
             yield self._named(dataclasses.replace(best, plan=plan))
