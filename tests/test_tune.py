@@ -23,7 +23,7 @@ from headrace.errors import BenchError, HeadraceError, RunError, TuneError
 from headrace.plan import LoaderPlan, Plan, load_plan
 from headrace.testing import Costs, FakeDevice
 from headrace.translation import Trainer, TrainSettings
-from headrace.tune import tuning
+from headrace.tune import search, tuning
 from headrace.tune.candidates import Candidate, Space
 from headrace.tune.journal import Journal
 from headrace.tune.measuring import WorkMeasurer
@@ -67,6 +67,10 @@ def candidate(name: str, **loader: Any) -> Candidate:
     return Candidate(name, Plan.preset(name), LoaderPlan(**loader))
 
 
+def no_measurement(one: Candidate, steps: int) -> Measurement:
+    raise AssertionError(f"{one.name} was measured")
+
+
 class TestMeasuring:
     def measurer(self, fake: FakeDevice, work: Work, **options: Any) -> WorkMeasurer:
         space = Space(("baseline", "pipeline", "graph"))
@@ -81,6 +85,19 @@ class TestMeasuring:
         assert pipeline.ms_per_step == pytest.approx(10.0, rel=0.01)
         assert baseline.peak_memory_bytes is not None
         assert baseline.took_s > 0
+
+    def test_what_comes_between_two_measurements_takes_time_too(self) -> None:
+        now = [0.0]
+        with (
+            FakeDevice(costs=FREE) as fake,
+            self.measurer(fake, made_up(fake), clock=lambda: now[0]) as measurer,
+        ):
+            now[0] = 3.0
+            first = measurer.measure(candidate("baseline"), 5)
+            measurer.let_go(candidate("baseline"))
+            now[0] = 10.0
+            second = measurer.measure(candidate("baseline"), 5)
+        assert (first.took_s, second.took_s) == (3.0, 7.0)
 
     def test_a_batch_size_changes_the_units(self) -> None:
         with FakeDevice(costs=FREE) as fake, self.measurer(fake, made_up(fake)) as measurer:
@@ -599,6 +616,20 @@ class TestSentences:
             line.startswith("Here runs of one and the same plan differ by") for line in found
         )
         assert found[-1] == "The time was up before all had been tried: there may be better."
+
+    def test_no_more_time_is_said_to_be_left_than_there_is(self, tmp_path: Path) -> None:
+        said: list[str] = []
+        clock = iter(range(0, 10_000, 60))  # each run takes a minute
+        with Journal(tmp_path / "journal.jsonl", no_measurement, {}) as journal:
+            watch = tuning._Watch(said.append, journal, clock=lambda: float(next(clock)))
+            for done, left_s in ((1, None), (2, 125.0), (3, 20.0)):
+                one = candidate("baseline")
+                watch(search.Progress(f"stage {done}", one, 20, done, 30, left_s, None))
+        assert [text.rsplit(", ", 1)[1] for text in said] == [
+            "about 30 min left",
+            "about 2 min left",
+            "about 20 s left",
+        ]
 
     def test_a_plan_that_failed_is_named_with_its_error(self) -> None:
         def measure(one: Candidate, steps: int) -> Measurement:

@@ -231,7 +231,7 @@ PRESETS: dict[str, Plan] = {
             split_backward=True,
         ),
         Plan(name="pipeline", streams=3),
-        # With more steps under way than the driver takes, the host would wait inside a launch, awake.
+        # With more steps under way than the driver takes, the host waits inside a launch, awake.
         Plan(name="graph", streams=3, graphs="on", run_ahead_steps=4),
         Plan(name="max", streams=3, graphs="on", run_ahead_steps=4, compile=True),
     )

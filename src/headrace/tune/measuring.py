@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -42,10 +43,13 @@ class WorkMeasurer:
         compared_steps: int = 10,
         tolerance: float = 0.01,
         memory_cap: int | None = None,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._work, self._device, self._space = work, device, space
         self._seed, self._compared, self._tolerance = seed, compared_steps, tolerance
         self._cap = memory_cap
+        self._clock = clock
+        self._since_s = clock()
         self._garage = Garage(device, warmup)
         self._contestants: dict[str, Contestant] = {}
         self._comparing: dict[int | None, Comparing] = {}
@@ -62,9 +66,9 @@ class WorkMeasurer:
 
     def measure(self, candidate: Candidate, steps: int) -> Measurement:
         """Some steps of a candidate. Whatever goes wrong in them is a result."""
-        began_s = time.monotonic()
         found = self._measured(candidate, steps)
-        return replace(found, took_s=time.monotonic() - began_s)
+        before_s, self._since_s = self._since_s, self._clock()
+        return replace(found, took_s=self._since_s - before_s)
 
     def let_go(self, candidate: Candidate) -> None:
         """Free what a candidate holds. It may be measured again, and is then made anew."""

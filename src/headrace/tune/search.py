@@ -36,13 +36,15 @@ _MOST_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Where the search stands, for a line on the screen. `left` is an estimate."""
+    """Where the search stands, for a line on the screen. `left` is an estimate, of runs; `left_s`
+    what is left of the time that it was given, if it was."""
 
     stage: str
     candidate: Candidate
     steps: int
     done: int
     left: int
+    left_s: float | None
     best: Trial | None
 
 
@@ -69,7 +71,8 @@ class _TimeIsUp(Exception):  # noqa: N818 - ends the search from within
 class Search:
     """`measure(candidate, steps)` runs a candidate; `let_go` is told which will not run again
     soon. The shortest runs have `steps` steps, or as many as the first plan takes `least_ms` for.
-    `budget_s` bounds what the measurements take together; None: no bound."""
+    `budget_s` bounds what the measurements take together, and what comes between them; one that
+    was begun is finished. None: no bound."""
 
     def __init__(
         self,
@@ -250,8 +253,17 @@ class Search:
     def _run(self, trial: Trial, steps: int) -> None:
         if self._best is not None and self._spent_s >= self._budget_s:
             raise _TimeIsUp
+        left_s = self._budget_s - self._spent_s
         self._watch(
-            Progress(self._stage, trial.candidate, steps, self._done, self._left, self._best)
+            Progress(
+                self._stage,
+                trial.candidate,
+                steps,
+                self._done,
+                self._left,
+                None if math.isinf(left_s) else max(0.0, left_s),
+                self._best,
+            )
         )
         found = self._measure(trial.candidate, steps)
         self._spent_s += found.took_s

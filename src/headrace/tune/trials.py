@@ -21,7 +21,8 @@ class Measurement:
 
     `units_per_step` is what a step has of what is counted: samples or tokens. `failed` is an error
     in one line, `out_of_memory` that it did not fit, `unequal` that its losses are not those of the
-    plan that all are compared with. `took_s` is what it took in all.
+    plan that all are compared with. `took_s` is what it took in all, and
+    what came between it and the one before: letting go of loader workers can take long.
     """
 
     ms_per_step: float | None

@@ -121,7 +121,7 @@ class Tuning:
                         f"its {settings.minutes:g} minutes, those before included, are in "
                         f"{self.folder.config}"
                     )
-            watch = _Watch(progress, journal)
+            watch = _Watch(progress.status, journal)
             try:
                 outcome = search.Search(
                     space,
@@ -239,9 +239,14 @@ def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
 class _Watch:
     """Shows where the search stands, and about how long it will take."""
 
-    def __init__(self, progress: Progress, journal: Journal) -> None:
-        self._progress, self._journal = progress, journal
-        self._began_s = self._shown_s = time.monotonic()
+    def __init__(
+        self,
+        show: Callable[[str], object],
+        journal: Journal,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._show, self._journal, self._clock = show, journal, clock
+        self._began_s = self._shown_s = clock()
         self._replayed = 0
         self._stage = ""
 
@@ -249,7 +254,7 @@ class _Watch:
         if self._journal.is_replaying:
             self._replayed = at.done + 1
             return
-        now_s = time.monotonic()
+        now_s = self._clock()
         new_stage = at.stage != self._stage
         if not (sys.stderr.isatty() or new_stage or now_s - self._shown_s > _PLAIN_EVERY_S):
             return
@@ -257,8 +262,10 @@ class _Watch:
         done = at.done - self._replayed
         left = ""
         if done > 0 and at.left:
-            left = f", about {_duration((now_s - self._began_s) / done * at.left)} left"
-        self._progress.status(
+            left_s = (now_s - self._began_s) / done * at.left
+            left_s = left_s if at.left_s is None else min(left_s, at.left_s)
+            left = f", about {_duration(left_s)} left"
+        self._show(
             f"{at.stage.replace('_', ' ')}: {at.candidate.name}, {at.steps} steps; "
             f"{at.done} runs{_best(at.best)}{left}"
         )
