@@ -228,20 +228,23 @@ class TestRecords:
 
 
 class TestRun:
-    def run(self, path: Path, device: FakeDevice, steps: int, **options: Any) -> None:
+    def run(
+        self, path: Path, device: FakeDevice, steps: int, more: int = 0, **options: Any
+    ) -> None:
+        """So many steps of a run, which has `more` of them after these."""
         with (
             MetricsLog(path) as metrics,
             RunMonitor(device, metrics, path, **options) as monitor,
         ):
             for step in range(1, steps + 1):
                 device.work(1)
-                monitor.on_step(step)
+                monitor.on_step(step, steps + more - step)
             monitor.end_epoch(steps)
 
     def test_lines_of_use_and_one_of_business(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         with FakeDevice() as device:
-            self.run(path, device, 40)
+            self.run(path, device, 40, more=40, replayed=lambda: True)
             self.run(path, device, 40)  # the run goes on: it is not looked at again
         lines = list(read_metrics(path))
         assert [line["kind"] for line in lines] == ["busy", "use", "use"]
@@ -252,6 +255,19 @@ class TestRun:
             "host_memory_bytes",
         }
         assert lines[2]["at_s"] > lines[1]["at_s"]  # seconds of the run, not of the process
+
+    def test_steps_launched_one_by_one_are_looked_at_when_the_run_ends(
+        self, tmp_path: Path
+    ) -> None:
+        path = tmp_path / "metrics.jsonl"
+        with FakeDevice() as device:
+            self.run(path, device, 40, more=40)
+            self.run(path, device, 40)
+        assert [(line["kind"], line["step"]) for line in read_metrics(path)] == [
+            ("use", 40),
+            ("busy", 38),
+            ("use", 40),
+        ]
 
     def test_short_of_the_window_and_switched_off(self, tmp_path: Path) -> None:
         with FakeDevice() as device:
@@ -329,7 +345,7 @@ def test_ctrl_c_while_a_profiler_starts_or_runs_leaves_nothing_behind(tmp_path: 
             def run(look: Any = look) -> None:
                 with RunMonitor(device, metrics, path, look_after=1) as monitor:
                     monitor._device.trace = look  # type: ignore[method-assign]
-                    monitor.on_step(1)
+                    monitor.on_step(1, 0)
                     raise KeyboardInterrupt
 
             with pytest.raises(KeyboardInterrupt):

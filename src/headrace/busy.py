@@ -107,7 +107,8 @@ def _stream(timeline: Timeline, lane: str, wall_ms: float, steps: int) -> Stream
 
 
 class BusyProbe:
-    """Looks at `steps` steps of a loop, once, after the first `after` of them.
+    """Looks at `steps` steps of a loop, once, after the first `after` of them, as soon as it
+    `may_begin`.
 
         for info in engine.steps(loader):
             window = probe.on_step()           # a BusyWindow at the end of the look, else None
@@ -118,23 +119,23 @@ class BusyProbe:
 
     def __init__(self, device: Device, *, after: int = 20, steps: int = 10) -> None:
         self._device, self._after, self._steps = device, after, steps
-        self._seen = 0
+        self._seen = self._begun = 0
         self._open: AbstractContextManager[Trace] | None = None
         self._trace: Trace | None = None
         self.is_over = False
         self.missing: str | None = None
 
-    def on_step(self) -> BusyWindow | None:
+    def on_step(self, *, may_begin: bool = True) -> BusyWindow | None:
         """After each step."""
         if self.is_over:
             return None
         self._seen += 1
-        if self._seen == self._after:
+        if self._open is not None:
+            return self.end() if self._seen == self._begun + self._steps else None
+        if may_begin and self._seen >= self._after:
             look = self._device.trace()
-            self._trace = look.__enter__()
+            self._trace, self._begun = look.__enter__(), self._seen
             self._open = look  # not before: Ctrl-C while a profiler starts leaves nothing to end
-        elif self._seen == self._after + self._steps:
-            return self.end()
         return None
 
     def end(self) -> BusyWindow | None:
@@ -143,10 +144,9 @@ class BusyProbe:
             return None
         assert self._trace is not None
         self._open.__exit__(None, None, None)
-        steps, trace = self._seen - self._after, self._trace
+        steps, trace = self._seen - self._begun, self._trace
         self._open = self._trace = None
         if steps == 0:
-            self._seen -= 1
             return None
         self.is_over, self.missing = True, trace.missing
         return BusyWindow.of(trace, steps)

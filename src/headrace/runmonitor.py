@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
-from headrace.busy import BusyProbe
+from headrace.busy import BusyProbe, BusyWindow
 from headrace.device import Device
 from headrace.metrics import MetricsLog, NoMetrics, read_metrics
 from headrace.monitor import Monitor
@@ -13,10 +14,17 @@ from headrace.monitor import Monitor
 log = logging.getLogger("headrace")
 
 
+# Steps of a look, and some to spare: an epoch's last is followed by other things.
+_LOOK_STEPS, _SPARE_STEPS = 10, 2
+
+
 class RunMonitor:
     """Writes lines of kind `use` (means since the last one) whenever it is asked to `note`, and
-    one of kind `busy`, from a trace of some steps, once in a run: when `look_after` of them have
-    gone by, and graphs have been captured. Without `wanted` it does nothing.
+    one of kind `busy`, from a trace of some steps, once in a run. Without `wanted` it does nothing.
+
+    That look comes when `look_after` steps have gone by, if steps are `replayed` as graphs. Else
+    it comes at the run's end: after a trace PyTorch launches kernels more slowly, for as long as
+    the process lives, and a graph has few to launch.
 
     `stored` is the run's metrics file: a run that goes on counts its seconds on from there.
     """
@@ -29,8 +37,9 @@ class RunMonitor:
         *,
         wanted: bool = True,
         look_after: int = 20,
+        replayed: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._device, self._metrics = device, metrics
+        self._device, self._metrics, self._replayed = device, metrics, replayed
         self._monitor: Monitor | None = None
         self._probe: BusyProbe | None = None
         self._noted_s = self._before_s = 0.0
@@ -43,7 +52,7 @@ class RunMonitor:
                 self._before_s = max(self._before_s, line.get("at_s") or 0.0)
             looked = looked or line.get("kind") == "busy"
         if device.asynchronous and not looked:
-            self._probe = BusyProbe(device, after=look_after)
+            self._probe = BusyProbe(device, after=look_after, steps=_LOOK_STEPS)
 
     def __enter__(self) -> RunMonitor:
         if self._monitor is not None:
@@ -58,10 +67,11 @@ class RunMonitor:
             if self._monitor is not None:
                 self._monitor.stop()
 
-    def on_step(self, step: int) -> None:
-        """After each update."""
+    def on_step(self, step: int, left: int) -> None:
+        """After each batch, when `left` more are to come in the whole run."""
         if self._probe is not None:
-            self._write_busy(step, self._probe, ended=False)
+            may_begin = left <= _LOOK_STEPS + _SPARE_STEPS or self._replayed()
+            self._write_busy(step, self._probe.on_step(may_begin=may_begin))
 
     def note(self, step: int) -> None:
         """Write a line about the time since the last one."""
@@ -76,7 +86,7 @@ class RunMonitor:
     def end_epoch(self, step: int) -> None:
         """The last step of an epoch is over; a look at the device is not to go on beyond it."""
         if self._probe is not None:
-            self._write_busy(step, self._probe, ended=True)
+            self._write_busy(step, self._probe.end())
         self.note(step)
 
     def gpu_share(self) -> float | None:
@@ -84,11 +94,10 @@ class RunMonitor:
         latest = None if self._monitor is None else self._monitor.latest()
         return self._device.use_share() if latest is None else latest.gpu_share
 
-    def _write_busy(self, step: int, probe: BusyProbe, *, ended: bool) -> None:
-        window = probe.end() if ended else probe.on_step()
-        if probe.is_over:
-            self._probe = None
-            if probe.missing is not None:
-                log.info("how busy the device is cannot be seen: %s", probe.missing)
+    def _write_busy(self, step: int, window: BusyWindow | None) -> None:
+        if self._probe is not None and self._probe.is_over:
+            missing, self._probe = self._probe.missing, None
+            if missing is not None:
+                log.info("how busy the device is cannot be seen: %s", missing)
         if window is not None:
             self._metrics.write("busy", step, **window.to_dict())

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from headrace.device import Device
+from headrace.engine import Engine
 from headrace.ledger import Ledger
 from headrace.metrics import MetricsLog, NoMetrics
-from headrace.plan import Plan
 from headrace.progress import Gauges, Progress, silent_console
 from headrace.ranks import Ranks
 from headrace.rundir import RunFolder, shared_folder
@@ -52,16 +52,30 @@ def new_monitor(
     metrics: MetricsLog | NoMetrics,
     folder: RunFolder,
     settings: TrainSettings,
-    plan: Plan,
+    engine: Engine,
 ) -> RunMonitor:
     """What device and host do: the first rank's."""
+
+    def replayed() -> bool:
+        graphs = engine.graphs
+        return graphs is not None and graphs.why is None and graphs.replays > 0
+
     return RunMonitor(
         device,
         metrics,
         folder.metrics,
         wanted=settings.monitor and ranks.is_first,
-        look_after=20 if plan.graphs == "off" else 100,
+        look_after=20 if engine.plan.graphs == "off" else 100,
+        replayed=replayed,
     )
+
+
+def batches_left(settings: TrainSettings, engine: Engine, each: int, batch: int) -> int:
+    """Batches that are to come in a run of `each` an epoch, after this one."""
+    left = each * (settings.epochs - engine.epochs) - batch - 1
+    if settings.max_steps is None:
+        return left
+    return min(left, (settings.max_steps - engine.updates) * settings.accumulate)
 
 
 def translate_and_score(

@@ -44,6 +44,7 @@ from headrace.translation.keeping import KeptWeights
 from headrace.translation.outcome import Sums, TrainResult, stored_result
 from headrace.translation.settings import TrainSettings
 from headrace.translation.together import (
+    batches_left,
     gauges_of,
     new_folder,
     new_metrics,
@@ -58,15 +59,7 @@ log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0
 _EXAMPLES = 8
 # What PyTorch and Python raise for a state that is of another model, or of no trainer's.
-_DOES_NOT_FIT = (
-    RuntimeError,
-    ValueError,
-    KeyError,
-    TypeError,
-    AttributeError,
-    IndexError,
-    StepError,
-)
+_DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, StepError)
 
 
 class Trainer:
@@ -154,7 +147,8 @@ class Trainer:
             ):
                 first_batch = self._restore()
                 with new_monitor(
-                    self._ranks, self._device, self._metrics, self.folder, self.settings, self._plan
+                    *(self._ranks, self._device, self._metrics, self.folder),
+                    *(self.settings, self._engine),
                 ) as self._monitor:
                     while not (self._left_early or self._is_done() or self._asked_to_stop()):
                         self._epoch(first_batch)
@@ -229,7 +223,8 @@ class Trainer:
             self._watchdog.progress(f"batch {info.batch} of epoch {epoch}")
             self._count(info.come_back)
             self._progress.on_step(info)
-            self._monitor.on_step(engine.updates)
+            to_come = batches_left(self.settings, engine, len(sampler.batches), info.batch)
+            self._monitor.on_step(engine.updates, to_come)
             now = time.monotonic()
             if now - noted_at > _STEP_METRICS_EVERY_S:
                 self._note_step(tokens_per_s=(self._sums.weight - noted) / (now - noted_at))
