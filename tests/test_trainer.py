@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.errors import HeadraceError, TranslationError
+from headrace.metrics import read_metrics
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings
 from headrace.translation.assembly import assemble, prepared_for
 from headrace.translation.trained import load_weights
@@ -129,6 +130,33 @@ class TestResume:
         assert weights_of(found.folder.path) == weights_of(expected.folder.path)
         assert found.scores == expected.scores
         assert epochs(found) == epochs(expected)
+
+    @pytest.mark.parametrize("save_every", [0, 1000])
+    @pytest.mark.parametrize("where", ["KeptWeights.keep", "TrainResult.store"])
+    def test_killed_at_an_end_that_has_its_line_but_no_checkpoint(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        where: str,
+        save_every: int,
+    ) -> None:
+        whole = new(corpus, tmp_path, "whole", save_every=save_every).run()
+        dead = new(corpus, tmp_path, "dead", save_every=save_every)
+
+        def die(*args: Any) -> None:
+            raise SystemExit
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"headrace.translation.trainer.{where}", die)
+            with pytest.raises(SystemExit):
+                dead.run()
+        lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
+        assert ("epoch" if where.startswith("Kept") else "valid") in lines
+        found = Trainer.resume(dead.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert epochs(found) == epochs(whole)
+        lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
+        assert (lines.count("epoch"), lines.count("valid")) == (2, 1)
 
     def test_killed_before_the_first_checkpoint(self, corpus: Path, tmp_path: Path) -> None:
         expected = new(corpus, tmp_path, "whole").run()

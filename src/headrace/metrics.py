@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -59,16 +59,16 @@ class MetricsLog:
         if self._events is not None:
             self._events.write(kind, step, content)
 
-    def rewind(self, step: int) -> None:
-        """Drop the lines of steps after `step`: they will be written again.
-
-        So what belongs to a step is to be written before the step's checkpoint.
-        """
+    def rewind(
+        self, step: int, again: Callable[[Mapping[str, Any]], bool] = lambda content: False
+    ) -> None:
+        """Drop the lines of steps after `step`, and what else is to be written `again`."""
         self._file.close()
         kept = [
             line
             for line, content in _lines(self._path)
-            if not isinstance(content.get("step"), int) or content["step"] <= step
+            if not (isinstance(content.get("step"), int) and content["step"] > step)
+            and not again(content)
         ]
         replace_file(self._path, b"".join(kept))
         self._file = self._path.open("ab", buffering=0)
@@ -120,7 +120,7 @@ class NoMetrics:
     def write(self, kind: str, step: int, **values: object) -> None:
         """Nothing: rank 0 does it."""
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int, again: object = None) -> None:
         """Nothing: rank 0 does it."""
 
 

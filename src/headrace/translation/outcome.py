@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 from headrace.errors import TranslationError
 from headrace.rundir import RunFolder, replace_file
@@ -67,6 +69,15 @@ def stored_result(folder: RunFolder) -> TrainResult | None:
             f"{path}: is no result of a finished run ({problem}); take it away, and --resume "
             "scores the run again"
         ) from problem
+
+
+def is_of_an_end_after(epochs: int, line: Mapping[str, Any]) -> bool:
+    """Whether a line of metrics is of an epoch's or the run's end, and a run with so many epochs
+    done is yet to come there: killed at that end, it has written the line and no checkpoint."""
+    kind, epoch = line.get("kind"), line.get("epoch")
+    if kind == "epoch" and isinstance(epoch, int):
+        return epoch >= epochs
+    return kind in ("test", "valid")
 
 
 def _path(folder: RunFolder) -> Path:

@@ -41,7 +41,7 @@ from headrace.translation import guards
 from headrace.translation.assembly import assemble, check_files, prepared_for
 from headrace.translation.guards import Guards
 from headrace.translation.keeping import KeptWeights
-from headrace.translation.outcome import Sums, TrainResult, stored_result
+from headrace.translation.outcome import Sums, TrainResult, is_of_an_end_after, stored_result
 from headrace.translation.settings import TrainSettings
 from headrace.translation.together import (
     batches_left,
@@ -355,6 +355,7 @@ class Trainer:
         """Go back to the last checkpoint, if there is one. Returns the batch to go on with."""
         path = agreed_checkpoint(self.folder.state, self._ranks, self._device.ledger)
         if path is None:
+            self._metrics.rewind(0, partial(is_of_an_end_after, 0))
             return 0
         state = load_checkpoint(path, parts=self._ranks.several)
         try:
@@ -365,7 +366,8 @@ class Trainer:
                 f"{path}: does not fit the model or optimizer that {self.folder.config} asks for: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
-        self._metrics.rewind(self._engine.updates)
+        epochs = self._engine.epochs
+        self._metrics.rewind(self._engine.updates, partial(is_of_an_end_after, epochs))
         self._progress.message(
             f"going on from {path}: epoch {self._engine.epochs + 1}, batch {batch:,}"
         )
