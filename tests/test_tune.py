@@ -499,26 +499,31 @@ class TestCommand:
         )
 
     @pytest.mark.parametrize(
-        ("arguments", "kind", "message"),
+        ("arguments", "kind", "message", "code"),
         [
-            (["--work", "transation"], BenchError, "did you mean 'translation'"),
-            (["--work", "mine.py:nothing"], BenchError, "has no 'nothing'"),
-            (["--work", "mine.py:breaks"], TuneError, "does not run under baseline: step 1: Value"),
-            (["--plans", "fast"], TuneError, "no plan 'fast'"),
-            (["--memory-cap", "x"], TuneError, "memory_cap = 'x'"),
-            (["--resume", "nowhere"], RunError, "does not exist"),
+            (["--work", "transation"], BenchError, "did you mean 'translation'", 2),
+            (["--work", "mlp", "--set", "widht=3"], BenchError, "did you mean 'width'", 2),
+            (["--work", "mine.py:nothing"], BenchError, "has no 'nothing'", 1),
+            (["--work", "mine.py:breaks"], TuneError, "not run under baseline: step 1: Value", 1),
+            (["--plans", "fast"], TuneError, "no plan 'fast'", 2),
+            (["--memory-cap", "x"], TuneError, "memory_cap = 'x'", 2),
+            (["--resume", "nowhere"], RunError, "does not exist", 1),
             (
                 ["--work", "mine.py:make_work", "--workers", "0,2"],
                 TuneError,
                 "no number of workers",
+                1,
             ),
         ],
     )
-    def test_errors(self, arguments: list[str], kind: type[HeadraceError], message: str) -> None:
+    def test_errors(
+        self, arguments: list[str], kind: type[HeadraceError], message: str, code: int
+    ) -> None:
         given = arguments if "--resume" in arguments else [*QUICK, *arguments]
         found = self.invoke(*given)
         assert isinstance(found.exception, kind), found.output
         assert message in str(found.exception)
+        assert found.exception.exit_code == code
 
     def test_usage(self) -> None:
         assert self.invoke("--workers", "two").exit_code == 2

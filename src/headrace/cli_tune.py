@@ -79,6 +79,7 @@ def tune(
     """
     # Before PyTorch is loaded: losses are compared with deterministic kernels.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from headrace.bench.finding import find_work
     from headrace.rundir import replace_file
     from headrace.tune.settings import TuneSettings
     from headrace.tune.tuning import Stopped, Tuning
@@ -113,6 +114,8 @@ def tune(
     else:
         with typed_wrong():
             settings = TuneSettings.from_dict(given, where="settings")
+            if ":" not in settings.work:  # a work of the user's own may fail by itself
+                find_work(settings.work, dict(settings.options))
         tuning = Tuning.create(settings, project=project or Path("runs/tune"), name=name, **told)
     try:
         result = tuning.run()
