@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,8 @@ from headrace.metrics import MetricsLog, read_metrics
 from headrace.runmonitor import RunMonitor
 from headrace.testing import Costs, FakeDevice
 from headrace.timeline import Span, Timeline
+from headrace.translation import TrainSettings
+from headrace.translation.together import batches_left
 
 MS = 1_000_000
 
@@ -238,7 +241,7 @@ class TestRun:
         ):
             for step in range(1, steps + 1):
                 device.work(1)
-                monitor.on_step(step, steps + more - step)
+                monitor.on_step(step, steps + more - step, steps - step)
             monitor.end_epoch(steps)
 
     def test_lines_of_use_and_one_of_business(self, tmp_path: Path) -> None:
@@ -265,9 +268,59 @@ class TestRun:
             self.run(path, device, 40)
         assert [(line["kind"], line["step"]) for line in read_metrics(path)] == [
             ("use", 40),
-            ("busy", 38),
+            ("busy", 40),
             ("use", 40),
         ]
+
+    @pytest.mark.parametrize(
+        ("epochs", "each", "accumulate", "max_steps", "looked_at"),
+        [
+            (2, 200, 16, 20, 10),
+            (2, 200, 1, None, 10),
+            (2, 200, 3, 50, 10),
+            (9, 100, 8, 30, 10),
+            (60, 5, 1, None, 4),
+            (60, 1, 1, None, None),
+        ],
+    )
+    def test_the_last_steps_of_any_run(
+        self,
+        tmp_path: Path,
+        epochs: int,
+        each: int,
+        accumulate: int,
+        max_steps: int | None,
+        looked_at: int | None,
+    ) -> None:
+        """At most one trace, and none in vain."""
+        path, traces = tmp_path / "metrics.jsonl", 0
+        settings = TrainSettings(epochs=epochs, accumulate=accumulate, max_steps=max_steps)
+        with (
+            FakeDevice() as device,
+            MetricsLog(path) as metrics,
+            RunMonitor(device, metrics, path) as monitor,
+        ):
+            trace = device.trace
+
+            def counted() -> Any:
+                nonlocal traces
+                traces += 1
+                return trace()
+
+            device.trace = counted  # type: ignore[method-assign]
+            engine: Any = SimpleNamespace(updates=0)
+            for engine.epochs in range(epochs):
+                for batch in range(each):
+                    if engine.updates == max_steps:
+                        break
+                    device.work(1)
+                    engine.updates += (batch + 1) % accumulate == 0 or batch + 1 == each
+                    left = batches_left(settings, engine, each, batch)
+                    monitor.on_step(engine.updates, left, each - batch - 1)
+                monitor.end_epoch(engine.updates)
+        busy = [line["steps"] for line in read_metrics(path) if line["kind"] == "busy"]
+        assert busy == ([] if looked_at is None else [looked_at])
+        assert traces == len(busy)
 
     def test_short_of_the_window_and_switched_off(self, tmp_path: Path) -> None:
         with FakeDevice() as device:
@@ -345,7 +398,7 @@ def test_ctrl_c_while_a_profiler_starts_or_runs_leaves_nothing_behind(tmp_path: 
             def run(look: Any = look) -> None:
                 with RunMonitor(device, metrics, path, look_after=1) as monitor:
                     monitor._device.trace = look  # type: ignore[method-assign]
-                    monitor.on_step(1, 0)
+                    monitor.on_step(1, 5, 5)
                     raise KeyboardInterrupt
 
             with pytest.raises(KeyboardInterrupt):

@@ -17,6 +17,7 @@ from headrace.checkpoint import (
     load_checkpoint,
     save_checkpoint,
     snapshot,
+    tensorfile,
 )
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.errors import CheckpointError, ClosedError, EventNotRecordedError
@@ -228,6 +229,57 @@ def test_pieces_go_through_memory_that_was_pinned_at_first(
             assert torch.equal(found[name], torch.full(weight.shape, step + 2).to(weight.dtype))
 
 
+@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "in line"])
+def test_every_type_comes_back_bit_for_bit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
+) -> None:
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 64)
+    raw = torch.arange(256, dtype=torch.uint8).repeat(2)  # signalling NaNs, -0.0 and all
+    dtypes = [*tensorfile.DTYPE_NAMES, torch.complex128]
+    state = {str(dtype): raw.view(dtype) for dtype in dtypes if dtype is not torch.bool}
+    state["flags"] = raw > 99
+    with FakeDevice() as device, CheckpointWriter(device, tmp_path) as writer:
+        there = {name: value.to(device.torch_device) for name, value in state.items()}
+        there |= {f"{name} from 3": value[3:] for name, value in there.items()}
+        device.limit_memory(None if fits else device.memory().allocated + 100)
+        writer.save(there, 1, wait=True)
+    found = load_checkpoint(tmp_path / "step-00000001")
+    for name, value in state.items():
+        for one, expected in ((found[name], value), (found[f"{name} from 3"], value[3:])):
+            assert one.dtype == value.dtype
+            assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8))
+
+
+@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "in line"])
+@pytest.mark.parametrize("at", [1, 2, 3])
+@pytest.mark.parametrize("what", ["wait", "copy"])
+def test_ctrl_c_on_the_way_to_the_host(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool, at: int, what: str
+) -> None:
+    """No buffer stays lent, and no memory is used again while a copy may still read it."""
+    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 512)
+    with FakeDevice() as device:
+        weight, calls = on(device, 1.0, 500), [0]
+        original = getattr(device, what)
+
+        def interrupted(*args: Any, **options: Any) -> Any:
+            calls[0] += 1
+            if calls[0] == at:
+                raise KeyboardInterrupt
+            return original(*args, **options)
+
+        device.limit_memory(None if fits else device.memory().allocated + 100)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, what, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                save_checkpoint(tmp_path, {"weight": weight}, step=1, device=device)
+        assert device.pinned.lent == 0
+        device.limit_memory(None)
+        torch.zeros(500, device=device.torch_device).add_(1)
+        device.pinned.take(512).view((512,), torch.uint8).fill_(0)
+        assert not device.races
+
+
 def test_what_a_look_at_the_state_raises_leaves_it_unwritten(tmp_path: Path) -> None:
     with FakeDevice() as device:
         weight = on(device, 1.0, 4)
@@ -241,9 +293,12 @@ def test_what_a_look_at_the_state_raises_leaves_it_unwritten(tmp_path: Path) -> 
             raise ZeroDivisionError
 
         with CheckpointWriter(device, tmp_path, keep=9) as writer:
+            before = device.memory().allocated
             writer.save({"weight": weight}, 1, unless_raised=look)
-            with pytest.raises(ZeroDivisionError):
+            with pytest.raises(ZeroDivisionError) as caught:
                 writer.save({"weight": weight}, 2, unless_raised=fail)
+            assert device.memory().allocated == before
+            del caught
             writer.save({"weight": weight}, 3)
         assert device.pinned.lent == 0
     assert names(tmp_path) == ["step-00000001", "step-00000003"]

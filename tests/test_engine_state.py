@@ -17,7 +17,7 @@ from test_engine import EAGER, data, loss, make_model, same, weights
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
-from headrace.testing import FakeDevice
+from headrace.testing import Costs, FakeDevice
 
 BATCHES = data(13)
 
@@ -170,3 +170,25 @@ class TestBadState:
         engine = Engine.from_step(lambda batch: None, device=device)
         with pytest.raises(StepError, match="made from a step keeps no state"):
             engine.state_dict()
+
+
+def test_rates_are_of_the_batches_that_took_the_time() -> None:
+    """Values that a restored engine had not yet reported are of a time that is not counted."""
+
+    def weighted(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": loss(model, batch), "weight": 3}
+
+    with FakeDevice(costs=Costs(kernel_us=1000, by_name={})) as device:
+        model = make_model(device)
+        options: dict[str, Any] = {"plan": "pipeline", "device": device}
+        engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), weighted, **options)
+        for info in engine.steps(data(9)):
+            if info.batch == 6:
+                state = copy.deepcopy(engine.state_dict())
+                break
+        assert sum(len(block["steps"]) for block in state["deferred"]) == 7
+        engine.load_state_dict(state)
+        result = engine.epoch(data(9)[7:], first_batch=7)
+    assert len(result.losses) == 9
+    figures = result.statistics
+    assert figures.weight_per_s == pytest.approx(2 * 3 / figures.elapsed_s)

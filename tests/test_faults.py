@@ -333,6 +333,55 @@ class TestLoader:
         other.epoch(data(12)[7:], first_batch=7)
         assert same(weights(other), weights(whole))
 
+    def test_restored_values_are_not_lost_to_an_error_before_the_first_batch(
+        self, device: Device
+    ) -> None:
+        def broken(count: int) -> Iterator[Any]:
+            yield from data(count)
+            raise OSError("the disk is gone")
+
+        def keep(problem: BaseException) -> None:
+            stored.append(copy.deepcopy(engine.state_dict()))
+
+        whole = make_engine(device).epoch(data(12))
+        stored: list[Any] = []
+        engine = make_engine(device, on_error=keep)
+        with pytest.raises(OSError, match="the disk is gone"):
+            engine.epoch(broken(7))
+        for _ in range(2):
+            engine = make_engine(device, on_error=keep)
+            engine.load_state_dict(stored[-1])
+            with pytest.raises(OSError, match="the disk is gone"):
+                engine.epoch(broken(0), first_batch=7)
+        assert len(stored) == 3
+        engine = make_engine(device)
+        engine.load_state_dict(stored[-1])
+        result = engine.epoch(data(12)[7:], first_batch=7)
+        assert result.losses == whole.losses
+        assert result.mean_loss == whole.mean_loss
+
+    def test_an_engine_that_is_asked_looks_at_its_values_whatever_ended_the_loop(
+        self, device: Device
+    ) -> None:
+        def broken() -> Iterator[Any]:
+            yield from data(3)
+            inputs, labels = data(1)[0]
+            yield inputs * math.nan, labels
+            raise OSError("the disk is gone")
+
+        asked: list[BaseException] = []
+
+        def ask(problem: BaseException) -> None:
+            try:
+                engine.settle()
+            except NonFiniteError as found:
+                asked.append(found)
+
+        engine = make_engine(device, on_error=ask, on_nonfinite="stop")
+        with pytest.raises(OSError, match="the disk is gone"):
+            engine.epoch(broken())
+        assert "batch 3" in str(asked[0])
+
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_an_error_at_any_moment(self, accumulate: int) -> None:
         """As Python raises Ctrl-C, and a DataLoader the death of a worker: between any two lines.

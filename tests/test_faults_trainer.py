@@ -256,6 +256,21 @@ class TestLosses:
                 trainer.run()
         assert resumed(trainer.folder.path, corpus) == whole
 
+    def test_no_checkpoint_of_it_where_another_error_comes_first(
+        self, corpus: Path, tmp_path: Path, whole: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def fail() -> None:
+            raise IndexError("row 17")
+
+        trainer = new(corpus, tmp_path, "run", save_every=1000)
+        with monkeypatch.context() as patch:
+            self.nan_at(patch, 5)
+            patch.setattr(PaddedBatches, "__getitem__", after(8, fail))
+            with pytest.raises(IndexError, match="row 17"):
+                trainer.run()
+        assert list(trainer.folder.state.glob("step-*")) == []
+        assert resumed(trainer.folder.path, corpus) == whole
+
     def test_skip_goes_on(
         self,
         corpus: Path,

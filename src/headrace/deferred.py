@@ -148,12 +148,8 @@ class DeferredScalars:
     def state(self) -> list[dict[str, Any]]:
         """What was pushed and not yet handed out, as plain values and the device's own tensors:
         nothing is waited for. `restored` makes values of it again."""
-        handed_over = [
-            {"steps": [entry.step], "numbers": [entry.values], "names": [], "rows": None}
-            for entry in self._come_back
-        ]
         blocks = [*self._under_way, *([self._filling] if self._filling else [])]
-        return handed_over + [block.state() for block in blocks]
+        return to_be_restored(self._come_back) + [block.state() for block in blocks]
 
     def close(self) -> None:
         """Give the pinned memory back. What was not drained is lost, so drain first."""
@@ -181,6 +177,14 @@ class DeferredScalars:
             block.release()
         self._idle.clear()
         return _Block(self._device, self._every, layout)
+
+
+def to_be_restored(entries: Iterable[DeferredValues]) -> list[dict[str, Any]]:
+    """Values that have come back, as `DeferredScalars.state` has them."""
+    return [
+        {"steps": [entry.step], "numbers": [entry.values], "names": [], "rows": None}
+        for entry in entries
+    ]
 
 
 def restored(state: Iterable[Mapping[str, Any]], device: Device) -> list[DeferredValues]:

@@ -14,7 +14,7 @@ import torch
 from headrace import batches, outofmemory
 from headrace.batchcache import BatchCache
 from headrace.capturing import GraphReport
-from headrace.deferred import DeferredScalars, DeferredValues
+from headrace.deferred import DeferredScalars, DeferredValues, to_be_restored
 from headrace.device import Device
 from headrace.errors import OutOfMemoryError, StepError
 from headrace.lanes import HostSync, Lanes
@@ -109,6 +109,7 @@ class Loop:
         # Values that a restored engine had not yet reported come first.
         self._entries: list[DeferredValues] = list(pending)
         self._unreported = tuple(self._entries)
+        self._restored = len(self._entries)
         self._come_back: tuple[DeferredValues, ...] = ()
         self._batches = self._samples = 0
         self._start_ns = device.ledger.now_ns()
@@ -195,8 +196,8 @@ class Loop:
         )
 
     def deferred_state(self) -> list[dict[str, Any]]:
-        """The values that were not handed out yet."""
-        return self._deferred.state()
+        """The values that were not handed out yet, those of a restored state among them."""
+        return to_be_restored(self._unreported) + self._deferred.state()
 
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
         """Wait for all values so far, between two batches."""
@@ -216,6 +217,7 @@ class Loop:
             replays=self.replays,
             samples=self._samples,
             weighted=self._weighted,
+            restored=self._restored,
             elapsed_s=self._elapsed_s,
             peak_memory_bytes=self.device.peak_memory(),
         )
@@ -298,13 +300,16 @@ class Loop:
         """Between the last batch that was trained on and the end, if the state is whole. Some
         errors come at any moment (Ctrl-C, a loader process that died): then a step may have been
         made that is not counted yet. Of several ranks one alone could do nothing with it."""
-        self._failed = problem is not None and kind is not GeneratorExit
+        failed = problem is not None and kind is not GeneratorExit
         whole = self._is_whole and self._counted == self._progress()
         told = self._on_error if whole and not self._ranks.several else None
-        if problem is not None and self._failed and told is not None:
-            self.lanes.give_back()
-            told(problem)
-            self.lanes.take_over()
+        try:
+            if problem is not None and failed and told is not None:
+                self.lanes.give_back()
+                told(problem)
+                self.lanes.take_over()
+        finally:  # until here values are looked at: what is the state worth?
+            self._failed = failed
 
     def _collect(self, come_back: list[DeferredValues]) -> None:
         if not come_back and not self._unreported:  # mostly
@@ -314,11 +319,14 @@ class Loop:
             come_back = [_unweighted(entry) for entry in come_back]
         if come_back and "loss" not in come_back[-1].values and self.step is not None:
             come_back = self._with_last_update(come_back)
-        self._come_back = (*self._unreported, *come_back)
-        self._unreported = ()
+        unreported, self._unreported = self._unreported, ()
+        self._come_back = (*unreported, *come_back)
         self._entries += come_back
-        for entry in come_back if not self._failed else ():  # one error is enough
-            self._non_finite.look(entry, self.epoch)
+        # What a gate had seen before is in its count.
+        gated = self.step is not None and self.step.gate is not None
+        for entry in come_back if gated else self._come_back:
+            if not self._failed:  # one error is enough
+                self._non_finite.look(entry, self.epoch)
 
     def _with_last_update(self, come_back: list[DeferredValues]) -> list[DeferredValues]:
         """What is known of a last partial group's update belongs to its last batch."""

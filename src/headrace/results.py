@@ -78,7 +78,8 @@ class EpochResult:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What was counted on the way through a loader."""
+    """What was counted on the way through a loader. `restored` of the values that came back are
+    of batches before it, whose time is not counted here."""
 
     epoch: int
     plan: str
@@ -88,6 +89,7 @@ class Pass:
     replays: int
     samples: int
     weighted: bool
+    restored: int
     elapsed_s: float
     peak_memory_bytes: int
 
@@ -109,7 +111,7 @@ def epoch_result(
         batches_per_s=counted.batches / elapsed_s,
         updates_per_s=counted.updates / elapsed_s,
         samples_per_s=counted.samples / elapsed_s,
-        weight_per_s=sum(weights) / elapsed_s if counted.weighted else None,
+        weight_per_s=sum(weights[counted.restored :]) / elapsed_s if counted.weighted else None,
         host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / 1e3 / elapsed_s),
         data_wait_share=min(1.0, data_ms / 1e3 / elapsed_s),
         peak_memory_bytes=counted.peak_memory_bytes,

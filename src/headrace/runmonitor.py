@@ -14,8 +14,7 @@ from headrace.monitor import Monitor
 log = logging.getLogger("headrace")
 
 
-# Steps of a look, and some to spare: an epoch's last is followed by other things.
-_LOOK_STEPS, _SPARE_STEPS = 10, 2
+_LOOK_STEPS = 10
 
 
 class RunMonitor:
@@ -23,8 +22,8 @@ class RunMonitor:
     one of kind `busy`, from a trace of some steps, once in a run. Without `wanted` it does nothing.
 
     That look comes when `look_after` steps have gone by, if steps are `replayed` as graphs. Else
-    it comes at the run's end: after a trace PyTorch launches kernels more slowly, for as long as
-    the process lives, and a graph has few to launch.
+    it is of the run's last steps, as far as they are in its last epoch: after a trace PyTorch
+    launches kernels more slowly, for as long as the process lives, and a graph has few to launch.
 
     `stored` is the run's metrics file: a run that goes on counts its seconds on from there.
     """
@@ -67,10 +66,12 @@ class RunMonitor:
             if self._monitor is not None:
                 self._monitor.stop()
 
-    def on_step(self, step: int, left: int) -> None:
-        """After each batch, when `left` more are to come in the whole run."""
+    def on_step(self, step: int, left: int, in_epoch: int) -> None:
+        """After each batch, when `left` more are to come in the whole run, and `in_epoch` in this
+        epoch if it goes to its end."""
         if self._probe is not None:
-            may_begin = left <= _LOOK_STEPS + _SPARE_STEPS or self._replayed()
+            ends = left <= min(_LOOK_STEPS, in_epoch)
+            may_begin = min(left, in_epoch) > 0 and (ends or self._replayed())
             self._write_busy(step, self._probe.on_step(may_begin=may_begin))
 
     def note(self, step: int) -> None:

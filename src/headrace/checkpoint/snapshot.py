@@ -26,6 +26,8 @@ from headrace.errors import CheckpointError
 _PIECE_BYTES = 16 << 20
 _PIECES_UNDER_WAY = 2
 _ALIGNMENT = 64
+# Bits are copied, not numbers: not every kind of number can be copied in a bunch, or unchanged.
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Snapshot:
@@ -57,7 +59,11 @@ class Snapshot:
             stream = self._device.stream("checkpoint")
             stream.wait_event(self._cloned)
             memory = _host_memory(self._layout.nbytes)
-            _carry(self._device, stream, [(self._clones, memory)])
+            try:
+                _carry(self._device, stream, [(self._clones, memory)])
+            except BaseException:  # Ctrl-C in a wait: a copy may still read them
+                self._device.record_stream(self._clones, stream)
+                raise
             self._clones = None  # now: its copies were waited for
             self._on_host |= self._layout.views(memory)
         return self._on_host
@@ -78,7 +84,7 @@ class Snapshot:
                 self._device,
             )
         else:
-            _copy(live, self._layout.views(clones))
+            _copy(live, self._layout, clones)
             self._cloned.record()
             self._clones = clones
             return
@@ -90,8 +96,12 @@ class Snapshot:
 
 def reserve_staging(device: Device) -> None:
     """Pin now what snapshots go through, so that none has to while a loop runs."""
-    if device.asynchronous:
-        for buffer in [device.pinned.take(_PIECE_BYTES) for _ in range(_PIECES_UNDER_WAY)]:
+    buffers: list[PinnedBuffer] = []
+    try:
+        while device.asynchronous and len(buffers) < _PIECES_UNDER_WAY:
+            buffers.append(device.pinned.take(_PIECE_BYTES))
+    finally:
+        for buffer in buffers:
             buffer.release()
 
 
@@ -128,24 +138,33 @@ class _Layout:
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         return cls(places, end)
 
+    def bytes_of(self, name: str, memory: torch.Tensor) -> torch.Tensor:
+        """A tensor's part of `memory`, which is bytes."""
+        begin, dtype, shape = self.places[name]
+        return memory[begin : begin + math.prod(shape) * dtype.itemsize]
+
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in `memory`, which is bytes."""
+        """The tensors in `memory`."""
         return {
-            name: memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
-            for name, (begin, dtype, shape) in self.places.items()
+            name: self.bytes_of(name, memory).view(dtype).view(shape)
+            for name, (_, dtype, shape) in self.places.items()
         }
 
 
-def _copy(sources: Mapping[str, torch.Tensor], targets: Mapping[str, torch.Tensor]) -> None:
-    """Copy all, with few launches: a model has hundreds of tensors, most of one type."""
-    by_type: dict[torch.dtype, list[str]] = {}
+def _copy(sources: Mapping[str, torch.Tensor], layout: _Layout, memory: torch.Tensor) -> None:
+    """Copy all to their places, with few launches: a model has hundreds of tensors."""
+    bunches: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
     for name, source in sources.items():
-        if source.is_contiguous():
-            by_type.setdefault(source.dtype, []).append(name)
-        else:
-            targets[name].copy_(source, non_blocking=True)
-    for names in by_type.values():
-        torch._foreach_copy_([targets[name] for name in names], [sources[name] for name in names])
+        target = layout.bytes_of(name, memory)
+        if not source.is_contiguous():
+            target.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
+        elif source.numel():
+            word = _WORDS[source.element_size()]
+            to, of = bunches.setdefault(word, ([], []))
+            to.append(target.view(word))
+            of.append(source.view(-1).view(word))
+    for to, of in bunches.values():
+        torch._foreach_copy_(to, of)
 
 
 def _carry(device: Device, stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
@@ -162,7 +181,7 @@ def _carry(device: Device, stream: Stream, pairs: list[tuple[torch.Tensor, torch
                     under_way.append(_Piece(device, stream, part, there))
             while under_way:
                 under_way.popleft().land()
-        finally:  # after an error nothing may be read or written any more, either
+        finally:
             while under_way:
                 under_way.popleft().drop()
 
@@ -180,21 +199,26 @@ class _Piece:
         self._staging = self._buffer.view(source.shape, torch.uint8)
         try:
             device.copy(self._staging, source, known_pinned=True)
+            self._arrived.record(stream)
         except BaseException:
-            self._buffer.release()
+            self._arrived.record(stream)
+            self._buffer.release(after=self._arrived)
             raise
-        self._arrived.record(stream)
 
     def land(self) -> None:
-        self._device.wait(self._arrived, "checkpoint_copy")
+        """Wait until they are there, and put them where they are kept."""
+        try:
+            self._device.wait(self._arrived, "checkpoint_copy")
+        except BaseException:
+            self.drop()
+            raise
         try:
             self._target.copy_(self._staging)
         finally:
             self._buffer.release()
 
     def drop(self) -> None:
-        self._device.wait(self._arrived, "checkpoint_copy")
-        self._buffer.release()
+        self._buffer.release(after=self._arrived)
 
 
 def _host_memory(nbytes: int) -> torch.Tensor:

@@ -33,7 +33,8 @@ class CheckpointWriter:
     the caller does is to clone what is saved, on the device: until the thread has copied it to the
     host, a snapshot needs that device memory once more. An error in the background is raised, as
     itself, by the next `save` or by `close`. A process that ends without `close` loses the
-    checkpoint that is being written, and none of the older ones.
+    checkpoint that is being written, and none of the older ones. Where the device has no memory
+    for clones, `save` copies to the host itself, and waits for it (`checkpoint_copy`).
 
     With several `ranks` all of them save the same step, each its part: the folder is to be on a
     file system that all of them share.
@@ -75,8 +76,12 @@ class CheckpointWriter:
         document, tensors = (None, shared.tensors) if shared is not None else states.encode(state)
         self._start()
         snapshot = Snapshot(self._device, tensors)
-        if unless_raised is not None:
-            unless_raised()
+        try:
+            if unless_raised is not None:
+                unless_raised()
+        except BaseException:
+            snapshot.release()  # the error may be kept, and hold on to it
+            raise
         job = _Job(document, snapshot, step, shared)
         self._queue.put(job)  # first: Ctrl-C between the two must not leave one waited for in vain
         self._under_way = job
@@ -137,6 +142,7 @@ class CheckpointWriter:
                 job.error = problem
             finally:
                 job.done.set()
+            del job  # what went wrong may hold on to all that was to be written
 
     def _write(self, job: _Job, tensors: Mapping[str, torch.Tensor]) -> None:
         told: dict[str, Any] = {"step": job.step, "keep": self._keep}

@@ -75,7 +75,8 @@ def batches_left(settings: TrainSettings, engine: Engine, each: int, batch: int)
     left = each * (settings.epochs - engine.epochs) - batch - 1
     if settings.max_steps is None:
         return left
-    return min(left, (settings.max_steps - engine.updates) * settings.accumulate)
+    in_group = (batch + 1) % settings.accumulate
+    return min(left, (settings.max_steps - engine.updates) * settings.accumulate - in_group)
 
 
 def translate_and_score(

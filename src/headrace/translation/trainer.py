@@ -218,13 +218,16 @@ class Trainer:
         self._begun_ns = self._device.ledger.now_ns()
         self._watchdog.progress(f"epoch {epoch} begun at batch {first_batch}")
         saved_at = noted_at = time.monotonic()
-        noted = self._sums.weight
+        noted: float | None = None
         for info in engine.steps(self._loader, first_batch=first_batch, max_steps=left):
             self._watchdog.progress(f"batch {info.batch} of epoch {epoch}")
             self._count(info.come_back)
+            if noted is None:  # what was restored is of an earlier time
+                noted = self._sums.weight
             self._progress.on_step(info)
-            to_come = batches_left(self.settings, engine, len(sampler.batches), info.batch)
-            self._monitor.on_step(engine.updates, to_come)
+            each = len(sampler.batches)
+            left_in_run = batches_left(self.settings, engine, each, info.batch)
+            self._monitor.on_step(engine.updates, left_in_run, each - info.batch - 1)
             now = time.monotonic()
             if now - noted_at > _STEP_METRICS_EVERY_S:
                 self._note_step(tokens_per_s=(self._sums.weight - noted) / (now - noted_at))

@@ -176,10 +176,8 @@ class Space:
         for value in getattr(self, name):
             changes = {name: value}
             switched = name == "graphs" and best.plan.sync == "none" and value != best.plan.graphs
-            if switched and "run_ahead_steps" not in best.changed:
-                # That of the preset with graphs, or without: it goes with them.
-                preset = Plan.preset("pipeline" if value == "off" else "graph")
-                changes["run_ahead_steps"] = preset.run_ahead_steps
+            if switched and best.plan.run_ahead_steps == _usual_run_ahead(best.plan.graphs):
+                changes["run_ahead_steps"] = _usual_run_ahead(value)  # it goes with them
             try:
                 plan = best.plan.but(**changes)
             except PlanError:
@@ -213,6 +211,11 @@ def _changed(base: str, plan: Plan, loader: LoaderPlan) -> dict[str, Any]:
 def _preset(name: str, precision: str | None) -> Plan:
     plan = Plan.preset(name)
     return plan if precision is None else plan.but(precision=precision, name=name)
+
+
+def _usual_run_ahead(graphs: str) -> int:
+    """That of the preset with graphs, or without."""
+    return Plan.preset("pipeline" if graphs == "off" else "graph").run_ahead_steps
 
 
 def _is_of_use(name: str, plan: Plan) -> bool:
