@@ -200,6 +200,8 @@ def options_of(given: list[str]) -> dict[str, Any]:
         name, equals, value = one.partition("=")
         if not equals or not name.strip():
             raise typer.BadParameter(f"{one}: expected name=value", param_hint="--set")
+        if name.strip() in found:
+            raise typer.BadParameter(f"{name.strip()} was given before", param_hint="--set")
         try:
             read = yaml.safe_load(value)
         except yaml.YAMLError as problem:
