@@ -172,6 +172,39 @@ class TestBadState:
             engine.state_dict()
 
 
+def test_a_state_may_be_loaded_more_than_once(device: Device) -> None:
+    """Training on does not change what was stored: a run can be rolled back to it again."""
+    model = make_model(device, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    engine = Engine(model, optimizer, loss, plan="pipeline", device=device)
+    engine.epoch(data(3))
+    state = copy.deepcopy(engine.state_dict())
+    found = []
+    for _ in range(3):
+        engine.load_state_dict(state)
+        found.append(engine.epoch(data(4)).losses)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 4, 5])
+def test_a_group_that_is_fuller_than_groups_are_now_is_refused(
+    device: Device, accumulate: int
+) -> None:
+    model = make_model(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, optimizer, loss, device=device, accumulate=4)
+    for info in engine.steps(data(8)):
+        if info.batch == 2:
+            state = copy.deepcopy(engine.state_dict())
+            break
+    other = Engine(model, optimizer, loss, device=device, accumulate=accumulate)
+    if accumulate > 3:
+        assert other.load_state_dict(state) == 3
+        return
+    with pytest.raises(StepError, match=f"3 batches into a group: accumulate = {accumulate}"):
+        other.load_state_dict(state)
+
+
 def test_rates_are_of_the_batches_that_took_the_time() -> None:
     """Values that a restored engine had not yet reported are of a time that is not counted."""
 

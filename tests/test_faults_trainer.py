@@ -10,6 +10,7 @@ import math
 import os
 import random
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -362,6 +363,28 @@ class TestStopping:
             found = CliRunner().invoke(app, [str(word) for word in words])
             assert found.exit_code == expected, found.output
             assert latest_checkpoint(trainer.folder.state) is not None
+
+    def test_sigterm_to_all_of_its_processes_is_one_to_the_run(
+        self, corpus: Path, tmp_path: Path, whole: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As systemd sends it, and Slurm: the workers stay for as long as batches are needed."""
+        count, seen = Trainer._count, []
+
+        def counted(self: Trainer, come_back: Any) -> None:
+            seen.append(1)
+            if len(seen) == 3:
+                ours = [os.getpid(), *(c.pid for c in psutil.Process().children(recursive=True))]
+                assert len(ours) >= 3
+                code = "import os, sys; [os.kill(int(pid), 15) for pid in sys.argv[1:]]"
+                subprocess.run([sys.executable, "-c", code, *map(str, ours)], check=True)
+            count(self, come_back)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Trainer, "_count", counted)
+            result = new(corpus, tmp_path, "run", workers=2, save_every=1000).run()
+        assert result.stopped == "SIGTERM"
+        assert latest_checkpoint(result.folder.state) is not None
+        assert resumed(result.folder.path, corpus) == whole
 
     def test_the_grace_time_begins_with_the_signal(self) -> None:
         made: list[Any] = []

@@ -525,6 +525,13 @@ class TestCommand:
         assert message in str(found.exception)
         assert found.exception.exit_code == code
 
+    def test_where_the_plan_cannot_be_written_is_said_before_the_search(self, here: Path) -> None:
+        (here / "taken").write_text("")
+        found = self.invoke("--work", "mine.py:make_work", *QUICK, "--out", "taken/plan.yaml")
+        assert isinstance(found.exception, BenchError)
+        assert found.exception.exit_code == 2
+        assert not (here / "runs").exists()
+
     def test_usage(self) -> None:
         assert self.invoke("--workers", "two").exit_code == 2
         assert self.invoke("--set", "batch").exit_code == 2

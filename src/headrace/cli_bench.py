@@ -98,7 +98,7 @@ def bench(
             raise typer.BadParameter(f"{value}: expected a finite number", param_hint=name)
     with typed_wrong():
         if out is not None:
-            _check_place(out)
+            check_place(out)
         given, on, progress = options_of(options or []), open_device(device), Lines(quiet)
         entries = entries_of(_listed(plans) or plans_here(on), precision)
         rivals = peers_of(_listed(peers))
@@ -217,7 +217,7 @@ def _listed(text: str | None) -> list[str]:
     return [] if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
-def _check_place(out: Path) -> None:
+def check_place(out: Path) -> None:
     """Before anything is measured for minutes."""
     if out.is_dir():
         raise BenchError(f"{out}: is a folder: expected a file to write the result to")

@@ -79,6 +79,8 @@ def train(
         )
     if "weights" in given:
         given["weights"] = str(Path(given["weights"]).absolute())
+    if "plan" in given and Path(given["plan"]).is_file():
+        given["plan"] = str(Path(given["plan"]).absolute())
     if resume is not None:
         require_alone(resume, project, {"name": name, "config": config, **given}, TranslationError)
         settings = TrainSettings.read(RunFolder.open(resume).config)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli_bench import options_of, typed_wrong
+from headrace.cli_bench import check_place, options_of, typed_wrong
 from headrace.cli_translation import require_alone
 from headrace.errors import TuneError
 
@@ -102,6 +102,9 @@ def tune(
         "seed": seed,
     }
     given = {key: value for key, value in given.items() if value is not None}
+    with typed_wrong():
+        if out is not None:
+            check_place(out)
     told: dict[str, Any] = {
         "command": shlex.join(["headrace", *sys.argv[1:]]),
         "quiet": quiet,
@@ -125,9 +128,10 @@ def tune(
             err=True,
         )
         raise typer.Exit(130 if stopped.signal == "SIGINT" else 143) from None
+    # Printed first: whatever becomes of the file, what was found is not lost.
+    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
     if out is not None:
         replace_file(out, result.plan_yaml().encode())
-    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
     typer.echo(f"written to {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)
 
 

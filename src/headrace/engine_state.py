@@ -113,6 +113,12 @@ def _restore(
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
             raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
+    begun = state["step"]["in_group"]
+    if begun >= step.accumulate:
+        raise StepError(
+            f"the stored state is {begun} batches into a group: accumulate = {step.accumulate}, "
+            f"expected the number it had, more than {begun}"
+        )
     model = bare(step.model)
     own = model.state_dict()
     model.load_state_dict(
@@ -161,9 +167,14 @@ def _of_parameter(values: Any, parameter: torch.Tensor) -> Any:
     """An optimizer's state of one parameter, sharded as that one is, if at all."""
     if not isinstance(values, dict):
         return values
-    return {
+    placed = {
         name: _placed(value, parameter if _shape(value) == tuple(parameter.shape) else None)
         for name, value in values.items()
+    }
+    # Its own memory: PyTorch's optimizers go on in what they are given.
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) and value is values[name] else value
+        for name, value in placed.items()
     }
 
 

@@ -326,7 +326,7 @@ class TrainingStep:
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"])
         self.updates, self._in_group = state["updates"], state["in_group"]
-        self.weight.clear(forget=False)
+        self.weight.clear(forget=self.accumulate == 1 and not self.ranks.several)
         if state["weight"] is not None:
             self.weight.add(state["weight"].to(self.device.torch_device))
         gradients = state["gradients"] or [None] * len(self.parameters())

@@ -82,3 +82,22 @@ class StopRequests:
         self.requested = self.requested or name
         if name == "SIGINT" and self._interrupts > 1 and not self._patient:
             raise KeyboardInterrupt
+
+
+def outlive_sigterm(worker: int = 0) -> None:
+    """For a loader's worker: a SIGTERM that is meant for the whole run (systemd and Slurm send it
+    to each of its processes) is the training process' to answer, which still needs batches until
+    it has stopped. The worker ends when its parent says so: by the loader's own message, or by a
+    SIGTERM of the parent's."""
+    if not hasattr(signal, "sigwaitinfo"):
+        return
+    parent = os.getppid()
+    # In this thread and those that it starts; one of them waits for it instead.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+
+    def listen() -> None:
+        while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+            continue
+        os._exit(0)
+
+    threading.Thread(target=listen, name="headrace-sigterm", daemon=True).start()
