@@ -214,7 +214,8 @@ class Trainer:
         before = Sums(self._sums.loss, self._sums.weight)
         left = self._steps_left()
         most = None if left is None else left * self.settings.accumulate
-        self._progress.epoch_begins(epoch, len(sampler.batches), first_batch=first_batch, most=most)
+        each = len(sampler.batches)
+        self._progress.epoch_begins(epoch, each, first_batch=first_batch, most=most)
         self._begun_ns = self._device.ledger.now_ns()
         self._watchdog.progress(f"epoch {epoch} begun at batch {first_batch}")
         saved_at = noted_at = time.monotonic()
@@ -225,7 +226,6 @@ class Trainer:
             if noted is None:  # what was restored is of an earlier time
                 noted = self._sums.weight
             self._progress.on_step(info)
-            each = len(sampler.batches)
             left_in_run = batches_left(self.settings, engine, each, info.batch)
             self._monitor.on_step(engine.updates, left_in_run, each - info.batch - 1)
             now = time.monotonic()
