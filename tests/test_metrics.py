@@ -64,7 +64,7 @@ def test_what_is_not_plain_writes_nothing(path: Path) -> None:
 def write_steps(path: Path, *steps: int) -> None:
     with MetricsLog(path) as metrics:
         for step in steps:
-            metrics.write("step", step, loss=1.0 / step)
+            metrics.write("step", step, loss=float(step))
 
 
 def test_a_second_run_appends(path: Path) -> None:
@@ -196,6 +196,27 @@ def test_without_numbers_no_events_are_made(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     MetricsLog(path, tmp_path / "events").close()
     assert not (tmp_path / "events").exists()
+
+
+def test_what_is_written_again_is_shown_once(path: Path, tmp_path: Path) -> None:
+    """Killed between an epoch's line and its checkpoint: the line is dropped and written again,
+    what else was of that step stays."""
+    pytest.importorskip("tensorboard")
+    folder = tmp_path / "events"
+    with MetricsLog(path, tensorboard=folder) as metrics:
+        for step in (5, 10):
+            metrics.write("step", step, loss=float(step))
+        metrics.write("epoch", 10, loss=0.5)
+        metrics.write("step", 11, loss=9.0)
+    with MetricsLog(path, tensorboard=folder) as metrics:
+        metrics.rewind(10, lambda line: line["kind"] == "epoch")
+        metrics.write("epoch", 10, loss=0.5)
+    assert shown(folder) == {"step/loss": [(5, 5.0), (10, 10.0)], "epoch/loss": [(10, 0.5)]}
+    assert [(line["kind"], line["step"]) for line in read_metrics(path)] == [
+        ("step", 5),
+        ("step", 10),
+        ("epoch", 10),
+    ]
 
 
 def test_tensorboard_is_loaded_only_if_asked_for(path: Path) -> None:

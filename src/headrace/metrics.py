@@ -64,16 +64,22 @@ class MetricsLog:
     ) -> None:
         """Drop the lines of steps after `step`, and what else is to be written `again`."""
         self._file.close()
-        kept = [
-            line
-            for line, content in _lines(self._path)
-            if not (isinstance(content.get("step"), int) and content["step"] > step)
-            and not again(content)
-        ]
-        replace_file(self._path, b"".join(kept))
+        kept: list[tuple[bytes, dict[str, Any]]] = []
+        first = step + 1  # of the steps of which something is dropped
+        for line, content in _lines(self._path):
+            number = content.get("step")
+            is_later = isinstance(number, int) and number > step
+            if not is_later and not again(content):
+                kept.append((line, content))
+            elif isinstance(number, int):
+                first = min(first, number)
+        replace_file(self._path, b"".join(line for line, _ in kept))
         self._file = self._path.open("ab", buffering=0)
         if self._events is not None:
-            self._events.rewind(step)
+            self._events.rewind(first)
+            for _, content in kept:  # what was dropped there with it, and is not to be
+                if isinstance(content.get("step"), int) and content["step"] >= first:
+                    self._events.write(str(content.get("kind")), content["step"], content)
 
     def close(self) -> None:
         self._file.close()
@@ -174,9 +180,9 @@ class _Events:
                 self._open().add_scalar(f"{kind}/{name}", number, step)
 
     def rewind(self, step: int) -> None:
-        """TensorBoard will not show events after `step` that were written before now."""
+        """TensorBoard will not show events from `step` on that were written before now."""
         self.close()
-        self._purge_step = step + 1
+        self._purge_step = step
 
     def close(self) -> None:
         if self._writer is not None:
