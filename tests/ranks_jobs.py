@@ -5,6 +5,7 @@ All of a job's ranks train on the same global batches: a rank takes its share of
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -149,6 +150,62 @@ def uneven(rank: int, size: int, how: str, knows_length: bool, accumulate: int) 
     loader = mine if knows_length else Unknown(mine)
     result = engine.epoch(loader)
     return [*result.losses, engine.evaluate(loader).mean_loss, result.statistics.samples]
+
+
+class Stateful:
+    """A loader that keeps its own state, and does not say that only the rest of it is left."""
+
+    def __init__(self, batches: list[Any], *, knows_length: bool) -> None:
+        self._batches, self.at, self.epoch = batches, 0, 0
+        if knows_length:
+            self.__class__ = StatefulSized
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self._batches):
+            self.at += 1
+            yield self._batches[self.at - 1]
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+class StatefulSized(Stateful):
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def uneven_resumed(rank: int, size: int, kind: str, knows_length: bool) -> dict[str, Any]:
+    """Stopped while all ranks have batches left, when the shorter share ends, and after it."""
+    batches = [share(batch, rank, size) for batch in global_batches()[:8]]
+    mine = batches if rank == 0 else batches[:4]
+
+    def loader() -> Any:
+        if kind == "stateful":
+            return Stateful(mine, knows_length=knows_length)
+        return mine if knows_length else Unknown(mine)
+
+    whole, one = new_engine("ddp"), loader()
+    expected = [loss for _ in range(2) for loss in whole.epoch(one).losses]
+    found: dict[str, Any] = {}
+    for at in (1, 3, 4, 7):
+        engine, seen = new_engine("ddp"), []
+        for info in engine.steps(loader()):
+            seen += [entry.values["loss"] for entry in info.come_back]
+            if info.batch == at:
+                seen += [entry.values["loss"] for entry in engine.settle()]
+                stored = copy.deepcopy(engine.state_dict())
+                engine.leave()
+                break
+        other, one = new_engine("ddp"), loader()
+        other.load_state_dict(stored)
+        for _ in range(2):
+            seen += other.epoch(one).losses
+        found[str(at)] = [seen == expected, other.updates == whole.updates]
+    return found
 
 
 def one_is_not_finite(rank: int, size: int, how: str) -> dict[str, Any]:

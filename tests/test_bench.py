@@ -171,7 +171,7 @@ class TestRows:
         assert any("GPU busy time" in line for line in result.missing)
         assert any("no driver" in line for line in result.missing)
         assert any("memory" in line for line in result.missing)
-        assert result.verdict.waits_for == "unknown"
+        assert result.verdict.waits_for in ("unknown", "data")  # by its steps of half a millisecond
 
 
 class TestNoise:

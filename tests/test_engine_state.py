@@ -155,7 +155,9 @@ class TestPosition:
 class TestBadState:
     def test_of_another_kind(self, device: Device) -> None:
         engine = make(device, "pipeline")
-        with pytest.raises(StepError, match="no engine's state of format 1 or 2: found None"):
+        with pytest.raises(
+            StepError, match="no engine's state of a format from 1 to 3: found None"
+        ):
             engine.load_state_dict({"model": {}})
 
     def test_of_an_engine_with_other_parts(self, device: Device) -> None:

@@ -528,7 +528,7 @@ class TestPlace:
         from headrace.resuming import Skipping
 
         times = iter(range(0, 1000, 2))
-        rest = Skipping([*range(10)], 8, lambda: None, clock=lambda: next(times))
+        rest = Skipping([*range(10)], 8, clock=lambda: next(times))
         with caplog.at_level(logging.WARNING):
             assert list(rest) == [8, 9]
         assert "of 8 batches dropped" in caplog.text

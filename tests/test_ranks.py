@@ -67,6 +67,9 @@ def assert_close(found: Any, expected: Any) -> None:
         assert found == pytest.approx(expected, abs=CLOSE)
 
 
+RESUMED = [(kind, knows) for kind in ("plain", "stateful") for knows in (True, False)]
+
+
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """All that two ranks do here, in the same two processes: starting them is what takes long."""
@@ -76,6 +79,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         (jobs.uneven, (how, knows, accumulate))
         for how, knows, accumulate in (("ddp", True, 1), ("ddp", False, 3), ("fsdp", False, 3))
     ]
+    work += [(jobs.uneven_resumed, case) for case in RESUMED]
     work += [(jobs.inside_a_group, (how,)) for how in ("ddp", "fsdp")]
     work += [(jobs.some_have_none, ()), (jobs.talk, ()), (jobs.graphs_refused, ())]
     work += [
@@ -151,6 +155,13 @@ class TestEnds:
         for found in result_of(two, jobs.uneven, how, knows_length, accumulate):
             assert_close(found[:-1], expected[:-1])
             assert found[-1] == expected[-1]
+
+    @pytest.mark.parametrize("case", RESUMED, ids=str)
+    def test_resumed_before_and_after_the_shorter_share_has_ended(
+        self, two: dict[Any, Any], case: tuple[str, bool]
+    ) -> None:
+        for found in result_of(two, jobs.uneven_resumed, *case):
+            assert found == {at: [True, True] for at in ("1", "3", "4", "7")}
 
     def test_a_rank_without_any_batch_is_an_error_on_all(self, two: dict[Any, Any]) -> None:
         for said in result_of(two, jobs.some_have_none):

@@ -20,9 +20,10 @@ from headrace import batches, capturable
 from headrace.compiling import loss_as
 from headrace.errors import CaptureError
 from headrace.graphs import Captured, GraphCache, signature
+from headrace.lossparts import LossParts
 from headrace.plan import Plan
 from headrace.sites import line_of_error
-from headrace.step import LossParts, TrainingStep
+from headrace.step import TrainingStep
 from headrace.trial import TRIAL_STEPS, Trial
 
 log = logging.getLogger("headrace")
@@ -70,8 +71,7 @@ class GraphedStep:
         self._settings: tuple[Hashable, ...] | None = None
         self._addresses: tuple[Hashable, ...] | None = None
         self._held: list[torch.Tensor] = []
-        self._reached: set[int] = set()  # parameters that this group's batches gave a gradient
-        self._reached_by: dict[Hashable, frozenset[int]] = {}  # and that each graph gives one
+        self._reached_by: dict[Hashable, frozenset[int]] = {}  # parameters each graph reaches
         self._since_change = self._changes = 0
         self._replays = self._one_by_one = 0
         self._key: Hashable = None
@@ -119,7 +119,7 @@ class GraphedStep:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Also: the optimizer has another state, and the settings that came with it."""
         self._drop_graphs()
-        self._reached = self._with_gradients() if self._step.group_is_open else set()
+        self._step.reached = self._with_gradients() if self._step.group_is_open else set()
         if self._step.rates is not None or self._why is None:
             capturable.prepare(self._step)
         pays = None if state is None else state["pays"]
@@ -194,7 +194,7 @@ class GraphedStep:
             if step.accumulate == 1:
                 step.applied()
             else:
-                self._reached |= self._reached_by[self._key]
+                self._step.reached |= self._reached_by[self._key]
                 if updated:
                     self._forget_unreached()
                     self._update()
@@ -257,13 +257,13 @@ class GraphedStep:
                 self._graphs.drop(self._key)
                 return None
             if step.keeps_gradients and (
-                kept.gradients_changed() or self._reached != self._with_gradients()
+                kept.gradients_changed() or self._step.reached != self._with_gradients()
             ):
                 raise CaptureError(_SOME_ONLY)
-            self._reached_by[self._key] = frozenset(self._reached)
+            self._reached_by[self._key] = frozenset(self._step.reached)
         finally:
             kept.restore()
-            self._reached.clear()
+            self._step.reached.clear()
         self._addresses = capturable.addresses(step)
         self._held = capturable.tensors_of(step)  # a graph must not outlive its memory
         return captured
@@ -277,7 +277,7 @@ class GraphedStep:
             return False
         if not step.keeps_gradients:
             step.keeps_gradients = True  # from this group on: it makes them
-            self._reached.clear()
+            self._step.reached.clear()
             return False
         return not any(
             p.grad is None and p.requires_grad and state.get(p) for p in step.parameters()
@@ -286,10 +286,10 @@ class GraphedStep:
     def _forget_unreached(self) -> None:
         """Before an update: a gradient that is kept cannot say that no batch has reached it. Where
         that happens, none are kept any more."""
-        if self._step.keeps_gradients and self._reached != self._with_gradients():
-            capturable.forget_gradients(self._step, keep=self._reached)
+        if self._step.keeps_gradients and self._step.reached != self._with_gradients():
+            capturable.forget_gradients(self._step, keep=self._step.reached)
             self._give_up(_SOME_ONLY)
-        self._reached.clear()
+        self._step.reached.clear()
 
     def _with_gradients(self) -> set[int]:
         return {id(p) for p in self._step.parameters() if p.grad is not None}
@@ -317,7 +317,7 @@ class GraphedStep:
         """Note the parameters that backward gives a gradient: which, must not depend on the batch,
         since a gradient that is kept cannot say that there was none."""
         handles = [
-            p.register_post_accumulate_grad_hook(lambda p: self._reached.add(id(p)))
+            p.register_post_accumulate_grad_hook(lambda p: self._step.reached.add(id(p)))
             for p in self._step.parameters()
             if p.requires_grad
         ]

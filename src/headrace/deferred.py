@@ -102,10 +102,11 @@ class DeferredScalars:
 
     def flush(self) -> None:
         """Send what was pushed so far on its way, without waiting for a full block."""
-        block, self._filling = self._filling, None
+        block = self._filling
         if block is not None:
-            block.send(self._stream, self._ranks)
+            block.send(self._stream, self._ranks)  # if that fails, its values are still here
             self._under_way.append(block)
+            self._filling = None
 
     def ready(self) -> list[DeferredValues]:
         """The values that have come back since the last call. Never blocks."""
@@ -160,9 +161,9 @@ class DeferredScalars:
         self._idle.clear()
 
     def _collect(self) -> None:
-        block = self._under_way.popleft()
-        self._come_back.extend(block.read())
-        self._idle.append(block)
+        block = self._under_way[0]
+        self._come_back.extend(block.read())  # if that fails, its values are still under way
+        self._idle.append(self._under_way.popleft())
 
     def _take_block(self, layout: _Layout) -> _Block:
         while self._under_way and self._under_way[0].has_arrived():
@@ -199,6 +200,34 @@ def restored(state: Iterable[Mapping[str, Any]], device: Device) -> list[Deferre
             named = dict(zip(block["names"], row, strict=True))
             entries.append(DeferredValues(step, dict(numbers) | named))
     return entries
+
+
+def to_be_summed(
+    values: Mapping[str, Scalar], weight: Scalar, device: Device
+) -> dict[str, torch.Tensor]:
+    """What ranks add up, to have means by weight: each value times its weight, and the weight."""
+    dtype = torch.float32 if device.torch_device.type == "mps" else torch.float64
+
+    def number(value: Scalar) -> torch.Tensor:
+        if isinstance(value, torch.Tensor):
+            return value.detach().to(dtype).reshape(())
+        return torch.full((), float(value), dtype=dtype, device=device.torch_device)
+
+    total = number(weight)
+    numbers = {name: number(value) for name, value in values.items() if name != "weight"}
+    # The loss of nothing is often 0/0.
+    shares = {name: torch.where(total > 0, one * total, 0.0) for name, one in numbers.items()}
+    return shares | {"weight": total}
+
+
+def as_means(summed: DeferredValues) -> DeferredValues:
+    """The means, of what ranks have added up."""
+    weight = summed.values["weight"]
+    values = {
+        name: value / weight if weight and name != "weight" else value
+        for name, value in summed.values.items()
+    }
+    return DeferredValues(summed.step, values)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from headrace import capturable, engine_state
 from headrace.batchcache import BatchCache
+from headrace.buffers import KeptBuffers
 from headrace.capturing import GraphedStep, GraphReport
 from headrace.compiling import CompiledLoss
 from headrace.deferred import DeferredValues, Scalar
@@ -22,12 +23,13 @@ from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.halving import HalvingStep, require_halvable
 from headrace.loop import Loop, StepInfo
+from headrace.lossparts import LossParts
 from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.plan import Plan
 from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult
 from headrace.resuming import Place, tell_epoch
-from headrace.step import LossFunction, LossParts, TrainingStep
+from headrace.step import LossFunction, TrainingStep
 from headrace.wrapped import evaluating, where
 
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
@@ -98,6 +100,8 @@ class Engine:
             ema=self.ema,
             non_finite=policy,
         )
+        if on_error is not None and not self.ranks.several:
+            self._step.buffers = KeptBuffers(model)
         if on_oom not in ("raise", "halve"):
             raise StepError(f"on_oom = {on_oom!r}: expected 'raise' or 'halve'")
         self._halving: HalvingStep | None = None
@@ -186,7 +190,7 @@ class Engine:
         with self._reported(run), closing(run.run()) as steps:
             for _ in steps:
                 pass
-        return self._finish()
+        return self._finish(run)
 
     def steps(
         self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
@@ -207,9 +211,9 @@ class Engine:
                     finally:  # also where the caller leaves: a last update is still to come
                         run.lanes.take_over()
         except GeneratorExit:
-            self._finish()
+            self._finish(run)
             raise
-        self._finish()
+        self._finish(run)
 
     def leave(self) -> None:
         """Between two `steps()`, on all ranks: finish what was begun, so that the loop may be left.
@@ -233,7 +237,8 @@ class Engine:
         if self._step is None:
             raise StepError("an engine made from a step keeps no state: the step's is your own")
         position = self._place.position(self.epochs, self._running)
-        return engine_state.state_of(self._step, self.ema, self._graphed, position)
+        left_out = self._non_finite.skipped
+        return engine_state.state_of(self._step, self.ema, self._graphed, position, left_out)
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Go back to a stored state. Returns how many batches of epoch `epochs` it had trained on;
@@ -242,9 +247,7 @@ class Engine:
             raise StepError("an engine made from a step keeps no state: the step's is your own")
         state = engine_state.upgraded(state)
         engine_state.restore(state, self._step, self.ema, self._graphed)
-        if self._step.gate is not None:
-            self._non_finite.restore(state["step"]["gate"])
-        self.epochs = state["epoch"]
+        self._non_finite.skipped, self.epochs = state["left_out"], state["epoch"]
         return self._place.restore(engine_state.own_part(state, self.ranks))
 
     @torch.no_grad()
@@ -305,7 +308,10 @@ class Engine:
     def _train_batch(self, run: Loop, index: int, batch: Any) -> None:
         step, lanes = self._step, run.lanes
         assert step is not None
-        self._place.before_batch(run if self._on_error is not None else None)
+        if step.buffers is not None:
+            self._place.note_batch(run)
+            with lanes.on(lanes.forward):
+                step.buffers.keep()
         if self._graphed is not None and not run.is_stand_in(index):
             with lanes.on(lanes.forward, "step"):
                 run.replays += self._graphed.train(batch, partial(run.report, index))
@@ -348,10 +354,9 @@ class Engine:
         self, loader: Iterable[Any], max_steps: int | None, first: int | None
     ) -> Loop:
         tell_epoch(loader, self.epochs)
-        loader, first_batch, pending = self._place.begin(loader, first)
+        loader, start = self._place.begin(loader, first)
         options: dict[str, Any] = {
-            "first": first_batch,
-            "pending": pending,
+            "start": start,
             "on_step": self.on_step,
             "on_error": self._on_error,
             "non_finite": self._non_finite,
@@ -361,8 +366,9 @@ class Engine:
             return self._loop(
                 loader, self._custom_batch, most=max_steps, needs_tensors=False, **options
             )
-        if self._graphed is not None:
-            self._graphed.begin_epoch()
+        for part in (self._graphed, self._step.buffers):
+            if part is not None:
+                part.begin_epoch()
         most = None if max_steps is None else self._step.batches_for(max_steps)
         return self._loop(loader, self._train_batch, most=most, step=self._step, **options)
 
@@ -385,23 +391,25 @@ class Engine:
     @contextmanager
     def _reported(self, run: Loop) -> Iterator[None]:
         """Whatever ends the loop, its result is kept."""
-        self._running = run
+        self._running, failed = run, True
         try:
             yield
+            failed = False
         except torch.OutOfMemoryError as problem:
             raise run.out_of_memory(problem, self.graphs) from problem
         finally:
             self._running = None
+            self._place.end(run, failed=failed)
             if run.ended:
                 self.last_result = run.result()
 
-    def _finish(self) -> EpochResult:
+    def _finish(self, run: Loop) -> EpochResult:
         """Count the epoch that was just reported as done."""
         result = self.last_result
         assert result is not None
         self.epochs += 1
         if self._step is not None:
-            self._step.end_epoch(result.mean_loss)
+            self._step.end_epoch(run.loss.mean)
         if self.on_epoch is not None:
             self.on_epoch(result)
         return result

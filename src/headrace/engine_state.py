@@ -3,31 +3,33 @@
 from __future__ import annotations
 
 import hashlib
-import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy
 import torch
 
 from headrace.capturing import GraphedStep
 from headrace.checkpoint import PerRank, StoredTensor
-from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.ranks import Ranks
 from headrace.step import TrainingStep
 from headrace.wrapped import bare, is_sharded, local, place, shard_like
 
-FORMAT = 2
+FORMAT = 3
 # What PyTorch and Python raise for the state of another model, or of no engine at all.
 _DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def state_of(
-    step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None, position: Position
+    step: TrainingStep,
+    ema: Ema | None,
+    graphs: GraphedStep | None,
+    position: Position,
+    left_out: int,
 ) -> dict[str, Any]:
-    """The state between two batches. Tensors are the live ones: copy them before going on."""
+    """The state between two batches, after so many updates were `left_out` that were not finite.
+    Tensors are the live ones: copy them before going on."""
     scheduler, scaler = step.scheduler, step.scaler
 
     def own(value: Any) -> Any:
@@ -46,9 +48,15 @@ def state_of(
         "format": FORMAT,
         "epoch": position.epoch,
         "batch": position.batch,
-        "loader": position.loader,
+        "own_batch": own(position.own_batch),
+        "share_ended": own(position.share_ended),
+        "loader": own(position.loader),
         "deferred": position.deferred,
+        "epoch_loss": position.epoch_loss,
+        "left_out": left_out,
         "random_at_start": own(position.random_at_start),
+        "generators": own(position.generators),
+        "drawn_ahead": own(position.drawn_ahead),
         "graphs": None if graphs is None else graphs.state_dict(),
         "ledger": step.device.ledger.state_dict(),
         "model": dict(bare(step.model).state_dict()),
@@ -63,36 +71,54 @@ def state_of(
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in its epochs an engine stands: batches *trained on*, the loader's own state after
-    the last of them, values not yet reported, random states now and when the epoch began."""
+    """Where in its epochs an engine stands.
+
+    `batch` counts those *trained on*, `own_batch` those of them that this rank's loader gave (None:
+    all), and `share_ended` says that it has no more. `loader` is the loader's own state after them.
+    `deferred` are values not yet reported, and `epoch_loss` the sum of those that were, and of
+    their weights. Random states are those now, when the epoch began (also of the loader's own
+    generators), and before each batch that was fetched and not trained on.
+    """
 
     epoch: int
     random: dict[str, Any]
     batch: int = 0
+    own_batch: int | None = None
+    share_ended: bool = False
     loader: Any = None
     deferred: list[dict[str, Any]] = field(default_factory=list)
+    epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0.0])
     random_at_start: dict[str, Any] | None = None
+    generators: list[torch.Tensor] | None = None
+    drawn_ahead: list[dict[str, Any]] = field(default_factory=list)
 
 
 def upgraded(state: object) -> dict[str, Any]:
     """A stored state as the present format has it."""
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
-    if not isinstance(state, dict) or type(found) is not int or found not in (1, FORMAT):
-        raise StepError(f"this is no engine's state of format 1 or {FORMAT}: found {found!r}")
+    if not isinstance(state, dict) or type(found) is not int or not 1 <= found <= FORMAT:
+        raise StepError(
+            f"this is no engine's state of a format from 1 to {FORMAT}: found {found!r}"
+        )
     if not isinstance(state.get("step"), dict):
         raise StepError("this is no engine's state: it has no 'step'")
-    if found == 1:
+    if found < 2:
+        added: dict[str, Any] = {"loader": None, "deferred": [], "random_at_start": None}
+        state = {**state, **added, "graphs": None, "ledger": None}
+        state["step"] = {**state["step"], "gate": None}
+    if found < 3:
+        gate = state["step"].get("gate")
         state = {
             **state,
-            "format": FORMAT,
-            "loader": None,
-            "deferred": [],
-            "random_at_start": None,
-            "graphs": None,
-            "ledger": None,
-            "step": {**state["step"], "gate": None},
+            "own_batch": None,
+            "share_ended": False,
+            "epoch_loss": [0.0, 0.0],
+            # What its gate had counted; some of it may be among the values not yet reported.
+            "left_out": 0 if gate is None or state.get("deferred") else int(gate["count"]),
+            "generators": None,
+            "drawn_ahead": [],
         }
-    return state
+    return {**state, "format": FORMAT}
 
 
 def restore(
@@ -142,7 +168,7 @@ def _restore(
     for name in ("epoch", "batch"):
         if type(state[name]) is not int or state[name] < 0:
             raise ValueError(f"{name} = {state[name]!r}: expected a whole number")
-    missing = {"loader", "deferred", "random", "random_at_start"} - state.keys()
+    missing = {"left_out", *(one.name for one in fields(Position))} - state.keys()
     if missing:
         raise KeyError(f"it has no {', '.join(sorted(missing))}")
 
@@ -197,22 +223,23 @@ def _placed(stored: Any, target: torch.Tensor | None) -> Any:
     return shard_like(target, part.to(target.device))
 
 
-def random_states(device: Device) -> dict[str, Any]:
-    """Where all random generators stand that a training step may draw from."""
-    generator: Any = numpy.random.get_state()
-    name, words, position, has_gauss, gauss = generator
-    return {
-        "host": torch.get_rng_state(),
-        "device": device.random_state(),
-        "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(words.astype("int64")), position, has_gauss, gauss),
-    }
-
-
 def own_part(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """A state with this rank's own values in it, of those that each has one of."""
-    names = ("random", "random_at_start")
-    return {**state, **{name: _own_random(state[name], ranks) for name in names}}
+    """A state with this rank's own values in it, of those that each has one of. On another number
+    of ranks each has another share: what is known of the loaders is of no use then."""
+    own = {name: _own_random(state[name], ranks) for name in ("random", "random_at_start")}
+    unknown: dict[str, Any] = {"own_batch": None, "share_ended": False, "loader": None}
+    unknown |= {"generators": None, "drawn_ahead": []}
+    for name, value in unknown.items():
+        own[name] = _own_value(state[name], ranks, value)
+    return {**state, **own}
+
+
+def _own_value(stored: Any, ranks: Ranks, unknown: Any) -> Any:
+    if not isinstance(stored, PerRank):
+        return stored if ranks.size == 1 else unknown
+    if not stored.all:  # was never written: a state that was taken a moment ago
+        return stored.own
+    return stored.all[ranks.rank] if len(stored.all) == ranks.size else unknown
 
 
 def _own_random(stored: Any, ranks: Ranks) -> dict[str, Any] | None:
@@ -233,22 +260,3 @@ def _own_random(stored: Any, ranks: Ranks) -> dict[str, Any] | None:
         host = states[0]["host"].numpy().tobytes()
     text = host + f"rank {ranks.rank} of {ranks.size}".encode()
     return {"seed": int.from_bytes(hashlib.sha256(text).digest()[:4], "little")}
-
-
-def set_random_states(device: Device, states: dict[str, Any]) -> None:
-    if "seed" in states:
-        torch.manual_seed(states["seed"])
-        random.seed(states["seed"])
-        numpy.random.seed(states["seed"])
-        return
-    host = torch.device("cpu")
-    torch.set_rng_state(states["host"].to(host))
-    device.set_random_state(states["device"].to(host))
-    random.setstate(_tuples(states["python"]))
-    name, words, *rest = states["numpy"]
-    numpy.random.set_state((name, words.to(host).numpy().astype("uint32"), *rest))
-
-
-def _tuples(value: Any) -> Any:
-    """Lists become tuples: what has been through JSON."""
-    return tuple(map(_tuples, value)) if isinstance(value, list | tuple) else value

@@ -21,8 +21,9 @@ from headrace.deferred import Scalar
 from headrace.device import Device
 from headrace.errors import StepError
 from headrace.lanes import Lanes
+from headrace.lossparts import LossParts
 from headrace.plan import Plan
-from headrace.step import LossParts, TrainingStep
+from headrace.step import TrainingStep
 
 
 def require_halvable(step: TrainingStep | None, plan: Plan) -> None:
@@ -78,12 +79,15 @@ class HalvingStep:
         kept = self._set_aside()
         with lanes.on(lanes.backward):
             weight = None if step.weight.value is None else step.weight.value.clone()
+            seen = None if step.gate is None else step.gate.seen()
         try:
             done = self._passes(batch, lanes, rows=None, of=None)
         except BaseException:  # the group is as it was: this batch is not in it
             self._put_back(kept)
             with lanes.on(lanes.backward):
                 step.weight.set(weight)
+                if step.gate is not None:
+                    step.gate.forget(seen)
             raise
         self._add_back(lanes, kept)
         if len(done) > 1:

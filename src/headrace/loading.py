@@ -2,37 +2,98 @@
 
 A loader may keep a state of its own, and may hang. Its state is asked for after every batch, so
 that the one that belongs to a batch is known when that batch has been trained on, however many
-others were fetched meanwhile. With a timeout, batches are asked for in a thread, which can be
-given up.
+others were fetched meanwhile. So is where the host's random generators stood before each batch, of
+loaders that may draw from them: what was fetched and not trained on can be drawn again. With a
+timeout, batches are asked for in a thread, which can be given up.
 """
 
 from __future__ import annotations
 
+import itertools
 import queue
 import re
 import threading
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from headrace.device import Device, Stream
 from headrace.errors import LoaderError
+from headrace.randomstates import drawing_from, host_states
+
+
+class Draws:
+    """What a pass over `loader` draws from the host's generators, to be repeated after a resume:
+    `again` are the states before each batch that was fetched then and not trained on. `begun` is
+    called when the loader has begun, which may draw, too."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        again: Iterable[dict[str, Any]] = (),
+        begun: Callable[[], object] | None = None,
+    ) -> None:
+        self.again = deque(again)
+        self.begun = begun
+        # Not from what lies there already, nor from what other processes make.
+        elsewhere: int = getattr(loader, "num_workers", 0)
+        self._are_here = not (isinstance(loader, list | tuple) or elsewhere)
+
+    def before(self) -> dict[str, Any] | None:
+        """Where the generators stand that the next batch is drawn from; None: it is not."""
+        if self.again:
+            return self.again[0]
+        return host_states() if self._are_here else None
+
+    def next(self, iterator: Iterator[Any]) -> Any:
+        """The iterator's next batch, drawn as it was before, if it was."""
+        if not self.again:
+            return next(iterator)
+        with drawing_from(self.again.popleft()):
+            return next(iterator)
 
 
 class Source:
     """One pass over a loader. `state` is what the loader's `state_dict()` says after the batch
-    that `__next__` returned last; None for loaders that have none."""
+    that `__next__` returned last, or after the end; None for loaders that have none. `drawn_from`
+    is where the host's generators stood before that batch, if it may have been drawn from them:
+    `look_at_generators` is called before each."""
 
-    def __init__(self, loader: Iterable[Any], device: Device, timeout_s: float = 0) -> None:
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        device: Device,
+        timeout_s: float = 0,
+        draws: Draws | None = None,
+    ) -> None:
         self._asks = state_keeper(loader)
         self.state = None if self._asks is None else self._asks.state_dict()
+        self._draws = draws
+        self.drawn_from: dict[str, Any] | None = None
         iterator = iter(loader)
-        self._iterator = TimedIterator(iterator, device, timeout_s) if timeout_s else iterator
+        self._iterator: Any = iterator
+        if timeout_s:
+            self._iterator = TimedIterator(iterator, device, timeout_s)
+        if draws is not None and draws.begun is not None:
+            draws.begun()
+
+    def look_at_generators(self) -> None:
+        if self._draws is not None:
+            self.drawn_from = self._draws.before()
 
     def __next__(self) -> Any:
-        batch = next(self._iterator)
+        draws, iterator = self._draws, self._iterator
+        try:
+            batch = next(iterator) if draws is None else draws.next(iterator)
+        except StopIteration:
+            self._note_state()  # at the end it may have gone on to its next epoch
+            raise
+        self._note_state()
+        return batch
+
+    def _note_state(self) -> None:
         if self._asks is not None:
             self.state = self._asks.state_dict()
-        return batch
 
     def close(self) -> None:
         """A generator's own clean-up runs now, not at some later collection."""
@@ -44,6 +105,22 @@ def state_keeper(loader: Any) -> Any | None:
     """The loader, if it keeps a state of its own, as `StatefulDataLoader` does."""
     methods = ("state_dict", "load_state_dict")
     return loader if all(callable(getattr(loader, name, None)) for name in methods) else None
+
+
+class First:
+    """The first items of a loader: no more are asked for, so none are lost to prefetching."""
+
+    def __init__(self, loader: Iterable[Any], most: int) -> None:
+        self._loader, self._most = loader, most
+        keeper = state_keeper(loader)
+        if keeper is not None:
+            self.state_dict, self.load_state_dict = keeper.state_dict, keeper.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._loader), self._most)
+
+    def __len__(self) -> int:
+        return min(self._most, len(self._loader))  # type: ignore[arg-type]
 
 
 class TimedIterator:

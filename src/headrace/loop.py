@@ -3,30 +3,35 @@
 from __future__ import annotations
 
 import itertools
-import os
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from headrace import batches, outofmemory
 from headrace.batchcache import BatchCache
 from headrace.capturing import GraphReport
-from headrace.deferred import DeferredScalars, DeferredValues, to_be_restored
+from headrace.deferred import (
+    DeferredScalars,
+    DeferredValues,
+    as_means,
+    to_be_restored,
+    to_be_summed,
+)
 from headrace.device import Device
 from headrace.errors import OutOfMemoryError, StepError
 from headrace.lanes import HostSync, Lanes
-from headrace.loading import state_keeper
+from headrace.loading import Draws, First
+from headrace.lossparts import LossParts
 from headrace.nonfinite import SKIPPED, NonFinitePolicy, NonFiniteWatch
+from headrace.numerics import deterministic_kernels
 from headrace.plan import Plan
 from headrace.prefetcher import Prefetcher, PrefetchIterator
 from headrace.ranks import SINGLE, Ranks
-from headrace.results import EpochResult, Pass, epoch_result
+from headrace.results import NOTHING, EpochResult, Pass, WeightedSum, epoch_result
 from headrace.runahead import RunAhead
 from headrace.shares import Shares
-from headrace.step import LossParts, TrainingStep
+from headrace.step import TrainingStep
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,11 +45,24 @@ class StepInfo:
     come_back: tuple[DeferredValues, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where in its epoch a pass begins: at batch `first`, which is the loader's first. Of those
+    before, `own` were this rank's, which has no more if it has `ended` (the others only stood in).
+    `pending` are values that were not reported yet, and `loss` is the sum of those that were."""
+
+    first: int = 0
+    own: int = 0
+    ended: bool = False
+    pending: tuple[DeferredValues, ...] = ()
+    loss: WeightedSum = NOTHING
+    draws: Draws | None = None
+
+
 class Loop:
     """One pass over a loader. `run_batch(loop, index, batch)` launches a batch on the loop's
     `lanes` and calls `report` with what its loss function returned. `most` bounds the batches that
-    are asked for; `first` is the number of the loader's first one, when earlier ones of the epoch
-    were trained on before."""
+    are asked for."""
 
     def __init__(
         self,
@@ -56,7 +74,7 @@ class Loop:
         epoch: int,
         step: TrainingStep | None = None,
         most: int | None = None,
-        first: int = 0,
+        start: Start = Start(),  # noqa: B008 - frozen
         needs_tensors: bool = True,
         ranks: Ranks = SINGLE,
         cache: BatchCache | None = None,
@@ -66,13 +84,12 @@ class Loop:
         on_error: Callable[[BaseException], object] | None = None,
         non_finite: NonFiniteWatch | None = None,
         loader_timeout: float = 0,
-        pending: Iterable[DeferredValues] = (),
     ) -> None:
         self.device, self.plan, self.epoch = device, plan, epoch
         self.step = step
         self.ended = False
         self.replays = 0
-        self._first = first
+        self._start, self._most = start, most
         split = plan.split_backward and step is not None
         self.lanes = Lanes(device, plan, split=split, annotate=nvtx)
         self._needs_tensors = needs_tensors
@@ -80,15 +97,17 @@ class Loop:
         self._ranks = ranks
         self._on_step, self._on_error = on_step, on_error
         self._non_finite = non_finite or NonFiniteWatch(NonFinitePolicy("report"), device)
+        #: The loader's own state, after the batch trained on last; and after its end, if it came.
         self.loader_state: Any = None
+        self.loader_after: Any = None
         self.failed_batch: str | None = None
         self._is_whole, self._failed = True, False
         self._counted: tuple[int, int] | None = None if step is None else step.progress
         self._largest: tuple[int, int] = (0, 0)
-        source = loader if most is None else _First(loader, most)
+        source = loader if most is None else First(loader, most)
         self._shares: Shares | None = None
         if ranks.several:
-            source = self._shares = Shares(source, ranks, device.ledger)
+            source = self._shares = Shares(source, ranks, device.ledger, ended=start.ended)
         self._feed = Prefetcher(
             source,
             device,
@@ -99,7 +118,9 @@ class Loop:
             runs_on_owner=self.lanes.forward is self.lanes.caller,
             cache=cache,
             loader_timeout=loader_timeout,
+            draws=start.draws,
         )
+        self._fed: PrefetchIterator | None = None
         self._run_batch = run_batch
         self._deferred = DeferredScalars(
             device, plan.deferred_every, stream=self.lanes.losses, ranks=ranks
@@ -107,8 +128,8 @@ class Loop:
         self._window = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
         self._sync = HostSync(device, plan, self.lanes) if plan.sync != "none" else None
         # Values that a restored engine had not yet reported come first.
-        self._entries: list[DeferredValues] = list(pending)
-        self._unreported = tuple(self._entries)
+        self._entries: list[DeferredValues] = list(start.pending)
+        self._unreported = start.pending
         self._restored = len(self._entries)
         self._come_back: tuple[DeferredValues, ...] = ()
         self._batches = self._samples = 0
@@ -137,9 +158,10 @@ class Loop:
                     self._run_batch(self, index, batch)
                 except BaseException:
                     if self.step is not None:
-                        self._is_whole = self.step.recover()
+                        with self.lanes.on(self.lanes.forward):
+                            self._is_whole = self.step.recover(of_batch=True)
                     # One whose backward failed has a loss, but nothing was learned from it.
-                    self._deferred.forget(self._first + index)
+                    self._deferred.forget(self._start.first + index)
                     self.failed_batch = outofmemory.described(batch)
                     raise
                 del batch  # freed before the next one is asked for
@@ -155,6 +177,8 @@ class Loop:
                 if self._on_step is not None:
                     self._on_step(self.info())
                 yield
+            if self._batches != self._most:  # else the loader was not asked for all of its epoch
+                self.loader_after = feed.loader_state
 
     def _join_the_others(self, shares: Shares, index: int, samples: int) -> None:
         """Of several ranks: what the batch that is to come is to them."""
@@ -165,8 +189,10 @@ class Loop:
 
     def report(self, index: int, parts: LossParts) -> None:
         self._weighted = self._weighted or parts.weighted
-        values = _weighted(parts, self.device) if self._ranks.several else parts.values
-        self._deferred.push(self._first + index, values)
+        values: Mapping[str, Any] = parts.values
+        if self._ranks.several:
+            values = to_be_summed(values, parts.weight, self.device)
+        self._deferred.push(self._start.first + index, values)
 
     def is_stand_in(self, index: int) -> bool:
         """Whether the loader had ended before this batch, and another rank's had not: it is the
@@ -180,7 +206,32 @@ class Loop:
     @property
     def trained(self) -> int:
         """Batches of the epoch that were trained on, those before this loop included."""
-        return self._first + self._batches
+        return self._start.first + self._batches
+
+    @property
+    def has_trained(self) -> bool:
+        return self._batches > 0
+
+    @property
+    def own(self) -> int:
+        """Those among them that this rank's loader gave."""
+        shares = self._shares
+        return self._start.own + (self._batches if shares is None else shares.own(self._batches))
+
+    @property
+    def own_has_ended(self) -> bool:
+        """Whether it is known to give no more, while other ranks' may."""
+        return self._shares is not None and self._shares.has_ended(self._batches)
+
+    @property
+    def loss(self) -> WeightedSum:
+        """The epoch's loss so far: of values that were handed out, before this loop and in it."""
+        reported = len(self._entries) - len(self._unreported)
+        return self._start.loss.plus(itertools.islice(self._entries, reported), "loss")
+
+    def drawn_ahead(self) -> list[dict[str, Any]]:
+        """Where the host's generators stood before each batch that was fetched, not trained on."""
+        return [] if self._fed is None else self._fed.drawn_ahead(self._batches)
 
     def out_of_memory(self, problem: BaseException, graphs: GraphReport | None) -> OutOfMemoryError:
         """What is to be said of a loop that found no memory."""
@@ -228,7 +279,8 @@ class Loop:
         self.device.reset_peak_memory()
         self._start_ns = self.device.ledger.now_ns()
         self.lanes.take_over()
-        return iter(self._feed)
+        self._fed = iter(self._feed)
+        return self._fed
 
     def leave(self) -> None:
         """Between two batches, on all ranks: end the pass here."""
@@ -259,7 +311,7 @@ class Loop:
     def _end(self) -> None:
         """Use a last partial group's gradients, read the last values, and hand the streams back."""
         try:
-            if self.step is not None and self.step.group_is_open:
+            if self.step is not None and self.step.group_is_open and self._most != 0:
                 self._use_last_group(self.step)
         finally:
             with self.lanes.on(self.lanes.forward):
@@ -279,7 +331,7 @@ class Loop:
                     step.before_last_update()
                 step.update()
         except BaseException:
-            step.recover()
+            step.recover(of_batch=False)
             raise
         self.lanes.backward_to_forward()
         if step.gate is not None:  # its batches were reported before it was known to be left out
@@ -316,17 +368,15 @@ class Loop:
             self._come_back = ()
             return
         if self._ranks.several:
-            come_back = [_unweighted(entry) for entry in come_back]
+            come_back = [as_means(entry) for entry in come_back]
         if come_back and "loss" not in come_back[-1].values and self.step is not None:
             come_back = self._with_last_update(come_back)
-        unreported, self._unreported = self._unreported, ()
-        self._come_back = (*unreported, *come_back)
         self._entries += come_back
-        # What a gate had seen before is in its count.
-        gated = self.step is not None and self.step.gate is not None
-        for entry in come_back if gated else self._come_back:
-            if not self._failed:  # one error is enough
-                self._non_finite.look(entry, self.epoch)
+        # Until they are handed out they are part of the state, also if one of them ends the loop.
+        self._unreported += tuple(come_back)
+        if not self._failed:  # one error is enough
+            self._non_finite.look(self._unreported, self.epoch)
+        self._come_back, self._unreported = self._unreported, ()
 
     def _with_last_update(self, come_back: list[DeferredValues]) -> list[DeferredValues]:
         """What is known of a last partial group's update belongs to its last batch."""
@@ -336,7 +386,7 @@ class Loop:
             skipped = {SKIPPED: late.values[SKIPPED]}
             late = known[-1] = DeferredValues(late.step, known[-1].values | skipped)
         if not come_back and not self._failed:
-            self._non_finite.look(late, self.epoch)
+            self._non_finite.look([late], self.epoch)
         return come_back
 
     def _progress(self) -> tuple[int, int] | None:
@@ -347,49 +397,8 @@ class Loop:
 
     @contextmanager
     def _settings(self) -> Iterator[None]:
-        with self.device.numerics(self.plan.precision), _determinism(self._deterministic):
+        with self.device.numerics(self.plan.precision), deterministic_kernels(self._deterministic):
             yield
-
-
-class _First:
-    """The first items of a loader: no more are asked for, so none are lost to prefetching."""
-
-    def __init__(self, loader: Iterable[Any], most: int) -> None:
-        self._loader, self._most = loader, most
-        keeper = state_keeper(loader)
-        if keeper is not None:
-            self.state_dict, self.load_state_dict = keeper.state_dict, keeper.load_state_dict
-
-    def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._loader), self._most)
-
-    def __len__(self) -> int:
-        return min(self._most, len(self._loader))  # type: ignore[arg-type]
-
-
-def _weighted(parts: LossParts, device: Device) -> dict[str, Any]:
-    """What is to be summed over ranks: each value times its weight, and the weight."""
-    dtype = torch.float32 if device.torch_device.type == "mps" else torch.float64
-
-    def number(value: Any) -> torch.Tensor:
-        if isinstance(value, torch.Tensor):
-            return value.detach().to(dtype).reshape(())
-        return torch.full((), float(value), dtype=dtype, device=device.torch_device)
-
-    weight = number(parts.weight)
-    values = {name: number(value) for name, value in parts.values.items() if name != "weight"}
-    # The loss of nothing is often 0/0.
-    shares = {name: torch.where(weight > 0, value * weight, 0.0) for name, value in values.items()}
-    return shares | {"weight": weight}
-
-
-def _unweighted(entry: DeferredValues) -> DeferredValues:
-    weight = entry.values["weight"]
-    values = {
-        name: value / weight if weight and name != "weight" else value
-        for name, value in entry.values.items()
-    }
-    return DeferredValues(entry.step, values)
 
 
 def _require_tensor(batch: Any) -> None:
@@ -398,23 +407,3 @@ def _require_tensor(batch: Any) -> None:
             f"batch 0 (a {type(batch).__name__}) holds no tensor: expected tensors, in whatever "
             "nesting of tuples, dicts and dataclasses"
         )
-
-
-@contextmanager
-def _determinism(wanted: bool) -> Iterator[None]:
-    """Deterministic kernels inside the block, errors where PyTorch has none."""
-    if not wanted:
-        yield
-        return
-    # cuBLAS reads this when it is first used; without it PyTorch refuses.
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    before = torch.are_deterministic_algorithms_enabled()
-    cudnn = torch.backends.cudnn
-    was = (cudnn.deterministic, cudnn.benchmark)
-    torch.use_deterministic_algorithms(True)
-    cudnn.deterministic, cudnn.benchmark = True, False
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before)
-        cudnn.deterministic, cudnn.benchmark = was

@@ -14,20 +14,18 @@ Optimizers that are not fused cannot be told on the device: then the host asks, 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from headrace.deferred import DeferredValues
 from headrace.device import Device
 from headrace.errors import NonFiniteError, StepError
+from headrace.lossparts import LossParts
 from headrace.ranks import SINGLE, Ranks
-
-if TYPE_CHECKING:
-    from headrace.step import LossParts
 
 #: The name of the value that says whether a batch's update was left out.
 SKIPPED = "skipped"
@@ -65,22 +63,24 @@ class NonFiniteWatch:
     def __init__(self, policy: NonFinitePolicy, device: Device) -> None:
         self._policy = policy
         self._device = device
+        #: Updates that were left out, of those whose values have come back.
         self.skipped = 0
 
-    def restore(self, gate: Mapping[str, torch.Tensor] | None) -> None:
-        """Count on from a stored gate, as the device does: its last ones may never come back."""
-        self.skipped = 0
-        if gate is not None:
-            with self._device.ledger.waiting("restore"):
-                rows = self._device.read_host(gate["count"].to("cpu").reshape(1, 1))
-            self.skipped = int(rows[0][0])
+    def look(self, entries: Iterable[DeferredValues], epoch: int) -> None:
+        """Once at each batch whose values have come back. If one of them ends the run, none of
+        them was counted: they will be looked at again."""
+        before = self.skipped
+        try:
+            for entry in entries:
+                # A sum of finite values that is not finite itself is looked at, too.
+                if entry.values.get(SKIPPED) or not math.isfinite(sum(entry.values.values())):
+                    self._look(entry, epoch)
+        except NonFiniteError:
+            self.skipped = before
+            raise
 
-    def look(self, entry: DeferredValues, epoch: int) -> None:
-        """Once for each batch whose values have come back."""
+    def _look(self, entry: DeferredValues, epoch: int) -> None:
         skipped = entry.values.get(SKIPPED, 0.0) == 1.0
-        # A sum of finite values that is not finite itself is looked at, too.
-        if not skipped and math.isfinite(sum(entry.values.values())):
-            return
         if not entry.non_finite and not skipped:
             return
         what = f"{', '.join(entry.non_finite) or 'a gradient'} not finite"
@@ -165,9 +165,13 @@ class Gate:
         """Of a group whose batches were all reported before it was known to be the last."""
         return {SKIPPED: self._shut}
 
-    def forget(self) -> None:
-        """The group's batches so far count no more."""
-        self._bad.zero_()
+    def seen(self) -> torch.Tensor:
+        """What was seen of the group so far, to `forget` what comes after."""
+        return self._bad.clone()
+
+    def forget(self, but: torch.Tensor | None = None) -> None:
+        """The group's batches so far count no more, but those that were `seen`."""
+        self._bad.zero_() if but is None else self._bad.copy_(but)
 
     def state_dict(self, *, begun: bool = True) -> dict[str, torch.Tensor]:
         """Without what was seen of a group that came to nothing, if it is not to count."""

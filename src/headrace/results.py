@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -132,14 +132,34 @@ def epoch_result(
 
 def weighted_mean(entries: Sequence[DeferredValues], name: str) -> float:
     """The mean of `name` over the batches that gave it, by weight; NaN over none."""
-    total = weight = 0.0
-    for entry in entries:
-        if name in entry.values:
-            share = entry.values.get("weight", 1.0)
-            # A batch of weight 0 has nothing in it: its loss is often 0/0.
-            total += entry.values[name] * share if share else 0.0
-            weight += share
-    return total / weight if weight else math.nan
+    return NOTHING.plus(entries, name).mean
+
+
+@dataclass(frozen=True, slots=True)
+class WeightedSum:
+    """Values × weights, and weights, added up batch by batch: in parts it is the same sum."""
+
+    total: float = 0.0
+    weight: float = 0.0
+
+    def plus(self, entries: Iterable[DeferredValues], name: str) -> WeightedSum:
+        """With what the batches gave under `name`, too."""
+        total, weight = self.total, self.weight
+        for entry in entries:
+            if name in entry.values:
+                share = entry.values.get("weight", 1.0)
+                # A batch of weight 0 has nothing in it: its loss is often 0/0.
+                total += entry.values[name] * share if share else 0.0
+                weight += share
+        return WeightedSum(total, weight)
+
+    @property
+    def mean(self) -> float:
+        """NaN over nothing."""
+        return self.total / self.weight if self.weight else math.nan
+
+
+NOTHING = WeightedSum()
 
 
 def _metric_names(entries: Sequence[DeferredValues]) -> list[str]:

@@ -3,6 +3,10 @@
 Loaders that keep their own state are given it back. A sampler that knows its epoch's plan
 (`start_at`) is told where to begin. Of any other the batches before are asked for and dropped,
 which takes the time of loading them, and is said.
+
+Random generators go back first to where they stood when the epoch began, from which a loader draws
+its order; then, for each batch that had been fetched and not trained on, to where they stood before
+it; then to where they stood when the state was taken.
 """
 
 from __future__ import annotations
@@ -10,15 +14,19 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import fields
 from typing import Any
 
-from headrace import engine_state
-from headrace.deferred import DeferredValues, restored
+import torch
+
+from headrace.deferred import restored
 from headrace.device import Device
 from headrace.engine_state import Position
 from headrace.errors import StepError
-from headrace.loading import state_keeper
-from headrace.loop import Loop
+from headrace.loading import Draws, state_keeper
+from headrace.loop import Loop, Start
+from headrace.randomstates import generators_of, random_states, set_random_states
+from headrace.results import WeightedSum
 
 log = logging.getLogger("headrace")
 _SAY_EVERY_S = 5.0
@@ -30,111 +38,152 @@ class Place:
     def __init__(self, device: Device) -> None:
         self._device = device
         self._restored: dict[str, Any] | None = None
+        self._resumed: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
         self._random_at_start: dict[str, Any] | None = None
+        self._generators: list[torch.Generator] = []
+        self._generators_at_start: list[torch.Tensor] = []
+        self._loader_between: Any = None
         self._before: tuple[int, dict[str, Any]] | None = None
 
     def restore(self, state: dict[str, Any]) -> int:
         """Go back to an engine's state. Returns how many batches it had trained on."""
         self._restored = state
-        # Set once the loader has begun, which may draw from the generators too.
-        self._random = state["random"]
+        self._random = state["random"]  # set once the loader has begun, which may draw, too
         batch: int = state["batch"]
         return batch
 
-    def begin(
-        self, loader: Iterable[Any], first: int | None
-    ) -> tuple[Iterable[Any], int, list[DeferredValues]]:
-        """An epoch's loader from the right batch on, that batch's number, and values that are
-        still to be reported. With `first`, the loader is there already."""
+    # --- a pass over a loader ---------------------------------------------------------------------
+
+    def begin(self, loader: Iterable[Any], first: int | None) -> tuple[Iterable[Any], Start]:
+        """An epoch's loader from the right batch on, and what there is of the batches before. With
+        `first`, the loader is there already."""
         state, self._restored = self._restored, None
-        self._before = None
-        if state is None:
-            self.before_batch(None)  # restored after an epoch's last batch: none was left of it
-        elif state["batch"] == 0:
-            self._as_before_the_loader(state)
-        self._random_at_start = engine_state.random_states(self._device)
-        if state is None:
-            return loader, first or 0, []
-        if state["batch"]:
-            self._random_at_start = state["random_at_start"]
-        if first is None:
-            first, loader = state["batch"], sought(loader, state, self._device)
-        return loader, first, restored(state["deferred"], self._device)
-
-    def _as_before_the_loader(self, state: dict[str, Any]) -> None:
-        """At an epoch's beginning: a loader that shuffles is to draw the order that it would have
-        drawn. Between two epochs it had not begun, so what it draws is drawn once."""
-        if state["random_at_start"] is not None:
-            _as_at_the_start(state, self._device)
+        self._resumed, self._before = state, None
+        if state is None or state["random_at_start"] is None:
+            self._draw_on()  # no loader had begun: what it draws is drawn once
         else:
-            self.before_batch(None)
+            set_random_states(self._device, state["random_at_start"])
+        self._generators = [] if state_keeper(loader) is not None else generators_of(loader)
+        if state is not None:
+            self._set_generators(state["generators"])
+        self._random_at_start = random_states(self._device)
+        self._generators_at_start = [one.get_state() for one in self._generators]
+        self._loader_between = None
+        if state is None:
+            return loader, Start(first or 0, own=first or 0, draws=Draws(loader))
+        own = state["batch"] if state["own_batch"] is None else state["own_batch"]
+        draws = Draws(loader, state["drawn_ahead"], begun=self._draw_on)
+        if first is None:
+            first = state["batch"]
+            # Of a share that has come to its end, the last batch stands in.
+            loader = sought(loader, own - 1 if state["share_ended"] else own, state["loader"])
+        return loader, Start(
+            first,
+            own,
+            ended=state["share_ended"],
+            pending=tuple(restored(state["deferred"], self._device)),
+            loss=WeightedSum(*state["epoch_loss"]),
+            draws=draws,
+        )
 
-    def before_batch(self, run: Loop | None) -> None:
-        """The generators stand where they stood before the batch that is now to come. With `run`
-        it is kept where that is: if the batch fails, the state is that before it."""
+    def end(self, run: Loop, *, failed: bool) -> None:
+        """A pass has ended. One that fails before its first batch leaves the place as it was."""
+        state, self._resumed = self._resumed, None
+        self._loader_between = run.loader_after
+        if failed and state is not None and not run.has_trained:
+            self.restore(state)
+
+    def _draw_on(self) -> None:
+        """The generators stand where they stood when the state was taken."""
         if self._random is not None:
-            engine_state.set_random_states(self._device, self._random)
+            set_random_states(self._device, self._random)
             self._random = None
-        if run is not None:
-            self._before = (run.trained, engine_state.random_states(self._device))
+
+    def _set_generators(self, states: list[torch.Tensor] | None) -> None:
+        if states is None or (not states and not self._generators):
+            return
+        if len(states) != len(self._generators):
+            log.warning(
+                "the loader has %d generators of its own, and had %d when the state was taken: its "
+                "order may be another",
+                len(self._generators),
+                len(states),
+            )
+            return
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state.to("cpu"))
+
+    # --- where it is ------------------------------------------------------------------------------
+
+    def note_batch(self, run: Loop) -> None:
+        """A batch is about to be trained on: if it fails, the state is that before it."""
+        self._before = (run.trained, random_states(self._device))
 
     def position(self, epoch: int, run: Loop | None) -> Position:
-        random = self._random or engine_state.random_states(self._device)
+        random = self._random or random_states(self._device)
         if run is not None:
             if self._before is not None and self._before[0] == run.trained:
                 random = self._before[1]  # a batch was begun, and not trained on
             return Position(
                 epoch,
                 random,
-                run.trained,
-                run.loader_state,
-                run.deferred_state(),
-                self._random_at_start,
+                batch=run.trained,
+                own_batch=run.own,
+                share_ended=run.own_has_ended,
+                loader=run.loader_state,
+                deferred=run.deferred_state(),
+                epoch_loss=[run.loss.total, run.loss.weight],
+                random_at_start=self._random_at_start,
+                generators=self._generators_at_start,
+                drawn_ahead=run.drawn_ahead(),
             )
         if self._restored is not None:
-            names = ("batch", "loader", "deferred", "random_at_start")
-            return Position(epoch, random, *(self._restored[name] for name in names))
-        return Position(epoch, random)
+            known = {one.name: self._restored[one.name] for one in fields(Position)}
+            return Position(**known | {"epoch": epoch, "random": random})
+        generators = [one.get_state() for one in self._generators]
+        return Position(epoch, random, loader=self._loader_between, generators=generators)
 
 
-def sought(loader: Iterable[Any], state: dict[str, Any], device: Device) -> Iterable[Any]:
-    """The rest of the epoch that `state`, an engine's, is in the midst of."""
-    batch: int = state["batch"]
+def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
+    """The rest of an epoch from `batch` on, given the loader's own state, if it keeps one."""
     keeper = state_keeper(loader)
-    if keeper is not None and state["loader"] is not None:
-        keeper.load_state_dict(state["loader"])
-        return loader
+    if keeper is not None and state is not None:
+        keeper.load_state_dict(state)
+        return Rest(loader) if batch else loader
     if batch == 0:
         return loader
     for owner in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))):
         if callable(getattr(owner, "start_at", None)):
             owner.start_at(batch)  # type: ignore[union-attr]
             return loader
-    return Skipping(loader, batch, lambda: _as_at_the_start(state, device))
+    return Skipping(loader, batch)
 
 
-def _as_at_the_start(state: dict[str, Any], device: Device) -> None:
-    """A loader that shuffles draws its order from the generators, when it begins."""
-    if state["random_at_start"] is not None:
-        engine_state.set_random_states(device, state["random_at_start"])
+class Rest:
+    """A loader that has been brought to the midst of an epoch: its length is not that of the rest.
+    Its state is asked for here."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
 
 
 class Skipping:
-    """A loader without its first `count` batches. `prepare` is called before it begins."""
+    """A loader without its first `count` batches."""
 
     def __init__(
         self,
         loader: Iterable[Any],
         count: int,
-        prepare: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._loader, self._count, self._prepare = loader, count, prepare
-        self._clock = clock
+        self._loader, self._count, self._clock = loader, count, clock
 
     def __iter__(self) -> Iterator[Any]:
-        self._prepare()
         log.warning(
             "the loader keeps no state and cannot be told where to begin: the first %d batches of "
             "this epoch, trained on before, are loaded and dropped",

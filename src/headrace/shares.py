@@ -16,16 +16,39 @@ from typing import Any
 
 from headrace.errors import StepError
 from headrace.ledger import Ledger
+from headrace.loading import state_keeper
 from headrace.ranks import Ranks
 
 
 class Shares:
-    """A loader's batches, as many on each rank, and what the loop has to know of them."""
+    """A loader's batches, as many on each rank, and what the loop has to know of them. `ended` says
+    that this rank's own came to their end before the pass began, which was resumed: the loader
+    gives the last of them, to stand in. The state of a loader that keeps one is asked for here."""
 
-    def __init__(self, loader: Iterable[Any], ranks: Ranks, ledger: Ledger) -> None:
+    def __init__(
+        self, loader: Iterable[Any], ranks: Ranks, ledger: Ledger, *, ended: bool = False
+    ) -> None:
         self._loader, self._ranks, self._ledger = loader, ranks, ledger
-        self._own: int | None = None  # how many the loader gave, once it has ended
+        self._ended = ended
+        self._own: int | None = 0 if ended else None  # how many the loader gave, once it has ended
+        self._promised: int | None = None  # how many it says that it will give
         self._last: int | None = None  # the epoch's last batch, as soon as it is known
+        self._keeper = state_keeper(loader)
+        # The loader's own, after the batch that was given last, and after the one asked for last.
+        self._state: Any = None
+        self._asked_state: Any = None
+        if self._keeper is not None:
+            self._state = self._asked_state = self._keeper.state_dict()
+            self.state_dict = lambda: self._state
+            self.load_state_dict = self._keeper.load_state_dict
+
+    def own(self, batches: int) -> int:
+        """How many of the first so many are the loader's own."""
+        return batches if self._own is None else min(self._own, batches)
+
+    def has_ended(self, batches: int) -> bool:
+        """Whether there is none of the loader's own after the first so many."""
+        return any(end is not None and batches >= end for end in (self._own, self._promised))
 
     def is_stand_in(self, index: int) -> bool:
         """Whether batch `index` only keeps the other ranks company."""
@@ -36,39 +59,62 @@ class Shares:
         return index == self._last
 
     def __iter__(self) -> Iterator[Any]:
-        lengths = self._ranks.gathered(_length(self._loader), self._ledger)
+        lengths = self._ranks.gathered(0 if self._ended else _length(self._loader), self._ledger)
         known = [length for length in lengths if length is not None]
-        own = self._counted(iter(self._loader))
-        if len(known) < len(lengths):
-            return self._by_batch(own)
-        self._require_some(min(known), max(known))
-        return self._by_length(own, known[self._ranks.rank], max(known))
+        own = iter(()) if self._ended else self._counted(iter(self._loader))
+        by_batch = len(known) < len(lengths)
+        is_needed = by_batch or max(known) > 0 or self._keeper is not None
+        before = self._stand_in() if self._ended and is_needed else None
+        if by_batch:
+            return self._by_batch(own, before)
+        self._promised = promised = known[self._ranks.rank]
+        self._require_some(1 if self._ended else promised, max(known))
+        return self._by_length(own, before, promised, max(known))
 
-    def _by_length(self, own: Iterator[Any], promised: int, count: int) -> Iterator[Any]:
+    def _stand_in(self) -> Any:
+        """The batch to be run with weight 0. A loader that keeps a state has that after its own
+        epoch then, as if it had not been asked."""
+        batch = next(iter(self._loader), None)
+        if self._keeper is not None and batch is None:  # it had yet to find that it has ended
+            self._state = self._asked_state = self._keeper.state_dict()
+            batch = next(iter(self._loader), None)
+        if self._keeper is not None:
+            self._keeper.load_state_dict(self._state)
+        if batch is None:
+            raise StepError("the loader has no batch, and had some in this epoch before")
+        return batch
+
+    def _by_length(
+        self, own: Iterator[Any], batch: Any, promised: int, count: int
+    ) -> Iterator[Any]:
         self._last = count - 1
-        batch = None
         for _ in range(count):
             batch = next(own, batch) if self._own is None else batch
             if batch is None:
                 raise StepError(f"the loader has a length of {promised}, and gave no batch")
+            self._state = self._asked_state
             yield batch
-        if self._own is None and count == promised and next(own, None) is not None:
+        more = next(own, None) if self._own is None else None
+        self._state = self._asked_state
+        if count == promised and more is not None:
             raise StepError(
                 f"the loader gave more batches than its length of {promised}: the other ranks have "
                 "ended. Expected a length that is true, or none"
             )
 
-    def _by_batch(self, own: Iterator[Any]) -> Iterator[Any]:
-        batch, some = self._next(own, None)
+    def _by_batch(self, own: Iterator[Any], before: Any) -> Iterator[Any]:
+        batch, some = self._next(own, before)
         self._require_some(int(batch is not None), int(some))
         index = 0
         while some:
-            here = batch
+            here, state = batch, self._asked_state
             batch, some = self._next(own, here)  # one ahead: `here` may be the last
             if not some:
                 self._last = index
+            self._state = state
             yield here
             index += 1
+        self._state = self._asked_state
 
     def _next(self, own: Iterator[Any], before: Any) -> tuple[Any, bool]:
         """The next batch, or the one before in its stead; and whether any rank has a new one."""
@@ -79,9 +125,15 @@ class Shares:
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         count = 0
         for batch in batches:
+            self._note_state()
             yield batch
             count += 1
+        self._note_state()
         self._own = count
+
+    def _note_state(self) -> None:
+        if self._keeper is not None:
+            self._asked_state = self._keeper.state_dict()
 
     def _require_some(self, fewest: int, most: int) -> None:
         fewest, most = self._ranks.maximum([-fewest, most], self._ledger)

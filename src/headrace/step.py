@@ -11,76 +11,24 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from headrace.buffers import KeptBuffers
 from headrace.deferred import Scalar
 from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.groupweight import GroupWeight
+from headrace.lossparts import LossParts
 from headrace.nonfinite import Gate, NonFinitePolicy
 from headrace.rates import LearningRates
 from headrace.wrapped import bare, local, locals_of, ranks_of, spread_of, synchronise_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-@dataclass(slots=True)
-class LossParts:
-    """What a loss function returned, checked. `weight` is 1 when it gave none."""
-
-    loss: torch.Tensor
-    weight: Scalar
-    weighted: bool
-    values: dict[str, Scalar]
-
-    @classmethod
-    def of(cls, returned: object, device: Device, *, needs_grad: bool) -> LossParts:
-        if isinstance(returned, torch.Tensor):
-            _check_loss(returned, device, needs_grad)
-            return cls(returned, 1, False, {"loss": returned})
-        if not isinstance(returned, Mapping) or "loss" not in returned:
-            found = f"a dict with {sorted(returned)}" if isinstance(returned, Mapping) else returned
-            raise StepError(
-                f"the loss function returned {str(found)[:200]}: expected a 0-dim tensor, or a "
-                "dict whose 'loss' is one"
-            )
-        values = dict(returned)
-        _check_loss(values["loss"], device, needs_grad)
-        for name, value in values.items():
-            if isinstance(value, torch.Tensor) and value.numel() != 1:
-                raise StepError(
-                    f"{name!r} has shape {tuple(value.shape)}: expected a single number"
-                )
-            if not isinstance(value, torch.Tensor | int | float):
-                raise StepError(f"{name!r} is a {type(value).__name__}: expected a number")
-        return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
-
-    def without_weight(self) -> LossParts:
-        """The same, counting for nothing."""
-        return LossParts(self.loss, 0, self.weighted, self.values)
-
-
-def _check_loss(loss: object, device: Device, needs_grad: bool) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise StepError(f"the loss is a {type(loss).__name__}: expected a 0-dim tensor")
-    if loss.dim() != 0:
-        raise StepError(
-            f"the loss has shape {tuple(loss.shape)}: expected a single number "
-            "(reduce it with .mean())"
-        )
-    if not device.holds(loss):
-        raise StepError(f"the loss is on {loss.device}: expected it on {device}")
-    if needs_grad and not loss.requires_grad:
-        raise StepError(
-            "the loss needs no grad, so backward() would do nothing: is every parameter "
-            "frozen, or the loss detached?"
-        )
 
 
 class TrainingStep:
@@ -119,6 +67,8 @@ class TrainingStep:
         self.rates: LearningRates | None = None
         #: Whether gradients keep their memory from group to group, as a graph needs it.
         self.keeps_gradients = False
+        #: Then: the parameters (by `id`) that the group's batches gave a gradient.
+        self.reached: set[int] = set()
         #: Called before the update of a last partial group, which no batch asked for.
         self.before_last_update: Callable[[], None] | None = None
         self.clip_norm = clip_norm
@@ -134,6 +84,8 @@ class TrainingStep:
         self.scales_on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
         #: What keeps updates that are not finite from being made; with fp16 the scaler does.
         self.gate: Gate | None = None
+        #: What goes back if a batch fails; None: nobody will ask for a state then.
+        self.buffers: KeptBuffers | None = None
         self._may_skip = non_finite.most
         self.set_precision(precision)
 
@@ -317,9 +269,14 @@ class TrainingStep:
             "updates": self.updates,
             "in_group": self._in_group,
             "weight": self.weight.value if gathered else None,
-            "gradients": [p.grad for p in self.parameters()] if gathered else None,
+            "gradients": [self._gathered(p) for p in self.parameters()] if gathered else None,
             "gate": None if self.gate is None else self.gate.state_dict(begun=not self._unclear),
         }
+
+    def _gathered(self, parameter: torch.Tensor) -> torch.Tensor | None:
+        """The group's gradient so far; None if no batch gave one, also where zeros are kept."""
+        kept = self.keeps_gradients and id(parameter) not in self.reached
+        return None if kept else parameter.grad
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._torn = self._gathering = self._unclear = False
@@ -343,18 +300,19 @@ class TrainingStep:
         else:
             self.scheduler.step()
 
-    def recover(self) -> bool:
-        """After an error: gradients that it left half made are forgotten, so that they cannot leak
-        into the next group. Whole ones, of batches before the failed one, stay to be used. Returns
-        whether the state is whole, that before the failed batch: also if its backward failed, as
-        long as there were no others' gradients."""
+    def recover(self, *, of_batch: bool) -> bool:
+        """After an error in a batch, or in an update: gradients that it left half made are
+        forgotten, so that they cannot leak into the next group. Whole ones, of batches before the
+        failed one, stay to be used. Returns whether the state is whole, that before the failed
+        batch: also if its backward failed, as long as there were no others' gradients."""
         self.weight.lose_total()
         torn = self._torn or (self._gathering and self.group_is_open)
         self._unclear = self._unclear or self._torn or self._gathering
         self._torn = self._gathering = False
         if torn:
             self._in_group = 0
-        return not torn
+        went_back = not of_batch or self.buffers is None or self.buffers.put_back()
+        return went_back and not torn
 
     def parameters(self) -> list[torch.Tensor]:
         """What the optimizer updates."""

@@ -1,0 +1,78 @@
+"""What a forward changes besides its result (batch norm's means, say): if a batch fails, it goes
+back.
+
+Which buffers change is told by their versions, which PyTorch counts: before an epoch's first batch
+all are kept, later on those that some batch has changed. Batch norm's kernels do not count, so what
+has the names of its buffers is always kept.
+"""
+
+from __future__ import annotations
+
+import operator
+
+import torch
+
+_UNCOUNTED = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class KeptBuffers:
+    """A model's buffers as they were before the batch at hand."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self._model = model
+        self._live: list[torch.Tensor] | None = None
+        self._versions: list[int] = []
+        self._copies: dict[int, torch.Tensor] = {}
+        self._uncounted: set[int] = set()
+        self._all = False
+
+    def begin_epoch(self) -> None:
+        """Others may have been made, or loaded, since."""
+        self._live = None
+        self._copies = {}
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Before a batch, on the stream that runs it."""
+        if self._live is None:
+            self._live = list(self._found().values())
+            self._uncounted = {
+                at for at, name in enumerate(self._found()) if name.endswith(_UNCOUNTED)
+            }
+            self._versions = [buffer._version for buffer in self._live]
+            self._copies = {at: buffer.clone() for at, buffer in enumerate(self._live)}
+            self._all = True
+            return
+        changed = self._changed()
+        if self._all:
+            self._copies = {at: self._copies[at] for at in self._uncounted.union(changed)}
+            self._all = False
+        for at in changed:
+            self._versions[at] = self._live[at]._version
+            if at not in self._copies:
+                self._copies[at] = torch.empty_like(self._live[at])
+        if self._copies:
+            live = [self._live[at] for at in self._copies]
+            torch._foreach_copy_(list(self._copies.values()), live)
+
+    @torch.no_grad()
+    def put_back(self) -> bool:
+        """After a batch that failed, on the same stream. Whether all is as it was before it."""
+        if self._live is None:
+            return True  # nothing was begun
+        found = list(self._found().values())
+        same = len(found) == len(self._live) and all(map(operator.is_, found, self._live))
+        known = same and all(at in self._copies for at in self._changed())
+        if self._copies:
+            live = [self._live[at] for at in self._copies]
+            torch._foreach_copy_(live, list(self._copies.values()))
+        self.begin_epoch()
+        return known
+
+    def _found(self) -> dict[str, torch.Tensor]:
+        named = self._model.named_buffers()
+        return {name: buffer for name, buffer in named if not buffer.is_inference()}
+
+    def _changed(self) -> list[int]:
+        live = self._live or []
+        return [at for at, buffer in enumerate(live) if buffer._version != self._versions[at]]
