@@ -593,6 +593,19 @@ class TestGroups:
         assert other.updates == 0
 
 
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: float(torch.rand(())),
+    "python": random.random,
+    "python's normal": lambda: random.gauss(0, 1),
+    "python's bits": lambda: random.getrandbits(1),
+    "python's seed": lambda: random.seed(5),
+    "numpy": numpy.random.rand,
+    "numpy's normal": numpy.random.randn,
+    "numpy's seed": lambda: numpy.random.seed(5),
+    "nothing": lambda: None,
+}
+
+
 class TestHostStates:
     def test_a_normal_number_in_stock_is_part_of_them(self) -> None:
         """NumPy makes two at a time: the second is drawn without a trace in the generator."""
@@ -608,21 +621,16 @@ class TestHostStates:
         set_host_states(without)
         assert numpy.random.randn() == third
 
-    @given(draws=st.lists(st.sampled_from(["torch", "python", "numpy", "normal"]), max_size=8))
+    @given(draws=st.lists(st.sampled_from(sorted(DRAWS)), max_size=12))
     def test_go_back(self, draws: list[str]) -> None:
-        def drawn() -> list[float]:
-            numbers = {
-                "torch": lambda: float(torch.rand(())),
-                "python": random.random,
-                "numpy": numpy.random.rand,
-                "normal": numpy.random.randn,
-            }
-            return [numbers[name]() for name in draws]
-
-        states = host_states()
-        first = drawn()
-        set_host_states(states)
-        assert drawn() == first
+        """To any moment between draws of all kinds, some of which leave few traces."""
+        states, drawn = [host_states()], []
+        for name in draws:
+            drawn.append(DRAWS[name]())
+            states.append(host_states())
+        for at, state in enumerate(states):
+            set_host_states(state)
+            assert [DRAWS[name]() for name in draws[at:]] == drawn[at:]
 
 
 class TestOlderStates:

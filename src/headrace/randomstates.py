@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,12 +14,16 @@ import torch
 
 from headrace.device import Device
 
-# What a Mersenne Twister is in NumPy's memory: 624 words and a position.
-_TWISTER_BYTES = 624 * 4 + 4
+# NumPy's and Python's generators take 50 and 12 µs to say where they stand, which before each batch
+# is too much: so it is asked for only where the memory of their Mersenne Twisters has changed.
+_NUMPY_BYTES = 624 * 4 + 4  # words and a position
+_PYTHON: Any = getattr(random.getstate, "__self__", None)  # the module's own generator
+_HEAD = object.__basicsize__
+_PYTHON_BYTES = (random.Random.__base__ or object).__basicsize__ - _HEAD
 
 
 class _NumpyState:
-    """NumPy's global generator. Its state takes 50 µs to get, so it is got when it has changed."""
+    """NumPy's global generator."""
 
     def __init__(self) -> None:
         self._known: tuple[bytes, tuple[Any, ...]] | None = None
@@ -29,7 +34,7 @@ class _NumpyState:
         generator = numpy.random.mtrand.get_bit_generator()
         if not isinstance(generator, numpy.random.MT19937):
             return None
-        now = ctypes.string_at(generator.ctypes.state_address, _TWISTER_BYTES)
+        now = ctypes.string_at(generator.ctypes.state_address, _NUMPY_BYTES)
         # With a normal number in stock, one may be drawn without a trace in the words.
         if self._known is None or self._known[0] != now or self._known[1][3]:
             state: Any = numpy.random.get_state()
@@ -38,12 +43,44 @@ class _NumpyState:
         return self._known[1]
 
 
-_NUMPY = _NumpyState()
+class _PythonState:
+    """Python's global generator."""
+
+    def __init__(self) -> None:
+        self._known: tuple[bytes, tuple[Any, ...]] | None = None
+        self._may_be_read = _memory_tells()
+
+    def get(self) -> tuple[Any, ...]:
+        if not self._may_be_read:
+            return random.getstate()
+        now = _memory(_PYTHON)
+        # Here, too, a normal number may be in stock.
+        if self._known is None or self._known[0] != now or self._known[1][2] is not None:
+            self._known = (now, random.getstate())
+        return self._known[1]
+
+
+def _memory(generator: random.Random) -> bytes:
+    return ctypes.string_at(id(generator) + _HEAD, _PYTHON_BYTES)
+
+
+def _memory_tells() -> bool:
+    """Whether a draw is seen in a generator's memory, as it is in CPython's."""
+    if not isinstance(_PYTHON, random.Random) or sys.implementation.name != "cpython":
+        return False
+    trial = random.Random(0)
+    before = _memory(trial)
+    trial.random()
+    return _PYTHON_BYTES >= _NUMPY_BYTES and _memory(trial) != before
+
+
+_NUMPY_STATE, _PYTHON_STATE = _NumpyState(), _PythonState()
 
 
 def host_states() -> dict[str, Any]:
-    """Where the host's generators stand: PyTorch's, Python's and NumPy's. Some 12 µs."""
-    return {"host": torch.get_rng_state(), "python": random.getstate(), "numpy": _NUMPY.get()}
+    """Where the host's generators stand: PyTorch's, Python's and NumPy's."""
+    python, numpys = _PYTHON_STATE.get(), _NUMPY_STATE.get()
+    return {"host": torch.get_rng_state(), "python": python, "numpy": numpys}
 
 
 def random_states(device: Device) -> dict[str, Any]:
