@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from headrace.checkpoint import (
+    CheckpointWriter,
     latest_checkpoint,
     load_checkpoint,
     save_checkpoint,
@@ -342,3 +343,15 @@ def test_to_a_device(tmp_path: Path, device: Device) -> None:
     again = save_checkpoint(tmp_path, back, step=2, device=device)
     assert same(load_checkpoint(again), state)
     assert device.pinned.lent == 0
+
+
+def test_paths_may_be_text(device: Device, tmp_path: Path) -> None:
+    with CheckpointWriter(device, str(tmp_path)) as writer:
+        writer.save({"a": 1}, 1)
+    newest = latest_checkpoint(str(tmp_path))
+    assert newest is not None
+    assert load_checkpoint(str(newest)) == {"a": 1}
+    assert save_checkpoint(str(tmp_path), {"a": 2}, step=2).name == "step-00000002"
+    file = str(tmp_path / "weights.safetensors")
+    weights_to_file(file, {"w": torch.ones(2)})
+    assert torch.equal(weights_from_file(file)["w"], torch.ones(2))

@@ -372,6 +372,18 @@ class TestAfterAnError:
         with pytest.raises(NonFiniteError, match="batch 12 of epoch 0"):
             other.epoch(bad_batches(60, 12))
 
+    def test_a_loss_that_ended_the_callers_loop_ends_it_once(self, device: Device) -> None:
+        engine = new(device, model=make_model(device, 0.0), on_nonfinite="stop")
+        steps = engine.steps(bad_batches(60, 2))
+        while next(steps).batch < 4:
+            pass
+        with pytest.raises(NonFiniteError, match="batch 2"):
+            engine.settle()
+        assert pending_in(engine.state_dict()) == [0, 1, 2, 3, 4]
+        steps.close()  # the loop is left, without the same error once more
+        assert engine.last_result is not None
+        assert len(engine.last_result.losses) == 5
+
     @pytest.mark.parametrize("name", ["send", "read"])
     def test_a_copy_that_failed_keeps_its_losses(
         self, name: str, monkeypatch: pytest.MonkeyPatch

@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 from headrace.cli import app
 from headrace.errors import HeadraceError, TranslationError
 from headrace.metrics import read_metrics
+from headrace.plan import load_plan
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings
 from headrace.translation.assembly import assemble, prepared_for
 from headrace.translation.trained import load_weights
@@ -363,6 +364,13 @@ class TestCommands:
             assert isinstance(found.exception, HeadraceError), found.exception
         assert not (tmp_path / "no").exists()  # nothing was begun
 
+    def test_what_was_typed_wrong_ends_with_2(self, tmp_path: Path) -> None:
+        """As Typer's own objections do; what fails later ends with 1."""
+        for words in (["--lr", "-1"], ["--plan", "nope"], ["--heads", "3"], ["--config", "none"]):
+            found = self.invoke("train", "--project", tmp_path / "no", *words)
+            assert isinstance(found.exception, HeadraceError)
+            assert found.exception.exit_code == 2, words
+
     def test_what_does_not_go_with_resume_is_named_as_it_was_typed(self, trained: Path) -> None:
         others = ("--stop-code", "zero", "--name", "x", trained)
         found = self.invoke("train", "--resume", trained, *others)
@@ -475,3 +483,17 @@ def test_how_many_graphs(
     )
     data = prepared_for(settings, corpus / "cache")
     assert assemble(settings, data).plan.graph_shapes == most
+
+
+def test_a_plan_file_is_kept_with_the_run(corpus: Path, tmp_path: Path) -> None:
+    """Changed or taken away, or with the run's folder moved: it goes on under the same plan."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("plan: {preset: pipeline, prefetch_depth: 3}")
+    made = new(corpus, tmp_path, "run", plan=str(file))
+    file.unlink()
+    moved = tmp_path / "moved"
+    made.folder.path.rename(moved)
+    again = Trainer.resume(moved, cache=corpus / "cache", quiet=True)
+    assert load_plan(again.settings.plan).plan.prefetch_depth == 3
+    assert yaml.safe_load((moved / "config.yaml").read_text())["plan"] == "plan.yaml"
+    assert again.run().updates > 0

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.cli_bench import typed_wrong
 from headrace.errors import HeadraceError, TranslationError
 from headrace.records import read_yaml
 from headrace.rundir import RunFolder
@@ -72,27 +73,28 @@ def train(
     given = {key: value for key, value in given.items() if value is not None}
     if data:
         given["data"] = tuple(str(path.absolute()) for path in data)
-    if "tokens" in given and "sentences" in given:
-        raise TranslationError(
-            f"--tokens {given['tokens']} and --sentences {given['sentences']}: a batch is measured "
-            "by one of them; leave out the other"
-        )
     if "weights" in given:
         given["weights"] = str(Path(given["weights"]).absolute())
-    if "plan" in given and Path(given["plan"]).is_file():
-        given["plan"] = str(Path(given["plan"]).absolute())
-    if resume is not None:
-        require_alone(resume, project, {"name": name, "config": config, **given}, TranslationError)
-        settings = TrainSettings.read(RunFolder.open(resume).config)
-    else:
-        stored = dict(read_yaml(config, TranslationError)) if config is not None else {}
-        settings = TrainSettings.from_dict(stored | given, where=str(config or "settings"))
+    with typed_wrong():
+        if "tokens" in given and "sentences" in given:
+            raise TranslationError(
+                f"--tokens {given['tokens']} and --sentences {given['sentences']}: a batch is "
+                "measured by one of them; leave out the other"
+            )
+        if resume is not None:
+            others = {"name": name, "config": config, **given}
+            require_alone(resume, project, others, TranslationError)
+            settings = TrainSettings.read(RunFolder.open(resume).config)
+        else:
+            stored = dict(read_yaml(config, TranslationError)) if config is not None else {}
+            settings = TrainSettings.from_dict(stored | given, where=str(config or "settings"))
     with launched(settings.rank_timeout) as ranks:
         how: dict[str, Any] = {"cache": cache, "quiet": quiet, "ranks": ranks}
-        if resume is not None:
-            trainer = Trainer.resume(resume, **how)
-        else:
-            trainer = Trainer.create(settings, project=project or _RUNS, name=name, **how)
+        with typed_wrong():
+            if resume is not None:
+                trainer = Trainer.resume(resume, **how)
+            else:
+                trainer = Trainer.create(settings, project=project or _RUNS, name=name, **how)
         result = trainer.run()
     if result.stopped is not None:
         asked = 0 if trainer.settings.stop_code == "zero" else 143

@@ -129,7 +129,7 @@ class Loop:
         self._sync = HostSync(device, plan, self.lanes) if plan.sync != "none" else None
         # Values that a restored engine had not yet reported come first.
         self._entries: list[DeferredValues] = list(start.pending)
-        self._unreported = start.pending
+        self._unreported, self._looked = start.pending, 0
         self._restored = len(self._entries)
         self._come_back: tuple[DeferredValues, ...] = ()
         self._batches = self._samples = 0
@@ -374,9 +374,10 @@ class Loop:
         self._entries += come_back
         # Until they are handed out they are part of the state, also if one of them ends the loop.
         self._unreported += tuple(come_back)
-        if not self._failed:  # one error is enough
-            self._non_finite.look(self._unreported, self.epoch)
-        self._come_back, self._unreported = self._unreported, ()
+        looked, self._looked = self._looked, len(self._unreported)  # an error is raised once
+        if not self._failed:
+            self._non_finite.look(self._unreported[looked:], self.epoch)
+        self._come_back, self._unreported, self._looked = self._unreported, (), 0
 
     def _with_last_update(self, come_back: list[DeferredValues]) -> list[DeferredValues]:
         """What is known of a last partial group's update belongs to its last batch."""

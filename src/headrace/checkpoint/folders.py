@@ -45,7 +45,7 @@ _NAME = re.compile(r"(?P<replaced>\.replaced-)?step-(?P<step>\d{8,})(?(replaced)
 
 
 def save_checkpoint(
-    folder: Path, state: object, *, step: int, keep: int = 2, device: Device | None = None
+    folder: str | Path, state: object, *, step: int, keep: int = 2, device: Device | None = None
 ) -> Path:
     """Write `state` into a new checkpoint in `folder`, and remove the oldest beyond `keep`.
 
@@ -56,7 +56,7 @@ def save_checkpoint(
     require_counts(step=step, keep=keep)
     document, tensors = states.encode(state)
     with on_host(tensors, device) as arrived:
-        return write_checkpoint(folder, document, arrived, step=step, keep=keep)
+        return write_checkpoint(Path(folder), document, arrived, step=step, keep=keep)
 
 
 def write_checkpoint(
@@ -178,13 +178,13 @@ def _surplus(folder: Path, written: Path, keep: int) -> list[Path]:
 # --- finding ----------------------------------------------------------------------------------
 
 
-def latest_checkpoint(folder: Path) -> Path | None:
+def latest_checkpoint(folder: str | Path) -> Path | None:
     """The newest good checkpoint in `folder`; None if there is none.
 
     Every byte is checked. One that is torn, foreign or of an unknown version is named in a
     warning, and the one before is taken.
     """
-    for path in candidates(folder):
+    for path in candidates(Path(folder)):
         problem = problem_of(path, every_byte=True)
         if problem is None:
             return path
@@ -250,7 +250,7 @@ def problem_of(
 
 
 def load_checkpoint(
-    path: Path, *, device: Device | torch.device | str | None = None, parts: bool = False
+    path: str | Path, *, device: Device | torch.device | str | None = None, parts: bool = False
 ) -> Any:
     """The state in one checkpoint, checked byte for byte. Nothing in it is ever run.
 
@@ -258,6 +258,7 @@ def load_checkpoint(
     `device`: then the host waits for their copies. With `parts`, large tensors of a checkpoint of
     several ranks come as `StoredTensor`s, of which a rank reads its part; they are not checked.
     """
+    path = Path(path)
     try:
         content = _read_content(path)
         files = _tensor_files(path, content)

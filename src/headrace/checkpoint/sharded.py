@@ -201,8 +201,9 @@ def _content(document: Any, everyone: list[dict[str, Any]], step: int) -> dict[s
     }
 
 
-def agreed_checkpoint(folder: Path, ranks: Ranks, ledger: Ledger) -> Path | None:
+def agreed_checkpoint(folder: str | Path, ranks: Ranks, ledger: Ledger) -> Path | None:
     """The newest good checkpoint, for all ranks: each of them checks some of its files."""
+    folder = Path(folder)
     if not ranks.several:
         return folders.latest_checkpoint(folder)
     names: list[str] = []

@@ -17,13 +17,14 @@ from headrace.errors import CheckpointError
 
 
 def weights_to_file(
-    path: Path, tensors: Mapping[str, torch.Tensor], *, device: Device | None = None
+    path: str | Path, tensors: Mapping[str, torch.Tensor], *, device: Device | None = None
 ) -> None:
     """Write named tensors to `path`, whole or not at all; a file that is there is replaced.
 
     The bytes depend on names and weights alone. Tied tensors are written under each of their
     names. Waits for tensors that lie on a device, in `device`'s ledger if it is given.
     """
+    path = Path(path)
     for name, tensor in tensors.items():
         _require_writable(name, tensor)
     temporary = durable.unique(path, "writing")
@@ -43,10 +44,10 @@ def weights_to_file(
             temporary.unlink()  # gone already, unless something went wrong
 
 
-def weights_from_file(path: Path) -> dict[str, torch.Tensor]:
+def weights_from_file(path: str | Path) -> dict[str, torch.Tensor]:
     """The tensors of a .safetensors file by name, sorted, on the host."""
     try:
-        tensors = read_tensors(path)
+        tensors = read_tensors(Path(path))
     except OSError as problem:
         raise CheckpointError(f"weights were not read from {path}: {problem}") from problem
     return {name: tensors[name] for name in sorted(tensors)}

@@ -41,12 +41,12 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, device: Device, folder: Path, keep: int = 2, *, ranks: Ranks = SINGLE
+        self, device: Device, folder: str | Path, keep: int = 2, *, ranks: Ranks = SINGLE
     ) -> None:
         require_counts(keep=keep)
         self._ranks = ranks.beside()  # the thread's own: the others go on
         self._device = device
-        self._folder = folder
+        self._folder = Path(folder)
         self._keep = keep
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None

@@ -27,7 +27,7 @@ from headrace.translation.grammar import builtin_sides
 from headrace.translation.model import Translator
 from headrace.translation.objective import constant, inverse_sqrt, noam, translation_loss
 from headrace.translation.prepare import Prepared, prepare
-from headrace.translation.settings import TrainSettings
+from headrace.translation.settings import TrainSettings, is_plan_file
 from headrace.translation.sources import Sides, find_sources
 from headrace.translation.trained import chosen_precision, load_weights, new_model
 from headrace.wrapped import data_parallel
@@ -169,7 +169,7 @@ def _seed_of(seed: int, rank: int) -> int:
 
 def _plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
     loader = LoaderPlan()
-    if settings.plan.endswith((".yaml", ".yml")):
+    if is_plan_file(settings.plan):
         stored = load_plan(settings.plan)
         plan, loader = stored.plan, stored.loader
     else:

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from headrace.translation.model import ModelSettings
 
 _MANY = 1 << 40
+#: A plan that a run was given as a file, in the run's folder.
+PLAN_FILE = "plan.yaml"
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,11 +133,15 @@ class TrainSettings(Checked):
 
     @classmethod
     def read(cls, path: str | Path) -> TrainSettings:
+        """A run's settings from its `config.yaml`; its plan may lie beside it."""
         if (Path(path).parent / "journal.jsonl").exists():
             raise TranslationError(
                 f"{Path(path).parent}: is a search by `headrace tune`; expected a training run"
             )
-        return cls.from_dict(read_yaml(path, TranslationError), where=str(path))
+        settings = cls.from_dict(read_yaml(path, TranslationError), where=str(path))
+        if settings.plan == PLAN_FILE:
+            return settings.but(plan=str(Path(path).absolute().parent / PLAN_FILE))
+        return settings
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `from_dict` takes them."""
@@ -158,6 +164,11 @@ class TrainSettings(Checked):
             changes |= {"encoder_layers": self.layers, "decoder_layers": self.layers}
         # Translations may be longer than what was trained on.
         return preset.but(**changes, max_length=max(256, 2 * self.max_length))
+
+
+def is_plan_file(plan: str) -> bool:
+    """Whether a plan is a file, not a preset's name."""
+    return plan.endswith((".yaml", ".yml"))
 
 
 def _plain(value: Any) -> Any:

@@ -11,18 +11,22 @@ from headrace.ledger import Ledger
 from headrace.metrics import MetricsLog, NoMetrics
 from headrace.progress import Gauges, Progress, silent_console
 from headrace.ranks import Ranks
-from headrace.rundir import RunFolder, shared_folder
+from headrace.rundir import RunFolder, replace_file, shared_folder
 from headrace.runmonitor import RunMonitor
 from headrace.translation.score import Scores, score
-from headrace.translation.settings import TrainSettings
+from headrace.translation.settings import PLAN_FILE, TrainSettings, is_plan_file
 from headrace.translation.trained import TrainedModel
 
 
 def new_folder(ranks: Ranks, settings: TrainSettings, project: Path, name: str | None) -> RunFolder:
-    """A folder for a new run: the first rank makes it, for all."""
+    """A folder for a new run: the first rank makes it, for all. A plan that is a file of its own is
+    copied into it: the run keeps to it, whatever becomes of the file."""
     path = Path()
     if ranks.is_first:
         folder = RunFolder.create(project, name)
+        if is_plan_file(settings.plan):
+            replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes())
+            settings = settings.but(plan=PLAN_FILE)
         folder.write_config(settings.to_dict())
         path = folder.path
     return shared_folder(Path(ranks.told(str(path), Ledger())))

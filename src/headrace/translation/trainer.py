@@ -101,6 +101,7 @@ class Trainer:
         open_device(own_device(settings.device))
         check_files(settings)
         folder = new_folder(ranks, settings, project, name)
+        settings = TrainSettings.read(folder.config)
         return cls(settings, folder, cache=cache, quiet=quiet, ranks=ranks)
 
     @classmethod
