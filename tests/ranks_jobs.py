@@ -208,6 +208,64 @@ def uneven_resumed(rank: int, size: int, kind: str, knows_length: bool) -> dict[
     return found
 
 
+class Told:
+    """A loader that can be told where to begin, and says its whole length all the same."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches, self._first = batches, 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def start_at(self, batch: int) -> None:
+        self._first = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self._first = self._first, 0
+        return iter(self._batches[first:])
+
+
+class Noisy:
+    """A loader that draws in this process."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for rows, *others in self._batches:
+            yield (rows + 0.1 * torch.randn(rows.shape), *others)
+
+
+LOADERS = {"plain": list, "unknown": Unknown, "told": Told, "noisy": Noisy}
+
+
+def gone_on_with(rank: int, size: int, kind: str, at: int, max_steps: int | None) -> dict[str, Any]:
+    """A state after batch `at`, of a pass of `max_steps` updates, gone on with to the end."""
+    mine = [share(batch, rank, size) for batch in global_batches()[:8]]
+    loader = LOADERS[kind]
+    whole = new_engine("ddp")
+    torch.manual_seed(rank)
+    expected = [loss for _ in range(2) for loss in whole.epoch(loader(mine)).losses]
+    engine, seen = new_engine("ddp"), []
+    torch.manual_seed(rank)
+    for info in engine.steps(loader(mine), max_steps=max_steps):
+        seen += [entry.values["loss"] for entry in info.come_back]
+        if info.batch == at:
+            seen += [entry.values["loss"] for entry in engine.settle()]
+            stored = copy.deepcopy(engine.state_dict())
+            engine.leave()
+            break
+    other = new_engine("ddp")
+    torch.manual_seed(99)
+    other.load_state_dict(stored)
+    for _ in range(2):
+        seen += other.epoch(loader(mine)).losses
+    return {"same": seen == expected, "updates": other.updates - whole.updates}
+
+
 def one_is_not_finite(rank: int, size: int, how: str) -> dict[str, Any]:
     """The last rank's share of the second batch has a NaN in it: no rank makes that update."""
     engine = new_engine(how, on_nonfinite="skip", clip_norm=0.5)

@@ -525,7 +525,7 @@ class TestPlace:
             other.epoch(data(3))
 
     def test_progress_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
-        from headrace.resuming import Skipping
+        from headrace.loading import Skipping
 
         times = iter(range(0, 1000, 2))
         rest = Skipping([*range(10)], 8, clock=lambda: next(times))

@@ -72,6 +72,7 @@ ROOMS = {
     "results": 2,
     "lanes": 2,
     "loop": 2,
+    "onebatch": 2,
     "engine": 2,
     "report": 3,
     "doctor": 3,

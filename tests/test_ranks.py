@@ -67,6 +67,15 @@ def assert_close(found: Any, expected: Any) -> None:
         assert found == pytest.approx(expected, abs=CLOSE)
 
 
+CUT = [
+    ("plain", 3, 4),
+    ("unknown", 3, 4),
+    ("plain", 3, 6),
+    ("told", 3, None),
+    ("noisy", 0, None),
+    ("noisy", 3, None),
+    ("noisy", 7, None),
+]
 RESUMED = [(kind, knows) for kind in ("plain", "stateful") for knows in (True, False)]
 
 
@@ -80,6 +89,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         for how, knows, accumulate in (("ddp", True, 1), ("ddp", False, 3), ("fsdp", False, 3))
     ]
     work += [(jobs.uneven_resumed, case) for case in RESUMED]
+    work += [(jobs.gone_on_with, case) for case in CUT]
     work += [(jobs.inside_a_group, (how,)) for how in ("ddp", "fsdp")]
     work += [(jobs.some_have_none, ()), (jobs.talk, ()), (jobs.graphs_refused, ())]
     work += [
@@ -162,6 +172,15 @@ class TestEnds:
     ) -> None:
         for found in result_of(two, jobs.uneven_resumed, *case):
             assert found == {at: [True, True] for at in ("1", "3", "4", "7")}
+
+    @pytest.mark.parametrize("case", CUT, ids=str)
+    def test_resumed_in_any_loader(
+        self, two: dict[Any, Any], case: tuple[str, int, int | None]
+    ) -> None:
+        """Also where the pass was to end there, which the loader was not, or says more than is
+        left of it."""
+        for found in result_of(two, jobs.gone_on_with, *case):
+            assert found == {"same": True, "updates": 0}
 
     def test_a_rank_without_any_batch_is_an_error_on_all(self, two: dict[Any, Any]) -> None:
         for said in result_of(two, jobs.some_have_none):

@@ -4,138 +4,42 @@ sums; and that a state taken after an error has all of it."""
 from __future__ import annotations
 
 import copy
-import random
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import data, loss, make_engine, make_model, same, weights
+from resumed import (
+    BATCHES,
+    LOADERS,
+    Augmented,
+    BoomError,
+    Loaders,
+    OwnEpochs,
+    augmented,
+    generated,
+    losses_of,
+    new,
+    own_generator,
+    pairs,
+    pending_in,
+    seeded,
+    stopped,
+)
+from test_engine import data, loss, make_model, same, weights
 from test_faults import bad_batches
-from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+from torch.utils.data import DataLoader
 
-from headrace.buffers import KeptBuffers
 from headrace.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint
-from headrace.deferred import _Block
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.errors import NonFiniteError, StepError
+from headrace.errors import LoaderError, StepError
 from headrace.plan import Plan
-from headrace.randomstates import host_states, set_host_states
 from headrace.testing import FakeDevice
-
-BATCHES = 10
-Loaders = Callable[[], Any]
-
-
-class BoomError(Exception):
-    pass
-
-
-def pairs() -> TensorDataset:
-    features, labels = (torch.cat([batch[at] for batch in data(BATCHES)]) for at in (0, 1))
-    return TensorDataset(features, labels)
-
-
-class Augmented(Dataset[Any]):
-    """Draws from all of the host's generators, in whatever process it is."""
-
-    def __init__(self) -> None:
-        self._pairs = pairs()
-
-    def __len__(self) -> int:
-        return len(self._pairs)
-
-    def __getitem__(self, at: int) -> Any:
-        features, label = self._pairs[at]
-        noise = random.random() + numpy.random.randn() + torch.rand(())
-        return features + 0.1 * float(noise), label
-
-
-class OwnEpochs:
-    """A loader that keeps its own state, and goes on to its next epoch by itself."""
-
-    def __init__(self) -> None:
-        self.epoch = self.at = 0
-
-    def __iter__(self) -> Iterator[Any]:
-        draw = torch.Generator().manual_seed(self.epoch)
-        order = torch.randperm(BATCHES, generator=draw).tolist()
-        batches = data(BATCHES)
-        while self.at < BATCHES:
-            self.at += 1
-            yield batches[order[self.at - 1]]
-        self.epoch, self.at = self.epoch + 1, 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"epoch": self.epoch, "at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.epoch, self.at = state["epoch"], state["at"]
-
-
-def own_generator() -> DataLoader[Any]:
-    draw = torch.Generator().manual_seed(7)
-    return DataLoader(pairs(), batch_size=5, shuffle=True, generator=draw)
-
-
-def samplers_generator() -> DataLoader[Any]:
-    draw = torch.Generator().manual_seed(8)
-    return DataLoader(pairs(), batch_size=5, sampler=RandomSampler(pairs(), generator=draw))
-
-
-def augmented() -> DataLoader[Any]:
-    return DataLoader(Augmented(), batch_size=5, shuffle=True)
-
-
-def generated() -> Any:
-    """No DataLoader: a class with a generator, which draws."""
-
-    class Drawn:
-        def __iter__(self) -> Iterator[Any]:
-            for features, labels in data(BATCHES):
-                yield features + 0.1 * torch.randn(features.shape), labels
-
-    return Drawn()
-
-
-LOADERS = [own_generator, samplers_generator, augmented, generated, OwnEpochs]
-
-
-def seeded(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    numpy.random.seed(number)
-
-
-def new(device: Device, plan: str | Plan = "pipeline", **options: Any) -> Engine:
-    """An engine whose model draws dropout's masks."""
-    seeded(3)
-    engine = make_engine(device, plan, deterministic=True, **options)
-    seeded(4)
-    return engine
-
-
-def losses_of(engine: Engine, loader: Any, epochs: int) -> list[float]:
-    return [one for _ in range(epochs) for one in engine.epoch(loader).losses]
-
-
-def stopped(engine: Engine, loader: Any, at: int) -> tuple[list[float], Any]:
-    """The losses that came back so far, and the state, after batch `at` of all."""
-    seen: list[float] = []
-    while engine.epochs < at // BATCHES:
-        seen += engine.epoch(loader).losses
-    if at % BATCHES == 0:
-        return seen, copy.deepcopy(engine.state_dict())
-    for info in engine.steps(loader):
-        seen += [entry.values["loss"] for entry in info.come_back]
-        if info.batch + 1 == at % BATCHES:
-            return seen, copy.deepcopy(engine.state_dict())
-    raise AssertionError("not reached")
 
 
 class Steps:
@@ -235,6 +139,133 @@ class TestLoaders:
                 seen += last.epoch(augmented()).losses
             assert seen == expected
 
+    def test_an_epochs_own_loader_keeps_its_own_seed(self, device: Device) -> None:
+        def of(epoch: int) -> DataLoader[Any]:
+            draw = torch.Generator().manual_seed(epoch)
+            return DataLoader(pairs(), batch_size=5, shuffle=True, generator=draw)
+
+        def rest(engine: Engine) -> list[float]:
+            found: list[float] = []
+            while engine.epochs < 3:
+                found += engine.epoch(of(engine.epochs)).losses
+            return found
+
+        expected = rest(new(device))
+        for at in (10, 14):
+            engine = new(device)
+            seen = list(engine.epoch(of(0)).losses)
+            if at == 14:
+                for info in engine.steps(of(1)):
+                    seen += [entry.values["loss"] for entry in info.come_back]
+                    if info.batch == 3:
+                        stored = copy.deepcopy(engine.state_dict())
+                        break
+            else:
+                stored = copy.deepcopy(engine.state_dict())
+            other = new(device)
+            other.load_state_dict(stored)
+            assert seen + rest(other) == expected
+
+    def test_evaluated_before_it_goes_on(self, device: Device) -> None:
+        def epochs(engine: Engine, most: int) -> list[float]:
+            found: list[float] = []
+            while engine.epochs < most:
+                engine.evaluate(DataLoader(pairs(), batch_size=5))  # draws a seed
+                found += engine.epoch(DataLoader(pairs(), batch_size=5, shuffle=True)).losses
+            return found
+
+        expected = epochs(new(device), 3)
+        engine = new(device)
+        seen = epochs(engine, 1)
+        stored = copy.deepcopy(engine.state_dict())
+        other = new(device)
+        seeded(99)
+        other.load_state_dict(stored)
+        assert seen + epochs(other, 3) == expected
+
+    def test_one_that_draws_after_its_last_batch(self, device: Device) -> None:
+        class Drawing:
+            def __iter__(self) -> Iterator[Any]:
+                yield from generated()
+                torch.rand(3)
+
+        expected = losses_of(new(device), Drawing(), 2)
+        seen, stored = stopped(new(device), Drawing(), 9)
+        other = new(device)
+        other.load_state_dict(stored)
+        assert seen + losses_of(other, Drawing(), 2) == expected
+
+    @pytest.mark.parametrize("plan", ["baseline", "pipeline"])
+    @pytest.mark.parametrize("fails_in", ["loader", "send"])
+    def test_a_batch_that_could_not_be_had_is_drawn_again(
+        self, device: Device, plan: str, fails_in: str
+    ) -> None:
+        """Though a part of it was drawn already."""
+        fails = [False]
+
+        class Moving:
+            def __init__(self, tensor: torch.Tensor, bad: bool) -> None:
+                self._tensor, self._bad = tensor, bad
+
+            def to(self, target: Any) -> torch.Tensor:
+                if self._bad:
+                    raise BoomError
+                return self._tensor.to(target)
+
+        class Failing:
+            def __iter__(self) -> Iterator[Any]:
+                for at, (features, labels) in enumerate(data(BATCHES)):
+                    noisy = features + 0.1 * torch.randn(features.shape)
+                    bad = at == 6 and fails[0]
+                    if bad and fails_in == "loader":
+                        raise BoomError
+                    yield Moving(noisy, bad), labels
+
+        def made(**options: Any) -> Engine:
+            return new(device, plan, model=make_model(device, 0.0), **options)
+
+        expected = losses_of(made(), Failing(), 1)
+        fails[0] = True
+        kept: list[Any] = []
+        seen: list[float] = []
+        engine = made(on_error=lambda problem: kept.append(copy.deepcopy(engine.state_dict())))
+        engine.on_step = lambda info: seen.extend(e.values["loss"] for e in info.come_back)
+        with pytest.raises(BoomError):
+            engine.epoch(Failing())
+        assert kept[0]["batch"] == 6  # those before it came first
+        fails[0] = False
+        other = made()
+        seeded(99)
+        other.load_state_dict(kept[0])
+        assert seen + losses_of(other, Failing(), 1) == expected
+
+    def test_the_timeout_holds_for_batches_that_are_dropped(self) -> None:
+        goes_on = threading.Event()
+
+        class Hanging:
+            def __iter__(self) -> Iterator[Any]:
+                for at, batch in enumerate(data(BATCHES)):
+                    if at == 2:
+                        goes_on.wait(60)
+                    yield batch
+
+        device = open_device("cpu")
+        _, stored = stopped(new(device), data(BATCHES), 5)
+        other = new(device, loader_timeout=0.05)
+        other.load_state_dict(stored)
+        with pytest.raises(LoaderError, match=r"the 3\. of this pass"):
+            other.epoch(Hanging())
+        goes_on.set()
+
+    def test_another_place_than_the_states(self, device: Device) -> None:
+        _, stored = stopped(new(device), data(BATCHES), 5)
+        other = new(device)
+        other.load_state_dict(stored)
+        next(steps := other.steps(data(BATCHES), first_batch=0))
+        state = other.state_dict()
+        assert (state["batch"], state["own_batch"]) == (1, 1)
+        steps.close()
+
     def test_another_number_of_generators_is_said(
         self, device: Device, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -299,6 +330,124 @@ class TestAFailedBeginning:
             other.epoch(data(3))
         assert other.epoch(data(BATCHES)).statistics.batches == 5
 
+    @pytest.mark.parametrize("fails", ["start_at", "load_state_dict", "max_steps"])
+    def test_the_loader_cannot_be_brought_there(self, device: Device, fails: str) -> None:
+        class Refusing(OwnEpochs):
+            def load_state_dict(self, state: dict[str, int]) -> None:
+                raise BoomError
+
+        class Telling(list[Any]):
+            def start_at(self, batch: int) -> None:
+                raise BoomError
+
+        loader = Telling(data(BATCHES)) if fails == "start_at" else OwnEpochs()
+        _, stored = stopped(new(device), OwnEpochs(), 4)
+        if fails == "start_at":
+            stored["loader"] = None
+        other = new(device)
+        other.load_state_dict(stored)
+        refused = Refusing() if fails == "load_state_dict" else loader
+        with pytest.raises((BoomError, TypeError)):
+            other.epoch(refused, max_steps="x" if fails == "max_steps" else None)  # type: ignore[arg-type]
+        assert other.state_dict()["batch"] == 4
+        assert other.epoch(OwnEpochs()).statistics.batches == 6
+
+    def test_an_open_group_stays_open(self, device: Device) -> None:
+        def broken() -> Iterator[Any]:
+            raise BoomError
+            yield
+
+        def made() -> Engine:
+            return new(device, accumulate=2)
+
+        whole = made()
+        expected = losses_of(whole, data(BATCHES), 1)
+        seen, stored = stopped(made(), data(BATCHES), 3)
+        other = made()
+        other.load_state_dict(stored)
+        with pytest.raises(BoomError):
+            other.epoch(broken())
+        assert other.updates == 1
+        assert seen + losses_of(other, data(BATCHES), 1) == expected
+        assert same(weights(other), weights(whole))
+
+    def test_what_was_left_out_is_counted_once(self, device: Device) -> None:
+        def broken() -> Iterator[Any]:
+            raise BoomError
+            yield
+
+        def made() -> Engine:
+            return new(device, model=make_model(device, 0.0), on_nonfinite="tolerate:1")
+
+        _, stored = stopped(made(), bad_batches(BATCHES, 2), 4)
+        assert pending_in(stored) == [0, 1, 2, 3]
+        other = made()
+        other.load_state_dict(stored)
+        with pytest.raises(BoomError):
+            other.epoch(broken())
+        assert len(other.epoch(bad_batches(BATCHES, 2)).losses) == BATCHES
+
+    def test_on_error_is_called_there_too(self, device: Device) -> None:
+        class Gone:
+            def __iter__(self) -> Iterator[Any]:
+                raise BoomError
+
+        kept: list[Any] = []
+        engine = new(
+            device, on_error=lambda problem: kept.append(copy.deepcopy(engine.state_dict()))
+        )
+        engine.epoch(data(BATCHES))
+        with pytest.raises(BoomError):
+            engine.epoch(Gone())
+        assert (kept[0]["epoch"], kept[0]["batch"]) == (1, 0)
+        other = new(device)
+        other.load_state_dict(kept[0])
+        assert other.epoch(data(BATCHES)).losses == new_after_one(device).epoch(data(10)).losses
+
+
+def new_after_one(device: Device) -> Engine:
+    engine = new(device)
+    engine.epoch(data(BATCHES))
+    return engine
+
+
+class TestOtherLoops:
+    """One training loop of an engine at a time: another, or going back, ends the one before."""
+
+    def test_a_loop_that_somebody_holds(self, device: Device) -> None:
+        whole = new(device)
+        expected = losses_of(whole, data(BATCHES), 2)
+        engine = new(device)
+        held = engine.steps(data(BATCHES))
+        for info in held:
+            if info.batch == 4:
+                stored = copy.deepcopy(engine.state_dict())
+            if info.batch == 6:
+                break
+        engine.load_state_dict(stored)
+        assert next(held, None) is None
+        assert losses_of(engine, data(BATCHES), 2) == expected
+        assert same(weights(engine), weights(whole))
+
+    def test_in_the_midst_of_a_loop(self, device: Device) -> None:
+        engine = new(device)
+        for info in engine.steps(data(BATCHES)):
+            if info.batch == 4:
+                stored = copy.deepcopy(engine.state_dict())
+            if info.batch == 6 and engine.epochs == 0:
+                engine.load_state_dict(stored)  # this loop is over
+        assert (engine.updates, engine.epochs) == (5, 0)
+        other = engine.steps(data(BATCHES))
+        assert next(other).batch == 5
+        engine.epoch(data(3))
+        assert next(other, None) is None
+
+    def test_from_inside_a_step(self, device: Device) -> None:
+        engine = new(device)
+        engine.on_step = lambda info: engine.epoch(data(3))
+        with pytest.raises(StepError, match="is under way"):
+            engine.epoch(data(3))
+
 
 class TestTheEpochsLoss:
     @pytest.mark.parametrize("at", [1, 7, 9])
@@ -339,310 +488,6 @@ class TestTheEpochsLoss:
         assert others.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
         assert same(weights(other), weights(whole))
         assert other.state_dict()["scheduler"] == whole.state_dict()["scheduler"]
-
-
-def rescued(
-    device: Device, batches: list[Any], expected: type[Exception], **options: Any
-) -> tuple[list[int], Any]:
-    """The batches whose values came back until an error, and the state that `on_error` saw."""
-    kept: list[Any] = []
-    seen: list[int] = []
-
-    def keep(problem: BaseException) -> None:
-        assert isinstance(problem, expected)
-        kept.append(copy.deepcopy(engine.state_dict()))
-
-    engine = new(device, model=make_model(device, 0.0), on_error=keep, **options)
-    engine.on_step = lambda info: seen.extend(entry.step for entry in info.come_back)
-    with pytest.raises(expected):
-        engine.epoch(batches)
-    return seen, kept[0]
-
-
-def pending_in(state: Any) -> list[int]:
-    return [step for block in state["deferred"] for step in block["steps"]]
-
-
-class TestAfterAnError:
-    def test_losses_that_ended_the_loop_are_in_the_state(self, device: Device) -> None:
-        seen, stored = rescued(device, bad_batches(60, 12), NonFiniteError, on_nonfinite="stop")
-        assert seen + pending_in(stored) == list(range(stored["batch"]))
-        other = new(device, model=make_model(device, 0.0), on_nonfinite="stop")
-        other.load_state_dict(stored)
-        with pytest.raises(NonFiniteError, match="batch 12 of epoch 0"):
-            other.epoch(bad_batches(60, 12))
-
-    def test_a_loss_that_ended_the_callers_loop_ends_it_once(self, device: Device) -> None:
-        engine = new(device, model=make_model(device, 0.0), on_nonfinite="stop")
-        steps = engine.steps(bad_batches(60, 2))
-        while next(steps).batch < 4:
-            pass
-        with pytest.raises(NonFiniteError, match="batch 2"):
-            engine.settle()
-        assert pending_in(engine.state_dict()) == [0, 1, 2, 3, 4]
-        steps.close()  # the loop is left, without the same error once more
-        assert engine.last_result is not None
-        assert len(engine.last_result.losses) == 5
-
-    @pytest.mark.parametrize("name", ["send", "read"])
-    def test_a_copy_that_failed_keeps_its_losses(
-        self, name: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """The values of ten batches are sent on their way, or come back, which fails once."""
-        plain = getattr(_Block, name)
-
-        def failing(*args: Any) -> Any:
-            monkeypatch.setattr(_Block, name, plain)
-            raise BoomError
-
-        with FakeDevice() as device:
-            monkeypatch.setattr(_Block, name, failing)
-            seen, stored = rescued(device, data(25), BoomError)
-        assert (seen, pending_in(stored)) == ([], list(range(stored["batch"])))
-
-    @pytest.mark.parametrize("plan", ["baseline", "pipeline", "streams4", "graph"])
-    @pytest.mark.parametrize("fails_in", ["forward", "backward"])
-    @pytest.mark.parametrize("at", [0, 7])
-    def test_batch_norm_is_as_before_the_failed_batch(
-        self, device: Device, plan: str, fails_in: str, at: int
-    ) -> None:
-        def normed() -> torch.nn.Module:
-            torch.manual_seed(0)
-            layers = torch.nn.Linear(8, 16), torch.nn.BatchNorm1d(16), torch.nn.Linear(16, 3)
-            return torch.nn.Sequential(*layers).to(device.torch_device)
-
-        def fail(gradient: torch.Tensor) -> None:
-            raise BoomError
-
-        def failing(model: Any, batch: Any) -> torch.Tensor:
-            value = loss(model, batch)
-            if len(batch[0]) == 4:  # of a shape of its own: no graph's
-                if fails_in == "forward":
-                    raise BoomError
-                value.register_hook(fail)
-            return value
-
-        kept: list[Any] = []
-        batches = data(14)
-        broken = [*batches[:at], tuple(part[:4] for part in batches[at])]
-        engine = new(
-            device,
-            plan,
-            model=normed(),
-            loss=failing,
-            on_error=lambda problem: kept.append(copy.deepcopy(engine.state_dict())),
-        )
-        with pytest.raises(BoomError):
-            engine.epoch(broken)
-        other, whole = new(device, plan, model=normed()), new(device, plan, model=normed())
-        other.load_state_dict(kept[0])
-        other.epoch(batches)
-        whole.epoch(batches)
-        assert same(weights(other), weights(whole))
-        found, expected = other.model.state_dict(), whole.model.state_dict()
-        assert all(torch.equal(found[name], expected[name]) for name in expected)
-
-    def test_a_buffer_that_is_replaced_cannot_go_back(self, device: Device) -> None:
-        class Counting(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.inner = make_model(device, 0.0)
-                self.register_buffer("calls", torch.zeros((), device=device.torch_device))
-
-            def forward(self, features: torch.Tensor) -> Any:
-                self.calls = self.calls + 1  # another tensor each time
-                return self.inner(features)
-
-        called: list[Any] = []
-
-        def failing(model: Any, batch: Any) -> torch.Tensor:
-            value = loss(model, batch)
-            if len(batch[0]) == 4:
-                raise BoomError
-            return value
-
-        engine = new(device, model=Counting(), loss=failing, on_error=called.append)
-        with pytest.raises(BoomError):
-            engine.epoch([*data(3), tuple(part[:4] for part in data(1)[0])])
-        assert not called  # its state is not that before the batch
-
-
-class TestBuffers:
-    def test_only_what_changes_is_copied(self) -> None:
-        """All before an epoch's first batch, then batch norm's, and what was seen to change."""
-
-        class Model(torch.nn.Module):
-            def __init__(self) -> None:
-                super().__init__()
-                self.norm = torch.nn.BatchNorm1d(2)
-                self.register_buffer("mask", torch.ones(3))
-                self.register_buffer("late", torch.zeros(3))
-
-        model = Model()
-        kept = KeptBuffers(model)
-        kept.keep()
-        assert len(kept._copies) == 5
-        model.norm(torch.randn(4, 2))
-        kept.keep()
-        assert len(kept._copies) == 3
-        model.late.add_(1)  # type: ignore[operator]
-        assert not kept.put_back()  # it was not kept
-        kept.keep()
-        model.late.add_(1)  # type: ignore[operator]
-        kept.keep()
-        before = {name: value.clone() for name, value in model.state_dict().items()}
-        model.late.add_(1)  # type: ignore[operator]
-        model.norm(torch.randn(4, 2))
-        assert kept.put_back()
-        assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-
-
-class TestGates:
-    @pytest.mark.parametrize("at", [4, 5])
-    def test_more_than_is_tolerated_among_values_not_yet_reported(
-        self, device: Device, at: int
-    ) -> None:
-        def made() -> Engine:
-            return new(device, model=make_model(device, 0.0), on_nonfinite="tolerate:1")
-
-        engine, batches = made(), bad_batches(6, 2, 3)
-        steps = engine.steps(batches)
-        while next(steps).batch < at:
-            pass
-        stored = copy.deepcopy(engine.state_dict())
-        with pytest.raises(NonFiniteError):
-            steps.close()
-        other = made()
-        other.load_state_dict(stored)
-        with pytest.raises(NonFiniteError, match="batch 3 of epoch 0; 1 such"):
-            other.epoch(batches)
-
-    def test_fp16_counts_from_the_state_on(self) -> None:
-        device = open_device("cpu")
-
-        def made() -> Engine:
-            model = make_model(device, 0.0)
-            return new(device, model=model, precision="fp16", on_nonfinite="tolerate:1")
-
-        engine, stored = made(), None
-        for info in engine.steps(bad_batches(12, 2)):
-            if info.batch == 4:
-                engine.settle()
-                stored = copy.deepcopy(engine.state_dict())
-                break
-        assert stored is not None
-        assert stored["left_out"] == 1
-        engine.load_state_dict(stored)  # the same engine again: not counted twice
-        assert len(engine.epoch(bad_batches(12, 2)).losses) == 7
-        other = made()
-        other.load_state_dict(stored)  # another: not forgotten
-        with pytest.raises(NonFiniteError):
-            other.epoch(bad_batches(12, 2, 8))
-
-    def test_halving_takes_back_what_a_failed_batch_showed(self, device: Device) -> None:
-        def fail(gradient: torch.Tensor) -> None:
-            raise BoomError
-
-        def failing(model: Any, batch: Any) -> torch.Tensor:
-            value = loss(model, batch)
-            if len(batch[0]) == 4:
-                value = value * float("nan")
-                value.register_hook(fail)
-            return value
-
-        engine = new(
-            device,
-            model=make_model(device, 0.0),
-            loss=failing,
-            on_oom="halve",
-            on_nonfinite="skip",
-        )
-        with pytest.raises(BoomError):
-            engine.epoch([*data(3), tuple(part[:4] for part in data(1)[0])])
-        assert engine.epoch(data(3)).metrics["skipped"] == 0
-
-
-class TestGroups:
-    @pytest.mark.parametrize("plan", ["pipeline", "graph"])
-    @pytest.mark.parametrize("other_plan", ["pipeline", "graph"])
-    def test_gradients_that_no_batch_gave_are_not_stored_as_zeros(
-        self, device: Device, plan: str, other_plan: str
-    ) -> None:
-        """A graph keeps the memory of all gradients; an optimizer moves a parameter whose gradient
-        is zero, and leaves one alone that has none."""
-
-        def some(model: Any, batch: Any) -> torch.Tensor:
-            whole = model(batch[0]) if len(batch[0]) == 5 else model[0](batch[0])
-            return whole.square().mean()
-
-        def made(name: str) -> Engine:
-            model = make_model(device, 0.0)
-            return new(device, name, model=model, loss=some, accumulate=2)
-
-        batches = [*data(20), *data(2, rows=3), *data(2)]
-        whole = made(other_plan)
-        whole.epoch(batches)
-        engine = made(plan)
-        for info in engine.steps(batches):
-            if info.batch == 20:
-                stored = copy.deepcopy(engine.state_dict())
-                break
-        assert stored["step"]["gradients"].count(None) == 2
-        other = made(other_plan)
-        other.load_state_dict(stored)
-        other.epoch(batches)
-        assert same(weights(other), weights(whole))
-
-    def test_no_steps_leave_an_open_group_as_it_is(self, device: Device) -> None:
-        engine = new(device, accumulate=4)
-        for info in engine.steps(data(16)):
-            if info.batch == 1:
-                stored = copy.deepcopy(engine.state_dict())
-                break
-        other = new(device, accumulate=4)
-        other.load_state_dict(stored)
-        assert other.epoch(data(16), max_steps=0).statistics.batches == 0
-        assert other.updates == 0
-
-
-DRAWS: dict[str, Callable[[], Any]] = {
-    "torch": lambda: float(torch.rand(())),
-    "python": random.random,
-    "python's normal": lambda: random.gauss(0, 1),
-    "python's bits": lambda: random.getrandbits(1),
-    "python's seed": lambda: random.seed(5),
-    "numpy": numpy.random.rand,
-    "numpy's normal": numpy.random.randn,
-    "numpy's seed": lambda: numpy.random.seed(5),
-    "nothing": lambda: None,
-}
-
-
-class TestHostStates:
-    def test_a_normal_number_in_stock_is_part_of_them(self) -> None:
-        """NumPy makes two at a time: the second is drawn without a trace in the generator."""
-        numpy.random.seed(1)
-        host_states()
-        numpy.random.randn()
-        with_stock = host_states()
-        second = numpy.random.randn()
-        without = host_states()
-        third = numpy.random.randn()
-        set_host_states(with_stock)
-        assert numpy.random.randn() == second
-        set_host_states(without)
-        assert numpy.random.randn() == third
-
-    @given(draws=st.lists(st.sampled_from(sorted(DRAWS)), max_size=12))
-    def test_go_back(self, draws: list[str]) -> None:
-        """To any moment between draws of all kinds, some of which leave few traces."""
-        states, drawn = [host_states()], []
-        for name in draws:
-            drawn.append(DRAWS[name]())
-            states.append(host_states())
-        for at, state in enumerate(states):
-            set_host_states(state)
-            assert [DRAWS[name]() for name in draws[at:]] == drawn[at:]
 
 
 class TestOlderStates:

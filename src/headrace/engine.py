@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
+import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,22 +18,22 @@ from headrace.batchcache import BatchCache
 from headrace.buffers import KeptBuffers
 from headrace.capturing import GraphedStep, GraphReport
 from headrace.compiling import CompiledLoss
-from headrace.deferred import DeferredValues, Scalar
+from headrace.deferred import DeferredValues
 from headrace.device import Device, open_device
 from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.halving import HalvingStep, require_halvable
 from headrace.loop import Loop, StepInfo
-from headrace.lossparts import LossParts
 from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
+from headrace.onebatch import Custom, Evaluation, StepFunction, Training
 from headrace.plan import Plan
 from headrace.ranks import SINGLE, Ranks
-from headrace.results import EpochResult
+from headrace.results import EpochResult, Start
 from headrace.resuming import Place, tell_epoch
 from headrace.step import LossFunction, TrainingStep
 from headrace.wrapped import evaluating, where
 
-StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
+Steps = Generator[StepInfo, None, None]
 
 
 class Engine:
@@ -145,6 +146,7 @@ class Engine:
         self._nvtx = nvtx
         self._graphed: GraphedStep | None = None
         self._running: Loop | None = None
+        self._stepped: weakref.ref[Steps] | None = None
         self._place = Place(self.device)
         self._cache: BatchCache | None = None
         self._halving = self._on_error = None
@@ -184,7 +186,7 @@ class Engine:
         After `load_state_dict` the first call goes on in the midst of an epoch: the loader is
         brought to the batch after the last that was trained on (`resuming.py` says how), unless
         `first_batch` says that it begins there. If the loader or the loss raises, what was
-        trained on before is in `last_result`.
+        trained on before is in `last_result`. `max_steps` counts from here on, also then.
         """
         run = self._training_run(loader, max_steps, first_batch)
         with self._reported(run), closing(run.run()) as steps:
@@ -194,14 +196,28 @@ class Engine:
 
     def steps(
         self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
-    ) -> Generator[StepInfo, None, None]:
+    ) -> Steps:
         """The same as `epoch`, but the loop is the caller's: a `StepInfo` after each batch.
 
         At each yield the caller's stream is ordered after the engine's. The result is in
         `last_result` once the loop has ended, or has been left: a batch that was trained on is
-        never lost. With several ranks call `leave` on all of them before the loop is left.
+        never lost. With several ranks call `leave` on all of them before the loop is left. Another
+        training loop of this engine, or `load_state_dict`, ends this one, as leaving it would.
         """
+        itself: list[weakref.ref[Steps]] = []
+        steps = self._stepping(itself, loader, max_steps, first_batch)
+        itself.append(weakref.ref(steps))
+        return steps
+
+    def _stepping(
+        self,
+        itself: list[weakref.ref[Steps]],
+        loader: Iterable[Any],
+        max_steps: int | None,
+        first_batch: int | None,
+    ) -> Steps:
         run = self._training_run(loader, max_steps, first_batch)
+        self._stepped = itself[0]
         try:
             with self._reported(run), closing(run.run()) as steps:
                 while self._advanced(run, steps):
@@ -245,6 +261,7 @@ class Engine:
         the next `epoch(loader)` goes on after them."""
         if self._step is None:
             raise StepError("an engine made from a step keeps no state: the step's is your own")
+        self._end_other_loop()
         state = engine_state.upgraded(state)
         engine_state.restore(state, self._step, self.ema, self._graphed)
         self._non_finite.skipped, self.epochs = state["left_out"], state["epoch"]
@@ -256,7 +273,7 @@ class Engine:
         if self._step is None:
             raise StepError("evaluate needs a model and a loss: this engine was made from a step")
         with evaluating(self.model):
-            run = self._loop(loader, self._evaluate_batch)
+            run = self._loop(loader, Evaluation(self._step))
             with closing(run.run()) as steps:
                 for _ in steps:
                     pass
@@ -303,58 +320,21 @@ class Engine:
         if self._cache is not None:
             self._cache = BatchCache(self.plan.cache_batches)
 
-    # --- one batch -------------------------------------------------------------------------------
-
-    def _train_batch(self, run: Loop, index: int, batch: Any) -> None:
-        step, lanes = self._step, run.lanes
-        assert step is not None
-        if step.buffers is not None:
-            self._place.note_batch(run)
-            with lanes.on(lanes.forward):
-                step.buffers.keep()
-        if self._graphed is not None and not run.is_stand_in(index):
-            with lanes.on(lanes.forward, "step"):
-                run.replays += self._graphed.train(batch, partial(run.report, index))
-            return
-        if self._halving is not None:
-            self._halving.train(batch, lanes, partial(run.report, index))
-            return
-        with lanes.on(lanes.forward, "forward"):
-            parts = step.forward(batch)
-            if run.is_stand_in(index):
-                parts = parts.without_weight()
-            if step.gate is None:
-                run.report(index, parts)
-        lanes.forward_to_backward()
-        with lanes.on(lanes.backward, "backward"):
-            step.backward(parts)
-            if updated := step.group_is_full:
-                step.update()
-        lanes.backward_to_forward()
-        if step.gate is not None:
-            with lanes.on(lanes.forward):
-                run.report(index, step.gate.marked(parts, updated=updated))
-
-    def _evaluate_batch(self, run: Loop, index: int, batch: Any) -> None:
-        assert self._step is not None
-        with run.lanes.on(run.lanes.forward, "evaluate"):
-            parts = self._step.forward(batch)
-            run.report(index, parts.without_weight() if run.is_stand_in(index) else parts)
-
-    def _custom_batch(self, run: Loop, index: int, batch: Any) -> None:
-        assert self._custom is not None
-        with run.lanes.on(run.lanes.forward, "step"):
-            returned = self._custom(batch)
-            if returned is not None:
-                run.report(index, LossParts.of(returned, self.device, needs_grad=False))
-
     # --- around the loop -------------------------------------------------------------------------
 
     def _training_run(
         self, loader: Iterable[Any], max_steps: int | None, first: int | None
     ) -> Loop:
+        self._end_other_loop()
         tell_epoch(loader, self.epochs)
-        loader, start = self._place.begin(loader, first)
+        try:
+            loader, start = self._place.begin(loader, first)
+            return self._begun(loader, max_steps, start)
+        except BaseException:
+            self._place.not_begun()
+            raise
+
+    def _begun(self, loader: Iterable[Any], max_steps: int | None, start: Start) -> Loop:
         options: dict[str, Any] = {
             "start": start,
             "on_step": self.on_step,
@@ -362,15 +342,27 @@ class Engine:
             "non_finite": self._non_finite,
             "loader_timeout": self._loader_timeout,
         }
-        if self._step is None:
-            return self._loop(
-                loader, self._custom_batch, most=max_steps, needs_tensors=False, **options
-            )
-        for part in (self._graphed, self._step.buffers):
+        step = self._step
+        if step is None:
+            assert self._custom is not None
+            options |= {"most": max_steps, "needs_tensors": False}
+            return self._loop(loader, Custom(self._custom), **options)
+        for part in (self._graphed, step.buffers):
             if part is not None:
                 part.begin_epoch()
-        most = None if max_steps is None else self._step.batches_for(max_steps)
-        return self._loop(loader, self._train_batch, most=most, step=self._step, **options)
+        most = None if max_steps is None else step.batches_for(max_steps)
+        train = Training(step, self._graphed, self._halving, self._place.note_batch)
+        return self._loop(loader, train, most=most, step=step, **options)
+
+    def _end_other_loop(self) -> None:
+        """Leave a loop that is still open: dropped, it would end at any later moment."""
+        if self._running is None:
+            return
+        other = None if self._stepped is None else self._stepped()
+        if other is not None and inspect.getgeneratorstate(other) == inspect.GEN_SUSPENDED:
+            other.close()
+        if self._running is not None:
+            raise StepError("a training loop of this engine is under way: expected it to end first")
 
     def _loop(
         self, loader: Iterable[Any], run_batch: Callable[[Loop, int, Any], None], **options: Any

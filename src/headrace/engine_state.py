@@ -35,11 +35,6 @@ def state_of(
     def own(value: Any) -> Any:
         return PerRank(own=value) if step.ranks.several else value
 
-    if step.ranks.several and position.deferred:
-        raise StepError(
-            "values of earlier batches are not summed over ranks yet: expected engine.settle() on "
-            "all ranks before a state is taken"
-        )
     scales = None
     if scaler is not None:
         with step.device.ledger.waiting("scaler_state"):  # PyTorch's scaler reads it back
@@ -89,7 +84,7 @@ class Position:
     deferred: list[dict[str, Any]] = field(default_factory=list)
     epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0.0])
     random_at_start: dict[str, Any] | None = None
-    generators: list[torch.Tensor] | None = None
+    generators: list[dict[str, Any]] | None = None
     drawn_ahead: list[dict[str, Any]] = field(default_factory=list)
 
 

@@ -10,16 +10,21 @@ timeout, batches are asked for in a thread, which can be given up.
 from __future__ import annotations
 
 import itertools
+import logging
 import queue
 import re
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from headrace.device import Device, Stream
-from headrace.errors import LoaderError
+from headrace.errors import LoaderError, StepError
 from headrace.randomstates import drawing_from, host_states
+
+log = logging.getLogger("headrace")
+_SAY_EVERY_S = 5.0
 
 
 class Draws:
@@ -70,10 +75,12 @@ class Source:
         self.state = None if self._asks is None else self._asks.state_dict()
         self._draws = draws
         self.drawn_from: dict[str, Any] | None = None
-        iterator = iter(loader)
-        self._iterator: Any = iterator
+        skipping = loader if isinstance(loader, Skipping) else None
+        self._iterator: Any = iter(loader if skipping is None else skipping.loader)
         if timeout_s:
-            self._iterator = TimedIterator(iterator, device, timeout_s)
+            self._iterator = TimedIterator(self._iterator, device, timeout_s)
+        if skipping is not None:
+            skipping.drop(self._iterator)
         if draws is not None and draws.begun is not None:
             draws.begun()
 
@@ -105,6 +112,60 @@ def state_keeper(loader: Any) -> Any | None:
     """The loader, if it keeps a state of its own, as `StatefulDataLoader` does."""
     methods = ("state_dict", "load_state_dict")
     return loader if all(callable(getattr(loader, name, None)) for name in methods) else None
+
+
+class Rest:
+    """A loader that has been brought to the midst of an epoch: its length is not that of the rest.
+    The state of one that keeps it is asked for here."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        keeper = state_keeper(loader)
+        if keeper is not None:
+            self.state_dict, self.load_state_dict = keeper.state_dict, keeper.load_state_dict
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._loader)
+
+
+class Skipping:
+    """A loader without its first `count` batches."""
+
+    def __init__(
+        self,
+        loader: Iterable[Any],
+        count: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.loader, self._count, self._clock = loader, count, clock
+
+    def __len__(self) -> int:
+        return max(0, len(self.loader) - self._count)  # type: ignore[arg-type]
+
+    def __iter__(self) -> Iterator[Any]:
+        iterator = iter(self.loader)
+        self.drop(iterator)
+        return iterator
+
+    def drop(self, iterator: Any) -> None:
+        """Ask the loader's iterator for those batches, and say so."""
+        log.warning(
+            "the loader keeps no state and cannot be told where to begin: the first %d batches of "
+            "this epoch, trained on before, are loaded and dropped",
+            self._count,
+        )
+        said = self._clock()
+        for done in range(self._count):
+            try:
+                next(iterator)
+            except StopIteration:
+                raise StepError(
+                    f"the loader has {done} batches, and {self._count} of this epoch were trained "
+                    "on before: expected the same loader"
+                ) from None
+            if self._clock() - said > _SAY_EVERY_S:
+                said = self._clock()
+                log.warning("%d of %d batches dropped", done + 1, self._count)
 
 
 class First:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -21,14 +20,14 @@ from headrace.deferred import (
 from headrace.device import Device
 from headrace.errors import OutOfMemoryError, StepError
 from headrace.lanes import HostSync, Lanes
-from headrace.loading import Draws, First
+from headrace.loading import First
 from headrace.lossparts import LossParts
 from headrace.nonfinite import SKIPPED, NonFinitePolicy, NonFiniteWatch
 from headrace.numerics import deterministic_kernels
 from headrace.plan import Plan
 from headrace.prefetcher import Prefetcher, PrefetchIterator
 from headrace.ranks import SINGLE, Ranks
-from headrace.results import NOTHING, EpochResult, Pass, WeightedSum, epoch_result
+from headrace.results import EpochResult, Pass, Start, WeightedSum, epoch_result
 from headrace.runahead import RunAhead
 from headrace.shares import Shares
 from headrace.step import TrainingStep
@@ -43,20 +42,6 @@ class StepInfo:
     batch: int
     updates: int
     come_back: tuple[DeferredValues, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where in its epoch a pass begins: at batch `first`, which is the loader's first. Of those
-    before, `own` were this rank's, which has no more if it has `ended` (the others only stood in).
-    `pending` are values that were not reported yet, and `loss` is the sum of those that were."""
-
-    first: int = 0
-    own: int = 0
-    ended: bool = False
-    pending: tuple[DeferredValues, ...] = ()
-    loss: WeightedSum = NOTHING
-    draws: Draws | None = None
 
 
 class Loop:
@@ -98,16 +83,18 @@ class Loop:
         self._on_step, self._on_error = on_step, on_error
         self._non_finite = non_finite or NonFiniteWatch(NonFinitePolicy("report"), device)
         #: The loader's own state, after the batch trained on last; and after its end, if it came.
-        self.loader_state: Any = None
+        self.loader_state: Any = start.loader
         self.loader_after: Any = None
         self.failed_batch: str | None = None
-        self._is_whole, self._failed = True, False
+        self._is_whole, self._failed, self._is_void = True, False, False
         self._counted: tuple[int, int] | None = None if step is None else step.progress
         self._largest: tuple[int, int] = (0, 0)
         source = loader if most is None else First(loader, most)
         self._shares: Shares | None = None
         if ranks.several:
-            source = self._shares = Shares(source, ranks, device.ledger, ended=start.ended)
+            source = self._shares = Shares(
+                loader, ranks, device.ledger, most=most, ended=start.ended
+            )
         self._feed = Prefetcher(
             source,
             device,
@@ -131,6 +118,7 @@ class Loop:
         self._entries: list[DeferredValues] = list(start.pending)
         self._unreported, self._looked = start.pending, 0
         self._restored = len(self._entries)
+        self._summed = (0, start.loss)
         self._come_back: tuple[DeferredValues, ...] = ()
         self._batches = self._samples = 0
         self._start_ns = device.ledger.now_ns()
@@ -175,7 +163,9 @@ class Loop:
                     self._sync.after_batch(index)
                 self._collect(self._deferred.ready())
                 if self._on_step is not None:
+                    self.lanes.give_back()
                     self._on_step(self.info())
+                    self.lanes.take_over()
                 yield
             if self._batches != self._most:  # else the loader was not asked for all of its epoch
                 self.loader_after = feed.loader_state
@@ -226,12 +216,19 @@ class Loop:
     @property
     def loss(self) -> WeightedSum:
         """The epoch's loss so far: of values that were handed out, before this loop and in it."""
-        reported = len(self._entries) - len(self._unreported)
-        return self._start.loss.plus(itertools.islice(self._entries, reported), "loss")
+        (done, loss), reported = self._summed, len(self._entries) - len(self._unreported)
+        self._summed = (reported, loss.plus(self._entries[done:reported], "loss"))
+        return self._summed[1]
 
     def drawn_ahead(self) -> list[dict[str, Any]]:
         """Where the host's generators stood before each batch that was fetched, not trained on."""
-        return [] if self._fed is None else self._fed.drawn_ahead(self._batches)
+        fetched = [] if self._fed is None else self._fed.drawn_ahead(self._batches)
+        return fetched + ([] if self._start.draws is None else [*self._start.draws.again])
+
+    @property
+    def failed_drawn_from(self) -> dict[str, Any] | None:
+        """Where they stood before a batch that could not be had."""
+        return None if self._fed is None else self._fed.failed_drawn_from
 
     def out_of_memory(self, problem: BaseException, graphs: GraphReport | None) -> OutOfMemoryError:
         """What is to be said of a loop that found no memory."""
@@ -248,6 +245,11 @@ class Loop:
 
     def deferred_state(self) -> list[dict[str, Any]]:
         """The values that were not handed out yet, those of a restored state among them."""
+        if self._ranks.several and self._deferred.pending:
+            raise StepError(
+                "values of earlier batches are not summed over ranks yet: expected engine.settle() "
+                "on all ranks before a state is taken"
+            )
         return to_be_restored(self._unreported) + self._deferred.state()
 
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
@@ -279,7 +281,11 @@ class Loop:
         self.device.reset_peak_memory()
         self._start_ns = self.device.ledger.now_ns()
         self.lanes.take_over()
-        self._fed = iter(self._feed)
+        try:
+            self._fed = iter(self._feed)
+        except BaseException as problem:
+            self._tell_error(type(problem), problem, None)
+            raise
         return self._fed
 
     def leave(self) -> None:
@@ -290,6 +296,8 @@ class Loop:
     def _left(self, kind: type[BaseException] | None, *problem: object) -> None:
         """At the end. If it was none that all ranks know of, the others may be anywhere: nothing
         is asked of them. (An error in the caller's loop looks here as a `break` does.)"""
+        failed = kind is not None and kind is not GeneratorExit
+        self._is_void = failed and not self.has_trained
         if self.ended:
             self.lanes.give_back()
         elif self._ranks.several and kind is not None:
@@ -311,7 +319,8 @@ class Loop:
     def _end(self) -> None:
         """Use a last partial group's gradients, read the last values, and hand the streams back."""
         try:
-            if self.step is not None and self.step.group_is_open and self._most != 0:
+            is_void = self._is_void or self._most == 0
+            if self.step is not None and self.step.group_is_open and not is_void:
                 self._use_last_group(self.step)
         finally:
             with self.lanes.on(self.lanes.forward):

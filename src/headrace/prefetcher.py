@@ -133,7 +133,9 @@ class PrefetchIterator:
         self.delivered = 0
         self.last_nbytes = self.last_samples = 0
         self._last_drawn_from: dict[str, Any] | None = None
-        self._failed_drawn_from: dict[str, Any] | None = None
+        self._end_drawn_from: dict[str, Any] | None = None
+        #: Where the host's generators stood before a batch that could not be had.
+        self.failed_drawn_from: dict[str, Any] | None = None
         # Last: it may raise, and close() needs the rest.
         self._source = Source(
             settings.loader, self._device, settings.loader_timeout, settings.draws
@@ -164,13 +166,11 @@ class PrefetchIterator:
 
     def drawn_ahead(self, used: int) -> list[dict[str, Any]]:
         """Where the host's generators stood before each batch that was fetched, of those after the
-        first `used`: the last that was handed out may not have been. Then those of a resumed pass
-        that were not fetched again yet."""
+        first `used` (the last that was handed out may not have been), and before the end."""
         handed_out = [self._last_drawn_from] if self.delivered > used else []
-        under_way = [slot.drawn_from for slot in self._under_way]
-        found = [*handed_out, *under_way, self._failed_drawn_from]
-        again = [] if self._settings.draws is None else self._settings.draws.again
-        return [*(states for states in found if states is not None), *again]
+        under_way = (slot.drawn_from for slot in self._under_way)
+        found = [*handed_out, *under_way, self._end_drawn_from]
+        return [states for states in found if states is not None]
 
     def close(self) -> None:
         """Drop the batches under way and the loader's iterator."""
@@ -190,22 +190,23 @@ class PrefetchIterator:
         """Take one batch from the loader and start its copy. An error waits for its turn."""
         assert self._source is not None
         self._source.look_at_generators()  # no part of what the loader takes
+        source = self._source
         try:
             with self._device.ledger.waiting("data"):
-                batch = next(self._source)
+                batch = next(source)
+            slot = self._send(batch)
         except StopIteration:
-            self._end_state = self._source.state
+            self._end_state, self._end_drawn_from = source.state, source.drawn_from
             self._source = None
         except BaseException as problem:
-            self._failed_drawn_from = self._source.drawn_from
+            self.failed_drawn_from = source.drawn_from
             if not isinstance(problem, Exception):
                 raise
-            # The loader's own, raised later as itself.
-            source, self._source, self._error = self._source, None, problem
+            # The loader's own, or no memory: raised later as itself.
+            self._source, self._error = None, problem
             source.close()
         else:
-            slot = self._send(batch)
-            slot.loader_state, slot.drawn_from = self._source.state, self._source.drawn_from
+            slot.loader_state, slot.drawn_from = source.state, source.drawn_from
             self._under_way.append(slot)
             self._pulled += 1
 

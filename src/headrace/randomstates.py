@@ -28,6 +28,11 @@ class _NumpyState:
     def __init__(self) -> None:
         self._known: tuple[bytes, tuple[Any, ...]] | None = None
 
+    def set(self, state: Any) -> None:
+        self._known = None  # the same words may come with another number in stock
+        name, words, *rest = state
+        numpy.random.set_state((name, words.to("cpu").numpy().astype("uint32"), *rest))
+
     def get(self) -> tuple[Any, ...] | None:
         """Its name, words, position, and a normal number in stock, if any; None of one that is no
         Mersenne Twister, which somebody has put in its place."""
@@ -54,8 +59,8 @@ class _PythonState:
         if not self._may_be_read:
             return random.getstate()
         now = _memory(_PYTHON)
-        # Here, too, a normal number may be in stock.
-        if self._known is None or self._known[0] != now or self._known[1][2] is not None:
+        stock = _PYTHON.gauss_next  # here, too, a normal number may be
+        if self._known is None or self._known[0] != now or self._known[1][2] != stock:
             self._known = (now, random.getstate())
         return self._known[1]
 
@@ -93,8 +98,7 @@ def set_host_states(states: dict[str, Any]) -> None:
     torch.set_rng_state(states["host"].to("cpu"))
     random.setstate(_tuples(states["python"]))
     if states["numpy"] is not None:
-        name, words, *rest = states["numpy"]
-        numpy.random.set_state((name, words.to("cpu").numpy().astype("uint32"), *rest))
+        _NUMPY_STATE.set(states["numpy"])
 
 
 def set_random_states(device: Device, states: dict[str, Any]) -> None:
@@ -104,8 +108,8 @@ def set_random_states(device: Device, states: dict[str, Any]) -> None:
         random.seed(states["seed"])
         numpy.random.seed(states["seed"])
         return
-    set_host_states(states)
     device.set_random_state(states["device"].to("cpu"))
+    set_host_states(states)  # last: a CPU's generator is the host's
 
 
 @contextmanager
@@ -125,6 +129,11 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
     found = [getattr(owner, "generator", None) for owner in owners]
     return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+
+
+def states_of(generators: list[torch.Generator]) -> list[dict[str, Any]]:
+    """Where they stand, and the seeds they began with."""
+    return [{"seed": one.initial_seed(), "state": one.get_state()} for one in generators]
 
 
 def _tuples(value: Any) -> Any:

@@ -10,6 +10,7 @@ from typing import Any
 
 from headrace.deferred import DeferredValues
 from headrace.ledger import LedgerStatistics
+from headrace.loading import Draws
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,6 +161,22 @@ class WeightedSum:
 
 
 NOTHING = WeightedSum()
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where in its epoch a pass begins: at batch `first`, which is the loader's first. Of those
+    before, `own` were this rank's, which has no more if it has `ended` (the others only stood in).
+    `loader` is the loader's own state there, if it keeps one. `pending` are values that were not
+    reported yet, and `loss` is the sum of those that were."""
+
+    first: int = 0
+    own: int = 0
+    ended: bool = False
+    loader: Any = None
+    pending: tuple[DeferredValues, ...] = ()
+    loss: WeightedSum = NOTHING
+    draws: Draws | None = None
 
 
 def _metric_names(entries: Sequence[DeferredValues]) -> list[str]:

@@ -12,8 +12,7 @@ it; then to where they stood when the state was taken.
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import fields
 from typing import Any
 
@@ -22,14 +21,12 @@ import torch
 from headrace.deferred import restored
 from headrace.device import Device
 from headrace.engine_state import Position
-from headrace.errors import StepError
-from headrace.loading import Draws, state_keeper
-from headrace.loop import Loop, Start
-from headrace.randomstates import generators_of, random_states, set_random_states
-from headrace.results import WeightedSum
+from headrace.loading import Draws, Rest, Skipping, state_keeper
+from headrace.loop import Loop
+from headrace.randomstates import generators_of, random_states, set_random_states, states_of
+from headrace.results import Start, WeightedSum
 
 log = logging.getLogger("headrace")
-_SAY_EVERY_S = 5.0
 
 
 class Place:
@@ -41,15 +38,17 @@ class Place:
         self._resumed: dict[str, Any] | None = None
         self._random: dict[str, Any] | None = None
         self._random_at_start: dict[str, Any] | None = None
-        self._generators: list[torch.Generator] = []
-        self._generators_at_start: list[torch.Tensor] = []
+        self._generators: list[torch.Generator] | None = None  # None: no loader has begun yet
+        self._generators_at_start: list[dict[str, Any]] = []
         self._loader_between: Any = None
         self._before: tuple[int, dict[str, Any]] | None = None
 
     def restore(self, state: dict[str, Any]) -> int:
         """Go back to an engine's state. Returns how many batches it had trained on."""
         self._restored = state
-        self._random = state["random"]  # set once the loader has begun, which may draw, too
+        self._random = state["random"]
+        if state["random_at_start"] is None:
+            self._draw_on()  # between two epochs; else once the loader has begun, which draws, too
         batch: int = state["batch"]
         return batch
 
@@ -60,28 +59,31 @@ class Place:
         `first`, the loader is there already."""
         state, self._restored = self._restored, None
         self._resumed, self._before = state, None
-        if state is None or state["random_at_start"] is None:
-            self._draw_on()  # no loader had begun: what it draws is drawn once
-        else:
+        if state is not None and state["random_at_start"] is not None:
             set_random_states(self._device, state["random_at_start"])
+        else:
+            self._draw_on()  # of an epoch that had ended, and gave no batch any more
         self._generators = [] if state_keeper(loader) is not None else generators_of(loader)
         if state is not None:
-            self._set_generators(state["generators"])
+            self._set_generators(state["generators"], begun=state["random_at_start"] is not None)
         self._random_at_start = random_states(self._device)
-        self._generators_at_start = [one.get_state() for one in self._generators]
+        self._generators_at_start = states_of(self._generators)
         self._loader_between = None
         if state is None:
             return loader, Start(first or 0, own=first or 0, draws=Draws(loader))
-        own = state["batch"] if state["own_batch"] is None else state["own_batch"]
         draws = Draws(loader, state["drawn_ahead"], begun=self._draw_on)
+        own = state["batch"] if state["own_batch"] is None else state["own_batch"]
         if first is None:
-            first = state["batch"]
             # Of a share that has come to its end, the last batch stands in.
             loader = sought(loader, own - 1 if state["share_ended"] else own, state["loader"])
+        elif first != state["batch"]:  # another place than the state's
+            state = {**state, "batch": first, "share_ended": False, "loader": None}
+            own = first
         return loader, Start(
-            first,
+            state["batch"],
             own,
             ended=state["share_ended"],
+            loader=state["loader"],
             pending=tuple(restored(state["deferred"], self._device)),
             loss=WeightedSum(*state["epoch_loss"]),
             draws=draws,
@@ -89,9 +91,15 @@ class Place:
 
     def end(self, run: Loop, *, failed: bool) -> None:
         """A pass has ended. One that fails before its first batch leaves the place as it was."""
-        state, self._resumed = self._resumed, None
         self._loader_between = run.loader_after
-        if failed and state is not None and not run.has_trained:
+        if failed and not run.has_trained:
+            self.not_begun()
+        self._resumed = None
+
+    def not_begun(self) -> None:
+        """The pass came to nothing: the place is that which was restored, if one was."""
+        state, self._resumed = self._resumed, None
+        if state is not None:
             self.restore(state)
 
     def _draw_on(self) -> None:
@@ -100,19 +108,21 @@ class Place:
             set_random_states(self._device, self._random)
             self._random = None
 
-    def _set_generators(self, states: list[torch.Tensor] | None) -> None:
-        if states is None or (not states and not self._generators):
-            return
-        if len(states) != len(self._generators):
+    def _set_generators(self, states: list[dict[str, Any]] | None, *, begun: bool) -> None:
+        """The loader's own go on from where they were. If its epoch had not `begun`, only if they
+        are known to be the same ones, by their seeds: an epoch's loader may be made for it."""
+        own = self._generators or []
+        if states is not None and len(states) != len(own):
             log.warning(
                 "the loader has %d generators of its own, and had %d when the state was taken: its "
                 "order may be another",
-                len(self._generators),
+                len(own),
                 len(states),
             )
             return
-        for generator, state in zip(self._generators, states, strict=True):
-            generator.set_state(state.to("cpu"))
+        for generator, state in zip(own, states or [], strict=False):
+            if begun or generator.initial_seed() == state["seed"]:
+                generator.set_state(state["state"].to("cpu"))
 
     # --- where it is ------------------------------------------------------------------------------
 
@@ -123,8 +133,12 @@ class Place:
     def position(self, epoch: int, run: Loop | None) -> Position:
         random = self._random or random_states(self._device)
         if run is not None:
+            ahead, failed = run.drawn_ahead(), run.failed_drawn_from
             if self._before is not None and self._before[0] == run.trained:
                 random = self._before[1]  # a batch was begun, and not trained on
+                ahead += [] if failed is None else [failed]
+            elif failed is not None:
+                random = random | failed  # what a batch drew that could not be had
             return Position(
                 epoch,
                 random,
@@ -136,12 +150,12 @@ class Place:
                 epoch_loss=[run.loss.total, run.loss.weight],
                 random_at_start=self._random_at_start,
                 generators=self._generators_at_start,
-                drawn_ahead=run.drawn_ahead(),
+                drawn_ahead=ahead,
             )
         if self._restored is not None:
             known = {one.name: self._restored[one.name] for one in fields(Position)}
             return Position(**known | {"epoch": epoch, "random": random})
-        generators = [one.get_state() for one in self._generators]
+        generators = None if self._generators is None else states_of(self._generators)
         return Position(epoch, random, loader=self._loader_between, generators=generators)
 
 
@@ -156,52 +170,8 @@ def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
     for owner in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))):
         if callable(getattr(owner, "start_at", None)):
             owner.start_at(batch)  # type: ignore[union-attr]
-            return loader
+            return Rest(loader)
     return Skipping(loader, batch)
-
-
-class Rest:
-    """A loader that has been brought to the midst of an epoch: its length is not that of the rest.
-    Its state is asked for here."""
-
-    def __init__(self, loader: Any) -> None:
-        self._loader = loader
-        self.state_dict, self.load_state_dict = loader.state_dict, loader.load_state_dict
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self._loader)
-
-
-class Skipping:
-    """A loader without its first `count` batches."""
-
-    def __init__(
-        self,
-        loader: Iterable[Any],
-        count: int,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._loader, self._count, self._clock = loader, count, clock
-
-    def __iter__(self) -> Iterator[Any]:
-        log.warning(
-            "the loader keeps no state and cannot be told where to begin: the first %d batches of "
-            "this epoch, trained on before, are loaded and dropped",
-            self._count,
-        )
-        said, iterator = self._clock(), iter(self._loader)
-        for done in range(self._count):
-            try:
-                next(iterator)
-            except StopIteration:
-                raise StepError(
-                    f"the loader has {done} batches, and {self._count} of this epoch were trained "
-                    "on before: expected the same loader"
-                ) from None
-            if self._clock() - said > _SAY_EVERY_S:
-                said = self._clock()
-                log.warning("%d of %d batches dropped", done + 1, self._count)
-        return iterator
 
 
 def tell_epoch(loader: Iterable[Any], epoch: int) -> None:

@@ -11,6 +11,7 @@ Loaders that know their length agree on it once, when the epoch begins; others b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -21,17 +22,24 @@ from headrace.ranks import Ranks
 
 
 class Shares:
-    """A loader's batches, as many on each rank, and what the loop has to know of them. `ended` says
-    that this rank's own came to their end before the pass began, which was resumed: the loader
-    gives the last of them, to stand in. The state of a loader that keeps one is asked for here."""
+    """A loader's batches, as many on each rank, and what the loop has to know of them. No more than
+    `most` are asked for. `ended` says that this rank's own came to their end before the pass began,
+    which was resumed: the loader gives the last of them, to stand in. The state of a loader that
+    keeps one is asked for here."""
 
     def __init__(
-        self, loader: Iterable[Any], ranks: Ranks, ledger: Ledger, *, ended: bool = False
+        self,
+        loader: Iterable[Any],
+        ranks: Ranks,
+        ledger: Ledger,
+        *,
+        most: int | None = None,
+        ended: bool = False,
     ) -> None:
         self._loader, self._ranks, self._ledger = loader, ranks, ledger
-        self._ended = ended
+        self._most, self._ended = most, ended
         self._own: int | None = 0 if ended else None  # how many the loader gave, once it has ended
-        self._promised: int | None = None  # how many it says that it will give
+        self._promised: int | None = None  # how many it says that it has
         self._last: int | None = None  # the epoch's last batch, as soon as it is known
         self._keeper = state_keeper(loader)
         # The loader's own, after the batch that was given last, and after the one asked for last.
@@ -47,8 +55,9 @@ class Shares:
         return batches if self._own is None else min(self._own, batches)
 
     def has_ended(self, batches: int) -> bool:
-        """Whether there is none of the loader's own after the first so many."""
-        return any(end is not None and batches >= end for end in (self._own, self._promised))
+        """Whether there is none of the loader's own after the first so many, asked for or not."""
+        found = None if self._own == self._most else self._own
+        return any(end is not None and batches >= end for end in (found, self._promised))
 
     def is_stand_in(self, index: int) -> bool:
         """Whether batch `index` only keeps the other ranks company."""
@@ -59,17 +68,22 @@ class Shares:
         return index == self._last
 
     def __iter__(self) -> Iterator[Any]:
-        lengths = self._ranks.gathered(0 if self._ended else _length(self._loader), self._ledger)
+        self._promised = 0 if self._ended else _length(self._loader)
+        lengths = self._ranks.gathered(self._at_most(self._promised), self._ledger)
         known = [length for length in lengths if length is not None]
-        own = iter(()) if self._ended else self._counted(iter(self._loader))
+        batches = iter(()) if self._ended else itertools.islice(iter(self._loader), self._most)
+        own = self._counted(batches)
         by_batch = len(known) < len(lengths)
         is_needed = by_batch or max(known) > 0 or self._keeper is not None
         before = self._stand_in() if self._ended and is_needed else None
         if by_batch:
             return self._by_batch(own, before)
-        self._promised = promised = known[self._ranks.rank]
+        promised = known[self._ranks.rank]
         self._require_some(1 if self._ended else promised, max(known))
         return self._by_length(own, before, promised, max(known))
+
+    def _at_most(self, length: int | None) -> int | None:
+        return length if length is None or self._most is None else min(length, self._most)
 
     def _stand_in(self) -> Any:
         """The batch to be run with weight 0. A loader that keeps a state has that after its own

@@ -1,0 +1,131 @@
+"""Loaders of all kinds, and engines that are stopped and gone on with, for tests of resuming."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy
+import torch
+from test_engine import data, make_engine
+from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
+
+from headrace.device import Device
+from headrace.engine import Engine
+from headrace.plan import Plan
+
+BATCHES = 10
+Loaders = Callable[[], Any]
+
+
+class BoomError(Exception):
+    pass
+
+
+def pairs() -> TensorDataset:
+    features, labels = (torch.cat([batch[at] for batch in data(BATCHES)]) for at in (0, 1))
+    return TensorDataset(features, labels)
+
+
+class Augmented(Dataset[Any]):
+    """Draws from all of the host's generators, in whatever process it is."""
+
+    def __init__(self) -> None:
+        self._pairs = pairs()
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+    def __getitem__(self, at: int) -> Any:
+        features, label = self._pairs[at]
+        noise = random.random() + numpy.random.randn() + torch.rand(())
+        return features + 0.1 * float(noise), label
+
+
+class OwnEpochs:
+    """A loader that keeps its own state, and goes on to its next epoch by itself."""
+
+    def __init__(self) -> None:
+        self.epoch = self.at = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        draw = torch.Generator().manual_seed(self.epoch)
+        order = torch.randperm(BATCHES, generator=draw).tolist()
+        batches = data(BATCHES)
+        while self.at < BATCHES:
+            self.at += 1
+            yield batches[order[self.at - 1]]
+        self.epoch, self.at = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epoch, self.at = state["epoch"], state["at"]
+
+
+def own_generator() -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(7)
+    return DataLoader(pairs(), batch_size=5, shuffle=True, generator=draw)
+
+
+def samplers_generator() -> DataLoader[Any]:
+    draw = torch.Generator().manual_seed(8)
+    return DataLoader(pairs(), batch_size=5, sampler=RandomSampler(pairs(), generator=draw))
+
+
+def augmented() -> DataLoader[Any]:
+    return DataLoader(Augmented(), batch_size=5, shuffle=True)
+
+
+def generated() -> Any:
+    """No DataLoader: a class with a generator, which draws."""
+
+    class Drawn:
+        def __iter__(self) -> Iterator[Any]:
+            for features, labels in data(BATCHES):
+                yield features + 0.1 * torch.randn(features.shape), labels
+
+    return Drawn()
+
+
+LOADERS = [own_generator, samplers_generator, augmented, generated, OwnEpochs]
+
+
+def seeded(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    numpy.random.seed(number)
+
+
+def new(device: Device, plan: str | Plan = "pipeline", **options: Any) -> Engine:
+    """An engine whose model draws dropout's masks."""
+    seeded(3)
+    engine = make_engine(device, plan, deterministic=True, **options)
+    seeded(4)
+    return engine
+
+
+def losses_of(engine: Engine, loader: Any, epochs: int) -> list[float]:
+    return [one for _ in range(epochs) for one in engine.epoch(loader).losses]
+
+
+def stopped(engine: Engine, loader: Any, at: int) -> tuple[list[float], Any]:
+    """The losses that came back so far, and the state, after batch `at` of all."""
+    seen: list[float] = []
+    while engine.epochs < at // BATCHES:
+        seen += engine.epoch(loader).losses
+    if at % BATCHES == 0:
+        return seen, copy.deepcopy(engine.state_dict())
+    for info in engine.steps(loader):
+        seen += [entry.values["loss"] for entry in info.come_back]
+        if info.batch + 1 == at % BATCHES:
+            return seen, copy.deepcopy(engine.state_dict())
+    raise AssertionError("not reached")
+
+
+def pending_in(state: Any) -> list[int]:
+    """The batches whose values a state has, to be reported."""
+    return [step for block in state["deferred"] for step in block["steps"]]
