@@ -253,3 +253,15 @@ class TestFeed:
     def test_an_empty_loader_is_an_error(self) -> None:
         with pytest.raises(BenchError, match="mine: its loader has no batch"):
             list(Feed([], "mine").take(1))
+
+    def test_closed_it_ends_the_loaders_processes(self) -> None:
+        """At once: left to a garbage collection, they would hear of it late."""
+        made = small("mlp").make(
+            open_device("cpu"), seed=0, loader=LoaderPlan(workers=2), pin=False
+        )
+        feed = Feed(made.loader)
+        assert len(list(feed.take(3))) == 3
+        workers = made.loader._iterator._workers  # type: ignore[attr-defined]
+        assert all(worker.is_alive() for worker in workers)
+        feed.close()
+        assert not any(worker.is_alive() for worker in workers)

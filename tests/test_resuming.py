@@ -239,6 +239,40 @@ class TestLoaders:
         other.load_state_dict(kept[0])
         assert seen + losses_of(other, Failing(), 1) == expected
 
+    @pytest.mark.parametrize("fails_at", [4, 5, 6])
+    def test_one_that_fails_again_among_those_fetched_ahead(
+        self, device: Device, fails_at: int
+    ) -> None:
+        """What was to be drawn again, and was not, still is."""
+        fails = [False]
+
+        class Failing:
+            def __iter__(self) -> Iterator[Any]:
+                for at, (features, labels) in enumerate(generated()):
+                    if at == fails_at and fails[0]:
+                        raise BoomError
+                    yield features, labels
+
+        def made(**options: Any) -> Engine:
+            return new(device, model=make_model(device, 0.0), **options)
+
+        expected = losses_of(made(), Failing(), 1)
+        seen, stored = stopped(made(), Failing(), 4)
+        assert len(stored["drawn_ahead"]) == 2
+        kept: list[Any] = []
+        again = made(on_error=lambda problem: kept.append(copy.deepcopy(again.state_dict())))
+        again.on_step = lambda info: seen.extend(e.values["loss"] for e in info.come_back)
+        seeded(98)
+        again.load_state_dict(stored)
+        fails[0] = True
+        with pytest.raises(BoomError):
+            again.epoch(Failing())
+        fails[0] = False
+        other = made()
+        seeded(99)
+        other.load_state_dict(kept[0])
+        assert seen + losses_of(other, Failing(), 1) == expected
+
     def test_the_timeout_holds_for_batches_that_are_dropped(self) -> None:
         goes_on = threading.Event()
 

@@ -21,10 +21,11 @@ from typing import Any
 
 from headrace.device import Device, Stream
 from headrace.errors import LoaderError, StepError
-from headrace.randomstates import drawing_from, host_states
+from headrace.randomstates import drawing_from, have_moved, host_states
 
 log = logging.getLogger("headrace")
 _SAY_EVERY_S = 5.0
+_END = object()
 
 
 class Draws:
@@ -54,8 +55,12 @@ class Draws:
         """The iterator's next batch, drawn as it was before, if it was."""
         if not self.again:
             return next(iterator)
-        with drawing_from(self.again.popleft()):
-            return next(iterator)
+        with drawing_from(self.again[0]):
+            batch = next(iterator, _END)
+        self.again.popleft()  # not if it failed: it is still to be drawn again
+        if batch is _END:
+            raise StopIteration
+        return batch
 
 
 class Source:
@@ -87,6 +92,13 @@ class Source:
     def look_at_generators(self) -> None:
         if self._draws is not None:
             self.drawn_from = self._draws.before()
+
+    def partly_drawn_from(self) -> dict[str, Any] | None:
+        """After an error: `drawn_from`, if the batch had drawn anything until then."""
+        before = self.drawn_from
+        if before is None or (self._draws is not None and self._draws.again):
+            return None  # or it is still among those that are to be drawn again
+        return before if have_moved(before) else None
 
     def __next__(self) -> Any:
         draws, iterator = self._draws, self._iterator

@@ -134,7 +134,7 @@ class PrefetchIterator:
         self.last_nbytes = self.last_samples = 0
         self._last_drawn_from: dict[str, Any] | None = None
         self._end_drawn_from: dict[str, Any] | None = None
-        #: Where the host's generators stood before a batch that could not be had.
+        #: Where the host's generators stood before a batch that drew and then could not be had.
         self.failed_drawn_from: dict[str, Any] | None = None
         # Last: it may raise, and close() needs the rest.
         self._source = Source(
@@ -199,7 +199,7 @@ class PrefetchIterator:
             self._end_state, self._end_drawn_from = source.state, source.drawn_from
             self._source = None
         except BaseException as problem:
-            self.failed_drawn_from = source.drawn_from
+            self.failed_drawn_from = source.partly_drawn_from()
             if not isinstance(problem, Exception):
                 raise
             # The loader's own, or no memory: raised later as itself.

@@ -88,6 +88,16 @@ def host_states() -> dict[str, Any]:
     return {"host": torch.get_rng_state(), "python": python, "numpy": numpys}
 
 
+def have_moved(since: dict[str, Any]) -> bool:
+    """Whether anything was drawn from the host's generators since those `host_states()`."""
+    now = host_states()
+    same = (now["python"], now["numpy"] is None) == (since["python"], since["numpy"] is None)
+    if same and now["numpy"] is not None:
+        (_, words, *rest), (_, before, *others) = now["numpy"], since["numpy"]
+        same = rest == others and torch.equal(words, before)
+    return not (same and torch.equal(now["host"], since["host"]))
+
+
 def random_states(device: Device) -> dict[str, Any]:
     """Where all random generators stand that a training step may draw from."""
     return host_states() | {"device": device.random_state()}

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from headrace.errors import BenchError
+from headrace.loading import end_workers
 
 
 class Feed:
@@ -28,6 +29,9 @@ class Feed:
 
     def close(self) -> None:
         self._batches.close()
+        # Left to a garbage collection, each of its processes would take seconds to end: what tells
+        # them to is collected before.
+        end_workers(self._loader)
 
     def _endless(self) -> Any:
         for epoch in itertools.count():
