@@ -167,7 +167,7 @@ class TestUsersWork:
             ("def make_work():\n    return {'model': 1}\n", 1, "a dict without 'optimizer'"),
             ("def make_work():\n    return 1, 2, 3, 4\n", 1, "gave as model a int: expected a"),
             ("def make_work():\n    raise KeyError('x')\n", 2, "raised KeyError: 'x'"),
-            ("def make_work(a):\n    pass\n", None, "raised TypeError"),
+            ("def make_work(a):\n    pass\n", 1, "needs a value for a: expected --set a=…"),
             (
                 GOOD.replace("[torch.randn", "(torch.randn").replace("range(2)]", "range(2))"),
                 4,

@@ -346,6 +346,9 @@ class TestCommands:
         assert found.stdout.count("\n") == 4
         found = self.invoke("translate", trained, "\udcff")
         assert "sentence 1: is not UTF-8" in str(found.exception)
+        text.write_bytes(b"one\ntwo\nthr\xffee\n")
+        found = self.invoke("translate", trained, "--file", text)
+        assert f"{text}:3: is not UTF-8" in str(found.exception)
 
     def test_errors_are_theirs(self, trained: Path, tmp_path: Path) -> None:
         for arguments in (

@@ -183,7 +183,8 @@ def translate(
         except OSError as problem:
             raise TranslationError(f"{file}: cannot be read ({problem.strerror})") from problem
         except UnicodeDecodeError as problem:
-            raise TranslationError(f"{file}: is not UTF-8 text ({problem})") from problem
+            number = problem.object.count(b"\n", 0, problem.start) + 1
+            raise TranslationError(f"{file}:{number}: is not UTF-8 text ({problem})") from problem
         given = text.removesuffix("\n").split("\n") if text else []
     elif sentences:
         given = sentences

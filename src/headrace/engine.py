@@ -221,11 +221,8 @@ class Engine:
         try:
             with self._reported(run), closing(run.run()) as steps:
                 while self._advanced(run, steps):
-                    run.lanes.give_back()
-                    try:
+                    with run.lanes.given_back():  # also if it leaves: an update may be to come
                         yield run.info()
-                    finally:  # also where the caller leaves: a last update is still to come
-                        run.lanes.take_over()
         except GeneratorExit:
             self._finish(run)
             raise

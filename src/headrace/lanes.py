@@ -69,6 +69,16 @@ class Lanes:
         for stream in self._own():
             self.caller.wait_stream(stream)
 
+    @contextmanager
+    def given_back(self) -> Iterator[None]:
+        """Inside the block the caller may look at the state, and put work of its own on a stream;
+        the engine's streams go on after that."""
+        self.give_back()
+        try:
+            yield
+        finally:
+            self.take_over()
+
     def wait_for_copy(self, feed: PrefetchIterator) -> None:
         """Where copies are to block: of the batch that is about to be used."""
         used = self.transfers[(feed.delivered - 1) % len(self.transfers)]

@@ -163,9 +163,8 @@ class Loop:
                     self._sync.after_batch(index)
                 self._collect(self._deferred.ready())
                 if self._on_step is not None:
-                    self.lanes.give_back()
-                    self._on_step(self.info())
-                    self.lanes.take_over()
+                    with self.lanes.given_back():
+                        self._on_step(self.info())
                 yield
             if self._batches != self._most:  # else the loader was not asked for all of its epoch
                 self.loader_after = feed.loader_state
@@ -366,9 +365,8 @@ class Loop:
         told = self._on_error if whole and not self._ranks.several else None
         try:
             if problem is not None and failed and told is not None:
-                self.lanes.give_back()
-                told(problem)
-                self.lanes.take_over()
+                with self.lanes.given_back():
+                    told(problem)
         finally:  # until here values are looked at: what is the state worth?
             self._failed = failed
 

@@ -34,14 +34,19 @@ class Place:
 
     def __init__(self, device: Device) -> None:
         self._device = device
+        # A loaded state: until a pass begins, and in that pass, should it come to nothing.
         self._restored: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
+        # Where its generators stood, until they stand there again.
         self._random: dict[str, Any] | None = None
+        # In a pass: where generators stood when it began, and those of the loader's own.
         self._random_at_start: dict[str, Any] | None = None
         self._generators: list[torch.Generator] | None = None  # None: no loader has begun yet
         self._generators_at_start: list[dict[str, Any]] = []
-        self._loader_between: Any = None
+        # In a pass: a batch's number, and where generators stood before it.
         self._before: tuple[int, dict[str, Any]] | None = None
+        # Between two passes: the loader's own state.
+        self._loader_between: Any = None
 
     def restore(self, state: dict[str, Any]) -> int:
         """Go back to an engine's state. Returns how many batches it had trained on."""
@@ -61,8 +66,6 @@ class Place:
         self._resumed, self._before = state, None
         if state is not None and state["random_at_start"] is not None:
             set_random_states(self._device, state["random_at_start"])
-        else:
-            self._draw_on()  # of an epoch that had ended, and gave no batch any more
         self._generators = [] if state_keeper(loader) is not None else generators_of(loader)
         if state is not None:
             self._set_generators(state["generators"], begun=state["random_at_start"] is not None)
