@@ -692,3 +692,45 @@ def test_the_result_is_a_frozen_record(device: Device) -> None:
     assert 0 <= content["statistics"]["host_blocked_share"] <= 1
     with pytest.raises(AttributeError):
         result.mean_loss = 0.0  # type: ignore[misc]
+
+
+class TestInsideALoop:
+    """What may be called between two steps."""
+
+    def test_evaluate_leaves_the_epochs_figures_alone(self, device: Device) -> None:
+        def waits(evaluates: bool) -> dict[str, int]:
+            engine = make_engine(device, "baseline")
+            for info in engine.steps(data(8)):
+                if evaluates and info.batch == 4:
+                    found = engine.evaluate(data(3))
+                    assert found.waits["data"].count == 4
+            assert engine.last_result is not None
+            total = {one.reason: one.count for one in device.ledger.statistics().reasons}
+            assert total["data"] >= 9
+            return {one.reason: one.count for one in engine.last_result.waits.reasons}
+
+        assert waits(evaluates=True) == waits(evaluates=False)
+
+    def test_another_plan_is_for_the_next_epoch(self, device: Device) -> None:
+        whole, engine = make_engine(device), make_engine(device)
+        torch.manual_seed(1)
+        expected = whole.epoch(data(8)).losses
+        torch.manual_seed(1)
+        for info in engine.steps(data(8)):
+            if info.batch == 3:
+                engine.use_plan(Plan.preset("event").but(precision="bf16"))
+                assert engine.plan.name == "pipeline"
+        assert engine.last_result is not None
+        assert engine.last_result.losses == expected
+        assert engine.plan.precision == "bf16"
+
+    def test_left_it_ends(self, device: Device) -> None:
+        engine = make_engine(device, accumulate=3)
+        seen = 0
+        for info in engine.steps(data(8)):
+            seen += 1
+            if info.batch == 4:
+                engine.leave()
+        assert engine.last_result is not None
+        assert (seen, len(engine.last_result.losses), engine.updates) == (5, 5, 2)
+        assert engine.is_between_updates

@@ -240,18 +240,24 @@ class TestLoaders:
         assert seen + losses_of(other, Failing(), 1) == expected
 
     @pytest.mark.parametrize("fails_at", [4, 5, 6])
+    @pytest.mark.parametrize("fails_in", ["loader", "send"])
     def test_one_that_fails_again_among_those_fetched_ahead(
-        self, device: Device, fails_at: int
+        self, device: Device, fails_at: int, fails_in: str
     ) -> None:
-        """What was to be drawn again, and was not, still is."""
+        """What was to be drawn again, and was not, or came to nothing, still is."""
         fails = [False]
+
+        class Moving:
+            def to(self, target: Any) -> torch.Tensor:
+                raise BoomError
 
         class Failing:
             def __iter__(self) -> Iterator[Any]:
                 for at, (features, labels) in enumerate(generated()):
-                    if at == fails_at and fails[0]:
+                    bad = at == fails_at and fails[0]
+                    if bad and fails_in == "loader":
                         raise BoomError
-                    yield features, labels
+                    yield Moving() if bad else features, labels
 
         def made(**options: Any) -> Engine:
             return new(device, model=make_model(device, 0.0), **options)
@@ -273,7 +279,8 @@ class TestLoaders:
         other.load_state_dict(kept[0])
         assert seen + losses_of(other, Failing(), 1) == expected
 
-    def test_the_timeout_holds_for_batches_that_are_dropped(self) -> None:
+    @pytest.mark.parametrize("max_steps", [None, 3])
+    def test_the_timeout_holds_for_batches_that_are_dropped(self, max_steps: int | None) -> None:
         goes_on = threading.Event()
 
         class Hanging:
@@ -288,8 +295,37 @@ class TestLoaders:
         other = new(device, loader_timeout=0.05)
         other.load_state_dict(stored)
         with pytest.raises(LoaderError, match=r"the 3\. of this pass"):
-            other.epoch(Hanging())
+            other.epoch(Hanging(), max_steps=max_steps)
         goes_on.set()
+
+    @pytest.mark.parametrize("drawn", [False, True])
+    def test_one_that_could_not_begin(self, device: Device, drawn: bool) -> None:
+        """What it drew until then is drawn again, with what it had not drawn yet."""
+        fails = [False]
+
+        class Shuffling:
+            def __iter__(self) -> Iterator[Any]:
+                if fails[0] and not drawn:
+                    raise BoomError
+                order = torch.randperm(BATCHES).tolist()
+                if fails[0]:
+                    raise BoomError
+                return iter([data(BATCHES)[at] for at in order])
+
+        expected = losses_of(new(device), Shuffling(), 2)
+        kept: list[Any] = []
+        engine = new(
+            device, on_error=lambda problem: kept.append(copy.deepcopy(engine.state_dict()))
+        )
+        seen = losses_of(engine, Shuffling(), 1)
+        fails[0] = True
+        with pytest.raises(BoomError):
+            engine.epoch(Shuffling())
+        fails[0] = False
+        other = new(device)
+        seeded(99)
+        other.load_state_dict(kept[0])
+        assert seen + losses_of(other, Shuffling(), 1) == expected
 
     def test_another_place_than_the_states(self, device: Device) -> None:
         _, stored = stopped(new(device), data(BATCHES), 5)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import sys
+import threading
+import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from resumed import BATCHES, BoomError, losses_of, new, pending_in
+from resumed import BATCHES, BoomError, OwnEpochs, losses_of, new, pending_in
 from test_engine import data, loss, make_model, same, weights
 from test_faults import bad_batches
 
@@ -16,6 +21,7 @@ from headrace.deferred import _Block
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import NonFiniteError
+from headrace.loading import TimedIterator
 from headrace.loop import StepInfo
 from headrace.testing import FakeDevice
 
@@ -36,6 +42,32 @@ def rescued(
     with pytest.raises(expected):
         engine.epoch(batches)
     return seen, kept[0]
+
+
+def struck_at(device: Device, moment: int) -> list[Any]:
+    """The state that `on_error` saw, if it was called, after an error before that line of all that
+    the loop runs."""
+    kept: list[Any] = []
+    lines = [0]
+
+    def strike(frame: Any, event: str, _: Any) -> Any:
+        if not frame.f_code.co_filename.endswith("/loop.py"):
+            return None
+        lines[0] += event == "line"
+        if event == "line" and lines[0] == moment:
+            sys.settrace(None)
+            raise BoomError
+        return strike
+
+    engine = new(device, on_error=lambda problem: kept.append(engine.state_dict()))
+    before = sys.gettrace()
+    sys.settrace(strike)
+    try:
+        with contextlib.suppress(BoomError):
+            engine.epoch(OwnEpochs())
+    finally:
+        sys.settrace(before)
+    return kept
 
 
 class TestInOnStep:
@@ -137,6 +169,73 @@ class TestAfterAnError:
         assert same(weights(other), weights(whole))
         found, expected = other.model.state_dict(), whole.model.state_dict()
         assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+    def test_the_loaders_state_is_that_of_the_count_at_any_moment(self) -> None:
+        """An error strikes between any two lines of the loop."""
+        device = open_device("cpu")
+        told = [state for at in range(80, 330) for state in struck_at(device, at)]
+        assert len(told) > 30
+        assert all(state["loader"]["at"] == state["batch"] for state in told)
+
+    def test_ctrl_c_while_a_loader_draws_in_its_thread(self) -> None:
+        """It goes on until it sees that nobody waits any more: what it draws is drawn again."""
+        device, may_draw, has_drawn = open_device("cpu"), threading.Event(), threading.Event()
+
+        class Drawing:
+            def __iter__(self) -> Iterator[Any]:
+                for at, (features, labels) in enumerate(data(BATCHES)):
+                    if at == 4 and interrupted:
+                        may_draw.wait(30)
+                    noise = torch.randn(features.shape)
+                    if at == 4:
+                        has_drawn.set()
+                    yield features + 0.1 * noise, labels
+
+        interrupted = False
+        expected = losses_of(new(device, "baseline"), Drawing(), 1)
+        interrupted, kept = True, []
+        has_drawn.clear()
+
+        def keep(problem: BaseException) -> None:
+            may_draw.set()
+            assert has_drawn.wait(30)
+            kept.append(copy.deepcopy(engine.state_dict()))
+
+        seen: list[float] = []
+        engine = new(device, "baseline", on_error=keep, loader_timeout=60)
+        engine.on_step = lambda info: seen.extend(e.values["loss"] for e in info.come_back)
+        plain = TimedIterator.__next__
+
+        def interrupting(self: TimedIterator) -> Any:
+            if self._asked == 4:
+                self._wanted.put(self._device.current_stream())
+                raise KeyboardInterrupt
+            return plain(self)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(TimedIterator, "__next__", interrupting)
+            with pytest.raises(KeyboardInterrupt):
+                engine.epoch(Drawing())
+        interrupted = False
+        other = new(device, "baseline")
+        other.load_state_dict(kept[0])
+        assert seen + losses_of(other, Drawing(), 1) == expected
+
+    def test_a_loaders_error_leaves_nothing_behind(self, device: Device) -> None:
+        """No cycle that only a garbage collection would find."""
+
+        class Failing:
+            def __iter__(self) -> Iterator[Any]:
+                yield data(1)[0]
+                raise BoomError
+
+        loader = Failing()
+        alive = weakref.ref(loader)
+        engine = new(device)
+        with pytest.raises(BoomError):
+            engine.epoch(loader)
+        del loader
+        assert alive() is None
 
     def test_a_buffer_that_is_replaced_cannot_go_back(self, device: Device) -> None:
         class Counting(torch.nn.Module):

@@ -500,3 +500,18 @@ def test_a_plan_file_is_kept_with_the_run(corpus: Path, tmp_path: Path) -> None:
     assert load_plan(again.settings.plan).plan.prefetch_depth == 3
     assert yaml.safe_load((moved / "config.yaml").read_text())["plan"] == "plan.yaml"
     assert again.run().updates > 0
+
+
+def test_a_runs_config_may_be_used_for_another(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan is the one that lies beside it, whatever lies in the current directory."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("plan: {preset: pipeline, prefetch_depth: 3}")
+    made = new(corpus, tmp_path, "run", plan=str(file))
+    (tmp_path / "plan.yaml").write_text("plan: {preset: baseline}")
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--config", str(made.folder.config), "--project", "other", "--max-steps", "1"]
+    done = CliRunner().invoke(app, [*words, "--cache", str(corpus / "cache"), "--quiet"])
+    assert done.exit_code == 0, done.exception
+    assert load_plan(tmp_path / "other" / "exp" / "plan.yaml").plan.prefetch_depth == 3

@@ -138,6 +138,7 @@ class Engine:
     ) -> None:
         self._precision = precision
         self.plan = self._own(Plan.of(plan))
+        self._next_plan: Plan | None = None
         self.device = open_device(device)
         self.epochs = 0
         self.last_result: EpochResult | None = None
@@ -149,7 +150,7 @@ class Engine:
         self._stepped: weakref.ref[Steps] | None = None
         self._place = Place(self.device)
         self._cache: BatchCache | None = None
-        self._halving = self._on_error = None
+        self._halving = self._on_error = self.ema = None
         self._non_finite = NonFiniteWatch(NonFinitePolicy("report"), self.device)
         self._loader_timeout = 0.0
 
@@ -269,19 +270,27 @@ class Engine:
         """The loss and metrics over a loader, without gradients, under the same plan."""
         if self._step is None:
             raise StepError("evaluate needs a model and a loss: this engine was made from a step")
-        with evaluating(self.model):
+        if self._running is not None:
+            self._running.keep_peak()
+        with evaluating(self.model), self.device.ledger.apart():
             run = self._loop(loader, Evaluation(self._step))
             with closing(run.run()) as steps:
                 for _ in steps:
                     pass
-        return run.result()
+            return run.result()
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
         """Go on under another plan, from the next epoch on."""
-        self.close()
-        self._graphed = None
-        self.plan = self._own(Plan.of(plan))
-        self._follow_plan()
+        self._next_plan = self._own(Plan.of(plan))
+        if self._running is None:
+            self._change_plan()
+
+    def _change_plan(self) -> None:
+        if self._next_plan is not None:
+            self.close()
+            self._graphed = None
+            self.plan, self._next_plan = self._next_plan, None
+            self._follow_plan()
 
     def _own(self, plan: Plan) -> Plan:
         """The plan with the engine's own precision, if it was given one."""
@@ -323,6 +332,7 @@ class Engine:
         self, loader: Iterable[Any], max_steps: int | None, first: int | None
     ) -> Loop:
         self._end_other_loop()
+        self._change_plan()
         tell_epoch(loader, self.epochs)
         try:
             loader, start = self._place.begin(loader, first)
@@ -397,6 +407,7 @@ class Engine:
         result = self.last_result
         assert result is not None
         self.epochs += 1
+        self._change_plan()
         if self._step is not None:
             self._step.end_epoch(run.loss.mean)
         if self.on_epoch is not None:

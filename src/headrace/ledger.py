@@ -10,8 +10,8 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -118,6 +118,7 @@ class Ledger:
         self._lock = threading.Lock()
         self._epoch = _Tallies()
         self._before = _Tallies()
+        self._around: list[_Tallies] = []  # of epochs that are interrupted
         self._waiting_threads = 0
         self._wall_since_ns = 0
         #: By thread, the innermost wait that it is in.
@@ -147,14 +148,25 @@ class Ledger:
             self._before.add(self._epoch)
             self._epoch = _Tallies()
 
+    @contextmanager
+    def apart(self) -> Iterator[None]:
+        """What is counted inside the block is no part of the epoch around it, which goes on."""
+        with self._lock:
+            self._close_wall()
+            self._around.append(self._epoch)
+            self._epoch = _Tallies()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._close_wall()
+                self._before.add(self._epoch)
+                self._epoch = self._around.pop()
+
     def statistics(self) -> LedgerStatistics:
         """All waits since the ledger was made."""
         with self._lock:
-            self._close_wall()
-            everything = _Tallies()
-            everything.add(self._before)
-            everything.add(self._epoch)
-            return everything.statistics()
+            return self._everything().statistics()
 
     def epoch_statistics(self) -> LedgerStatistics:
         """The waits since the last `start_epoch`."""
@@ -178,17 +190,20 @@ class Ledger:
     def state_dict(self) -> dict[str, Any]:
         """All waits since the ledger was made, as plain values."""
         with self._lock:
-            self._close_wall()
-            everything = _Tallies()
-            everything.add(self._before)
-            everything.add(self._epoch)
-            return everything.state_dict()
+            return self._everything().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on counting from a stored state; what was counted here before is forgotten."""
         with self._lock:
             self._close_wall()
             self._before, self._epoch = _Tallies.of_state(state), _Tallies()
+
+    def _everything(self) -> _Tallies:
+        self._close_wall()
+        everything = _Tallies()
+        for part in (self._before, *self._around, self._epoch):
+            everything.add(part)
+        return everything
 
     def _close_wall(self, now_ns: int | None = None) -> None:
         """Add the wall time up to now, so that an epoch's end can fall inside a wait."""

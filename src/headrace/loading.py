@@ -93,12 +93,13 @@ class Source:
         if self._draws is not None:
             self.drawn_from = self._draws.before()
 
-    def partly_drawn_from(self) -> dict[str, Any] | None:
-        """After an error: `drawn_from`, if the batch had drawn anything until then."""
+    def partly_drawn_from(self, problem: BaseException) -> dict[str, Any] | None:
+        """After an error in `__next__`: `drawn_from`, if the batch had drawn anything until then.
+        After Ctrl-C it may still draw, in a thread of its own."""
         before = self.drawn_from
         if before is None or (self._draws is not None and self._draws.again):
             return None  # or it is still among those that are to be drawn again
-        return before if have_moved(before) else None
+        return before if not isinstance(problem, Exception) or have_moved(before) else None
 
     def __next__(self) -> Any:
         draws, iterator = self._draws, self._iterator
@@ -151,6 +152,10 @@ class Skipping:
     ) -> None:
         self.loader, self._count, self._clock = loader, count, clock
 
+    def first(self, most: int) -> Skipping:
+        """The first so many of the rest."""
+        return Skipping(First(self.loader, self._count + most), self._count, self._clock)
+
     def __len__(self) -> int:
         return max(0, len(self.loader) - self._count)  # type: ignore[arg-type]
 
@@ -178,6 +183,11 @@ class Skipping:
             if self._clock() - said > _SAY_EVERY_S:
                 said = self._clock()
                 log.warning("%d of %d batches dropped", done + 1, self._count)
+
+
+def first_of(loader: Iterable[Any], most: int) -> Iterable[Any]:
+    """The first so many batches of a loader: no more are asked for."""
+    return loader.first(most) if isinstance(loader, Skipping) else First(loader, most)
 
 
 class First:

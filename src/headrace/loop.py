@@ -20,7 +20,7 @@ from headrace.deferred import (
 from headrace.device import Device
 from headrace.errors import OutOfMemoryError, StepError
 from headrace.lanes import HostSync, Lanes
-from headrace.loading import First
+from headrace.loading import first_of
 from headrace.lossparts import LossParts
 from headrace.nonfinite import SKIPPED, NonFinitePolicy, NonFiniteWatch
 from headrace.numerics import deterministic_kernels
@@ -89,7 +89,7 @@ class Loop:
         self._is_whole, self._failed, self._is_void = True, False, False
         self._counted: tuple[int, int] | None = None if step is None else step.progress
         self._largest: tuple[int, int] = (0, 0)
-        source = loader if most is None else First(loader, most)
+        source = loader if most is None else first_of(loader, most)
         self._shares: Shares | None = None
         if ranks.several:
             source = self._shares = Shares(
@@ -107,7 +107,8 @@ class Loop:
             loader_timeout=loader_timeout,
             draws=start.draws,
         )
-        self._fed: PrefetchIterator | None = None
+        #: The loader's batches; None: it has not begun.
+        self.fed: PrefetchIterator | None = None
         self._run_batch = run_batch
         self._deferred = DeferredScalars(
             device, plan.deferred_every, stream=self.lanes.losses, ranks=ranks
@@ -120,7 +121,7 @@ class Loop:
         self._restored = len(self._entries)
         self._summed = (0, start.loss)
         self._come_back: tuple[DeferredValues, ...] = ()
-        self._batches = self._samples = 0
+        self._batches = self._samples = self._peak = 0
         self._start_ns = device.ledger.now_ns()
         self._weighted = False
         self._updates_before = step.updates if step is not None else 0
@@ -153,9 +154,9 @@ class Loop:
                     self.failed_batch = outofmemory.described(batch)
                     raise
                 del batch  # freed before the next one is asked for
-                self._batches += 1
-                self._counted = self._progress()
                 self.loader_state = feed.loader_state
+                self._batches += 1
+                self._counted = self._progress()  # last: from here on it is trained on
                 if feed.last_nbytes > self._largest[0]:
                     self._largest = (feed.last_nbytes, feed.last_samples)
                 self._window.launched(self.lanes.backward)
@@ -166,6 +167,8 @@ class Loop:
                     with self.lanes.given_back():
                         self._on_step(self.info())
                 yield
+                if self.ended:  # `leave` was called
+                    return
             if self._batches != self._most:  # else the loader was not asked for all of its epoch
                 self.loader_after = feed.loader_state
 
@@ -221,13 +224,8 @@ class Loop:
 
     def drawn_ahead(self) -> list[dict[str, Any]]:
         """Where the host's generators stood before each batch that was fetched, not trained on."""
-        fetched = [] if self._fed is None else self._fed.drawn_ahead(self._batches)
+        fetched = [] if self.fed is None else self.fed.drawn_ahead(self._batches)
         return fetched + ([] if self._start.draws is None else [*self._start.draws.again])
-
-    @property
-    def failed_drawn_from(self) -> dict[str, Any] | None:
-        """Where they stood before a batch that could not be had."""
-        return None if self._fed is None else self._fed.failed_drawn_from
 
     def out_of_memory(self, problem: BaseException, graphs: GraphReport | None) -> OutOfMemoryError:
         """What is to be said of a loop that found no memory."""
@@ -251,6 +249,10 @@ class Loop:
             )
         return to_be_restored(self._unreported) + self._deferred.state()
 
+    def keep_peak(self) -> None:
+        """Before another pass counts the device's memory anew."""
+        self._peak = max(self._peak, self.device.peak_memory())
+
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
         """Wait for all values so far, between two batches."""
         with self.lanes.on(self.lanes.forward):
@@ -271,7 +273,7 @@ class Loop:
             weighted=self._weighted,
             restored=self._restored,
             elapsed_s=self._elapsed_s,
-            peak_memory_bytes=self.device.peak_memory(),
+            peak_memory_bytes=max(self._peak, self.device.peak_memory()),
         )
         return epoch_result(counted, self._entries, self.device.ledger.epoch_statistics())
 
@@ -281,11 +283,11 @@ class Loop:
         self._start_ns = self.device.ledger.now_ns()
         self.lanes.take_over()
         try:
-            self._fed = iter(self._feed)
+            self.fed = iter(self._feed)
         except BaseException as problem:
             self._tell_error(type(problem), problem, None)
             raise
-        return self._fed
+        return self.fed
 
     def leave(self) -> None:
         """Between two batches, on all ranks: end the pass here."""

@@ -133,6 +133,7 @@ class PrefetchIterator:
         self.delivered = 0
         self.last_nbytes = self.last_samples = 0
         self._last_drawn_from: dict[str, Any] | None = None
+        self._unsent_drawn_from: dict[str, Any] | None = None
         self._end_drawn_from: dict[str, Any] | None = None
         #: Where the host's generators stood before a batch that drew and then could not be had.
         self.failed_drawn_from: dict[str, Any] | None = None
@@ -153,7 +154,10 @@ class PrefetchIterator:
             if self._error is not None:
                 # Batches that came before the error were delivered first, as in a plain loop.
                 error, self._error = self._error, None
-                raise error
+                try:
+                    raise error
+                finally:
+                    del error  # whose traceback has this frame, and so the loader
             self.loader_state = self._end_state
             raise StopIteration
         slot = self._under_way.popleft()
@@ -169,7 +173,7 @@ class PrefetchIterator:
         first `used` (the last that was handed out may not have been), and before the end."""
         handed_out = [self._last_drawn_from] if self.delivered > used else []
         under_way = (slot.drawn_from for slot in self._under_way)
-        found = [*handed_out, *under_way, self._end_drawn_from]
+        found = [*handed_out, *under_way, self._unsent_drawn_from, self._end_drawn_from]
         return [states for states in found if states is not None]
 
     def close(self) -> None:
@@ -194,21 +198,31 @@ class PrefetchIterator:
         try:
             with self._device.ledger.waiting("data"):
                 batch = next(source)
-            slot = self._send(batch)
         except StopIteration:
             self._end_state, self._end_drawn_from = source.state, source.drawn_from
             self._source = None
+            return
         except BaseException as problem:
-            self.failed_drawn_from = source.partly_drawn_from()
-            if not isinstance(problem, Exception):
-                raise
-            # The loader's own, or no memory: raised later as itself.
-            self._source, self._error = None, problem
+            self.failed_drawn_from = source.partly_drawn_from(problem)
+            self._end_with(problem)
+            return
+        try:
+            slot = self._send(batch)
+        except BaseException as problem:
+            self._unsent_drawn_from = source.drawn_from
+            self._end_with(problem)
+            return
+        slot.loader_state, slot.drawn_from = source.state, source.drawn_from
+        self._under_way.append(slot)
+        self._pulled += 1
+
+    def _end_with(self, problem: BaseException) -> None:
+        """The loader's own error, or no memory: raised later as itself. Ctrl-C at once."""
+        if not isinstance(problem, Exception):
+            raise problem
+        source, self._source, self._error = self._source, None, problem
+        if source is not None:
             source.close()
-        else:
-            slot.loader_state, slot.drawn_from = source.state, source.drawn_from
-            self._under_way.append(slot)
-            self._pulled += 1
 
     def _send(self, batch: Any) -> _Slot:
         leaves, cache = batches.flatten(batch), self._settings.cache

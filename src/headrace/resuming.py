@@ -71,7 +71,6 @@ class Place:
             self._set_generators(state["generators"], begun=state["random_at_start"] is not None)
         self._random_at_start = random_states(self._device)
         self._generators_at_start = states_of(self._generators)
-        self._loader_between = None
         if state is None:
             return loader, Start(first or 0, own=first or 0, draws=Draws(loader))
         draws = Draws(loader, state["drawn_ahead"], begun=self._draw_on)
@@ -135,8 +134,10 @@ class Place:
 
     def position(self, epoch: int, run: Loop | None) -> Position:
         random = self._random or random_states(self._device)
-        if run is not None:
-            ahead, failed = run.drawn_ahead(), run.failed_drawn_from
+        if run is not None and run.fed is None:
+            return self._before_the_pass(epoch)
+        if run is not None and run.fed is not None:
+            ahead, failed = run.drawn_ahead(), run.fed.failed_drawn_from
             if self._before is not None and self._before[0] == run.trained:
                 random = self._before[1]  # a batch was begun, and not trained on
                 ahead += [] if failed is None else [failed]
@@ -156,10 +157,21 @@ class Place:
                 drawn_ahead=ahead,
             )
         if self._restored is not None:
-            known = {one.name: self._restored[one.name] for one in fields(Position)}
-            return Position(**known | {"epoch": epoch, "random": random})
+            return _position_of(self._restored, random)
         generators = None if self._generators is None else states_of(self._generators)
         return Position(epoch, random, loader=self._loader_between, generators=generators)
+
+    def _before_the_pass(self, epoch: int) -> Position:
+        """If its loader could not begin, whatever that drew until then."""
+        if self._resumed is not None:
+            return _position_of(self._resumed, self._resumed["random"])
+        random = self._random_at_start or random_states(self._device)
+        between, generators = self._loader_between, self._generators_at_start
+        return Position(epoch, random, loader=between, generators=generators)
+
+
+def _position_of(state: dict[str, Any], random: dict[str, Any]) -> Position:
+    return Position(**{one.name: state[one.name] for one in fields(Position)} | {"random": random})
 
 
 def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:

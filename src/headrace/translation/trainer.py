@@ -14,6 +14,7 @@ import signal
 import time
 from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -288,6 +289,7 @@ class Trainer:
             replays=figures.replays,
             **found,
         )
+        result = replace(result, mean_loss=self._sums.mean)  # of all of it, also if it was resumed
         self._progress.epoch_ends(result, {k: v for k, v in found.items() if k != "valid_nll"})
         with self._weights_to_use():
             self._kept.keep(result.epoch, found)
