@@ -244,7 +244,7 @@ class Engine:
         scaler, averages, gradients of an open group, random states, what `graphs="auto"` decided,
         the ledger, values not yet reported, and the place in the epoch: the number of batches that
         were trained on, and the loader's own state after them, if it keeps one. To be taken
-        between two `steps()`, or outside a loop.
+        between two `steps()`, in `on_step` or `on_error`, or outside a loop.
 
         Tensors are the live ones: copy them before going on.
         """
