@@ -153,6 +153,37 @@ class TestPosition:
 
 
 class TestBadState:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("random", {"host": 1}),
+            ("random_at_start", {"host": torch.zeros(3)}),
+            ("drawn_ahead", [{}]),
+            ("drawn_ahead", 3),
+            ("generators", [{"seed": 1, "state": torch.zeros(2)}]),
+            ("epoch_loss", "xy"),
+            ("epoch_loss", [1.0]),
+            ("left_out", None),
+            ("deferred", [{"steps": [1], "numbers": [], "names": [], "rows": None}]),
+            ("deferred", [{"steps": [1], "numbers": [{}], "names": ["a"], "rows": torch.ones(2)}]),
+        ],
+    )
+    def test_in_a_part_that_only_a_pass_needs(
+        self, device: Device, name: str, value: object
+    ) -> None:
+        """It is refused when it is loaded; generators stand as before then."""
+        engine = make(device, "pipeline")
+        next(steps := engine.steps(BATCHES))
+        state = clone(engine.state_dict())
+        steps.close()
+        torch.manual_seed(7)
+        with pytest.raises(StepError, match="the stored state does not fit this engine"):
+            make(device, "pipeline").load_state_dict(state | {name: value})
+        found = torch.rand(2)
+        torch.manual_seed(7)
+        make(device, "pipeline")
+        assert torch.equal(found, torch.rand(2))
+
     def test_of_another_kind(self, device: Device) -> None:
         engine = make(device, "pipeline")
         with pytest.raises(

@@ -296,7 +296,11 @@ class TestLoaders:
         other.load_state_dict(stored)
         with pytest.raises(LoaderError, match=r"the 3\. of this pass"):
             other.epoch(Hanging(), max_steps=max_steps)
+        threads = [one for one in threading.enumerate() if one.name == "headrace-loader"]
         goes_on.set()
+        for thread in threads:
+            thread.join(30)
+        assert not any(thread.is_alive() for thread in threads)
 
     @pytest.mark.parametrize("drawn", [False, True])
     def test_one_that_could_not_begin(self, device: Device, drawn: bool) -> None:

@@ -105,9 +105,7 @@ class Engine:
             self._step.buffers = KeptBuffers(model)
         if on_oom not in ("raise", "halve"):
             raise StepError(f"on_oom = {on_oom!r}: expected 'raise' or 'halve'")
-        self._halving: HalvingStep | None = None
-        if on_oom == "halve":
-            self._halving = HalvingStep(self._step)
+        self._halving: HalvingStep | None = HalvingStep(self._step) if on_oom == "halve" else None
         self._loss = loss
         self._follow_plan()
 
@@ -262,8 +260,10 @@ class Engine:
         self._end_other_loop()
         state = engine_state.upgraded(state)
         engine_state.restore(state, self._step, self.ema, self._graphed)
-        self._non_finite.skipped, self.epochs = state["left_out"], state["epoch"]
-        return self._place.restore(engine_state.own_part(state, self.ranks))
+        with engine_state.fitting():
+            own = self._place.checked(engine_state.own_part(state, self.ranks))
+            self._non_finite.skipped, self.epochs = int(own["left_out"]), own["epoch"]
+            return self._place.restore(own)
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> EpochResult:

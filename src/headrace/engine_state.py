@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -120,8 +122,15 @@ def restore(
     state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
 ) -> None:
     """Bring a step to `state`, all but the random generators. After an error it is of no use."""
-    try:
+    with fitting():
         _restore(state, step, ema, graphs)
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """What a state of another engine, or of none, raises inside the block is a `StepError`."""
+    try:
+        yield
     except _DOES_NOT_FIT as problem:
         what = " ".join(str(problem).split())[:200] or type(problem).__name__
         raise StepError(f"the stored state does not fit this engine: {what}") from problem

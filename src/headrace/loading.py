@@ -84,10 +84,14 @@ class Source:
         self._iterator: Any = iter(loader if skipping is None else skipping.loader)
         if timeout_s:
             self._iterator = TimedIterator(self._iterator, device, timeout_s)
-        if skipping is not None:
-            skipping.drop(self._iterator)
-        if draws is not None and draws.begun is not None:
-            draws.begun()
+        try:
+            if skipping is not None:
+                skipping.drop(self._iterator)
+            if draws is not None and draws.begun is not None:
+                draws.begun()
+        except BaseException:
+            self.close()
+            raise
 
     def look_at_generators(self) -> None:
         if self._draws is not None:

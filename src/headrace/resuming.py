@@ -18,12 +18,18 @@ from typing import Any
 
 import torch
 
-from headrace.deferred import restored
+from headrace.deferred import DeferredValues, restored
 from headrace.device import Device
 from headrace.engine_state import Position
 from headrace.loading import Draws, Rest, Skipping, state_keeper
 from headrace.loop import Loop
-from headrace.randomstates import generators_of, random_states, set_random_states, states_of
+from headrace.randomstates import (
+    generators_of,
+    random_states,
+    set_host_states,
+    set_random_states,
+    states_of,
+)
 from headrace.results import Start, WeightedSum
 
 log = logging.getLogger("headrace")
@@ -47,6 +53,30 @@ class Place:
         self._before: tuple[int, dict[str, Any]] | None = None
         # Between two passes: the loader's own state.
         self._loader_between: Any = None
+
+    def checked(self, state: dict[str, Any]) -> dict[str, Any]:
+        """The state; raises for what else only a pass would find. Generators are set to where it
+        says, and then back."""
+        now = random_states(self._device)
+        try:
+            for random in (state["random"], state["random_at_start"]):
+                if random is not None:
+                    set_random_states(self._device, random)
+            for random in state["drawn_ahead"]:
+                set_host_states(random)
+        finally:
+            set_random_states(self._device, now)
+        for one in state["generators"] or []:
+            torch.Generator().manual_seed(one["seed"]).set_state(one["state"].to("cpu"))
+        total, weight = state["epoch_loss"]
+        WeightedSum(total, weight).plus([DeferredValues(0, {"loss": 0.0})], "loss")
+        for block in state["deferred"]:
+            rows = block["rows"]
+            width = 0 if rows is None else len(block["names"])
+            shape = (len(block["steps"]), width) if rows is None else tuple(rows.shape)
+            if shape != (len(block["steps"]), width) or len(block["numbers"]) != shape[0]:
+                raise ValueError("its values not yet reported are of other shapes")
+        return state
 
     def restore(self, state: dict[str, Any]) -> int:
         """Go back to an engine's state. Returns how many batches it had trained on."""
