@@ -344,3 +344,18 @@ def test_files_of_a_run(how: list[Any], which: str) -> None:
         else:
             run.config.write_bytes(mutated(run.config.read_bytes(), how))
             read_or_refused(lambda: Trainer.resume(run.path, quiet=True))
+
+
+def test_found_before(prepared: Path) -> None:
+    """What many inputs once found, and few may not find again."""
+    with guarded() as folder:
+        there = folder / "prepared"
+        shutil.copytree(prepared, there)
+        meta = (there / "prepared.json").read_text(encoding="utf-8")
+        (there / "prepared.json").write_text(meta.replace('"src":', '"sic":', 1), encoding="utf-8")
+        with pytest.raises(HeadraceError, match="is damaged"):
+            load_prepared(there)
+        run = RunFolder.create(folder, "run")
+        (run.path / "result.json").write_text("[" * 100_000, encoding="utf-8")
+        with pytest.raises(HeadraceError, match="is no result of a finished run"):
+            stored_result(run)

@@ -64,7 +64,7 @@ def stored_result(folder: RunFolder) -> TrainResult | None:
         examples = [(src, trg, found) for src, trg, found in content["examples"]]
         scores = Scores(**content["scores"])
         return TrainResult(folder, None, content["updates"], scores, examples)
-    except (OSError, ValueError, KeyError, TypeError) as problem:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         raise TranslationError(
             f"{path}: is no result of a finished run ({problem}); take it away, and --resume "
             "scores the run again"

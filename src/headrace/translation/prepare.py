@@ -284,7 +284,9 @@ def _read_meta(folder: Path) -> dict[str, Any]:
             f"{path}: is of version {meta.get('version')}; expected {FORMAT_VERSION}. "
             "Prepare it again"
         )
-    if not {"key", "settings", "counts", "files"} <= set(meta):
+    settings = meta.get("settings")
+    whole = isinstance(settings, dict) and {"src", "trg", "joint"} <= set(settings)
+    if not whole or not {"key", "counts", "files"} <= set(meta):
         raise CorpusError(f"{path}: is damaged; prepare it again")
     return meta
 
