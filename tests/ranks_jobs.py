@@ -178,6 +178,22 @@ class StatefulSized(Stateful):
         return len(self._batches)
 
 
+def stopped(
+    loader: Any, at: int, *, max_steps: int | None = None, seed: int = 0
+) -> tuple[list[float], Any]:
+    """The losses of a new engine until batch `at`, and its state there."""
+    engine, seen = new_engine("ddp"), []
+    torch.manual_seed(seed)
+    for info in engine.steps(loader, max_steps=max_steps):
+        seen += [entry.values["loss"] for entry in info.come_back]
+        if info.batch == at:
+            seen += [entry.values["loss"] for entry in engine.settle()]
+            stored = copy.deepcopy(engine.state_dict())
+            engine.leave()
+            return seen, stored
+    raise AssertionError(f"the loop ended before batch {at}")
+
+
 def uneven_resumed(rank: int, size: int, kind: str, knows_length: bool) -> dict[str, Any]:
     """Stopped while all ranks have batches left, when the shorter share ends, and after it."""
     batches = [share(batch, rank, size) for batch in global_batches()[:8]]
@@ -192,14 +208,7 @@ def uneven_resumed(rank: int, size: int, kind: str, knows_length: bool) -> dict[
     expected = [loss for _ in range(2) for loss in whole.epoch(one).losses]
     found: dict[str, Any] = {}
     for at in (1, 3, 4, 7):
-        engine, seen = new_engine("ddp"), []
-        for info in engine.steps(loader()):
-            seen += [entry.values["loss"] for entry in info.come_back]
-            if info.batch == at:
-                seen += [entry.values["loss"] for entry in engine.settle()]
-                stored = copy.deepcopy(engine.state_dict())
-                engine.leave()
-                break
+        seen, stored = stopped(loader(), at)
         other, one = new_engine("ddp"), loader()
         other.load_state_dict(stored)
         for _ in range(2):
@@ -249,15 +258,7 @@ def gone_on_with(rank: int, size: int, kind: str, at: int, max_steps: int | None
     whole = new_engine("ddp")
     torch.manual_seed(rank)
     expected = [loss for _ in range(2) for loss in whole.epoch(loader(mine)).losses]
-    engine, seen = new_engine("ddp"), []
-    torch.manual_seed(rank)
-    for info in engine.steps(loader(mine), max_steps=max_steps):
-        seen += [entry.values["loss"] for entry in info.come_back]
-        if info.batch == at:
-            seen += [entry.values["loss"] for entry in engine.settle()]
-            stored = copy.deepcopy(engine.state_dict())
-            engine.leave()
-            break
+    seen, stored = stopped(loader(mine), at, max_steps=max_steps, seed=rank)
     other = new_engine("ddp")
     torch.manual_seed(99)
     other.load_state_dict(stored)

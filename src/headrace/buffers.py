@@ -35,10 +35,9 @@ class KeptBuffers:
     def keep(self) -> None:
         """Before a batch, on the stream that runs it."""
         if self._live is None:
-            self._live = list(self._found().values())
-            self._uncounted = {
-                at for at, name in enumerate(self._found()) if name.endswith(_UNCOUNTED)
-            }
+            found = self._found()
+            self._live = list(found.values())
+            self._uncounted = {at for at, name in enumerate(found) if name.endswith(_UNCOUNTED)}
             self._versions = [buffer._version for buffer in self._live]
             self._copies = {at: buffer.clone() for at, buffer in enumerate(self._live)}
             self._all = True

@@ -15,9 +15,8 @@ import typer
 
 from headrace.cli_bench import typed_wrong
 from headrace.errors import HeadraceError, TranslationError
-from headrace.records import read_yaml
 from headrace.rundir import RunFolder
-from headrace.translation.settings import PLAN_FILE, SECTIONS, TrainSettings
+from headrace.translation.settings import SECTIONS, TrainSettings, stored_values
 
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Warnings, the last epoch and the result alone.")
@@ -86,7 +85,7 @@ def train(
             require_alone(resume, project, others, TranslationError)
             settings = TrainSettings.read(RunFolder.open(resume).config)
         else:
-            stored = _stored(config) if config is not None else {}
+            stored = stored_values(config) if config is not None else {}
             settings = TrainSettings.from_dict(stored | given, where=str(config or "settings"))
     with launched(settings.rank_timeout) as ranks:
         how: dict[str, Any] = {"cache": cache, "quiet": quiet, "ranks": ranks}
@@ -225,13 +224,6 @@ def prepare(
     if not quiet:
         typer.echo(found.table())
     typer.echo(str(found.folder))
-
-
-def _stored(config: Path) -> dict[str, Any]:
-    """What a file of options says; of a run's own, the plan is the one that lies beside it."""
-    found = dict(read_yaml(config, TranslationError))
-    beside = config.absolute().parent / PLAN_FILE
-    return found | {"plan": str(beside)} if found.get("plan") == PLAN_FILE else found
 
 
 def require_alone(

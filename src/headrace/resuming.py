@@ -71,10 +71,9 @@ class Place:
         total, weight = state["epoch_loss"]
         WeightedSum(total, weight).plus([DeferredValues(0, {"loss": 0.0})], "loss")
         for block in state["deferred"]:
-            rows = block["rows"]
-            width = 0 if rows is None else len(block["names"])
-            shape = (len(block["steps"]), width) if rows is None else tuple(rows.shape)
-            if shape != (len(block["steps"]), width) or len(block["numbers"]) != shape[0]:
+            count, rows = len(block["steps"]), block["rows"]
+            fits = rows is None or tuple(rows.shape) == (count, len(block["names"]))
+            if not fits or len(block["numbers"]) != count:
                 raise ValueError("its values not yet reported are of other shapes")
         return state
 

@@ -83,7 +83,9 @@ class Work:
         """
         seed_all(seed)
         given = self._given(device, seed, loader or LoaderPlan(), pin)
-        missing = [name for name in _required(self.build) if name not in given]
+        names = _parameters(self.build)
+        usual = _defaults(self.build, names)
+        missing = [name for name in names if name not in given and name not in usual]
         if missing:
             raise BenchError(
                 f"{self._here()} needs a value for {missing[0]}: expected --set {missing[0]}=…, or "
@@ -226,13 +228,6 @@ def _parameters(function: Callable[..., Any]) -> list[str]:
         for name, parameter in inspect.signature(function).parameters.items()
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-
-
-def _required(function: Callable[..., Any]) -> list[str]:
-    """The parameters without a default."""
-    found = inspect.signature(function).parameters.values()
-    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    return [one.name for one in found if one.kind in kinds and one.default is one.empty]
 
 
 def _defaults(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:

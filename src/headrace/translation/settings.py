@@ -133,15 +133,12 @@ class TrainSettings(Checked):
 
     @classmethod
     def read(cls, path: str | Path) -> TrainSettings:
-        """A run's settings from its `config.yaml`; its plan may lie beside it."""
+        """A run's settings from its `config.yaml`."""
         if (Path(path).parent / "journal.jsonl").exists():
             raise TranslationError(
                 f"{Path(path).parent}: is a search by `headrace tune`; expected a training run"
             )
-        settings = cls.from_dict(read_yaml(path, TranslationError), where=str(path))
-        if settings.plan == PLAN_FILE:
-            return settings.but(plan=str(Path(path).absolute().parent / PLAN_FILE))
-        return settings
+        return cls.from_dict(stored_values(path), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as `from_dict` takes them."""
@@ -164,6 +161,13 @@ class TrainSettings(Checked):
             changes |= {"encoder_layers": self.layers, "decoder_layers": self.layers}
         # Translations may be longer than what was trained on.
         return preset.but(**changes, max_length=max(256, 2 * self.max_length))
+
+
+def stored_values(path: str | Path) -> dict[str, Any]:
+    """What a file of settings says; of a run's own, the plan is the one that lies beside it."""
+    found = dict(read_yaml(path, TranslationError))
+    beside = Path(path).absolute().parent / PLAN_FILE
+    return found | {"plan": str(beside)} if found.get("plan") == PLAN_FILE else found
 
 
 def is_plan_file(plan: str) -> bool:
