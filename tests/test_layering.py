@@ -192,9 +192,3 @@ def test_host_waits_only_in_the_seam_and_the_ledger() -> None:
             assert not waits.search(code) or "self.device." in code or "self.synchronize" in code, (
                 f"{path}:{number}: {line.strip()}"
             )
-
-
-def test_files_stay_readable() -> None:
-    for _, path in modules():
-        lines = len(path.read_text(encoding="utf-8").splitlines())
-        assert lines <= 420, f"{path} has {lines} lines"
