@@ -300,7 +300,7 @@ class TestGates:
         def made() -> Engine:
             return new(device, model=make_model(device, 0.0), on_nonfinite="tolerate:1")
 
-        engine, batches = made(), bad_batches(6, 2, 3)
+        engine, batches = made(), bad_batches(7, 2, 3)
         steps = engine.steps(batches)
         while next(steps).batch < at:
             pass

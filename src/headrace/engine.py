@@ -47,7 +47,9 @@ class Engine:
     `loss(model, batch)` returns a 0-dim tensor, or a dict with `loss`, optionally `weight`, and
     metrics. `device` is where the model lies, unless given. `scheduler` is stepped after each
     update, or each epoch with `scheduler_every="epoch"`. `precision` overrides the plan's.
-    `on_step` and `on_epoch` are called with a `StepInfo` and an `EpochResult`.
+    `on_step(info)` is called after each batch with a `StepInfo`, `on_epoch(result)` after each epoch
+    with an `EpochResult`. `on_values(step, values)` is called once for each batch, in order, as soon
+    as its values are on the host: also for those that arrive after a `break` or an error.
 
     The model may be DDP's or FSDP2's (`fully_shard`): then each rank's engine is given that rank's
     batches, and losses and metrics are those of all ranks together (docs/scaling.md).
@@ -78,13 +80,14 @@ class Engine:
         on_oom: Literal["raise", "halve"] = "raise",
         loader_timeout: float = 0,
         on_step: Callable[[StepInfo], object] | None = None,
+        on_values: Callable[[int, dict[str, float]], object] | None = None,
         on_epoch: Callable[[EpochResult], object] | None = None,
         on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
         self._set_up(plan, device or where(model), precision, deterministic, nvtx)
         self.model = model
         self.ema = None if ema_decay is None else Ema(model, ema_decay)
-        self.on_step, self.on_epoch = on_step, on_epoch
+        self.on_step, self.on_values, self.on_epoch = on_step, on_values, on_epoch
         self._on_error, self._loader_timeout = on_error, loader_timeout
         policy = NonFinitePolicy.of(on_nonfinite)
         self._non_finite = NonFiniteWatch(policy, self.device)
@@ -119,6 +122,7 @@ class Engine:
         deterministic: bool = False,
         nvtx: bool = False,
         on_step: Callable[[StepInfo], object] | None = None,
+        on_values: Callable[[int, dict[str, float]], object] | None = None,
         on_epoch: Callable[[EpochResult], object] | None = None,
     ) -> Engine:
         """An engine around a step of your own (two optimizers, a GAN): `step(batch)` does all of
@@ -127,7 +131,7 @@ class Engine:
         engine = cls.__new__(cls)
         engine._set_up(plan, device, None, deterministic, nvtx)
         engine._step, engine._custom = None, step
-        engine.on_step, engine.on_epoch = on_step, on_epoch
+        engine.on_step, engine.on_values, engine.on_epoch = on_step, on_values, on_epoch
         engine._follow_plan()
         return engine
 
@@ -197,6 +201,9 @@ class Engine:
         self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
     ) -> Steps:
         """The same as `epoch`, but the loop is the caller's: a `StepInfo` after each batch.
+
+        Every value is handed out once, in order: the last info is held back until all have
+        arrived. After a `break`, those still under way go to `on_values` and `last_result`.
 
         At each yield the caller's stream is ordered after the engine's. The result is in
         `last_result` once the loop has ended, or has been left: a batch that was trained on is
@@ -345,6 +352,7 @@ class Engine:
         options: dict[str, Any] = {
             "start": start,
             "on_step": self.on_step,
+            "on_values": self.on_values,
             "on_error": self._on_error,
             "non_finite": self._non_finite,
             "loader_timeout": self._loader_timeout,

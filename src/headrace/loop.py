@@ -35,8 +35,9 @@ from headrace.step import TrainingStep
 
 @dataclass(frozen=True, slots=True)
 class StepInfo:
-    """Where the loop stands after a batch. `come_back` are earlier batches' values that have
-    arrived from the device since the last one: nothing was waited for."""
+    """Where the loop stands after a batch. `come_back` holds the values of earlier batches that
+    have arrived from the device since the last one. Nothing was waited for, except after the last
+    batch: its info is held back until all values have arrived."""
 
     epoch: int
     batch: int
@@ -66,6 +67,7 @@ class Loop:
         deterministic: bool = False,
         nvtx: bool = False,
         on_step: Callable[[StepInfo], object] | None = None,
+        on_values: Callable[[int, dict[str, float]], object] | None = None,
         on_error: Callable[[BaseException], object] | None = None,
         non_finite: NonFiniteWatch | None = None,
         loader_timeout: float = 0,
@@ -80,7 +82,7 @@ class Loop:
         self._needs_tensors = needs_tensors
         self._deterministic = deterministic
         self._ranks = ranks
-        self._on_step, self._on_error = on_step, on_error
+        self._on_step, self._on_values, self._on_error = on_step, on_values, on_error
         self._non_finite = non_finite or NonFiniteWatch(NonFinitePolicy("report"), device)
         #: The loader's own state, after the batch trained on last; and after its end, if it came.
         self.loader_state: Any = start.loader
@@ -162,7 +164,10 @@ class Loop:
                 self._window.launched(self.lanes.backward)
                 if self._sync is not None:
                     self._sync.after_batch(index)
-                self._collect(self._deferred.ready())
+                arrived = self._deferred.ready()
+                if not feed.has_more(ask=self._deferred.pending > 0):
+                    arrived += self._last_values()  # or the last info would come without them
+                self._collect(arrived)
                 if self._on_step is not None:
                     with self.lanes.given_back():
                         self._on_step(self.info())
@@ -318,30 +323,41 @@ class Loop:
         return self.step is not None and self.step.group_is_open
 
     def _end(self) -> None:
-        """Use a last partial group's gradients, read the last values, and hand the streams back."""
+        """Finish what was begun, hand out the last values, and hand the streams back."""
         try:
-            is_void = self._is_void or self._most == 0
-            if self.step is not None and self.step.group_is_open and not is_void:
-                self._use_last_group(self.step)
+            self._use_last_group()
         finally:
-            with self.lanes.on(self.lanes.forward):
-                self._deferred.flush()
-            if self._sync is not None:
-                self._sync.at_end(self._batches)
             try:
-                self._collect(self._deferred.drain())
+                self._collect(self._wait_for_values())
                 self._samples = sum(self._ranks.gathered(self._samples, self.device.ledger))
             finally:
                 self._close()
 
-    def _use_last_group(self, step: TrainingStep) -> None:
+    def _last_values(self) -> list[DeferredValues]:
+        """After the last batch: finish its group, and wait for the values still under way."""
+        self._use_last_group()
+        self._counted = self._progress()
+        return self._wait_for_values()
+
+    def _wait_for_values(self) -> list[DeferredValues]:
+        with self.lanes.on(self.lanes.forward):
+            self._deferred.flush()
+        if self._sync is not None:
+            self._sync.at_end(self._batches)
+        return self._deferred.drain()
+
+    def _use_last_group(self) -> None:
+        """Update with the gradients of a last partial group, if there is one."""
+        step = self.step
+        if step is None or not step.group_is_open or self._is_void or self._most == 0:
+            return
         try:
             with self.lanes.on(self.lanes.backward):
                 if step.before_last_update is not None:
                     step.before_last_update()
                 step.update()
         except BaseException:
-            step.recover(of_batch=False)
+            self._is_whole = step.recover(of_batch=False)
             raise
         self.lanes.backward_to_forward()
         if step.gate is not None:  # its batches were reported before it was known to be left out
@@ -387,6 +403,10 @@ class Loop:
         if not self._failed:
             self._non_finite.look(self._unreported[looked:], self.epoch)
         self._come_back, self._unreported, self._looked = self._unreported, (), 0
+        if self._on_values is not None:
+            with self.lanes.given_back():
+                for entry in self._come_back:
+                    self._on_values(entry.step, entry.values)
 
     def _with_last_update(self, come_back: list[DeferredValues]) -> list[DeferredValues]:
         """What is known of a last partial group's update belongs to its last batch."""

@@ -168,6 +168,13 @@ class PrefetchIterator:
         self.loader_state, self._last_drawn_from = slot.loader_state, slot.drawn_from
         return slot.batch
 
+    def has_more(self, *, ask: bool) -> bool:
+        """Whether another batch, or an error, comes after the one handed out last. With a depth of
+        0 nothing was fetched ahead: then the loader is only asked if `ask`, else it may have."""
+        if ask and not self._under_way and self._source is not None:
+            self._pull()
+        return bool(self._under_way) or self._source is not None or self._error is not None
+
     def drawn_ahead(self, used: int) -> list[dict[str, Any]]:
         """Where the host's generators stood before each batch that was fetched, of those after the
         first `used` (the last that was handed out may not have been), and before the end."""
