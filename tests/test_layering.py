@@ -54,6 +54,8 @@ ROOMS = {
     "step": 2,
     "capturing": 2,
     "capturable": 2,
+    "python_state": 2,
+    "step_trace": 2,
     "trial": 2,
     "rates": 2,
     "engine_state": 2,

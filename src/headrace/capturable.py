@@ -27,8 +27,8 @@ _GLOBAL_HOOKS = (
         "of all optimizers",
     ),
 )
-# Not settings: what a scheduler remembers, and the tensors themselves.
-_NO_SETTINGS = ("params", "initial_lr", "max_lr", "min_lr", "swa_lr")
+# Not settings: what a scheduler remembers, the tensors themselves, and what a capture itself sets.
+_NO_SETTINGS = ("params", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
 def why_not(step: TrainingStep) -> str | None:
@@ -75,29 +75,49 @@ def _why_not_spread(step: TrainingStep) -> str | None:
     return None
 
 
-def prepare(step: TrainingStep) -> None:
-    """Let the optimizer keep all it counts on the device, and read its rates from there.
+class Prepared:
+    """An optimizer that keeps all it counts on the device, and reads its learning rates from there.
 
     Fused optimizers give the same numbers, bit for bit, either way; of the others the capturable
-    kind differs from the plain one in the last digits.
+    kind differs from the plain one in the last digits. So this is done when a graph is captured,
+    and undone if that comes to nothing.
     """
-    by_tensor = all(
-        "capturable" in group or group.get("fused") for group in step.optimizer.param_groups
-    )
-    for group in step.optimizer.param_groups:
-        if "capturable" in group:
+
+    def __init__(self, step: TrainingStep) -> None:
+        self._step, self._rates = step, step.rates
+        groups: list[dict[str, Any]] = step.optimizer.param_groups
+        self._plain = [g for g in groups if "capturable" in g and not g["capturable"]]
+        for group in self._plain:
             group["capturable"] = True
-    for state in step.optimizer.state.values():
-        for name, value in state.items():
-            if isinstance(value, torch.Tensor) and value.dim() == 0:  # counts, and products of them
-                state[name] = value.to(step.device.torch_device)
-    # It would warn that steps run uncaptured: some are meant to.
-    step.optimizer._warned_capturable_if_run_uncaptured = True
-    step.rates = LearningRates(step.device, step.optimizer) if by_tensor else None
+        #: The counts, and products of counts, that lay on the host.
+        self._counts: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for state in step.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    self._counts.append((state, name, value))
+                    state[name] = value.to(step.device.torch_device)
+        # It would warn that steps run uncaptured: some are meant to.
+        step.optimizer._warned_capturable_if_run_uncaptured = True
+        by_tensor = _takes_rates_as_tensors(step)
+        step.rates = LearningRates(step.device, step.optimizer) if by_tensor else None
+
+    def undo(self) -> None:
+        """The optimizer is what it was: no update has been made since."""
+        for group in self._plain:
+            group["capturable"] = False
+        for state, name, value in self._counts:
+            state[name] = value
+        self._step.rates = self._rates
+
+
+def _takes_rates_as_tensors(step: TrainingStep) -> bool:
+    groups = step.optimizer.param_groups
+    return all("capturable" in group or group.get("fused") for group in groups)
 
 
 def release(step: TrainingStep) -> None:
-    """Undo `prepare`, as far as a plan without graphs is better without it."""
+    """Let go of what only graphs need. An optimizer that has trained as a capturable one stays
+    that: it would count on from another number."""
     step.rates = None
     if step.keeps_gradients:
         step.keeps_gradients = False
@@ -116,11 +136,12 @@ def forget_gradients(step: TrainingStep, *, keep: set[int]) -> None:
 def settings(step: TrainingStep) -> tuple[Hashable, ...]:
     """The settings that a graph would keep as they were when it was captured: the optimizer's,
     and ours."""
+    by_tensor = _takes_rates_as_tensors(step)
     decay = None if step.ema is None else step.ema.decay
     frozen: list[tuple[str, Any]] = [("clip_norm", step.clip_norm), ("ema_decay", decay)]
     for group in step.optimizer.param_groups:
         for name, value in group.items():
-            if name in _NO_SETTINGS or (name == "lr" and step.rates is not None):
+            if name in _NO_SETTINGS or (name == "lr" and by_tensor):
                 continue
             frozen.append((name, id(value) if isinstance(value, torch.Tensor) else value))
     return tuple(frozen)

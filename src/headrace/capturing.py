@@ -1,14 +1,17 @@
 """Training steps as graphs: forward, loss, backward, clipping and update, captured by shape.
 
-A shape's first batches are launched one by one, as ever: the last is watched for what a graph
-could not repeat, and all of them train. Then the step is captured, which runs nothing, and from
-that batch on it is replayed. With accumulation the update is a graph of its own. Whatever cannot
-be captured is launched one by one, and why is said once.
+A shape's first batches are launched one by one, and train as ever. The last two are watched: for
+what no graph can repeat (a host wait, say), and for what differs between them, since a graph would
+repeat what Python decided at capture. Then the step is captured, which runs nothing, and from that
+batch on it is replayed, for as long as the Python values that it was captured with stay the same.
+With accumulation the update is a graph of its own. A step that cannot be captured is launched one
+by one, as if no graph had been asked for, and the log says why, once.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -17,14 +20,18 @@ from typing import Any
 import torch
 
 from headrace import batches, capturable
-from headrace.compiling import loss_as
+from headrace.compiling import CompiledLoss, loss_as, loss_of
 from headrace.errors import CaptureError
 from headrace.graphs import Captured, GraphCache, signature
 from headrace.lossparts import LossParts
 from headrace.plan import Plan
+from headrace.python_state import PythonState
+from headrace.randomstates import host_states, set_host_states
 from headrace.sites import line_of_error
 from headrace.step import TrainingStep
+from headrace.step_trace import StepTrace, Storage, Tracing, storages
 from headrace.trial import TRIAL_STEPS, Trial
+from headrace.wrapped import bare
 
 log = logging.getLogger("headrace")
 Report = Callable[[LossParts], None]
@@ -33,6 +40,10 @@ Report = Callable[[LossParts], None]
 _STEADY_BATCHES = 10
 _MOST_CHANGES = 3
 _DDP_WARM_UP = 11
+# Two batches of a shape in a row must do the same: so many are compared before it is given up.
+_MOST_WATCHED = 6
+# A batch's operations take memory to remember: shapes of which one batch was watched so far.
+_MOST_REMEMBERED = 8
 _SOME_ONLY = "some parameters get gradients from some batches only"
 
 
@@ -61,8 +72,11 @@ class GraphedStep:
         self._plan = plan
         self._trial = Trial() if plan.graphs == "auto" else None
         # DDP arranges its buckets anew, and measures itself, in its first steps: after those, a
-        # step is what it will be.
-        self._watch_after = plan.graph_after + (_DDP_WARM_UP if step.spread == "ddp" else 0)
+        # step is what it will be. A loss that is compiled, is so with its first batch.
+        compiles = isinstance(step.loss, CompiledLoss)
+        warm_up = (_DDP_WARM_UP if step.spread == "ddp" else 0) + compiles
+        self._watch_after = plan.graph_after + warm_up
+        self._watch_from = max(self._watch_after - 1, 1 + compiles)
         after = self._watch_after + (TRIAL_STEPS if self._trial is not None else 0)
         self._graphs: GraphCache[LossParts] = GraphCache(
             self._device, most=plan.graph_shapes, after=after
@@ -75,13 +89,19 @@ class GraphedStep:
         self._since_change = self._changes = 0
         self._replays = self._one_by_one = 0
         self._key: Hashable = None
+        # What the loss function can read besides the batch, and what its last runs computed.
+        self._python: PythonState | None = None
+        self._traces: dict[int, StepTrace] = {}  # by a shape's hash
+        self._differences: Counter[int] = Counter()
+        # Shapes of which two batches did the same, and what else they read.
+        self._agreed: dict[int, list[torch.Tensor]] = {}
+        self._made: set[Storage] = set()
+        self._prepared: capturable.Prepared | None = None
         self._decision: str | None = None
         self._why: str | None = None
         step.before_last_update = self._forget_unreached
         obstacle = capturable.why_not(step)
-        if obstacle is None:
-            capturable.prepare(step)
-        else:
+        if obstacle is not None:
             self._give_up(obstacle)
 
     def train(self, batch: Any, report: Report) -> bool:
@@ -92,7 +112,7 @@ class GraphedStep:
             self._replay(captured, batch, report)
             return True
         self._one_by_one += 1
-        if self._why is None and self._graphs.uses(self._key) == self._watch_after:
+        if self._why is None and self._is_to_be_watched():
             self._watch(batch, report)
         else:
             self._launch(batch, report)
@@ -114,14 +134,21 @@ class GraphedStep:
     def state_dict(self) -> dict[str, Any]:
         """What `graphs="auto"` has decided: measured anew, it might decide otherwise."""
         pays = None if self._trial is None else self._trial.pays
-        return {"pays": pays, "decision": self._decision}
+        return {
+            "pays": pays,
+            "decision": self._decision,
+            "prepared": self._prepared is not None,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Also: the optimizer has another state, and the settings that came with it."""
         self._drop_graphs()
         self._step.reached = self._with_gradients() if self._step.group_is_open else set()
-        if self._step.rates is not None or self._why is None:
-            capturable.prepare(self._step)
+        # An optimizer that had been made capturable goes on as one, as all did in older states.
+        if state is not None and state.get("prepared", self._why is None):
+            self._prepared = capturable.Prepared(self._step)
+        elif self._prepared is not None:
+            self._prepared, self._step.rates = None, None
         pays = None if state is None else state["pays"]
         if self._trial is not None and pays is not None and self._why is None:
             self._trial.pays, self._decision = pays, state["decision"] if state else None
@@ -151,20 +178,27 @@ class GraphedStep:
             self._look_at_settings()
             self._key = signature(batch)
             captured = self._graphs.find(self._key)
-            if captured is None and self._graphs.is_due(self._key) and self._step.updates > 0:
+            if captured is None and self._is_due():
                 captured = self._capture(batch)  # None: not yet
         except CaptureError as problem:
             self._give_up(_told(problem))
             return None
         return captured
 
-    def _launch(self, batch: Any, report: Report) -> None:
-        step = self._step
+    def _is_due(self) -> bool:
+        agreed = hash(self._key) in self._agreed
+        return agreed and self._graphs.is_due(self._key) and self._step.updates > 0
+
+    def _launch(self, batch: Any, report: Report, tracing: Tracing | None = None) -> None:
+        step, traced = self._step, tracing or nullcontext()
         with self._timed(replay=False):
-            parts = step.forward(batch)
+            with traced:
+                parts = step.forward(batch)
             if step.gate is None:
                 report(parts)
-            with self._noting_reached() if step.keeps_gradients else nullcontext():
+            if tracing is not None:
+                tracing.trace.returned = parts.numbers()
+            with self._noting_reached() if step.keeps_gradients else nullcontext(), traced:
                 step.backward(parts)
             if updated := step.group_is_full:
                 self._forget_unreached()
@@ -172,12 +206,63 @@ class GraphedStep:
             if step.gate is not None:
                 report(step.gate.marked(parts, updated=updated))
 
+    # --- before a capture: would a graph repeat what the step does? -------------------------------
+
+    def _is_to_be_watched(self) -> bool:
+        uses, key = self._graphs.uses(self._key), hash(self._key)
+        if key in self._agreed or uses < self._watch_from:
+            return False
+        # A loader that never repeats a shape must not be watched for ever.
+        return (
+            key in self._traces or uses >= self._watch_after or len(self._traces) < _MOST_REMEMBERED
+        )
+
     def _watch(self, batch: Any, report: Report) -> None:
-        """The last batch before a capture: is there anything that a graph could not repeat?"""
+        """Train on a batch, and look for what a graph could not repeat."""
+        tracing = Tracing(self._device, until=GraphedStep._launch.__code__)
+        known = storages([*self._known(), *batches.flatten(batch)])
         with loss_as(self._step, "plain"), self._device.watch() as obstacles:
-            self._launch(batch, report)
+            self._launch(batch, report, tracing)
         if obstacles:
             self._give_up("; ".join(dict.fromkeys(map(str, obstacles[:3]))))
+            return
+        trace = tracing.trace
+        known |= storages(self._known())
+        trace.read = {one: read for one, read in trace.read.items() if one not in known}
+        for storage, read in trace.read.items():
+            if storage in self._made:
+                where = "" if read.line is None else f" at {read.line}"
+                self._give_up(
+                    f"the step reads{where} a tensor that it made for an earlier batch, and a "
+                    "graph would go on with the old one: keep one tensor, and write to it in place"
+                )
+                return
+        self._made = {one for one in self._made | trace.survivors() if not one.expired()}
+        self._compare(trace)
+
+    def _compare(self, trace: StepTrace) -> None:
+        """With the batch of this shape before. Two that did the same may be captured."""
+        key = hash(self._key)
+        before = self._traces.pop(key, None)
+        difference = None if before is None else trace.difference(before)
+        if before is not None and difference is None:
+            self._agreed[key] = [read.tensor for read in trace.read.values()]
+            return
+        if difference is not None:
+            self._differences[key] += 1
+            if self._differences[key] == _MOST_WATCHED - 1:
+                self._give_up(f"the step is not the same for each batch: {difference}")
+                return
+        if len(self._traces) == _MOST_REMEMBERED:
+            self._traces.pop(next(iter(self._traces)))
+        self._traces[key] = trace
+
+    def _known(self) -> list[torch.Tensor]:
+        """Tensors that a step may read: they stay where they are, or it is noticed."""
+        step = self._step
+        found = [*capturable.tensors_of(step), *step.own_tensors()]
+        found += [p.grad for p in step.parameters() if p.grad is not None]
+        return found + (self._python.tensors() if self._python is not None else [])
 
     def _replay(self, captured: Captured[LossParts], batch: Any, report: Report) -> None:
         step = self._step
@@ -240,33 +325,57 @@ class GraphedStep:
         obstacle = capturable.why_not(step)
         if obstacle is not None:
             raise CaptureError(obstacle)
-        if step.rates is not None:
-            step.rates.write()
         if step.accumulate > 1 and not self._gradients_are_kept():
             return None
-        kept = capturable.Kept(step)
-        try:
-            captured = self._graphs.capture(self._key, batch, self._device_part)
-            replaced = kept.replaced()
-            if replaced is not None:
-                raise CaptureError(
-                    f"the model replaces {replaced} in its forward, and a graph would go on with "
-                    "the old one: write to it in place"
-                )
-            if kept.state_changed():
-                self._graphs.drop(self._key)
-                return None
-            if step.keeps_gradients and (
-                kept.gradients_changed() or self._step.reached != self._with_gradients()
-            ):
-                raise CaptureError(_SOME_ONLY)
-            self._reached_by[self._key] = frozenset(self._step.reached)
-        finally:
-            kept.restore()
-            self._step.reached.clear()
+        with self._preparing() as succeeded:
+            kept = capturable.Kept(step)
+            try:
+                captured = self._graphs.capture(self._key, batch, self._device_part)
+                replaced = kept.replaced()
+                if replaced is not None:
+                    raise CaptureError(
+                        f"the model replaces {replaced} in its forward, and a graph would go on "
+                        "with the old one: write to it in place"
+                    )
+                if kept.state_changed():
+                    self._graphs.drop(self._key)
+                    return None
+                if step.keeps_gradients and (
+                    kept.gradients_changed() or self._step.reached != self._with_gradients()
+                ):
+                    raise CaptureError(_SOME_ONLY)
+                self._reached_by[self._key] = frozenset(self._step.reached)
+            finally:
+                kept.restore()
+                self._step.reached.clear()
+            if self._python is not None and (changed := self._python.changed_in(put_back=True)):
+                raise CaptureError(str(changed))
+            succeeded()
         self._addresses = capturable.addresses(step)
-        self._held = capturable.tensors_of(step)  # a graph must not outlive its memory
+        self._settings = capturable.settings(step)
+        # A graph must not outlive its memory.
+        self._held += [*self._known(), *self._agreed[hash(self._key)]]
         return captured
+
+    @contextmanager
+    def _preparing(self) -> Iterator[Callable[[], None]]:
+        """Inside the block the step can be captured. Unless what is yielded is called, all is then
+        as before: the optimizer, the host's random generators, and what the loss function keeps."""
+        drawn_from, succeeded = host_states(), []
+        prepared = capturable.Prepared(self._step) if self._prepared is None else None
+        if self._step.rates is not None:
+            self._step.rates.write()
+        try:
+            yield lambda: succeeded.append(True)
+        finally:
+            if succeeded:
+                self._prepared = self._prepared or prepared
+            else:
+                set_host_states(drawn_from)
+                if self._python is not None:
+                    self._python.put_back()
+                if prepared is not None:
+                    prepared.undo()
 
     # --- accumulation: gradients that keep their memory -------------------------------------------
 
@@ -328,22 +437,35 @@ class GraphedStep:
                 handle.remove()
 
     def _look_at_settings(self) -> None:
-        settings = capturable.settings(self._step)
+        """Drop graphs that were captured with other numbers. If numbers change all the time, there
+        is no use for graphs."""
+        step, before = self._step, self._settings
+        settings = capturable.settings(step)
         self._since_change += 1
-        if settings == self._settings:
+        if self._python is None:
+            self._python = PythonState(step.device, loss_of(step), bare(step.model))
+            if (iterator := self._python.iterator()) is not None:
+                raise CaptureError(f"the loss function draws from an iterator: {iterator}")
+        changed = self._python.changed()
+        if settings == before and changed is None:
             return
-        if self._settings is not None:
+        if before is not None:
             self._changes += self._since_change < _STEADY_BATCHES
             if self._changes == _MOST_CHANGES:
-                name = capturable.changed_setting(self._settings, settings)
                 raise CaptureError(
-                    f"the optimizer's {name} changes from step to step, and a graph keeps it as it "
-                    "was (a scheduler's cycle_momentum, say; SGD's lr needs fused=True)"
+                    str(changed)
+                    if changed is not None
+                    else f"the optimizer's {capturable.changed_setting(before, settings)} changes "
+                    "from step to step, and a graph keeps it as it was (a scheduler's "
+                    "cycle_momentum, say; SGD's lr needs fused=True)"
                 )
             self._drop_graphs()
-            # A group that was added, or a checkpoint that was loaded, may bring others.
-            capturable.prepare(self._step)
-            settings = capturable.settings(self._step)
+            self._agreed.clear()
+            self._traces.clear()
+            if settings != before and self._prepared is not None:
+                # A group that was added, or a checkpoint that was loaded, may bring others.
+                self._prepared = capturable.Prepared(step)
+                settings = capturable.settings(step)
         self._settings, self._since_change = settings, 0
 
     def _give_up(self, why: str) -> None:

@@ -71,6 +71,11 @@ class CompiledLoss:
         )
 
 
+def loss_of(step: TrainingStep) -> LossFunction:
+    """The step's loss function as the user wrote it."""
+    return step.loss.plain if isinstance(step.loss, CompiledLoss) else step.loss
+
+
 @contextmanager
 def loss_as(step: TrainingStep, mode: Literal["plain", "compiled"]) -> Iterator[None]:
     """Inside the block the step's loss function, if it is one to be compiled, runs as it was

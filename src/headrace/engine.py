@@ -47,9 +47,9 @@ class Engine:
     `loss(model, batch)` returns a 0-dim tensor, or a dict with `loss`, optionally `weight`, and
     metrics. `device` is where the model lies, unless given. `scheduler` is stepped after each
     update, or each epoch with `scheduler_every="epoch"`. `precision` overrides the plan's.
-    `on_step(info)` is called after each batch with a `StepInfo`, `on_epoch(result)` after each epoch
-    with an `EpochResult`. `on_values(step, values)` is called once for each batch, in order, as soon
-    as its values are on the host: also for those that arrive after a `break` or an error.
+    `on_step(info)` is called after each batch with a `StepInfo`, `on_epoch(result)` after each
+    epoch with an `EpochResult`. `on_values(step, values)` is called once for each batch, in order,
+    as soon as its values are on the host: also for those that arrive after a `break` or an error.
 
     The model may be DDP's or FSDP2's (`fully_shard`): then each rank's engine is given that rank's
     batches, and losses and metrics are those of all ranks together (docs/scaling.md).

@@ -43,6 +43,14 @@ class LossParts:
                 raise StepError(f"{name!r} is a {type(value).__name__}: expected a number")
         return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
 
+    def numbers(self) -> dict[str, float]:
+        """The values that are Python numbers: these are not on the device."""
+        return {
+            name: float(value)
+            for name, value in self.values.items()
+            if not isinstance(value, torch.Tensor)
+        }
+
     def without_weight(self) -> LossParts:
         """The same, counting for nothing."""
         return LossParts(self.loss, 0, self.weighted, self.values)

@@ -118,6 +118,10 @@ class Gate:
         self._bad, self._count, self._never = zero(), zero(), zero()
         self._shut = zero()
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it keeps on the device."""
+        return [self._bad, self._count, self._never, self._shut]
+
     def see_loss(self, loss: torch.Tensor) -> None:
         """Of each batch in a group."""
         self._bad.add_(loss.detach().isfinite().logical_not())

@@ -9,7 +9,7 @@ import traceback
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 
 import torch
 
@@ -39,6 +39,16 @@ def users_line() -> Site:
         frame = frame.f_back
     assert innermost is not None
     return Site(innermost.f_code.co_filename, innermost.f_lineno)
+
+
+def users_line_inside(caller: CodeType) -> Site | None:
+    """The innermost line of the user's that is under way inside a call of `caller`, if any."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not caller:
+        if is_users(frame.f_code.co_filename):
+            return Site(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return None
 
 
 def line_of_error(where: TracebackType | None) -> Site | None:

@@ -318,6 +318,14 @@ class TrainingStep:
         """What the optimizer updates."""
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
+    def own_tensors(self) -> list[torch.Tensor]:
+        """What a step reads that is neither the model's nor the optimizer's, but ours."""
+        found = [] if self.weight.value is None else [self.weight.value]
+        if self.gate is not None:
+            found += self.gate.tensors()
+        scale = None if self.scaler is None else self.scaler._scale
+        return found if scale is None else [*found, scale]
+
     def _gradients(self) -> list[torch.Tensor]:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
