@@ -445,7 +445,12 @@ class GraphedStep:
         if self._python is None:
             self._python = PythonState(step.device, loss_of(step), bare(step.model))
             if (iterator := self._python.iterator()) is not None:
-                raise CaptureError(f"the loss function draws from an iterator: {iterator}")
+                name, line = iterator
+                where = "" if line is None else f" ({line})"
+                raise CaptureError(
+                    f"the loss function draws from the iterator {name}{where}, and a graph would "
+                    "repeat what it drew at capture: let the loader draw from it, for each batch"
+                )
         changed = self._python.changed()
         if settings == before and changed is None:
             return

@@ -127,8 +127,8 @@ class PythonState:
         """Undo what has changed since the last look, after a step that is not to count."""
         self._found.put_back()
 
-    def iterator(self) -> Changed | None:
-        """An iterator that the code draws from: what it gives next cannot be compared."""
+    def iterator(self) -> tuple[str, Site | None] | None:
+        """An iterator that the code draws from, and the line: what it gives next cannot be told."""
         return self._found.iterator
 
     def tensors(self) -> list[torch.Tensor]:
@@ -292,8 +292,9 @@ class _Walk:
             known = len(self._names)
             self.places: list[_Place] = []
             self.tensors: list[torch.Tensor] = []
-            self.iterator: Changed | None = None
+            self.iterator: tuple[str, Site | None] | None = None
             self._seen: set[int] = set()
+            self._classes: set[type] = set()
             self._kept: list[object] = []  # an id stays an object's own for as long as it lives
             self._value(loss, _name_of(loss), 0)
             self._value(model, type(model).__name__, 0)
@@ -395,8 +396,9 @@ class _Walk:
 
     def _class(self, kind: type, name: str, depth: int) -> None:
         """The methods that are named, or called by a sign (`x[0]`, `x()`), and class attributes."""
-        if not self._is_new(kind):
+        if kind in self._classes:
             return
+        self._classes.add(kind)
         for attribute, member in list(vars(kind).items()):
             dunder = attribute.startswith("__") and attribute.endswith("__")
             if attribute in _NOT_CALLED or not (dunder or attribute in self._names):
@@ -458,9 +460,10 @@ class _Walk:
         elif isinstance(value, numpy.random.Generator):
             bits: Any = value.bit_generator
             self._ask(name, lambda: repr(bits.state))
-        elif isinstance(value, numpy.ndarray):
-            if value.size <= _LARGE and value.dtype != object:
-                self._ask(name, value.tobytes)
+        elif _has_bytes(value):  # an array, a ctypes number, mapped memory
+            self._ask(name, lambda: _bytes_of(value))
+        elif callable(getattr(value, "get_obj", None)):  # multiprocessing.Value
+            self._value(value.get_obj(), name, depth + 1)
         elif isinstance(value, torch.optim.Optimizer):
             if "param_groups" in self._names:
                 for at, group in enumerate(value.param_groups):
@@ -478,7 +481,7 @@ class _Walk:
             self._ask(name, lambda: value.cache_info().misses)
             self._value(value.__wrapped__, name, depth + 1)
         elif isinstance(value, Iterator) and not self._is_own(_file_of(type(value))):
-            self.iterator = self.iterator or Changed(name, self._line_naming(name), False)
+            self.iterator = self.iterator or (name, self._line_naming(name))
         elif isinstance(value, UserDict | UserList):
             self._value(value.data, name, depth + 1)
         elif isinstance(getattr(value, "queue", None), deque | list):
@@ -536,6 +539,7 @@ _NAMES_AN_ATTRIBUTE = (
     "LOAD_SUPER_ATTR",
     "LOAD_CONST",
 )
+_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 _CACHED = type(functools.lru_cache(lambda: None))
 _NOT_CALLED = {
     "__init__",
@@ -594,7 +598,7 @@ def _lines_naming(code: types.CodeType, word: str) -> list[tuple[int, bool]]:
         if isinstance(value, str):
             named.add(value)
         stores = instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or (
-            instruction.opname.startswith("STORE_") and value == word
+            instruction.opname in _STORES and value == word
         )
         lines[line] = (named, changes or stores or value in _CHANGING)
     return [(line, changes) for line, (named, changes) in lines.items() if word in named]
@@ -611,6 +615,17 @@ def _functions_of(member: Any) -> list[Any]:
     else:
         found = [member]
     return [one for one in found if isinstance(one, types.FunctionType | _CACHED)]
+
+
+def _has_bytes(value: Any) -> bool:
+    try:
+        return memoryview(value).nbytes <= _LARGE * 64
+    except (TypeError, ValueError):
+        return False
+
+
+def _bytes_of(value: Any) -> bytes:
+    return memoryview(value).tobytes()
 
 
 def _content(cell: types.CellType) -> Any:
@@ -636,7 +651,7 @@ def _name_of(loss: object) -> str:
 
 def _file_of(kind: type) -> str:
     """Where a class was made. One that has no file, as in a notebook, is nobody's library."""
-    if kind.__module__ == "builtins":
+    if kind.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return ""
     module = sys.modules.get(kind.__module__)
     return getattr(module, "__file__", None) or f"<{kind.__module__}>"

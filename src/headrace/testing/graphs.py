@@ -58,14 +58,17 @@ class Mark:
 @dataclass(frozen=True, slots=True)
 class _Arithmetic:
     """An operator's call, to be made again. Its new tensors, by their position in the result, are
-    copied into those that the capture made."""
+    copied into those that the capture made. `trains` is whether gradients were on: some operators
+    return more then (an LSTM, what its backward needs)."""
 
     func: Any
     args: Any
     kwargs: Any
     outputs: Sequence[tuple[int, torch.Tensor]] = ()
+    trains: bool = False
 
     def run(self) -> None:
+        torch._C._set_grad_enabled(self.trains)  # until `unseen` ends
         result = self.func(*self.args, **self.kwargs)
         if self.outputs:
             found = tensors(result)
@@ -192,6 +195,7 @@ class Tape:
     def ended(self, operation: Operation, result: Any, fresh: Sequence[torch.Tensor]) -> None:
         """Remember an operation's arithmetic. Numbers on the host are taken now, once for all."""
         keys = {storage_key(tensor) for tensor in fresh}
+        trains = torch.is_grad_enabled()
         with unseen():
             outputs = [
                 (position, tensor.data)
@@ -201,7 +205,7 @@ class Tape:
             args, kwargs = (
                 self._live(part, bake=True) for part in (operation.args, operation.kwargs)
             )
-            self.arithmetic.append(_Arithmetic(operation.func, args, kwargs, outputs))
+            self.arithmetic.append(_Arithmetic(operation.func, args, kwargs, outputs, trains))
 
     def copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
         """Remember a copy: from pinned memory, what is there when it is replayed."""
