@@ -22,7 +22,10 @@ from headrace.sites import Site, users_line_inside
 
 __all__ = ["Read", "StepTrace", "Storage", "Tracing", "storages"]
 
-_NUMBERS = (int, float, complex, bool, str)
+_NUMBERS = (
+    *(int, float, complex, bool, str, type(None)),
+    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +42,7 @@ class _Operation:
             self.name == other.name
             and self.shapes == other.shapes
             # As text: NaN is the same as NaN, and -0.0 is not 0.0.
-            and (self.numbers == other.numbers or repr(self.numbers) == repr(other.numbers))
+            and repr(self.numbers) == repr(other.numbers)
         )
 
 
@@ -149,10 +152,10 @@ class Tracing(TorchDispatchMode):
             if isinstance(value, torch.Tensor):
                 shapes.append((value.dtype, *value.shape))
                 self._reads(value, line, numbers)
-            elif isinstance(value, _NUMBERS) or value is None:
+            elif isinstance(value, _NUMBERS):
                 numbers.append(value)
-            else:
-                numbers.append(str(value))  # a type, a device, a layout
+            else:  # not its text: a storage's would be all of its numbers
+                numbers.append(type(value).__name__)
         name = str(func).removesuffix(".default").replace("aten.", "aten::")
         self.trace.operations.append(_Operation(name, tuple(numbers), tuple(shapes), line))
 
