@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -26,13 +27,14 @@ from headrace.halving import HalvingStep, require_halvable
 from headrace.loop import Loop, StepInfo
 from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.onebatch import Custom, Evaluation, StepFunction, Training
-from headrace.plan import Plan
+from headrace.plan import PLAN_VARIABLE, Plan, in_force
 from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult, Start
 from headrace.resuming import Place, tell_epoch
 from headrace.step import LossFunction, TrainingStep
 from headrace.wrapped import evaluating, where
 
+log = logging.getLogger("headrace")
 Steps = Generator[StepInfo, None, None]
 
 
@@ -135,6 +137,7 @@ class Engine:
         self, plan: Any, device: Any, precision: str | None, deterministic: bool, nvtx: bool
     ) -> None:
         self._precision = precision
+        self._told_of_other_plan = False
         self.plan = self._own(Plan.of(plan))
         self._next_plan: Plan | None = None
         self.device = open_device(device)
@@ -293,10 +296,20 @@ class Engine:
             self._follow_plan()
 
     def _own(self, plan: Plan) -> Plan:
-        """The plan with the engine's own precision, if it was given one."""
-        if self._precision is None or self._precision == plan.precision:
-            return plan
-        return replace(plan, precision=self._precision)  # type: ignore[arg-type]
+        """The plan with the engine's own precision, if it was given one; or the plan that the
+        environment puts in its place."""
+        if self._precision is not None and self._precision != plan.precision:
+            plan = replace(plan, precision=self._precision)  # type: ignore[arg-type]
+        used = in_force(plan)
+        if used != plan and not self._told_of_other_plan:
+            self._told_of_other_plan = True
+            log.warning(
+                "%s is set: this engine runs under plan %s instead of %s",
+                PLAN_VARIABLE,
+                used.name,
+                plan.name,
+            )
+        return used
 
     @property
     def updates(self) -> int:
