@@ -18,7 +18,7 @@ from headrace import capturable, engine_state
 from headrace.batchcache import BatchCache
 from headrace.buffers import KeptBuffers
 from headrace.capturing import GraphedStep, GraphReport
-from headrace.compiling import CompiledLoss
+from headrace.compiling import CompiledLoss, CompileReport
 from headrace.deferred import DeferredValues
 from headrace.device import Device, open_device
 from headrace.ema import Ema
@@ -163,8 +163,8 @@ class Engine:
             require_halvable(step, plan)
         if step is not None:
             step.set_precision(plan.precision)
-            compiled = plan.compile and self.device.compiles
-            step.loss = CompiledLoss(self._loss, self.device) if compiled else self._loss
+            compiles = plan.compile and self.device.compiles
+            step.loss = CompiledLoss(self._loss, self.device) if compiles else self._loss
             if plan.graphs == "off" or not self.device.captures:
                 capturable.release(step)
             else:
@@ -176,6 +176,14 @@ class Engine:
                 "plan %s: the step's kernels are launched one by one, not as a graph: %s",
                 plan.name,
                 whose,
+            )
+        report = self.compiled
+        if report is not None and report.why is not None:
+            self.device.say_once(
+                f"compile: {report.why}",
+                "plan %s: the step is not compiled and runs as it is: %s",
+                plan.name,
+                report.why,
             )
 
     # --- what is called --------------------------------------------------------------------------
@@ -280,7 +288,7 @@ class Engine:
             with closing(run.run()) as steps:
                 for _ in steps:
                     pass
-            return run.result()
+            return self._result_of(run)
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
         """Go on under another plan, from the next epoch on."""
@@ -330,6 +338,19 @@ class Engine:
     def graphs(self) -> GraphReport | None:
         """What became of the plan's graphs; None if it has none, or the device cannot."""
         return None if self._graphed is None else self._graphed.report()
+
+    @property
+    def compiled(self) -> CompileReport | None:
+        """Whether the step runs as compiled code, and why not; None if the plan does not ask for
+        that."""
+        if not self.plan.compile:
+            return None
+        if self._step is None:
+            return CompileReport(compiled=False, why="it is your own (Engine.from_step)")
+        loss = self._step.loss
+        if isinstance(loss, CompiledLoss):
+            return loss.report()
+        return CompileReport(compiled=False, why=f"Headrace compiles nothing for {self.device}")
 
     def close(self) -> None:
         """Let go of the device memory that the plan holds: graphs and cached batches. The engine
@@ -413,7 +434,10 @@ class Engine:
             self._running = None
             self._place.end(run, failed=failed)
             if run.ended:
-                self.last_result = run.result()
+                self.last_result = self._result_of(run)
+
+    def _result_of(self, run: Loop) -> EpochResult:
+        return replace(run.result(), compiled=self.compiled)
 
     def _finish(self, run: Loop) -> EpochResult:
         """Count the epoch that was just reported as done."""
