@@ -26,6 +26,9 @@ from headrace.bench.work import Training, Work, work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError, PlanError
 from headrace.plan import PRESETS
+from headrace.report.bench_page import bench_page
+from headrace.report.bench_result import bench_result
+from headrace.report.fields import Fields
 from headrace.testing import Costs, FakeDevice
 from headrace.timeline import Span, Timeline
 
@@ -420,6 +423,9 @@ class TestFailures:
             def graphs(self) -> None:
                 return None
 
+            def compiled(self) -> None:
+                return None
+
             def close(self) -> None:
                 alive.discard(self.name)
 
@@ -544,6 +550,91 @@ class TestRecord:
             BenchResult.read(tmp_path / "bytes.json")
         with pytest.raises(BenchError, match="is not a result"):
             BenchResult.from_dict([])
+
+
+class CompilingFake(FakeDevice):
+    compiles = True
+
+
+def page_of(result: BenchResult) -> str:
+    stored = Fields("r.json", "", json.loads(result.to_json()))
+    return bench_page(bench_result(stored), "r.json")
+
+
+class TestNotCompiled:
+    """`max` where the compiler fails: captured, and told apart from compiled."""
+
+    @pytest.fixture
+    def result(self, monkeypatch: pytest.MonkeyPatch) -> BenchResult:
+        def broken(*_: Any) -> Any:
+            raise torch._dynamo.exc.InternalTorchDynamoError("broken on purpose")
+
+        monkeypatch.setattr(torch, "compile", lambda function: broken)
+        with CompilingFake(costs=Costs(launch_us=30.0)) as fake:
+            plans = "baseline,graph,max,max"
+            return bench(find_work("mlp", SMALL), fake, plans).run()
+
+    def test_the_result_says_why(self, result: BenchResult) -> None:
+        why = "InternalTorchDynamoError: broken on purpose"
+        for name in ("max", "max#2"):
+            row = BenchResult.from_dict(json.loads(result.to_json())).row(name)
+            assert row.compiled is not None
+            assert (row.compiled["compiled"], row.compiled["why"]) == (False, why)
+            assert (row.is_captured, row.is_compiled, row.ran_as_meant) == (True, False, False)
+            assert any(why in note for note in row.notes)
+        assert result.row("graph").compiled is None
+        assert result.row("graph").ran_as_meant
+        assert result.verdict.take != "max"
+
+    def test_its_row_says_so(self, result: BenchResult) -> None:
+        text = text_of(result)
+        assert re.search(r"^ max, uncompiled .* (identical|within \S+)$", text, re.MULTILINE)
+        assert re.search(r"^ graph  ", text, re.MULTILINE)
+        assert "max#2: the step is not compiled: InternalTorchDynamoError" in text
+
+    def test_the_page_says_so(self, result: BenchResult) -> None:
+        page = page_of(result)
+        label = '<span class="badge" title="InternalTorchDynamoError: broken on purpose">'
+        assert f"max {label}not compiled</span>" in page
+        assert f"graph {label}" not in page
+        assert "the step is not compiled" in page
+
+    def test_also_if_it_is_a_later_shape_that_does_not_compile(self) -> None:
+        class Later:
+            lead_in, trained = 0, 0
+
+            def run(self, steps: int) -> Stretch:
+                self.trained += steps
+                return Stretch(steps, 0, 1)
+
+            def losses(self, batches: Any) -> tuple[float, ...]:
+                return ()
+
+            def graphs(self) -> None:
+                return None
+
+            def compiled(self) -> dict[str, Any]:
+                return {"compiled": self.trained < 5, "why": None if self.trained < 5 else "later"}
+
+            def close(self) -> None:
+                return
+
+        garage = Garage(open_device("cpu"), 2)
+        one = Contestant("max", "plan", Later)
+        for compiled in (True, False):
+            garage.attempt(one, lambda way: way.run(2))
+            assert one.compiled is not None
+            assert one.compiled["compiled"] is compiled
+
+    def test_a_device_that_compiles_and_captures_nothing(self) -> None:
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), "baseline,max").run()
+        assert re.search(r"^ max, eager ", text_of(result), re.MULTILINE)
+        notes = " ".join(result.row("max").notes)
+        assert "compiles nothing for cpu" in notes
+        assert "captures no graphs" in notes
+        page = page_of(result)
+        assert "not compiled</span>" in page
+        assert "not captured</span>" in page
 
 
 class TestText:

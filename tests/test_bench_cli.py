@@ -17,6 +17,7 @@ from typer.testing import CliRunner
 from headrace.bench.record import BenchResult
 from headrace.cli import app
 from headrace.cli_bench import Lines
+from headrace.cli_output import results_only
 from headrace.errors import BenchError, HeadraceError
 
 QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]
@@ -220,3 +221,197 @@ def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> 
     quiet("round 1 of 2", 0.0, None)
     quiet.end()
     assert len(written) == 3
+
+
+NOISY = """
+import atexit, ctypes, os, sys
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+C = ctypes.CDLL(None)
+kept = sys.stdout                                # a reference from before anything was redirected
+
+def say(where):
+    print("noise: print in", where)
+    kept.write(f"noise: kept stdout in {where}\\n")
+    os.write(1, f"noise: descriptor 1 in {where}\\n".encode())
+    C.printf(f"noise: C in {where}\\n".encode())      # stays in the C library's buffer
+
+say("import")
+atexit.register(say, "exit")
+
+class Data(Dataset):
+    def __len__(self):
+        return 8
+    def __getitem__(self, index):
+        say("a worker")
+        return torch.full((3,), float(index))
+
+def make_work():
+    say("make_work")
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    def loss(model, batch):
+        say("the loss")
+        return model(batch).mean()
+    return model, optimizer, loss, DataLoader(Data(), batch_size=4, num_workers=1)
+"""
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_json_is_all_that_is_on_stdout_whatever_the_work_prints(
+    tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "noisy.py").write_text(NOISY)
+    few = QUICK if command == "bench" else ["--steps", "2", "--repeats", "1", "--warmup", "1"]
+    ran = subprocess.run(
+        [
+            *(sys.executable, "-m", "headrace", command, "--json", "--device", "cpu", *few),
+            *("--work", "noisy:make_work", "--plans", "baseline,pipeline"),
+        ],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert ran.returncode == 0, ran.stderr
+    assert json.loads(ran.stdout)["work"]["name"] == "noisy:make_work"
+    for where in ("import", "make_work", "the loss", "a worker", "exit"):
+        for what in ("print", "kept stdout", "descriptor 1", "C"):
+            assert f"noise: {what} in {where}" in ran.stderr
+
+
+def test_stdout_comes_back_after_the_work(capfd: pytest.CaptureFixture[str]) -> None:
+    def fail() -> None:
+        with results_only():
+            print("inside")
+            os.write(1, b"inside, too\n")
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    print("after")
+    os.write(1, b"after, too\n")
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["after", "after, too"]
+    assert sorted(err.splitlines()) == ["inside", "inside, too"]
+
+
+OPTIONS = """
+import torch
+
+def make_work(
+    rows=4, rate=0.1, name="x", exact=False, anything=None, workers=2, prefetch_factor=2,
+    seed=0, typed: "int | None" = None,
+):
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    def loss(model, batch):
+        return model(batch).mean()
+    assert workers == 0, f"workers is {workers}"
+    return model, optimizer, loss, [torch.ones(rows, 3)]
+"""
+WRONG = [
+    ("rwos=3", "no option 'rwos' (did you mean 'rows'?)"),
+    ("rows=abc", "rows = 'abc': expected a whole number"),
+    ("rows=2.5", "rows = 2.5: expected a whole number"),
+    ("rows=true", "rows = True: expected a whole number"),
+    ("rows=", "rows = None: expected a whole number"),
+    ("rate=fast", "rate = 'fast': expected a number"),
+    ("name=7", """name = 7: expected text"""),
+    ("exact=1", "exact = 1: expected true or false"),
+    ("typed=x", "typed = 'x': expected a whole number or null"),
+    ("seed=3", "seed cannot be set: --seed sets it"),
+]
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize(("given", "told"), WRONG)
+def test_a_wrong_option_of_a_work_of_ones_own_is_exit_code_2(
+    here: Path, command: str, given: str, told: str
+) -> None:
+    (here / "of_options.py").write_text(OPTIONS)
+    which = ["--work", "of_options.py:make_work", "--device", "cpu", "--set", given]
+    found = CliRunner().invoke(app, [command, *which])
+    assert isinstance(found.exception, HeadraceError)
+    assert told in str(found.exception)
+    assert found.exception.exit_code == 2
+    assert not (here / "runs").exists()
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+@pytest.mark.parametrize("work", ["mlp", "of_options.py:make_work"])
+@pytest.mark.parametrize("given", ["batch=[1", "batch", "=3", "a: b: c=1: 2: 3"])
+def test_an_option_that_cannot_be_read_is_exit_code_2(
+    here: Path, command: str, work: str, given: str
+) -> None:
+    (here / "of_options.py").write_text(OPTIONS)
+    found = CliRunner().invoke(app, [command, "--work", work, "--device", "cpu", "--set", given])
+    assert found.exit_code == 2 or getattr(found.exception, "exit_code", None) == 2
+
+
+@pytest.mark.parametrize("given", ["preset=huge", "batch=0", "workers=-1", "pin=true"])
+def test_so_is_one_that_a_built_in_work_does_not_know(here: Path, given: str) -> None:
+    with pytest.raises(HeadraceError) as caught:
+        run("--work", "translation", "--set", given)
+    assert caught.value.exit_code == 2
+
+
+@pytest.mark.parametrize("work", ["mlp", "of_options.py:make_work"])
+def test_workers_may_be_none(here: Path, work: str) -> None:
+    (here / "of_options.py").write_text(OPTIONS)
+    code, out, _ = run("--work", work, "--set", "workers=0", "--plans", "baseline", "--json")
+    assert code == 0
+    assert json.loads(out)["work"]["options"]["workers"] == 0
+
+
+def test_a_value_that_is_missing_is_exit_code_2(here: Path) -> None:
+    (here / "needs.py").write_text("def make_work(rows):\n    pass\n")
+    with pytest.raises(HeadraceError, match="needs a value for rows: expected --set rows=") as it:
+        run("--work", "needs.py:make_work")
+    assert it.value.exit_code == 2
+
+
+STEP = """
+import torch
+def make_work():
+    G, D = torch.nn.Linear(4, 4), torch.nn.Linear(4, 1)
+    oG, oD = torch.optim.Adam(G.parameters()), torch.optim.Adam(D.parameters())
+    def step(batch):
+        return D(G(batch)).mean()
+    return {returned}
+"""
+
+
+@pytest.mark.parametrize(
+    ("returned", "found"),
+    [
+        ("torch.nn.ModuleList([G, D]), [oG, oD], step, [1]", "a list of 2 optimizers"),
+        ("[G, D], {'g': oG}, step, [torch.randn(2, 4)]", "a dict of 1 optimizer"),
+        ("G, oG, step, [torch.randn(2, 4)] * 4", "a function of the batch alone"),
+        ("dict(model=G, optimizer=oG, step=step, loader=[torch.randn(2, 4)])", "a step"),
+    ],
+)
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_a_step_of_ones_own_is_refused_with_what_to_do(
+    here: Path, command: str, returned: str, found: str
+) -> None:
+    (here / "gan.py").write_text(STEP.replace("{returned}", returned))
+    which = ["--work", "gan.py:make_work", "--device", "cpu"]
+    told = CliRunner().invoke(app, [command, *which]).exception
+    assert isinstance(told, BenchError)
+    assert f"gan.py:3: gan.py:make_work gave {found}, as for a step of your own" in str(told)
+    assert "Engine.from_step(step" in str(told)
+
+
+@pytest.mark.parametrize("command", ["bench", "tune"])
+def test_plans_are_not_compared_while_the_environment_replaces_them(
+    here: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    monkeypatch.setenv("HEADRACE_PLAN", "baseline")
+    found = CliRunner().invoke(app, [command, "--work", "mlp", "--device", "cpu"]).exception
+    assert isinstance(found, HeadraceError)
+    assert "unset HEADRACE_PLAN first" in str(found)
+    assert found.exit_code == 2
+    assert not (here / "runs").exists()

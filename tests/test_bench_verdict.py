@@ -72,6 +72,37 @@ def judged(rows: list[Row], noise: Noise | None = None) -> tuple[list[Row], Verd
     return with_scores, verdict_of(with_scores, "baseline", noise)
 
 
+class TestStillWaitsFor:
+    """What is left under the plan to take: a faster model may be faster than its loader."""
+
+    def test_a_loader_that_the_graph_has_overtaken(self) -> None:
+        """As measured with ViT-S/16: launches were the limit, then the loader is."""
+        rows = [row("baseline", 60, busy=9, data=1), row("pipeline", 58, busy=9, data=1)]
+        _, verdict = judged([*rows, row("graph", 31.7, busy=8.8, data=22.9)])
+        assert (verdict.waits_for, verdict.take) == ("launches", "graph")
+        assert verdict.take_waits_for == "data"
+        [said] = [text for text in verdict.sentences if "waits for data" in text]
+        assert said.startswith("Under graph training waits for data: 22.9 of 31.7 ms a step")
+        for remedy in ("num_workers", "prefetch_factor", "headrace tune"):
+            assert remedy in said
+
+    def test_also_where_no_gpu_is_seen(self) -> None:
+        _, verdict = judged([row("baseline", 10), row("pipeline", 5, data=3)])
+        assert (verdict.take, verdict.take_waits_for) == ("pipeline", "data")
+        assert any("Under pipeline training waits for data" in s for s in verdict.sentences)
+
+    def test_waits_that_the_gpu_does_not_notice_are_none(self) -> None:
+        _, verdict = judged([row("baseline", 36, busy=8), row("graph", 8.2, busy=8, data=7)])
+        assert (verdict.take, verdict.take_waits_for) == ("graph", "nothing")
+        assert not any("waits for data" in text for text in verdict.sentences)
+
+    def test_the_reference_itself_is_told_once(self) -> None:
+        _, verdict = judged([row("baseline", 60, busy=20, data=38)])
+        assert (verdict.waits_for, verdict.take_waits_for) == ("data", "data")
+        assert sum("waits for data" in text for text in verdict.sentences) == 1
+        assert "num_workers" in verdict.sentences[0]
+
+
 class TestWaitsFor:
     @pytest.mark.parametrize(
         ("rows", "expected", "said"),
@@ -119,7 +150,7 @@ class TestWaitsFor:
                 "busy 98% of the time",
             ),
             ([row("baseline", 41, busy=40), row("pipeline", 40.4, busy=40)], "nothing", "nothing"),
-            ([row("baseline", 2.0, data=1.0)], "data", "More workers"),
+            ([row("baseline", 2.0, data=1.0)], "data", "more workers"),
             ([row("baseline", 2.0)], "unknown", "cannot be seen here"),
         ],
     )
@@ -231,6 +262,15 @@ class TestTake:
         never_captured = replace(row("graph", 20), graphs=graphs)
         _, verdict = judged([row("baseline", 36), row("pipeline", 22), never_captured])
         assert verdict.take == "pipeline"
+
+    @pytest.mark.parametrize(("compiled", "taken"), [(True, "max"), (False, "graph")])
+    def test_a_step_that_was_not_compiled_is_not_advised_as_such(
+        self, compiled: bool, taken: str
+    ) -> None:
+        report = {"compiled": compiled, "why": None if compiled else "BackendCompilerFailed: …"}
+        most = replace(row("max", 12, equal="within"), compiled=report)
+        _, verdict = judged([row("baseline", 60), row("graph", 40), most])
+        assert verdict.take == taken
 
     def test_nothing_was_measured(self) -> None:
         _, verdict = judged([Row("baseline", "plan", error="out of memory: …")])

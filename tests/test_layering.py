@@ -80,6 +80,7 @@ ROOMS = {
     "doctor": 3,
     "cli_translation": 4,
     "cli_bench": 4,
+    "cli_output": 4,
     "cli_tune": 4,
     "cli_report": 4,
     "cli": 4,

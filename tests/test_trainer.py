@@ -21,6 +21,7 @@ from headrace.cli import app
 from headrace.errors import HeadraceError, TranslationError
 from headrace.metrics import read_metrics
 from headrace.plan import load_plan
+from headrace.testing import FakeDevice
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings
 from headrace.translation.assembly import assemble, prepared_for
 from headrace.translation.trained import load_weights
@@ -515,3 +516,43 @@ def test_a_runs_config_may_be_used_for_another(
     done = CliRunner().invoke(app, [*words, "--cache", str(corpus / "cache"), "--quiet"])
     assert done.exit_code == 0, done.exception
     assert load_plan(tmp_path / "other" / "exp" / "plan.yaml").plan.prefetch_depth == 3
+
+
+@pytest.mark.parametrize("other", [None, "baseline"])
+def test_another_plan_from_the_environment_keeps_the_batches(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    """With graphs the batches have few shapes: also if HEADRACE_PLAN leaves the graphs out."""
+    with FakeDevice() as fake:
+        monkeypatch.setattr("headrace.translation.assembly.open_device", lambda name: fake)
+        settings = TrainSettings.from_dict(
+            SMALL | {"data": [str(corpus)], "plan": "graph", "shapes": None, "precision": "fp32"}
+        )
+        data = prepared_for(settings, corpus / "cache")
+        if other is not None:
+            monkeypatch.setenv("HEADRACE_PLAN", other)
+        parts = assemble(settings, data)
+    assert parts.plan == parts.engine.plan
+    assert parts.plan.name == (other or "graph")
+    buckets = parts.loader.sampler._plan.buckets
+    assert buckets is not None
+
+
+def test_a_run_says_which_plan_it_has_and_that_it_is_not_compiled(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    settings = TrainSettings.from_dict(
+        SMALL | {"data": str(corpus / "pairs.tsv"), "plan": "max", "max_steps": 2}
+    )
+    for variable in ("", "event"):
+        monkeypatch.setenv("HEADRACE_PLAN", variable)
+        Trainer.create(settings, project=tmp_path, cache=corpus / "cache").run()
+    lines = " ".join(capfd.readouterr().err.split())
+    told = "plan max: the step is not compiled and runs as it is: Headrace compiles nothing for cpu"
+    assert lines.count(told) == 1
+    assert "HEADRACE_PLAN is set: this engine runs under plan event instead of max" in lines
+    assert "plan max (fp32) on CPU" in lines
+    assert "plan event (fp32) on CPU" in lines

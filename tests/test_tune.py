@@ -86,6 +86,25 @@ class TestMeasuring:
         assert baseline.peak_memory_bytes is not None
         assert baseline.took_s > 0
 
+    def test_a_step_that_is_not_compiled_is_no_candidate(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """It runs as the same plan without `compile` does, which is tried too."""
+
+        class Compiling(FakeDevice):
+            compiles = True
+
+        def broken(*_: Any) -> Any:
+            raise torch._dynamo.exc.InternalTorchDynamoError("broken on purpose")
+
+        monkeypatch.setattr(torch, "compile", lambda function: broken)
+        with Compiling(costs=FREE) as fake, self.measurer(fake, made_up(fake)) as measurer:
+            found = measurer.measure(candidate("max"), 10)
+        assert found.ms_per_step is None
+        assert found.failed == (
+            "the step is not compiled: InternalTorchDynamoError: broken on purpose"
+        )
+
     def test_what_comes_between_two_measurements_takes_time_too(self) -> None:
         now = [0.0]
         with (

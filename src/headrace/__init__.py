@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from headrace.buckets import BucketBatches, Buckets, PadToBuckets
     from headrace.busy import BusyWindow
     from headrace.capturing import GraphReport
+    from headrace.compiling import CompileReport
     from headrace.deferred import DeferredScalars, DeferredValues
     from headrace.device import Device, Event, Stream, available_devices, open_device
     from headrace.ema import Ema
@@ -42,6 +43,7 @@ _HOMES = {
     "BucketBatches": "buckets",
     "Buckets": "buckets",
     "BusyWindow": "busy",
+    "CompileReport": "compiling",
     "DeferredScalars": "deferred",
     "DeferredValues": "deferred",
     "Device": "device",
@@ -81,6 +83,7 @@ __all__ = [
     "BucketBatches",
     "Buckets",
     "BusyWindow",
+    "CompileReport",
     "DeferredScalars",
     "DeferredValues",
     "Device",

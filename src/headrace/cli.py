@@ -15,7 +15,7 @@ import typer
 from typer.core import TyperGroup
 
 import headrace
-from headrace import cli_bench, cli_report, cli_translation, cli_tune
+from headrace import cli_bench, cli_output, cli_report, cli_translation, cli_tune
 from headrace.errors import HeadraceError
 
 
@@ -53,6 +53,8 @@ def main() -> None:
     except HeadraceError as problem:
         typer.echo(f"error: {problem}", err=True)
         sys.exit(problem.exit_code)
+    finally:
+        cli_output.end_of_results()
 
 
 def _version(wanted: bool) -> None:

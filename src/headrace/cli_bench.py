@@ -9,12 +9,13 @@ import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from headrace.cli_output import results_only
 from headrace.errors import BenchError, HeadraceError
 
 _WORK = """\
@@ -88,6 +89,7 @@ def bench(
     from headrace.bench.runner import Bench
     from headrace.bench.text import text_of
     from headrace.device import open_device
+    from headrace.plan import refuse_replaced_plans
 
     if precision not in (None, "fp32", "tf32", "bf16", "fp16"):
         raise typer.BadParameter(
@@ -97,33 +99,35 @@ def bench(
         if not math.isfinite(value):
             raise typer.BadParameter(f"{value}: expected a finite number", param_hint=name)
     with typed_wrong():
+        refuse_replaced_plans("bench")
         if out is not None:
             check_place(out)
         given, on, progress = options_of(options or []), open_device(device), Lines(quiet)
         entries = entries_of(_listed(plans) or plans_here(on), precision)
         rivals = peers_of(_listed(peers))
-    with typed_wrong() if ":" not in work else nullcontext():
-        chosen = find_work(work, given, small=not on.asynchronous)
-    if not on.asynchronous and chosen.options != find_work(work, given).options:
-        progress.say(f"no GPU: a smaller {work}, {chosen.description}; --set makes it larger")
-    bench = Bench(
-        work=chosen,
-        device=on,
-        entries=entries,
-        peers=rivals,
-        steps=steps,
-        repeats=repeats,
-        warmup=warmup,
-        seed=seed,
-        precision=precision,
-        tolerance=tolerance,
-        compared_steps=compare,
-        watched_s=watch,
-        command=shlex.join(["headrace", *sys.argv[1:]]),
-        watcher=progress,
-    )
-    with _interrupted_by_sigterm() as asked:
-        result = bench.run()
+    with results_only():
+        with named_wrong(work):
+            chosen = find_work(work, given, small=not on.asynchronous)
+        if not on.asynchronous and chosen.options != find_work(work, given).options:
+            progress.say(f"no GPU: a smaller {work}, {chosen.description}; --set makes it larger")
+        bench = Bench(
+            work=chosen,
+            device=on,
+            entries=entries,
+            peers=rivals,
+            steps=steps,
+            repeats=repeats,
+            warmup=warmup,
+            seed=seed,
+            precision=precision,
+            tolerance=tolerance,
+            compared_steps=compare,
+            watched_s=watch,
+            command=shlex.join(["headrace", *sys.argv[1:]]),
+            watcher=progress,
+        )
+        with _interrupted_by_sigterm() as asked:
+            result = bench.run()
     progress.end()
     # Printed first: whatever becomes of the file, what was measured is not lost.
     typer.echo(result.to_json() if as_json else text_of(result))
@@ -144,6 +148,11 @@ def typed_wrong() -> Iterator[None]:
     except HeadraceError as problem:
         problem.exit_code = 2
         raise
+
+
+def named_wrong(work: str) -> AbstractContextManager[None]:
+    """The same while a work is looked up; but a function of the user's may fail by itself."""
+    return nullcontext() if ":" in work else typed_wrong()
 
 
 @contextmanager
@@ -204,8 +213,12 @@ def options_of(given: list[str]) -> dict[str, Any]:
             raise typer.BadParameter(f"{name.strip()} was given before", param_hint="--set")
         try:
             read = yaml.safe_load(value)
-        except yaml.YAMLError as problem:
-            raise BenchError(f"--set {one}: the value cannot be read") from problem
+        except yaml.YAMLError:
+            raise typer.BadParameter(
+                f"{one}: the value is not YAML; expected a number, a word or a list, in quotes if "
+                "need be",
+                param_hint="--set",
+            ) from None
         if isinstance(read, str):
             with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
                 read = float(read)

@@ -11,7 +11,8 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli_bench import check_place, options_of, typed_wrong
+from headrace.cli_bench import check_place, named_wrong, options_of, typed_wrong
+from headrace.cli_output import results_only
 from headrace.cli_translation import require_alone
 from headrace.errors import TuneError
 
@@ -80,6 +81,7 @@ def tune(
     # Before PyTorch is loaded: losses are compared with deterministic kernels.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from headrace.bench.finding import find_work
+    from headrace.plan import refuse_replaced_plans
     from headrace.rundir import replace_file
     from headrace.tune.settings import TuneSettings
     from headrace.tune.tuning import Stopped, Tuning
@@ -103,31 +105,32 @@ def tune(
     }
     given = {key: value for key, value in given.items() if value is not None}
     with typed_wrong():
+        refuse_replaced_plans("tune")
         if out is not None:
             check_place(out)
     told: dict[str, Any] = {
         "command": shlex.join(["headrace", *sys.argv[1:]]),
         "quiet": quiet,
     }
-    if resume is not None:
-        with typed_wrong():
-            typed = {"set" if key == "options" else key: value for key, value in given.items()}
-            require_alone(resume, project, {"name": name, **typed}, TuneError)
-        tuning = Tuning.resume(resume, **told)
-    else:
-        with typed_wrong():
-            settings = TuneSettings.from_dict(given, where="settings")
-            if ":" not in settings.work:  # a work of the user's own may fail by itself
+    with results_only():
+        if resume is not None:
+            with typed_wrong():
+                typed = {"set" if key == "options" else key: value for key, value in given.items()}
+                require_alone(resume, project, {"name": name, **typed}, TuneError)
+            tuning = Tuning.resume(resume, **told)
+        else:
+            with typed_wrong():
+                settings = TuneSettings.from_dict(given, where="settings")
+            with named_wrong(settings.work):
                 find_work(settings.work, dict(settings.options))
-        tuning = Tuning.create(settings, project=project or Path("runs/tune"), name=name, **told)
-    try:
-        result = tuning.run()
-    except Stopped as stopped:
-        typer.echo(
-            f"stopped by {stopped.signal}; go on with: headrace tune --resume {tuning.folder.path}",
-            err=True,
-        )
-        raise typer.Exit(130 if stopped.signal == "SIGINT" else 143) from None
+            runs = project or Path("runs/tune")
+            tuning = Tuning.create(settings, project=runs, name=name, **told)
+        try:
+            result = tuning.run()
+        except Stopped as stopped:
+            go_on = f"headrace tune --resume {tuning.folder.path}"
+            typer.echo(f"stopped by {stopped.signal}; go on with: {go_on}", err=True)
+            raise typer.Exit(130 if stopped.signal == "SIGINT" else 143) from None
     # Printed first: whatever becomes of the file, what was found is not lost.
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
     if out is not None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from headrace.device import Device, PinnedBuffer, Stream
+from headrace.device import Device, PinnedBuffer, Stream, open_device
 from headrace.errors import DeferredError
 from headrace.ranks import SINGLE, Ranks, Sum
 
@@ -44,7 +44,7 @@ class DeferredValues:
 class DeferredScalars:
     """Push device scalars, read them later: in order, each exactly once.
 
-        deferred = DeferredScalars(device)
+        deferred = DeferredScalars("cuda")                   # or a Device
         for step, batch in enumerate(loader):
             deferred.push(step, loss)                        # or {"loss": …, "accuracy": …}
             for entry in deferred.ready():                   # what has come back; never blocks
@@ -60,7 +60,7 @@ class DeferredScalars:
 
     def __init__(
         self,
-        device: Device,
+        device: Device | str | torch.device,
         every: int = 10,
         *,
         stream: Stream | None = None,
@@ -68,10 +68,10 @@ class DeferredScalars:
     ) -> None:
         if isinstance(every, bool) or not isinstance(every, int) or every < 1:
             raise DeferredError(f"every = {every!r}: expected a whole number, 1 or more")
-        self._device = device
+        self._device = open_device(device)
         self._every = every
         self._ranks = ranks
-        self._stream = stream if stream is not None else device.stream("losses")
+        self._stream = stream if stream is not None else self._device.stream("losses")
         self._filling: _Block | None = None
         self._under_way: deque[_Block] = deque()
         self._idle: list[_Block] = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -17,7 +18,7 @@ from headrace import capturable, engine_state
 from headrace.batchcache import BatchCache
 from headrace.buffers import KeptBuffers
 from headrace.capturing import GraphedStep, GraphReport
-from headrace.compiling import CompiledLoss
+from headrace.compiling import CompiledLoss, CompileReport
 from headrace.deferred import DeferredValues
 from headrace.device import Device, open_device
 from headrace.ema import Ema
@@ -26,13 +27,14 @@ from headrace.halving import HalvingStep, require_halvable
 from headrace.loop import Loop, StepInfo
 from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.onebatch import Custom, Evaluation, StepFunction, Training
-from headrace.plan import Plan
+from headrace.plan import PLAN_VARIABLE, Plan, in_force
 from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult, Start
 from headrace.resuming import Place, tell_epoch
 from headrace.step import LossFunction, TrainingStep
 from headrace.wrapped import evaluating, where
 
+log = logging.getLogger("headrace")
 Steps = Generator[StepInfo, None, None]
 
 
@@ -139,6 +141,7 @@ class Engine:
         self, plan: Any, device: Any, precision: str | None, deterministic: bool, nvtx: bool
     ) -> None:
         self._precision = precision
+        self._told_of_other_plan = False
         self.plan = self._own(Plan.of(plan))
         self._next_plan: Plan | None = None
         self.device = open_device(device)
@@ -164,8 +167,8 @@ class Engine:
             require_halvable(step, plan)
         if step is not None:
             step.set_precision(plan.precision)
-            compiled = plan.compile and self.device.compiles
-            step.loss = CompiledLoss(self._loss, self.device) if compiled else self._loss
+            compiles = plan.compile and self.device.compiles
+            step.loss = CompiledLoss(self._loss, self.device) if compiles else self._loss
             if plan.graphs == "off" or not self.device.captures:
                 capturable.release(step)
             else:
@@ -177,6 +180,14 @@ class Engine:
                 "plan %s: the step's kernels are launched one by one, not as a graph: %s",
                 plan.name,
                 whose,
+            )
+        report = self.compiled
+        if report is not None and report.why is not None:
+            self.device.say_once(
+                f"compile: {report.why}",
+                "plan %s: the step is not compiled and runs as it is: %s",
+                plan.name,
+                report.why,
             )
 
     # --- what is called --------------------------------------------------------------------------
@@ -284,7 +295,7 @@ class Engine:
             with closing(run.run()) as steps:
                 for _ in steps:
                     pass
-            return run.result()
+            return self._result_of(run)
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
         """Go on under another plan, from the next epoch on."""
@@ -300,10 +311,20 @@ class Engine:
             self._follow_plan()
 
     def _own(self, plan: Plan) -> Plan:
-        """The plan with the engine's own precision, if it was given one."""
-        if self._precision is None or self._precision == plan.precision:
-            return plan
-        return replace(plan, precision=self._precision)  # type: ignore[arg-type]
+        """The plan with the engine's own precision, if it was given one; or the plan that the
+        environment puts in its place."""
+        if self._precision is not None and self._precision != plan.precision:
+            plan = replace(plan, precision=self._precision)  # type: ignore[arg-type]
+        used = in_force(plan)
+        if used != plan and not self._told_of_other_plan:
+            self._told_of_other_plan = True
+            log.warning(
+                "%s is set: this engine runs under plan %s instead of %s",
+                PLAN_VARIABLE,
+                used.name,
+                plan.name,
+            )
+        return used
 
     @property
     def updates(self) -> int:
@@ -324,6 +345,19 @@ class Engine:
     def graphs(self) -> GraphReport | None:
         """What became of the plan's graphs; None if it has none, or the device cannot."""
         return None if self._graphed is None else self._graphed.report()
+
+    @property
+    def compiled(self) -> CompileReport | None:
+        """Whether the step runs as compiled code, and why not; None if the plan does not ask for
+        that."""
+        if not self.plan.compile:
+            return None
+        if self._step is None:
+            return CompileReport(compiled=False, why="it is your own (Engine.from_step)")
+        loss = self._step.loss
+        if isinstance(loss, CompiledLoss):
+            return loss.report()
+        return CompileReport(compiled=False, why=f"Headrace compiles nothing for {self.device}")
 
     def close(self) -> None:
         """Let go of the device memory that the plan holds: graphs and cached batches. The engine
@@ -408,7 +442,10 @@ class Engine:
             self._running = None
             self._place.end(run, failed=failed)
             if run.ended:
-                self.last_result = run.result()
+                self.last_result = self._result_of(run)
+
+    def _result_of(self, run: Loop) -> EpochResult:
+        return replace(run.result(), compiled=self.compiled)
 
     def _finish(self, run: Loop) -> EpochResult:
         """Count the epoch that was just reported as done."""

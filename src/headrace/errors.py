@@ -20,6 +20,7 @@ HeadraceError
 ├── RanksError                  processes that cannot train together
 ├── CheckpointError             a checkpoint or weight file that cannot be written or read
 ├── BenchError                  a work or result file that is of no use (also a ValueError)
+│   └── WorkOptionError         a work has no such option, or not of that kind
 ├── TuneError                   a search for a plan that cannot be made (also a ValueError)
 ├── ReportError                 a result that no report can be made of (also a ValueError)
 └── RaceError                   the fake device saw unordered accesses (also an AssertionError)
@@ -120,6 +121,12 @@ class RanksError(HeadraceError):
 
 class BenchError(HeadraceError, ValueError):
     """A work that cannot be run, a benchmark's settings, or a result that cannot be read."""
+
+
+class WorkOptionError(BenchError):
+    """A value given to a work (`--set`) that the work does not take."""
+
+    exit_code = 2  # typed wrong
 
 
 class TuneError(HeadraceError, ValueError):

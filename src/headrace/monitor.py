@@ -17,7 +17,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.device import Device, SensorReading, Sensors
+import torch
+
+from headrace.device import Device, SensorReading, Sensors, open_device
 from headrace.errors import DeviceError
 from headrace.hostmeter import HostCounters, HostMeter
 
@@ -77,7 +79,7 @@ class Monitor:
 
     def __init__(
         self,
-        device: Device,
+        device: Device | str | torch.device,
         every_s: float = 0.1,
         *,
         host: Callable[[], HostCounters] | None = None,
@@ -90,7 +92,7 @@ class Monitor:
             raise DeviceError(f"every_s = {every_s}: expected seconds, more than 0")
         if most_samples < 4:
             raise DeviceError(f"most_samples = {most_samples}: expected 4 or more")
-        self._device, self._every_s, self._most = device, every_s, most_samples
+        self._device, self._every_s, self._most = open_device(device), every_s, most_samples
         self._read_host, self._sensors = host, sensors
         self._clock, self._cpu_clock = clock, cpu_clock
         self._own_sensors = False

@@ -3,11 +3,15 @@
 A plan never changes what is computed, only when. The presets are the schemes that people compare
 (`baseline` … `max`); any field can be changed with `Plan.preset("pipeline").but(prefetch_depth=3)`
 or in a `plan.yaml`.
+
+`HEADRACE_PLAN=baseline` in the environment replaces the plan of every engine: does a bug go away
+with it?
 """
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +33,8 @@ from headrace.records import (
 from headrace.tables import text_table
 
 _MANY = 1_000_000
+#: The environment variable that replaces every engine's plan.
+PLAN_VARIABLE = "HEADRACE_PLAN"
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +191,30 @@ def load_plan(path: str | Path) -> PlanFile:
     except PlanError as problem:
         raise PlanError(f"{path}: loader: {problem}") from None
     return PlanFile(Plan.from_dict(plan, where=f"{path}: plan"), loader_plan)
+
+
+def in_force(plan: Plan) -> Plan:
+    """The plan that an engine given `plan` runs under: `plan` itself, unless `HEADRACE_PLAN` names
+    another. That one gets the precision of `plan`, so that the arithmetic stays the same."""
+    named = os.environ.get(PLAN_VARIABLE, "")
+    if not named:
+        return plan
+    try:
+        return dataclasses.replace(Plan.of(named), precision=plan.precision)
+    except PlanError as problem:
+        raise PlanError(
+            f"{PLAN_VARIABLE}={named} in the environment: {problem} (or unset the variable)"
+        ) from None
+
+
+def refuse_replaced_plans(command: str) -> None:
+    """Raise if `HEADRACE_PLAN` is set: where plans are compared, all would be the same one."""
+    named = os.environ.get(PLAN_VARIABLE, "")
+    if named:
+        raise PlanError(
+            f"{PLAN_VARIABLE}={named} in the environment replaces every plan, and {command} "
+            f"compares plans: unset {PLAN_VARIABLE} first"
+        )
 
 
 def presets_table() -> str:

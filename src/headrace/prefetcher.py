@@ -66,7 +66,7 @@ class Prefetcher:
     def __init__(
         self,
         loader: Iterable[Any],
-        device: Device,
+        device: Device | str | torch.device,
         depth: int = 2,
         *,
         pin: bool = True,
@@ -82,10 +82,10 @@ class Prefetcher:
         if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
             raise PlanError(f"depth = {depth!r}: expected a whole number, 0 or more")
         self.loader = loader
-        self.device = device
+        self.device = open_device(device)
         self.depth = depth
         self.pin = pin
-        self.transfers = transfers or (device.stream("transfer"),)
+        self.transfers = transfers or (self.device.stream("transfer"),)
         self.owner = owner
         self.runs_on_owner = runs_on_owner
         self.cache = cache

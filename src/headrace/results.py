@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from headrace.compiling import CompileReport
 from headrace.deferred import DeferredValues
 from headrace.ledger import LedgerStatistics
 from headrace.loading import Draws
@@ -44,7 +45,8 @@ class EpochResult:
 
     `losses` has one float a batch, in order. `mean_loss` and `metrics` are means over batches by
     weight. `waits` is the ledger's record of this pass alone. `non_finite` lists the batches whose
-    loss was NaN or infinite.
+    loss was NaN or infinite. `compiled` says whether the step ran as compiled code, and why not;
+    None if the plan does not ask for that.
     """
 
     epoch: int
@@ -57,6 +59,7 @@ class EpochResult:
     non_finite: tuple[int, ...]
     waits: LedgerStatistics
     statistics: EpochStatistics
+    compiled: CompileReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists and numbers."""
@@ -70,6 +73,7 @@ class EpochResult:
             "non_finite": list(self.non_finite),
             "waits": self.waits.to_dict(),
             "statistics": asdict(self.statistics),
+            "compiled": None if self.compiled is None else asdict(self.compiled),
         }
 
     def to_json(self) -> str:

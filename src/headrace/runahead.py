@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import deque
 
-from headrace.device import Device, Event, Stream
+import torch
+
+from headrace.device import Device, Event, Stream, open_device
 
 
 class RunAhead:
@@ -15,8 +17,10 @@ class RunAhead:
     the oldest step while the window is full; the ledger knows it as `run_ahead`.
     """
 
-    def __init__(self, device: Device, steps: int, max_bytes: int | None = None) -> None:
-        self._device = device
+    def __init__(
+        self, device: Device | str | torch.device, steps: int, max_bytes: int | None = None
+    ) -> None:
+        self._device = open_device(device)
         self._steps = steps
         self._max_bytes = max_bytes
         self._flying: deque[tuple[Event, int]] = deque()

@@ -7,7 +7,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from headrace.device import Device, Event, Stream
+import torch
+
+from headrace.device import Device, Event, Stream, open_device
 from headrace.errors import ClosedError, DeviceError, StreamIndexError
 
 FEWEST_STREAMS, MOST_STREAMS = 2, 8
@@ -52,10 +54,10 @@ class StreamManagerStatistics:
 class StreamManager:
     """Two to eight streams on one device, by index or by role, and the events that order them.
 
-        manager = StreamManager(device, 4)
+        manager = StreamManager("cuda", 4)           # or a Device
         arrived = manager.create_event()
         with manager.use("transfer"):
-            device.copy(slot, staging)
+            manager.device.copy(slot, staging)
         manager.record_event(arrived, "transfer")
         manager.wait_event("forward", arrived)       # the forward stream waits, the host does not
 
@@ -63,17 +65,15 @@ class StreamManager:
     index, role or device, and use after `close`, raise an error that says what there is.
     """
 
-    def __init__(self, device: Device, streams: int = 4) -> None:
-        if not isinstance(device, Device):
-            raise DeviceError(f"device = {device!r}: expected a Device; open_device() makes one")
+    def __init__(self, device: Device | str | torch.device, streams: int = 4) -> None:
         if isinstance(streams, bool) or not isinstance(streams, int):
             raise DeviceError(f"streams = {streams!r}: expected a whole number")
         if not FEWEST_STREAMS <= streams <= MOST_STREAMS:
             raise DeviceError(f"streams = {streams}: expected {FEWEST_STREAMS} to {MOST_STREAMS}")
-        self.device = device
+        self.device = open_device(device)
         self.roles = ROLES[min(streams, 4)]
         names = [_stream_name(index, self.roles) for index in range(streams)]
-        self._streams = [device.stream(name) for name in names]
+        self._streams = [self.device.stream(name) for name in names]
         self._counts = [_Counts() for _ in names]
         self._lock = threading.Lock()
         self._thread = threading.local()

@@ -21,8 +21,9 @@ from pathlib import Path
 from typing import TextIO
 
 import psutil
+import torch
 
-from headrace.device import Device
+from headrace.device import Device, open_device
 
 log = logging.getLogger("headrace")
 #: The exit code of a process that ends itself because it hangs: "try again", as sendmail has it.
@@ -40,7 +41,7 @@ class Watchdog:
 
     def __init__(
         self,
-        device: Device,
+        device: Device | str | torch.device,
         after_s: float,
         *,
         file: Path | None = None,
@@ -49,7 +50,7 @@ class Watchdog:
         stream: TextIO | None = None,
         leave: Callable[[int], object] = os._exit,
     ) -> None:
-        self._device, self._after_s, self._file = device, after_s, file
+        self._device, self._after_s, self._file = open_device(device), after_s, file
         self._abort, self._clock, self._stream, self._leave = abort, clock, stream, leave
         self._last: float | None = None
         self._what = "nothing yet"

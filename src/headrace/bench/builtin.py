@@ -17,8 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.bench.resnet import ResNet
-from headrace.bench.work import Training, Unit, Work, work_of
-from headrace.errors import BenchError
+from headrace.bench.work import Training, Unit, Work, settable, work_of
+from headrace.errors import WorkOptionError
 from headrace.translation.model import EOS, ModelSettings, Translator
 from headrace.translation.objective import translation_loss
 
@@ -36,11 +36,11 @@ class BuiltIn:
     small: Mapping[str, Any]
 
     def work(self, options: Mapping[str, Any], *, small: bool = False) -> Work:
-        name = self.build.__name__
+        name, usual = self.build.__name__, self.build.__kwdefaults__ or {}
+        for option in settable(self.build):
+            if option in options:
+                _check_option(name, option, options[option], usual[option])
         work = work_of(self.build, {**(self.small if small else {}), **options}, name=name)
-        usual = self.build.__kwdefaults__ or {}
-        for option, value in work.options.items():
-            _check_option(name, option, value, usual[option])
         told = self.description.format(**work.options)
         return Work(name, told, self.unit, self.build, work.options, work.where)
 
@@ -84,7 +84,7 @@ def resnet(
 ) -> Training:
     """ResNet on square images of noise."""
     if depth not in _RESNETS:
-        raise BenchError(f"resnet: depth = {depth}: expected {', '.join(map(str, _RESNETS))}")
+        raise WorkOptionError(f"depth = {depth}: expected {', '.join(map(str, _RESNETS))}")
     model = ResNet(_RESNETS[depth], width, classes)
     data = Drawn(partial(_images, batch, size, classes), batches, seed)
     return Training(
@@ -213,12 +213,16 @@ def _adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
 
 
 def _check_option(work: str, name: str, value: object, usual: object) -> None:
-    """An option must be of its default's kind, and no count may be less than 1."""
+    """An option must be of its default's kind, and no count may be less than 1, except that of
+    loading processes."""
+    least = 0 if name == "workers" else 1
     if isinstance(usual, str):
         if not isinstance(value, str):
-            raise BenchError(f"{work}: {name} = {value!r}: expected a name, such as {usual!r}")
+            raise WorkOptionError(f"{work}: {name} = {value!r}: expected a name, such as {usual!r}")
     elif isinstance(usual, float):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
-            raise BenchError(f"{work}: {name} = {value!r}: expected a number from 0, below 1")
-    elif isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise BenchError(f"{work}: {name} = {value!r}: expected a whole number, 1 or more")
+            raise WorkOptionError(f"{work}: {name} = {value!r}: expected a number from 0, below 1")
+    elif isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise WorkOptionError(
+            f"{work}: {name} = {value!r}: expected a whole number, {least} or more"
+        )

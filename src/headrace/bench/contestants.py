@@ -35,6 +35,7 @@ class Contestant:
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     graphs: dict[str, Any] | None = None
+    compiled: dict[str, Any] | None = None
     samples: tuple[Sample, ...] = ()
     nvml_share: float | None = None
     power_w: float | None = None
@@ -102,7 +103,7 @@ class Garage:
         for _ in range(2):
             try:
                 with one.noting():
-                    return action(self._ready(one))
+                    return self._done(one, action)
             except Exception as problem:
                 full = is_out_of_memory(problem)
                 way = self._ways.get(one.name)
@@ -134,6 +135,13 @@ class Garage:
         if self._ways:
             self.let_go(*self._ways)
 
+    def _done(self, one: Contestant, action: Callable[[Way], Result]) -> Result:
+        way = self._ready(one)
+        result = action(way)
+        # Each time: a later batch may have a shape that cannot be captured, or compiled.
+        one.graphs, one.compiled = way.graphs(), way.compiled()
+        return result
+
     def _ready(self, one: Contestant) -> Way:
         if one.name in self._ways:
             return self._ways[one.name]
@@ -149,5 +157,4 @@ class Garage:
             # Nothing is counted on the CPU.
             one.peak_bytes = peak - before.allocated if peak else None
             one.reserved_bytes = reserved - before.reserved if reserved else None
-        one.graphs = way.graphs()
         return way

@@ -102,6 +102,9 @@ class _PeerWay(abc.ABC):
     def graphs(self) -> dict[str, Any] | None:
         return None
 
+    def compiled(self) -> dict[str, Any] | None:
+        return None
+
     def close(self) -> None:
         self._feed.close()
         self._made = None

@@ -200,6 +200,8 @@ class Row:
     reference_losses: tuple[float | None, ...] = ()
     equal: Equal = field(default_factory=lambda: Equal("not compared"))
     graphs: dict[str, Any] | None = None
+    #: `CompileReport` of a plan that compiles; None for one that does not.
+    compiled: dict[str, Any] | None = None
     timeline: TimelineRecord | None = None
     samples: tuple[Sample, ...] = ()
     score: Score | None = None
@@ -212,10 +214,21 @@ class Row:
 
     @property
     def ran_as_meant(self) -> bool:
-        """Whether its step was captured, if it is a plan that asks for that."""
+        """Whether its step was captured and compiled, as far as its plan asks for that."""
+        return self.is_captured is not False and self.is_compiled is not False
+
+    @property
+    def is_captured(self) -> bool | None:
+        """Whether its step was captured as a graph; None if its plan does not ask for that."""
         if (self.fields or {}).get("graphs", "off") == "off":
-            return True
+            return None
         return self.graphs is not None and self.graphs.get("why") is None
+
+    @property
+    def is_compiled(self) -> bool | None:
+        """Whether its step was compiled; None if its plan does not ask for that, or the result
+        does not say."""
+        return None if self.compiled is None else bool(self.compiled.get("compiled"))
 
     @property
     def agrees(self) -> bool:
@@ -232,9 +245,13 @@ class Noise:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
+    """`waits_for` is what the GPU waits for under the reference; `take` is the plan to take, and
+    `take_waits_for` what the GPU still waits for most under that one; "unknown" without figures."""
+
     waits_for: WaitsFor
     take: str | None
     sentences: tuple[str, ...]
+    take_waits_for: WaitsFor = "unknown"
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,6 +43,9 @@ def row_of(one: Contestant, units: float | None) -> Row:
         why_not = "this device captures none"  # the engine says it once a device, for all plans
     if why_not is not None and not any(why_not in note for note in notes):
         notes += (f"launched one by one, not as a graph: {why_not}",)
+    uncompiled = None if one.compiled is None else one.compiled["why"]
+    if uncompiled is not None and not any(uncompiled in note for note in notes):
+        notes += (f"the step is not compiled: {uncompiled}",)
     window, median = one.window, spread.median if spread else None
     return Row(
         plan=one.name,
@@ -72,6 +75,7 @@ def row_of(one: Contestant, units: float | None) -> Row:
         reference_losses=_finite(one.reference_losses),
         equal=one.equal,
         graphs=one.graphs,
+        compiled=one.compiled,
         timeline=one.timeline,
         samples=one.samples,
         notes=notes,

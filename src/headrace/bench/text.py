@@ -45,8 +45,15 @@ def _table(result: BenchResult) -> str:
         if memory:
             cells.append(_bytes(row.peak_memory_bytes))
         cells.append(_number(row.score.total if row.score else None, 0))
-        rows.append((row.plan, *cells, losses_of(row)))
+        rows.append((_name(row), *cells, losses_of(row)))
     return text_table(("", *columns, "losses"), rows, right=columns, dense=True) if rows else ""
+
+
+def _name(row: Row) -> str:
+    """The plan, and what its step lacked; a remark below the table says why."""
+    if row.is_captured is False:
+        return f"{row.plan}, {'no graph' if row.is_compiled else 'eager'}"
+    return f"{row.plan}, uncompiled" if row.is_compiled is False else row.plan
 
 
 def _speed(row: Row) -> list[str]:

@@ -6,6 +6,9 @@ data       the host stands and waits for the loader
 copies     the GPU copies and does nothing else
 syncs      idle time that goes away once the host stops waiting (under `pipeline`)
 launches   idle time that stays even then: the host cannot launch kernels fast enough
+
+A plan that makes the model faster moves the limit: under the plan to take, the loader may be what
+is waited for. So that plan's own time is looked at, too.
 """
 
 from __future__ import annotations
@@ -29,6 +32,10 @@ _WORTH_IT = 0.05
 _USUAL_NOISE = 0.03
 _LEAST_NOISE = 0.01
 _FEW_TURNS = 3
+_LOAD_FASTER = (
+    "Give the DataLoader more workers (num_workers) or a larger prefetch_factor, or do less work "
+    "for each sample; `headrace tune` tries workers and prefetch factors."
+)
 # The ledger's reasons for waits that are a copy.
 _COPY_WAITS = ("copy", "pageable_copy")
 
@@ -69,6 +76,10 @@ def verdict_of(rows: Sequence[Row], reference: str, noise: Noise | None) -> Verd
     waits_for, sentences = _what_it_waits_for(rows, base)
     take, why = _what_to_take(rows, base, noise_share(noise))
     sentences += why
+    still_for: WaitsFor = waits_for
+    if take is not None and take is not base:
+        still_for, more = _what_it_still_waits_for(take)
+        sentences += more
     sentences += _peers(rows, base if take is None else take)
     if noise is not None:
         sentences.append(
@@ -88,7 +99,12 @@ def verdict_of(rows: Sequence[Row], reference: str, noise: Noise | None) -> Verd
     for row in rows:
         if row.kind == "plan" and row.equal.verdict == "unequal":
             sentences.append(f"{row.plan} has other losses than {base.plan}: {row.equal.why}.")
-    return Verdict(waits_for, None if take is None else take.plan, tuple(sentences))
+    return Verdict(
+        waits_for,
+        None if take is None else take.plan,
+        tuple(sentences),
+        "unknown" if take is None else still_for,
+    )
 
 
 def noise_share(noise: Noise | None) -> float:
@@ -124,7 +140,7 @@ def _what_it_waits_for(rows: Sequence[Row], base: Row) -> tuple[WaitsFor, list[s
         if data_ms >= _WORTH_IT * step:
             return "data", [
                 f"Training waits for data: {data_ms:.3g} of {step:.3g} ms a step under "
-                f"{base.plan} go to the loader. More workers, or less work for each sample, help."
+                f"{base.plan} go to the loader. {_LOAD_FASTER}"
             ]
         return "unknown", [
             "What a GPU would wait for cannot be seen here: there is none, or no profiler for it."
@@ -146,7 +162,10 @@ def _cause_sentence(cause: WaitsFor, ms: float, base: Row, pipeline: Row | None)
     share = f"{ms:.3g} ms a step ({ms / step:.0%} of {base.plan}'s)"
     idle = f"under {base.plan} it is busy {gpu.busy_share:.0%} of the time"
     if cause == "data":
-        return f"The GPU waits for data: the loader keeps training waiting for {share}; {idle}."
+        return (
+            f"The GPU waits for data: the loader keeps training waiting for {share}; {idle}. "
+            f"{_LOAD_FASTER}"
+        )
     if cause == "copies":
         return f"The GPU waits for copies: for {share} it copies and computes nothing; {idle}."
     if cause == "syncs":
@@ -197,7 +216,7 @@ def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | N
             f"({saved_share(fastest, base):.0%} of the time) does not make up for what it costs."
         ]
     others = [*_also(take, gaining, base), *_least_change(take, gaining, base)]
-    return take, [_take_sentence(take, base), *others, *_limit(take)]
+    return take, [_take_sentence(take, base), *others]
 
 
 def _take_sentence(take: Row, base: Row) -> str:
@@ -247,16 +266,26 @@ def _least_change(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
     ]
 
 
-def _limit(take: Row) -> list[str]:
-    if take.gpu is None or take.gpu.over_busy_share is None:
-        return []
-    over = take.gpu.over_busy_share
+def _what_it_still_waits_for(take: Row) -> tuple[WaitsFor, list[str]]:
+    """The limit under the plan to take. Waits for the loader cost nothing while the GPU is busy."""
+    step, gpu = _median(take), take.gpu
+    data_ms = take.data_wait_ms or 0.0
+    lost_ms = data_ms if gpu is None else min(data_ms, _idle_ms(take))
+    if lost_ms >= _WORTH_IT * step:
+        return "data", [
+            f"Under {take.plan} training waits for data: {lost_ms:.3g} of {step:.3g} ms a step go "
+            f"to the loader, which is now slower than the model. {_LOAD_FASTER}"
+        ]
+    if gpu is None or gpu.over_busy_share is None:
+        return "unknown", []
+    over = gpu.over_busy_share
     if over < _WORTH_IT:
-        return [
+        return "nothing", [
             f"Under {take.plan} a step takes {max(over, 0.0):.0%} longer than the GPU is busy in "
             "it: more can only come from faster kernels."
         ]
-    return [f"Under {take.plan} a step still takes {over:.0%} longer than the GPU is busy in it."]
+    told = f"Under {take.plan} a step still takes {over:.0%} longer than the GPU is busy in it."
+    return causes_of(take, None).largest()[0], [told]
 
 
 def _peers(rows: Sequence[Row], take: Row) -> list[str]:

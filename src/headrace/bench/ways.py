@@ -50,6 +50,8 @@ class Way(Protocol):
 
     def graphs(self) -> dict[str, Any] | None: ...
 
+    def compiled(self) -> dict[str, Any] | None: ...
+
     def close(self) -> None: ...
 
 
@@ -99,6 +101,11 @@ class PlannedWay:
     def graphs(self) -> dict[str, Any] | None:
         assert self._engine is not None
         report = self._engine.graphs
+        return None if report is None else asdict(report)
+
+    def compiled(self) -> dict[str, Any] | None:
+        assert self._engine is not None
+        report = self._engine.compiled
         return None if report is None else asdict(report)
 
     def close(self) -> None:

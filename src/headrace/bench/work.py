@@ -15,6 +15,8 @@ from __future__ import annotations
 
 import inspect
 import random
+import types
+import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -23,7 +25,7 @@ import numpy as np
 import torch
 
 from headrace.device import Device
-from headrace.errors import BenchError, HeadraceError
+from headrace.errors import BenchError, HeadraceError, WorkOptionError
 from headrace.plan import LoaderPlan
 from headrace.records import listed, nearest, quoted
 from headrace.sites import is_users, line_of_error
@@ -31,8 +33,10 @@ from headrace.step import LossFunction
 
 Unit = Literal["samples", "tokens"]
 PARTS = ("model", "optimizer", "loss", "loader")
-# What is given to a work that names it; `batch` is the built-in works' name for batch_size.
-_GIVEN = ("device", "seed", "pin", "workers", "prefetch_factor")
+# What is given to a work that names it; `batch` is the built-in works' name for batch_size. The
+# first three follow from elsewhere, the others may be set, too.
+_FROM_ELSEWHERE = {"device": "--device sets it", "seed": "--seed sets it", "pin": "each plan says"}
+_GIVEN = (*_FROM_ELSEWHERE, "workers", "prefetch_factor")
 _BATCH_SIZE = ("batch_size", "batch")
 
 
@@ -87,7 +91,7 @@ class Work:
         usual = _defaults(self.build, names)
         missing = [name for name in names if name not in given and name not in usual]
         if missing:
-            raise BenchError(
+            raise WorkOptionError(
                 f"{self._here()} needs a value for {missing[0]}: expected --set {missing[0]}=…, or "
                 "a default"
             )
@@ -96,7 +100,8 @@ class Work:
         except (Exception, SystemExit) as problem:
             site = line_of_error(problem.__traceback__)
             if isinstance(problem, HeadraceError) and not (site and is_users(site.file)):
-                raise  # a built-in work's own word about an option
+                # A built-in work's own word about an option.
+                raise WorkOptionError(f"{self.name}: {problem}") from problem
             raise BenchError(self._failed(problem)) from problem
         training = self._checked(returned)
         training.model.to(device.torch_device)
@@ -128,6 +133,7 @@ class Work:
 
     def _checked(self, returned: object) -> Training:
         parts = self._four(returned)
+        self._refuse_step(parts[1], parts[2])
         expected: tuple[tuple[str, bool, str], ...] = (
             ("model", isinstance(parts[0], torch.nn.Module), "a torch.nn.Module"),
             ("optimizer", isinstance(parts[1], torch.optim.Optimizer), "a torch.optim.Optimizer"),
@@ -145,6 +151,24 @@ class Work:
             )
         return Training(*parts)
 
+    def _refuse_step(self, optimizer: object, loss: object) -> None:
+        """Raise if these are what `Engine.from_step` is for, not one optimizer and a loss."""
+        optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
+        if isinstance(optimizers, list | tuple) and optimizers:
+            if all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
+                count = f"{len(optimizers)} optimizer{'s' if len(optimizers) > 1 else ''}"
+                raise self._refused_step(f"a {type(optimizer).__name__} of {count}")
+        elif callable(loss) and _takes(loss, 1) and not _takes(loss, 2):
+            raise self._refused_step("a function of the batch alone")
+
+    def _refused_step(self, found: str) -> BenchError:
+        return BenchError(
+            f"{self._here()} gave {found}, as for a step of your own: bench and tune expect one "
+            "optimizer and loss(model, batch), and do backward and update themselves. To measure a "
+            'step of your own, run Engine.from_step(step, plan="pipeline").epoch(loader), the same '
+            'with plan="baseline", and compare their result.statistics.batches_per_s'
+        )
+
     def _four(self, returned: object) -> tuple[Any, Any, Any, Any]:
         if isinstance(returned, tuple | list) and not hasattr(returned, "_fields"):
             if len(returned) != len(PARTS):
@@ -155,6 +179,9 @@ class Work:
                 )
             model, optimizer, loss, loader = returned
             return model, optimizer, loss, loader
+        names = returned if isinstance(returned, Mapping) else dir(returned)
+        if "step" in names and "loss" not in names:
+            raise self._refused_step("a step")
         found: dict[str, Any] = {}
         for name in PARTS:
             if isinstance(returned, Mapping) and name in returned:
@@ -193,14 +220,8 @@ def work_of(
     is counted; its docstring's first line describes it."""
     title = name or f"{function.__module__}:{getattr(function, '__name__', 'work')}"
     own = [known for known in _parameters(function) if known not in _GIVEN]
-    keywords = any(
-        parameter.kind is inspect.Parameter.VAR_KEYWORD
-        for parameter in inspect.signature(function).parameters.values()
-    )
-    for option in options or {}:
-        if option not in own and not keywords:
-            known = f"known: {listed(own)}" if own else "it has none"
-            raise BenchError(f"{title}: no option {quoted(option)}{nearest(option, own)}; {known}")
+    for option, value in (options or {}).items():
+        _check_option(title, function, option, value)
     unit: Any = getattr(function, "unit", "samples")
     if unit not in ("samples", "tokens"):
         raise BenchError(f"{title}: unit = {quoted(unit)}: expected samples or tokens")
@@ -213,6 +234,61 @@ def work_of(
         options=_defaults(function, own) | dict(options or {}),
         where=_where(function),
     )
+
+
+def settable(function: Callable[..., Any]) -> list[str]:
+    """The parameters of a work that `--set` may set."""
+    return [name for name in _parameters(function) if name not in _FROM_ELSEWHERE]
+
+
+def _check_option(title: str, function: Callable[..., Any], name: str, value: object) -> None:
+    """Raise unless a work takes `name`, and `value` is of the kind that its signature says."""
+    parameters = inspect.signature(function).parameters
+    own = settable(function)
+    if name in _FROM_ELSEWHERE and name in parameters:
+        raise WorkOptionError(f"{title}: {name} cannot be set: {_FROM_ELSEWHERE[name]}")
+    if name not in own:
+        if any(known.kind is known.VAR_KEYWORD for known in parameters.values()):
+            return
+        others = f"known: {listed(own)}" if own else "it has none"
+        raise WorkOptionError(f"{title}: no option {quoted(name)}{nearest(name, own)}; {others}")
+    kinds = _kinds(function, name)
+    fitting = kinds | ({int} if float in kinds else set())
+    if kinds and type(value) not in fitting:
+        expected = " or ".join(_KINDS[kind] for kind in _KINDS if kind in kinds)
+        quote = f"""; in quotes, --set {name}='"{value}"', it is text""" if str in kinds else ""
+        where = _where(function)
+        raise WorkOptionError(
+            f"{title}: {name} = {quoted(value)}: expected {expected}, as in the signature"
+            f"{f' at {where}' if where else ''}{quote}"
+        )
+
+
+_KINDS: dict[type, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "null",
+}
+
+
+def _kinds(function: Callable[..., Any], name: str) -> set[type]:
+    """The plain types that a parameter takes, by its annotation, else by its default; empty if
+    neither tells."""
+    try:
+        hint = typing.get_type_hints(function).get(name)
+    except (NameError, TypeError, AttributeError):  # names that only a type checker knows
+        hint = None
+    default = inspect.signature(function).parameters[name].default
+    if hint is None:
+        plain = type(default) in _KINDS and default is not None
+        return {type(default)} if plain else set()
+    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    found = set(typing.get_args(hint)) if union else {hint}
+    if typing.get_origin(hint) is Literal:
+        found = {type(choice) for choice in typing.get_args(hint)}
+    return found if found <= _KINDS.keys() else set()
 
 
 def seed_all(seed: int) -> None:
@@ -237,6 +313,19 @@ def _defaults(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
         for name in names
         if parameters[name].default is not inspect.Parameter.empty
     }
+
+
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    """Whether a function can be called with so many arguments. Where that cannot be told, yes."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(*range(count))
+    except TypeError:
+        return False
+    return True
 
 
 def _where(function: Callable[..., Any]) -> str:

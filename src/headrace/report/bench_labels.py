@@ -9,7 +9,7 @@ from headrace.report.markup import Child, tag
 
 
 def plan_label(result: BenchResult, row: Row) -> Child:
-    """The plan's name, with a word for those that matter."""
+    """The plan's name, with a word for those that matter, and for what its step lacked."""
     badge = None
     if row.plan == result.verdict.take:
         badge = "take this"
@@ -17,9 +17,13 @@ def plan_label(result: BenchResult, row: Row) -> Child:
         badge = "before"
     elif row.is_peer:
         badge = "peer"
-    if badge is None:
-        return row.plan
-    return [row.plan, " ", tag("span", badge, class_=f"badge {badge.split()[0]}")]
+    badges = [] if badge is None else [tag("span", badge, class_=f"badge {badge.split()[0]}")]
+    badges += [
+        tag("span", word, class_="badge", title=why)
+        for word, why in (("not compiled", row.not_compiled), ("not captured", row.not_captured))
+        if why is not None
+    ]
+    return [row.plan, *([" ", each] for each in badges)] if badges else row.plan
 
 
 def is_reference(result: BenchResult, row: Row) -> bool:

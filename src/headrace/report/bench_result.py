@@ -110,6 +110,9 @@ class Row:
     samples: tuple[Sample, ...]
     score: dict[str, float]
     notes: tuple[str, ...]
+    #: Why its step was not compiled, or not captured as a graph, though its plan asks for it.
+    not_compiled: str | None
+    not_captured: str | None
 
     @property
     def is_peer(self) -> bool:
@@ -209,6 +212,8 @@ def _row(fields: Fields) -> Row:
         samples=tuple(_sample(sample) for sample in fields.children("samples")),
         score=_score(fields.child("score")),
         notes=tuple(fields.texts("notes")),
+        not_compiled=_why_not(fields.child("compiled")),
+        not_captured=_why_not(fields.child("graphs")) or _captures_none(fields),
         **{
             name: fields.number(name)
             for name in (
@@ -283,6 +288,18 @@ def _span(fields: Fields) -> Span:
     if end_ns is None or end_ns < start_ns:
         raise fields.problem("end_ns", f"at least start_ns, {start_ns:,}")
     return Span(fields.required("lane"), fields.text("name") or kind, kind, start_ns, end_ns)
+
+
+def _why_not(fields: Fields | None) -> str | None:
+    return None if fields is None else fields.text("why")
+
+
+def _captures_none(fields: Fields) -> str | None:
+    """A plan with graphs that has no report of them ran where none are captured."""
+    asked = fields.plain("fields").get("graphs", "off") != "off"
+    if not asked or fields.text("error") is not None or fields.child("graphs") is not None:
+        return None
+    return "this device captures no graphs"
 
 
 def _sample(fields: Fields) -> Sample:

@@ -37,7 +37,7 @@ _GRAPH_SHAPES = 16
 
 @dataclass(frozen=True)
 class Assembly:
-    """A run, ready to train. `plan` has the precision that was chosen."""
+    """A run, ready to train. `plan` is the engine's: it has the precision that was chosen."""
 
     device: Device
     plan: Plan
@@ -122,6 +122,7 @@ def assemble(
         loader_timeout=0 if loader.workers else settings.loader_timeout,
         on_error=on_error,
     )
+    plan = engine.plan  # HEADRACE_PLAN may have replaced it; batches stay as they were
     pin, share = plan.pin and device.asynchronous, (ranks.rank, ranks.size)
     timeout_s, splits = settings.loader_timeout, data.splits
     training = make_loader(

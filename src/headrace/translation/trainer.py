@@ -31,7 +31,7 @@ from headrace.errors import (
 )
 from headrace.launch import own_device
 from headrace.ledger import Ledger
-from headrace.plan import Plan
+from headrace.plan import Plan, in_force
 from headrace.progress import Gauges
 from headrace.ranks import SINGLE, Agreement, Ranks
 from headrace.report import try_report
@@ -98,7 +98,7 @@ class Trainer:
         """A new run. What can be told to be wrong is told before there is a folder; then that and
         `config.yaml` come first. Of several `ranks` the first makes it, for all."""
         settings.model()
-        guards.check(settings, Plan.of(settings.plan))
+        guards.check(settings, in_force(Plan.of(settings.plan)))
         open_device(own_device(settings.device))
         check_files(settings)
         folder = new_folder(ranks, settings, project, name)

@@ -86,9 +86,12 @@ class WorkMeasurer:
         if stretch is None:
             return _failed(one.error or "no reason is known", one.peak_bytes)
         one.stretches = [stretch]
+        # It runs, but as the plan without graphs, or without compile, does, which is tried too.
         if one.graphs is not None and one.graphs["why"] is not None:
-            # It runs, as the plan without graphs does, which is tried too.
             why = f"launched one by one, not as a graph: {one.graphs['why']}"
+            return Measurement(None, peak_memory_bytes=one.peak_bytes, failed=why)
+        if one.compiled is not None and one.compiled["why"] is not None:
+            why = f"the step is not compiled: {one.compiled['why']}"
             return Measurement(None, peak_memory_bytes=one.peak_bytes, failed=why)
         peak = one.peak_bytes
         if self._cap is not None and peak is not None and peak > self._cap:

@@ -24,6 +24,7 @@ from headrace.bench.work import Work
 from headrace.device import Device, open_device
 from headrace.doctor import usable_cores
 from headrace.errors import TuneError
+from headrace.plan import refuse_replaced_plans
 from headrace.progress import Progress
 from headrace.records import read_yaml
 from headrace.rundir import RunFolder, replace_file
@@ -94,6 +95,7 @@ class Tuning:
     def run(self) -> TuneResult:
         """Search to the end. Raises `Stopped` when a signal asks for that: nothing that was
         measured is lost, `resume` goes on from there."""
+        refuse_replaced_plans("tune")
         settings, device = self.settings, self._device
         options = dict(settings.options)
         work = find_work(settings.work, options, small=not device.asynchronous)

@@ -1,0 +1,70 @@
+"""What goes to stdout: results. Whatever else a command's own work prints goes to stderr."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+
+_STDOUT, _STDERR = 1, 2
+
+
+@contextmanager
+def results_only() -> Iterator[None]:
+    """Inside the block nothing reaches stdout: what a user's work prints, in this process, in its
+    loader's workers or from C code, goes to stderr instead. Print results after the block."""
+    _flush()
+    real = _duplicate(_STDOUT)
+    try:
+        if real is not None:
+            _send_stdout_to_stderr()
+        with redirect_stdout(sys.stderr):
+            yield
+    finally:
+        _flush()  # what is still buffered was written inside the block
+        if real is not None:
+            os.dup2(real, _STDOUT)
+            os.close(real)
+
+
+def end_of_results() -> None:
+    """At the end of the program: what exit handlers print goes to stderr."""
+    try:
+        _flush()
+    except BrokenPipeError:  # whoever read the results has gone: the rest goes nowhere
+        _drop_stdout()
+    else:
+        _send_stdout_to_stderr()
+
+
+def _send_stdout_to_stderr() -> None:
+    try:
+        os.dup2(_STDERR, _STDOUT)
+    except OSError:  # there is no stderr
+        _drop_stdout()
+
+
+def _drop_stdout() -> None:
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, _STDOUT)
+    if nowhere != _STDOUT:
+        os.close(nowhere)
+
+
+def _duplicate(descriptor: int) -> int | None:
+    """None if it is not open."""
+    try:
+        return os.dup(descriptor)
+    except OSError:
+        return None
+
+
+def _flush() -> None:
+    """Write out what Python and the C library still hold for stdout."""
+    for stream in {id(stream): stream for stream in (sys.stdout, sys.__stdout__)}.values():
+        if stream is not None and not getattr(stream, "closed", False):
+            stream.flush()
+    if os.name == "posix":
+        ctypes.CDLL(None).fflush(None)

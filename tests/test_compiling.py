@@ -1,0 +1,264 @@
+"""`compile`: which settings each compilation has, what happens if it fails, and what is told."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.config as inductor
+from torch._dynamo.exc import InternalTorchDynamoError
+
+import headrace as hr
+from headrace import compiling
+from headrace.compiling import CompiledLoss, CompileReport
+from headrace.device import open_device
+from headrace.device.cpu import CpuDevice
+from headrace.testing import FakeDevice
+
+Backend = Callable[[Any, Any], Any]
+real_compile = torch.compile
+
+
+class Compiling(CpuDevice):
+    compiles = True
+
+
+class CompilingFake(FakeDevice):
+    compiles = True
+
+
+class Inductor:
+    """Stands in for inductor, and keeps what each compilation was: with dynamic sizes or not, with
+    the tiling analysis or not. The graph runs as it was traced. `fails` says which raise."""
+
+    def __init__(self, fails: Callable[[bool, bool], bool] = lambda dynamic, analysed: False):
+        self.fails = fails
+        self.asked: list[tuple[bool, bool]] = []
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        sizes = [size for one in inputs if isinstance(one, torch.Tensor) for size in one.shape]
+        dynamic = any(isinstance(one, torch.SymInt) for one in (*inputs, *sizes))
+        analysed = inductor.triton.coalesce_tiling_analysis
+        self.asked.append((dynamic, analysed))
+        if self.fails(dynamic, analysed):
+            raise AssertionError("get_pw_red_splits")
+        return graph.forward
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+    assert inductor.triton.coalesce_tiling_analysis  # as everybody else has it
+
+
+@pytest.fixture
+def use(monkeypatch: pytest.MonkeyPatch) -> Callable[[Backend], None]:
+    """Compile with a stand-in for inductor."""
+
+    def with_backend(backend: Backend) -> None:
+        monkeypatch.setattr(torch, "compile", lambda f: real_compile(f, backend=backend))
+
+    return with_backend
+
+
+def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+    found: torch.Tensor = model(batch).relu().mean()
+    return found
+
+
+def model_of() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.5))
+
+
+def rows(*counts: int) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    return [torch.randn(count, 4, generator=draw) for count in counts]
+
+
+def engine_on(device: Any, plan: Any = "max", function: Any = loss) -> hr.Engine:
+    model = model_of()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return hr.Engine(model, optimizer, function, plan=plan, device=device)
+
+
+class TestSettings:
+    def test_only_the_first_shape_is_analysed(self, use: Any) -> None:
+        use(backend := Inductor(lambda dynamic, analysed: dynamic and analysed))
+        engine = engine_on(Compiling())
+        result = engine.epoch(rows(3, 5, 3, 7, 9))
+        assert backend.asked == [(False, True), (True, False)]
+        assert result.compiled is not None
+        assert result.compiled.compiled
+        assert (result.compiled.why, result.compiled.compilations) == (None, 2)
+        assert result.losses == engine_on("cpu", "pipeline").epoch(rows(3, 5, 3, 7, 9)).losses
+
+    def test_what_fails_with_the_analysis_is_tried_without(
+        self, use: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        use(backend := Inductor(lambda dynamic, analysed: analysed))
+        result = engine_on(Compiling()).epoch(rows(3, 3, 3))
+        assert backend.asked == [(False, True), (False, False)]
+        assert result.compiled is not None
+        assert (result.compiled.compiled, result.compiled.compilations) == (True, 1)
+        assert "not compiled" not in caplog.text
+        assert result.losses == engine_on("cpu", "pipeline").epoch(rows(3, 3, 3)).losses
+
+    def test_a_user_who_has_turned_it_off_keeps_that(self, use: Any) -> None:
+        use(backend := Inductor(lambda dynamic, analysed: True))
+        with inductor.patch({"triton.coalesce_tiling_analysis": False}):
+            engine_on(Compiling()).epoch(rows(3, 5))
+            assert not inductor.triton.coalesce_tiling_analysis
+        assert backend.asked == [(False, False)]  # once more would be the same
+
+    def test_a_pytorch_without_the_setting(self, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(compiling, "_TILING", "of_another_version")
+        use(backend := Inductor())
+        result = engine_on(Compiling()).epoch(rows(3, 5))
+        assert backend.asked == [(False, True), (True, True)]
+        assert result.compiled is not None
+        assert result.compiled.compiled
+
+    def test_a_capture_that_compiles_once_more_has_it_too(self, use: Any) -> None:
+        use(backend := Inductor(lambda dynamic, analysed: dynamic and analysed))
+        compiled, model = CompiledLoss(loss, Compiling()), model_of()
+        first, second = rows(3, 5)
+        compiled(model, first)
+        compiled.mode = "compiled"
+        compiled(model, second)
+        assert backend.asked[1:] == [(True, False)]
+
+
+class TestFailure:
+    def test_is_reported_with_its_reason_and_changes_no_loss(
+        self, use: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        use(backend := Inductor(lambda dynamic, analysed: True))
+        engine = engine_on(Compiling())
+        result = engine.epoch(rows(3, 3, 3))
+        assert len(backend.asked) == 2
+        assert result.compiled == engine.compiled
+        assert result.compiled is not None
+        assert not result.compiled.compiled
+        assert result.compiled.why is not None
+        assert "get_pw_red_splits" in result.compiled.why
+        assert f"the step is not compiled and runs as it is: {result.compiled.why}" in caplog.text
+        assert json.loads(result.to_json())["compiled"]["why"] == result.compiled.why
+        assert result.losses == engine_on("cpu", "pipeline").epoch(rows(3, 3, 3)).losses
+
+    def test_of_the_users_own_is_passed_on(self, use: Any) -> None:
+        use(Inductor())
+
+        def wrong(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            raise ZeroDivisionError("mine")
+
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            engine_on(Compiling(), function=wrong).epoch(rows(3))
+
+    def test_a_step_that_the_compiler_skips_is_not_called_compiled(
+        self, use: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A graph break inside `try` in a loop: PyTorch runs the whole function as it is."""
+        use(backend := Inductor())
+        printed: list[str] = []
+
+        @torch._dynamo.disable
+        def note() -> None:
+            printed.append("x")
+
+        def skipped(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            for _ in range(1):
+                try:
+                    note()
+                    found: torch.Tensor = (batch @ model[0].weight).mean()
+                finally:
+                    note()
+            return found
+
+        engine = engine_on(Compiling(), function=skipped)
+        result = engine.epoch(rows(3, 3))
+        assert backend.asked == []
+        assert result.compiled is not None
+        assert not result.compiled.compiled
+        assert "TORCH_LOGS=graph_breaks" in str(result.compiled.why)
+        assert "TORCH_LOGS=graph_breaks" in caplog.text
+        assert len(printed) == 4
+
+    @pytest.mark.parametrize("kind", ["function", "object", "module"])
+    def test_code_that_an_earlier_engine_compiled_counts(self, use: Any, kind: str) -> None:
+        class CallableLoss:
+            def __call__(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
+                return loss(model, batch)
+
+        class Module(torch.nn.Module):
+            def forward(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
+                return loss(model, batch)
+
+        use(backend := Inductor())
+        function = {"function": loss, "object": CallableLoss(), "module": Module()}[kind]
+        model = model_of()
+        device = Compiling()
+        first, second = CompiledLoss(function, device), CompiledLoss(function, device)
+        for compiled in (first, second):
+            compiled(model, rows(3)[0])
+            assert compiled.report().compiled
+        assert len(backend.asked) == first.report().compilations == 1
+        assert second.report() == CompileReport(compiled=True)
+
+
+class TestTold:
+    def test_before_the_first_batch_nothing_is_known(self, use: Any) -> None:
+        use(Inductor())
+        assert engine_on(Compiling()).compiled == CompileReport(compiled=False)
+
+    def test_a_plan_that_does_not_compile_has_no_report(self) -> None:
+        engine = engine_on("cpu", "graph")
+        assert engine.compiled is None
+        assert engine.epoch(rows(3)).compiled is None
+
+    def test_a_device_that_compiles_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
+        engine = engine_on(open_device("cpu"))
+        why = "Headrace compiles nothing for cpu"
+        assert engine.compiled == CompileReport(compiled=False, why=why)
+        assert f"plan max: the step is not compiled and runs as it is: {why}" in caplog.text
+        assert engine.epoch(rows(3)).compiled == engine.compiled
+        assert engine.evaluate(rows(3)).compiled == engine.compiled
+
+    def test_a_step_of_ones_own(self, caplog: pytest.LogCaptureFixture) -> None:
+        engine = hr.Engine.from_step(lambda batch: None, device="cpu", plan="max")
+        assert engine.compiled is not None
+        assert engine.compiled.why == "it is your own (Engine.from_step)"
+        assert "the step is not compiled" in caplog.text
+
+    def test_how_long_it_took_is_in_the_log(
+        self, use: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level(logging.INFO, logger="headrace")
+        use(Inductor())
+        engine = engine_on(Compiling())
+        engine.epoch(rows(3, 3))
+        assert engine.compiled is not None
+        assert engine.compiled.seconds > 0
+        assert "compiled the step in" in caplog.text
+
+    def test_a_graph_of_plain_kernels_is_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Captured, but not compiled."""
+
+        def broken(*_: Any) -> Any:
+            raise InternalTorchDynamoError("broken on purpose")
+
+        monkeypatch.setattr(torch, "compile", lambda f: broken)
+        with CompilingFake() as device:
+            model = torch.nn.Linear(4, 4).to(device.torch_device)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            engine = hr.Engine(model, optimizer, loss, plan="max", device=device)
+            result = engine.epoch(rows(*[3] * 6))
+        assert result.statistics.replays > 0
+        assert result.compiled is not None
+        assert result.compiled.why == "InternalTorchDynamoError: broken on purpose"
