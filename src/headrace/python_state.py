@@ -427,9 +427,9 @@ class _Walk:
                     self._class(kind, prefix[:-1], depth)
             own = [key for key in vars(module) if key not in _OF_EVERY_MODULE]
             self._attributes(vars(module), prefix, depth, only=own)
-            for registered in (module._parameters, module._buffers):
-                self._entries(registered, list(registered), prefix)
-                self.tensors += [one for one in registered.values() if one is not None]
+            self._entries(module._buffers, list(module._buffers), prefix)
+            for tensors in (module._parameters, module._buffers):
+                self.tensors += [one for one in tensors.values() if one is not None]
 
     def _attributes(self, mapping: Any, prefix: str, depth: int, only: Iterable[str]) -> None:
         keys = [key for key in only if key in mapping]
