@@ -32,7 +32,7 @@ def state_of(
 ) -> dict[str, Any]:
     """The state between two batches, after so many updates were `left_out` that were not finite.
     Tensors are the live ones: copy them before going on."""
-    scheduler, scaler = step.scheduler, step.scaler
+    schedule, scaler = step.schedule, step.scaler
 
     def own(value: Any) -> Any:
         return PerRank(own=value) if step.ranks.several else value
@@ -58,7 +58,7 @@ def state_of(
         "ledger": step.device.ledger.state_dict(),
         "model": dict(bare(step.model).state_dict()),
         "optimizer": step.optimizer.state_dict(),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scheduler": None if schedule is None else schedule.state_dict(),
         "scaler": scales,
         "ema": None if ema is None else ema.state(),
         "step": step.state_dict(),
@@ -139,7 +139,7 @@ def fitting() -> Iterator[None]:
 def _restore(
     state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
 ) -> None:
-    for name, part in (("scheduler", step.scheduler), ("scaler", step.scaler), ("ema", ema)):
+    for name, part in (("scheduler", step.schedule), ("scaler", step.scaler), ("ema", ema)):
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
             raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
@@ -155,8 +155,8 @@ def _restore(
         {name: _placed(value, own.get(name)) for name, value in state["model"].items()}
     )
     step.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], step.optimizer))
-    if step.scheduler is not None:
-        step.scheduler.load_state_dict(state["scheduler"])
+    if step.schedule is not None:
+        step.schedule.load_state_dict(state["scheduler"])
     if step.scaler is not None:
         step.scaler.load_state_dict(state["scaler"])
         if step.scaler._scale is None:  # made by a first batch, which need not come any more
