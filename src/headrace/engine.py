@@ -26,6 +26,7 @@ from headrace.loop import Loop, StepInfo
 from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.onebatch import Custom, Evaluation, StepFunction, Training
 from headrace.plan import Plan
+from headrace.prefetcher import unprefetched
 from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult, Start
 from headrace.resuming import Place, tell_epoch
@@ -334,6 +335,7 @@ class Engine:
     ) -> Loop:
         self._end_other_loop()
         self._change_plan()
+        loader = unprefetched(loader)
         tell_epoch(loader, self.epochs)
         try:
             loader, start = self._place.begin(loader, first)
