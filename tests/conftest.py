@@ -14,6 +14,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 import torch
+import torchvision_ops
 
 from headrace.device import Device, open_device
 from headrace.testing import FakeDevice
@@ -23,6 +24,7 @@ hypothesis.settings.register_profile("headrace", deadline=None, derandomize=True
 hypothesis.settings.load_profile("headrace")
 
 pytest_plugins = ["headrace.pytest_plugin"]
+torchvision_ops.define_missing()
 
 needs_cuda = pytest.param(
     "cuda",

@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 from headrace.device import Device
 from headrace.engine import Engine
 from headrace.plan import Plan
+from headrace.prefetcher import prefetch
 
 BATCHES = 10
 Loaders = Callable[[], Any]
@@ -91,7 +92,36 @@ def generated() -> Any:
     return Drawn()
 
 
-LOADERS = [own_generator, samplers_generator, augmented, generated, OwnEpochs]
+def ahead() -> Any:
+    """One batch ahead of what it gives, to know the last, as a loader prepared by Accelerate is;
+    and with methods for a state that it does not keep."""
+
+    class Ahead:
+        def __init__(self) -> None:
+            self._loader = augmented()
+
+        def __iter__(self) -> Iterator[Any]:
+            batches = iter(self._loader)
+            here = next(batches)
+            for following in batches:
+                yield here
+                here = following
+            yield here
+
+        def state_dict(self) -> Any:
+            raise BoomError
+
+        def load_state_dict(self, state: Any) -> None:
+            raise BoomError
+
+    return Ahead()
+
+
+def prefetched() -> Any:
+    return prefetch(augmented(), "cpu")
+
+
+LOADERS = [own_generator, samplers_generator, augmented, generated, ahead, prefetched, OwnEpochs]
 
 
 def seeded(number: int) -> None:

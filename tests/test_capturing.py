@@ -17,6 +17,7 @@ from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.plan import Plan
 from headrace.ranks import Ranks
+from headrace.schedules import Schedule
 from headrace.step import TrainingStep
 from headrace.testing import Costs, FakeDevice
 
@@ -285,9 +286,9 @@ class TestFallback:
         def make(plan: Any) -> Engine:
             engine = make_engine(capturing, plan, deterministic=True)
             assert engine._step is not None
-            engine._step.scheduler = torch.optim.lr_scheduler.OneCycleLR(
-                engine._step.optimizer, 0.05, total_steps=300
-            )
+            optimizer = engine._step.optimizer
+            cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=300)
+            engine._step.schedule = Schedule(cycle, "step")
             return engine
 
         assert "the optimizer's betas changes from step to step" in self.run(

@@ -160,6 +160,7 @@ class TestBadState:
             ("random_at_start", {"host": torch.zeros(3)}),
             ("drawn_ahead", [{}]),
             ("drawn_ahead", 3),
+            ("drawn_last", {}),
             ("generators", [{"seed": 1, "state": torch.zeros(2)}]),
             ("epoch_loss", "xy"),
             ("epoch_loss", [1.0]),
@@ -187,7 +188,7 @@ class TestBadState:
     def test_of_another_kind(self, device: Device) -> None:
         engine = make(device, "pipeline")
         with pytest.raises(
-            StepError, match="no engine's state of a format from 1 to 3: found None"
+            StepError, match="no engine's state of a format from 1 to 4: found None"
         ):
             engine.load_state_dict({"model": {}})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import threading
 import weakref
@@ -44,6 +45,25 @@ def test_batches_lie_on_the_device(device: Device) -> None:
     for batch in prefetch([{"x": torch.ones(2), "name": "n"}], device):
         assert device.holds(batch["x"])
         assert batch["name"] == "n"
+
+
+def test_the_loader_begins_with_the_first_batch(device: Device) -> None:
+    """Some libraries call `iter` once just to see whether it works; that must draw nothing."""
+    begun: list[bool] = []
+
+    class Loader(list[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            begun.append(True)
+            return super().__iter__()
+
+    arriving = iter(prefetch(Loader(numbers(3)), device))
+    assert not begun
+    assert values(arriving) == [0.0, 1.0, 2.0]
+    assert begun == [True]
+    closed = iter(prefetch(Loader(numbers(3)), device))
+    closed.close()
+    assert list(closed) == []
+    assert begun == [True]
 
 
 def test_a_generator_without_length(device: Device) -> None:
@@ -315,6 +335,175 @@ class TestCache:
                 found = [b[0].cpu() for b in Prefetcher(data, device, cache=cache)]
                 assert sorted(torch.cat(found).tolist()) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
             assert cache.hits == 0
+
+
+class Counting:
+    """A loader of numbers that keeps a state: how many it has given."""
+
+    def __init__(self, count: int = 8, breaks_after: int | None = None) -> None:
+        self.count, self.at, self.breaks_after = count, 0, breaks_after
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self.at < self.count:
+            self.at += 1
+            yield torch.tensor([float(self.at - 1)])
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        if self.breaks_after is not None and self.at >= self.breaks_after:
+            raise BrokenError("the state is gone")
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
+
+
+class Stateless(list[torch.Tensor]):
+    """A loader that has the methods of one with a state, and no state."""
+
+    asked = 0
+
+    def state_dict(self) -> Any:
+        self.asked += 1
+        raise RuntimeError("not a stateful loader")
+
+    def load_state_dict(self, state: Any) -> None:
+        raise RuntimeError("not a stateful loader")
+
+
+class Flagging:
+    """A loader that says when it gives its last batch, as those prepared by Accelerate do."""
+
+    end_of_dataloader = False
+    is_active = False
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.is_active, self.end_of_dataloader = True, False
+        for n in range(self.count):
+            self.end_of_dataloader = n == self.count - 1
+            yield torch.tensor([float(n)])
+        self.is_active = False
+
+
+class TestTheLoadersAttributes:
+    def test_they_are_passed_through(self, device: Device) -> None:
+        data = TensorDataset(torch.arange(10.0))
+        loader = DataLoader(data, batch_size=4, shuffle=True)
+        found = prefetch(loader, device)
+        assert found.dataset is data
+        assert found.sampler is loader.sampler
+        assert found.batch_sampler is loader.batch_sampler
+        assert (found.batch_size, found.num_workers, found.drop_last) == (4, 0, False)
+
+    def test_methods_too(self) -> None:
+        class Shuffled(list[torch.Tensor]):
+            epoch = 0
+
+            def set_epoch(self, epoch: int) -> None:
+                self.epoch = epoch
+
+        loader = Shuffled(numbers(2))
+        prefetch(loader, "cpu").set_epoch(3)
+        assert loader.epoch == 3
+
+    @pytest.mark.parametrize("name", ["set_epoch", "state_dict", "_index_sampler", "__array__"])
+    def test_what_the_loader_lacks_is_lacking(self, name: str) -> None:
+        found = prefetch(DataLoader(TensorDataset(torch.ones(2))), "cpu")
+        assert not hasattr(found, name)
+
+    def test_an_error_names_both(self) -> None:
+        with pytest.raises(
+            AttributeError, match=r"nor its loader, a 'DataLoader', has .* 'epochs'"
+        ):
+            _ = prefetch(DataLoader(TensorDataset(torch.ones(2))), "cpu").epochs
+
+    def test_ours_come_first(self) -> None:
+        class Deep(list[torch.Tensor]):
+            depth = 99
+
+        assert prefetch(Deep(numbers(2)), "cpu", 3).depth == 3
+
+    @pytest.mark.parametrize("loader", [numbers(3), Counting(3)])
+    def test_copies_can_be_made(self, loader: Any) -> None:
+        assert values(copy.copy(prefetch(loader, "cpu"))) == [0.0, 1.0, 2.0]
+        assert not hasattr(Prefetcher.__new__(Prefetcher), "dataset")  # one that is being made
+
+
+class TestTheLoadersState:
+    @pytest.mark.parametrize("depth", [0, 2, 20])
+    def test_it_is_that_of_the_batch_handed_out_last(self, device: Device, depth: int) -> None:
+        found = prefetch(Counting(), device, depth)
+        assert found.state_dict() == {"at": 0}  # type: ignore[attr-defined]
+        for number, _ in enumerate(found):
+            assert found.state_dict() == {"at": number + 1}  # type: ignore[attr-defined]
+        assert found.state_dict() == {"at": 0}  # type: ignore[attr-defined]
+
+    @pytest.mark.parametrize("depth", [0, 2, 20])
+    def test_it_is_that_also_after_a_break(self, device: Device, depth: int) -> None:
+        found: Any = prefetch(Counting(), device, depth)
+        for number, _ in enumerate(found):
+            if number == 3:
+                break
+        state = found.state_dict()
+        other: Any = prefetch(Counting(), device, depth)
+        other.load_state_dict(state)
+        assert other.state_dict() == state == {"at": 4}
+        assert values(other) == [4.0, 5.0, 6.0, 7.0]
+
+    def test_a_prefetched_loader_inside_another(self, device: Device) -> None:
+        found: Any = prefetch(prefetch(Counting(), device), device)
+        for number, _ in enumerate(found):
+            assert found.state_dict() == {"at": number + 1}
+            if number == 4:
+                break
+
+    def test_a_loader_whose_state_dict_raises_keeps_none(
+        self, device: Device, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        caplog.set_level("INFO", "headrace")
+        loader = Stateless(numbers(5))
+        found: Any = prefetch(loader, device)
+        for _ in range(2):
+            assert values(found) == [0.0, 1.0, 2.0, 3.0, 4.0]
+        assert loader.asked == 2  # once a pass
+        said = [one for one in caplog.records if "Stateless.state_dict() raised" in one.message]
+        assert [one.levelname for one in said] == ["INFO"]
+        with pytest.raises(RuntimeError, match="not a stateful loader"):
+            found.state_dict()  # as the loader's own
+
+    def test_one_that_worked_before_must_go_on_working(self, device: Device) -> None:
+        arriving = iter(prefetch(Counting(breaks_after=3), device))
+        assert [float(next(arriving)) for _ in range(2)] == [0.0, 1.0]
+        with pytest.raises(BrokenError, match="the state is gone"):
+            next(arriving)
+
+    def test_also_in_the_next_pass(self, device: Device) -> None:
+        loader = Counting(3)
+        assert values(prefetch(loader, device)) == [0.0, 1.0, 2.0]
+        loader.breaks_after = 0
+        with pytest.raises(BrokenError):
+            list(prefetch(loader, device))
+
+
+@pytest.mark.parametrize("depth", [0, 2, 20])
+@pytest.mark.parametrize("count", [1, 2, 6])
+def test_a_loader_says_of_the_last_batch_alone_that_it_is(
+    device: Device, depth: int, count: int
+) -> None:
+    """Accelerate's gradient accumulation asks that in the loop, also while others are ahead."""
+    loader = Flagging(count)
+    for _ in range(2):
+        said = [
+            (loader.end_of_dataloader, loader.is_active) for _ in prefetch(loader, device, depth)
+        ]
+        assert said == [(False, True)] * (count - 1) + [(True, True)]
+        assert not loader.is_active
 
 
 @settings(max_examples=40, deadline=None)

@@ -32,7 +32,7 @@ from resumed import (
 )
 from test_engine import data, loss, make_model, same, weights
 from test_faults import bad_batches
-from torch.utils.data import DataLoader
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from headrace.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint
 from headrace.device import Device, open_device
@@ -354,6 +354,54 @@ class TestLoaders:
         engine.epoch(OwnEpochs(), max_steps=4)
         assert engine.state_dict()["loader"] is None
 
+    @pytest.mark.parametrize("plan", ["baseline", "pipeline", "streams4"])
+    @pytest.mark.parametrize("at", [3, 10, 14])
+    def test_a_loader_whose_state_dict_raises_keeps_none(
+        self, device: Device, plan: str, at: int
+    ) -> None:
+        """Its batches are dropped again, and its generator goes back, as without the methods."""
+
+        def loader() -> Any:
+            draw = torch.Generator().manual_seed(7)
+            return Raising(pairs(), batch_size=5, shuffle=True, generator=draw)
+
+        expected = losses_of(new(device, plan), loader(), 2)
+        assert expected == losses_of(new(device, plan), own_generator(), 2)
+        seen, stored = stopped(new(device, plan), loader(), at)
+        assert stored["loader"] is None
+        other, again = new(device, plan), loader()
+        seeded(99)
+        other.load_state_dict(stored)
+        while other.epochs < 2:
+            seen += other.epoch(again).losses
+        assert seen == expected
+
+    def test_a_state_that_the_loader_refuses(self, device: Device) -> None:
+        _, stored = stopped(new(device), OwnEpochs(), 4)
+        other = new(device)
+        other.load_state_dict(stored)
+        with pytest.raises(BoomError) as caught:
+            other.epoch(Raising(pairs(), batch_size=5))
+        assert "Raising.load_state_dict refused" in caught.value.__notes__[0]
+
+    def test_every_sampler_and_the_loader_are_told_the_epoch(self, device: Device) -> None:
+        told: list[tuple[str, int]] = []
+
+        class Told(RandomSampler):
+            def set_epoch(self, epoch: int) -> None:
+                told.append(("sampler", epoch))
+
+        class Teller(DataLoader[Any]):
+            def set_epoch(self, epoch: int) -> None:
+                told.append(("loader", epoch))
+
+        inner = BatchSampler(Told(pairs()), 5, drop_last=False)  # type: ignore[arg-type]
+        loader = Teller(pairs(), batch_sampler=inner)
+        engine = new(device)
+        engine.epoch(loader)
+        engine.epoch(loader)
+        assert told == [("loader", 0), ("sampler", 0), ("loader", 1), ("sampler", 1)]
+
     def test_a_list_costs_no_look_at_the_generators(
         self, device: Device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -375,6 +423,16 @@ class TestLoaders:
         other = new(device)
         other.load_state_dict(load_checkpoint(newest))
         assert seen + losses_of(other, augmented(), 2) == expected
+
+
+class Raising(DataLoader[Any]):
+    """Has the methods of a loader that keeps a state, as one prepared by Accelerate has."""
+
+    def state_dict(self) -> Any:
+        raise BoomError
+
+    def load_state_dict(self, state: Any) -> None:
+        raise BoomError
 
 
 class TestAFailedBeginning:

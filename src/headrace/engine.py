@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
 
 from headrace import capturable, engine_state
 from headrace.batchcache import BatchCache
@@ -28,9 +27,11 @@ from headrace.loop import Loop, StepInfo
 from headrace.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.onebatch import Custom, Evaluation, StepFunction, Training
 from headrace.plan import PLAN_VARIABLE, Plan, in_force
+from headrace.prefetcher import unprefetched
 from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult, Start
 from headrace.resuming import Place, tell_epoch
+from headrace.schedules import Every, Scheduler
 from headrace.step import LossFunction, TrainingStep
 from headrace.wrapped import evaluating, where
 
@@ -48,10 +49,11 @@ class Engine:
 
     `loss(model, batch)` returns a 0-dim tensor, or a dict with `loss`, optionally `weight`, and
     metrics. `device` is where the model lies, unless given. `scheduler` is stepped after each
-    update, or each epoch with `scheduler_every="epoch"`. `precision` overrides the plan's.
-    `on_step(info)` is called after each batch with a `StepInfo`, `on_epoch(result)` after each
-    epoch with an `EpochResult`. `on_values(step, values)` is called once for each batch, in order,
-    as soon as its values are on the host: also for those that arrive after a `break` or an error.
+    update, or each epoch with `scheduler_every="epoch"`; timm's decide that by `t_in_epochs`.
+    Optimizers and schedulers may have been prepared by Accelerate. `precision` overrides the
+    plan's. `on_step(info)` is called after each batch with a `StepInfo`, `on_epoch(result)` after
+    each epoch with an `EpochResult`. `on_values(step, values)` is called once for each batch, in
+    order, as soon as its values are on the host: also after a `break` or an error.
 
     The model may be DDP's or FSDP2's (`fully_shard`): then each rank's engine is given that rank's
     batches, and losses and metrics are those of all ranks together (docs/scaling.md).
@@ -70,8 +72,8 @@ class Engine:
         *,
         plan: Plan | str | Path | Mapping[str, Any] = "pipeline",
         device: Device | str | torch.device | None = None,
-        scheduler: LRScheduler | None = None,
-        scheduler_every: Literal["step", "epoch"] = "step",
+        scheduler: Scheduler | None = None,
+        scheduler_every: Every = "step",
         clip_norm: float | None = None,
         accumulate: int = 1,
         precision: str | None = None,
@@ -374,6 +376,7 @@ class Engine:
     ) -> Loop:
         self._end_other_loop()
         self._change_plan()
+        loader = unprefetched(loader)
         tell_epoch(loader, self.epochs)
         try:
             loader, start = self._place.begin(loader, first)
@@ -454,7 +457,7 @@ class Engine:
         self.epochs += 1
         self._change_plan()
         if self._step is not None:
-            self._step.end_epoch(run.loss.mean)
+            self._step.end_epoch(self.epochs, run.loss.mean)
         if self.on_epoch is not None:
             self.on_epoch(result)
         return result

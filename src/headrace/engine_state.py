@@ -18,7 +18,7 @@ from headrace.ranks import Ranks
 from headrace.step import TrainingStep
 from headrace.wrapped import bare, is_sharded, local, place, shard_like
 
-FORMAT = 3
+FORMAT = 4
 # What PyTorch and Python raise for the state of another model, or of no engine at all.
 _DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
@@ -32,7 +32,7 @@ def state_of(
 ) -> dict[str, Any]:
     """The state between two batches, after so many updates were `left_out` that were not finite.
     Tensors are the live ones: copy them before going on."""
-    scheduler, scaler = step.scheduler, step.scaler
+    schedule, scaler = step.schedule, step.scaler
 
     def own(value: Any) -> Any:
         return PerRank(own=value) if step.ranks.several else value
@@ -54,11 +54,12 @@ def state_of(
         "random_at_start": own(position.random_at_start),
         "generators": own(position.generators),
         "drawn_ahead": own(position.drawn_ahead),
+        "drawn_last": own(position.drawn_last),
         "graphs": None if graphs is None else graphs.state_dict(),
         "ledger": step.device.ledger.state_dict(),
         "model": dict(bare(step.model).state_dict()),
         "optimizer": step.optimizer.state_dict(),
-        "scheduler": None if scheduler is None else scheduler.state_dict(),
+        "scheduler": None if schedule is None else schedule.state_dict(),
         "scaler": scales,
         "ema": None if ema is None else ema.state(),
         "step": step.state_dict(),
@@ -74,7 +75,8 @@ class Position:
     all), and `share_ended` says that it has no more. `loader` is the loader's own state after them.
     `deferred` are values not yet reported, and `epoch_loss` the sum of those that were, and of
     their weights. Random states are those now, when the epoch began (also of the loader's own
-    generators), and before each batch that was fetched and not trained on.
+    generators), before each batch that was fetched and not trained on, and before the last one
+    trained on.
     """
 
     epoch: int
@@ -88,6 +90,7 @@ class Position:
     random_at_start: dict[str, Any] | None = None
     generators: list[dict[str, Any]] | None = None
     drawn_ahead: list[dict[str, Any]] = field(default_factory=list)
+    drawn_last: dict[str, Any] | None = None
 
 
 def upgraded(state: object) -> dict[str, Any]:
@@ -115,6 +118,8 @@ def upgraded(state: object) -> dict[str, Any]:
             "generators": None,
             "drawn_ahead": [],
         }
+    if found < 4:
+        state = {**state, "drawn_last": None}
     return {**state, "format": FORMAT}
 
 
@@ -139,7 +144,7 @@ def fitting() -> Iterator[None]:
 def _restore(
     state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
 ) -> None:
-    for name, part in (("scheduler", step.scheduler), ("scaler", step.scaler), ("ema", ema)):
+    for name, part in (("scheduler", step.schedule), ("scaler", step.scaler), ("ema", ema)):
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
             raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
@@ -155,8 +160,8 @@ def _restore(
         {name: _placed(value, own.get(name)) for name, value in state["model"].items()}
     )
     step.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], step.optimizer))
-    if step.scheduler is not None:
-        step.scheduler.load_state_dict(state["scheduler"])
+    if step.schedule is not None:
+        step.schedule.load_state_dict(state["scheduler"])
     if step.scaler is not None:
         step.scaler.load_state_dict(state["scaler"])
         if step.scaler._scale is None:  # made by a first batch, which need not come any more
@@ -232,7 +237,7 @@ def own_part(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
     of ranks each has another share: what is known of the loaders is of no use then."""
     own = {name: _own_random(state[name], ranks) for name in ("random", "random_at_start")}
     unknown: dict[str, Any] = {"own_batch": None, "share_ended": False, "loader": None}
-    unknown |= {"generators": None, "drawn_ahead": []}
+    unknown |= {"generators": None, "drawn_ahead": [], "drawn_last": None}
     for name, value in unknown.items():
         own[name] = _own_value(state[name], ranks, value)
     return {**state, **own}

@@ -9,15 +9,20 @@ timeout, batches are asked for in a thread, which can be given up.
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import logging
 import queue
 import re
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext, suppress
 from typing import Any
+
+import torch
 
 from headrace.device import Device, Stream
 from headrace.errors import LoaderError, StepError
@@ -25,21 +30,27 @@ from headrace.randomstates import drawing_from, have_moved, host_states
 
 log = logging.getLogger("headrace")
 _SAY_EVERY_S = 5.0
+_MOST_SAMPLERS = 8
 _END = object()
+# By id: loaders whose `state_dict()` has worked, and those that were said to keep no state.
+_keeping: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+_stateless: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Draws:
     """What a pass over `loader` draws from the host's generators, to be repeated after a resume:
-    `again` are the states before each batch that was fetched then and not trained on. `begun` is
-    called when the loader has begun, which may draw, too."""
+    `again` are the states before each batch that was fetched then and not trained on, and `last`
+    is that before the last one that was. `begun` is called when the loader has begun, which may
+    draw, too."""
 
     def __init__(
         self,
         loader: Iterable[Any],
         again: Iterable[dict[str, Any]] = (),
+        last: dict[str, Any] | None = None,
         begun: Callable[[], object] | None = None,
     ) -> None:
-        self.again = deque(again)
+        self.again, self.last = deque(again), last
         self.begun = begun
         # Not from what lies there already, nor from what other processes make.
         elsewhere: int = getattr(loader, "num_workers", 0)
@@ -76,8 +87,8 @@ class Source:
         timeout_s: float = 0,
         draws: Draws | None = None,
     ) -> None:
-        self._asks = state_keeper(loader)
-        self.state = None if self._asks is None else self._asks.state_dict()
+        self._keeper, self.state = first_state(loader)
+        self._end_flag = EndFlag.of(loader)
         self._draws = draws
         self.drawn_from: dict[str, Any] | None = None
         skipping = loader if isinstance(loader, Skipping) else None
@@ -86,7 +97,7 @@ class Source:
             self._iterator = TimedIterator(self._iterator, device, timeout_s)
         try:
             if skipping is not None:
-                skipping.drop(self._iterator)
+                skipping.drop(self._iterator, None if draws is None else draws.last)
             if draws is not None and draws.begun is not None:
                 draws.begun()
         except BaseException:
@@ -113,11 +124,27 @@ class Source:
             self._note_state()  # at the end it may have gone on to its next epoch
             raise
         self._note_state()
+        if self._end_flag is not None:
+            self._end_flag.hold_back()
         return batch
 
+    @property
+    def keeps_state(self) -> bool:
+        return self._keeper is not None
+
+    @property
+    def gave_last(self) -> bool:
+        """Whether the batch returned last is known to be the last one."""
+        return self._end_flag is not None and self._end_flag.held_back
+
+    def tell_last(self) -> None:
+        """The last batch, if it is known to be that, is handed out now."""
+        if self._end_flag is not None:
+            self._end_flag.raise_again()
+
     def _note_state(self) -> None:
-        if self._asks is not None:
-            self.state = self._asks.state_dict()
+        if self._keeper is not None:
+            self.state = self._keeper.state_dict()
 
     def close(self) -> None:
         """A generator's own clean-up runs now, not at some later collection."""
@@ -125,10 +152,89 @@ class Source:
             self._iterator.close()
 
 
+class EndFlag:
+    """The flag `end_of_dataloader` that a loader prepared by Accelerate raises when it gives its
+    last batch, and that Accelerate's gradient accumulation reads in the training loop. It is held
+    back until the last batch is handed out: the loop may still be batches behind."""
+
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+        self.held_back = False
+
+    @classmethod
+    def of(cls, loader: Any) -> EndFlag | None:
+        # Statically: not where `loader` only passes on another one's attributes.
+        value = inspect.getattr_static(loader, "end_of_dataloader", None)
+        return cls(loader) if isinstance(value, bool) else None
+
+    def hold_back(self) -> None:
+        if self._loader.end_of_dataloader:
+            self._loader.end_of_dataloader, self.held_back = False, True
+
+    def raise_again(self) -> None:
+        if self.held_back:
+            self._loader.end_of_dataloader = True
+
+
 def state_keeper(loader: Any) -> Any | None:
-    """The loader, if it keeps a state of its own, as `StatefulDataLoader` does."""
+    """The loader, if it has the methods of one that keeps a state, as `StatefulDataLoader` does.
+    Whether it does keep one, only `first_state` tells."""
     methods = ("state_dict", "load_state_dict")
     return loader if all(callable(getattr(loader, name, None)) for name in methods) else None
+
+
+def first_state(loader: Any) -> tuple[Any | None, Any]:
+    """Ask a loader for its state when a pass begins. Returns the loader, if it keeps one, and the
+    state.
+
+    Loaders prepared by Accelerate or the Hugging Face Trainer have a `state_dict` that raises,
+    unless they were made with `use_stateful_dataloader=True`. So a loader whose very first
+    `state_dict()` raises keeps no state; if it has worked before, the error is raised.
+    """
+    keeper = state_keeper(loader)
+    if keeper is None:
+        return None, None
+    itself = getattr(keeper.state_dict, "__self__", keeper)  # not a wrapper made for this pass
+    try:
+        state = keeper.state_dict()
+    except Exception as problem:
+        if id(itself) in _keeping:
+            raise
+        if id(itself) not in _stateless:
+            log.info(
+                "%s.state_dict() raised %s: this loader is taken to keep no state of its own",
+                type(itself).__name__,
+                f"{type(problem).__name__}: {problem}",
+            )
+            _remember(_stateless, itself)
+        return None, None
+    _remember(_keeping, itself)
+    return keeper, state
+
+
+def _remember(loaders: weakref.WeakValueDictionary[int, Any], loader: Any) -> None:
+    with suppress(TypeError):  # of classes whose objects cannot be referred to weakly
+        loaders[id(loader)] = loader
+
+
+def with_samplers(loader: Any) -> list[Any]:
+    """A loader and the samplers inside it: a batch sampler has a sampler of its own, and Accelerate
+    puts another batch sampler around it."""
+    found = [loader]
+    for owner in found:
+        for name in ("sampler", "batch_sampler"):
+            part = getattr(owner, name, None)
+            if part is not None and all(part is not other for other in found):
+                found.append(part)
+        if len(found) > _MOST_SAMPLERS:  # attributes that lead nowhere
+            break
+    return found
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """The generators that a DataLoader and its samplers were given to draw from."""
+    found = [getattr(owner, "generator", None) for owner in with_samplers(loader)]
+    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
 
 
 class Rest:
@@ -168,8 +274,10 @@ class Skipping:
         self.drop(iterator)
         return iterator
 
-    def drop(self, iterator: Any) -> None:
-        """Ask the loader's iterator for those batches, and say so."""
+    def drop(self, iterator: Any, drawn_from: dict[str, Any] | None = None) -> None:
+        """Ask the loader's iterator for those batches, and say so. With the last of them a loader
+        that is one batch ahead of what it gives, as Accelerate's is, makes the first that is not
+        dropped: it is drawn as it was before, from `drawn_from`."""
         log.warning(
             "the loader keeps no state and cannot be told where to begin: the first %d batches of "
             "this epoch, trained on before, are loaded and dropped",
@@ -177,8 +285,10 @@ class Skipping:
         )
         said = self._clock()
         for done in range(self._count):
+            again = drawn_from if done == self._count - 1 else None
             try:
-                next(iterator)
+                with nullcontext() if again is None else drawing_from(again):
+                    next(iterator)
             except StopIteration:
                 raise StepError(
                     f"the loader has {done} batches, and {self._count} of this epoch were trained "

@@ -232,6 +232,12 @@ class Loop:
         fetched = [] if self.fed is None else self.fed.drawn_ahead(self._batches)
         return fetched + ([] if self._start.draws is None else [*self._start.draws.again])
 
+    def drawn_last(self) -> dict[str, Any] | None:
+        """Where they stood before the batch trained on last was asked for."""
+        if self.fed is not None and self._batches:
+            return self.fed.drawn_last(self._batches)
+        return None if self._start.draws is None else self._start.draws.last
+
     def out_of_memory(self, problem: BaseException, graphs: GraphReport | None) -> OutOfMemoryError:
         """What is to be said of a loop that found no memory."""
         nbytes, samples = self._largest
@@ -288,7 +294,7 @@ class Loop:
         self._start_ns = self.device.ledger.now_ns()
         self.lanes.take_over()
         try:
-            self.fed = iter(self._feed)
+            self.fed = iter(self._feed).begun()
         except BaseException as problem:
             self._tell_error(type(problem), problem, None)
             raise

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -25,7 +25,7 @@ from headrace import batches
 from headrace.batchcache import BatchCache
 from headrace.device import Device, Event, Stream, open_device
 from headrace.errors import PlanError
-from headrace.loading import Draws, Source
+from headrace.loading import Draws, Source, state_keeper
 from headrace.sending import Sender
 
 # A loop without a run-ahead bound of its own may have this many copies waiting for the device;
@@ -47,11 +47,25 @@ def prefetch(
             loss = model(batch)
 
     `depth` batches are under way while one is in use; 0 copies each when it is asked for. Any
-    iterable of nested batches will do; `len` is kept; each `for` loop starts the loader anew. With
-    `pin=False` memory that is not pinned is copied as it is, for which the host must wait. A loader
-    that gives nothing for `loader_timeout` seconds is a `LoaderError`; 0 waits for ever.
+    iterable of nested batches will do; each `for` loop starts the loader anew. With `pin=False`
+    memory that is not pinned is copied as it is, for which the host must wait. A loader that gives
+    nothing for `loader_timeout` seconds is a `LoaderError`; 0 waits for ever.
+
+    The result has the loader's length and its public attributes (`dataset`, `sampler`,
+    `batch_size`, `set_epoch` and so on), so that a library that looks at them takes it for the
+    loader. If the loader has a `state_dict`, so has the result: it is the state after the batch
+    that the loop was given last, however many were fetched since.
     """
-    return Prefetcher(loader, open_device(device), depth, pin=pin, loader_timeout=loader_timeout)
+    kind = Prefetcher if state_keeper(loader) is None else StatefulPrefetcher
+    return kind(loader, open_device(device), depth, pin=pin, loader_timeout=loader_timeout)
+
+
+def unprefetched(loader: Iterable[Any]) -> Iterable[Any]:
+    """The loader inside a `Prefetcher`, for an engine, which fetches ahead itself: twice ahead, the
+    random states before each batch would not be known. One that has a timeout keeps it."""
+    while isinstance(loader, Prefetcher) and not loader.loader_timeout:
+        loader = loader.loader
+    return loader
 
 
 class Prefetcher:
@@ -98,6 +112,46 @@ class Prefetcher:
     def __iter__(self) -> PrefetchIterator:
         return PrefetchIterator(self)
 
+    def __getattr__(self, name: str) -> Any:
+        """The loader's public attributes, where this class has none of that name."""
+        # Not by `self.loader`: a copy that is being made has none yet.
+        if "loader" not in self.__dict__ or name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        loader = self.__dict__["loader"]
+        try:
+            return getattr(loader, name)
+        except AttributeError as problem:
+            raise AttributeError(
+                f"neither {type(self).__name__!r} nor its loader, a {type(loader).__name__!r}, "
+                f"has an attribute {name!r}"
+            ) from problem
+
+
+class StatefulPrefetcher(Prefetcher):
+    """A `Prefetcher` whose loader has a `state_dict`, and so has this: the state from which the
+    loader goes on after the batch handed out last, not after those fetched ahead."""
+
+    def __init__(
+        self, loader: Iterable[Any], device: Device, depth: int = 2, **options: Any
+    ) -> None:
+        super().__init__(loader, device, depth, **options)
+        self._keeper: Any = loader
+        self._handed_out: tuple[Any] | None = None  # the state, once a pass has begun
+
+    def state_dict(self) -> Any:
+        """The loader's state after the batch handed out last; before any pass, its state now."""
+        return self._keeper.state_dict() if self._handed_out is None else self._handed_out[0]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        self._keeper.load_state_dict(state_dict)
+        self._handed_out = None
+
+    def __iter__(self) -> PrefetchIterator:
+        return _NotingIterator(self)
+
+    def note(self, state: Any) -> None:
+        self._handed_out = (state,)
+
 
 @dataclass(slots=True)
 class _Slot:
@@ -112,7 +166,8 @@ class _Slot:
 
 
 class PrefetchIterator:
-    """One pass over the loader. `close` (or dropping it) lets go of everything at once.
+    """One pass over the loader, which begins when the first batch is asked for: libraries call
+    `iter` just to see whether it works. `close` (or dropping it) lets go of everything at once.
 
     `loader_state` is the loader's own after the batch that was handed out last, or after the end.
     """
@@ -133,21 +188,36 @@ class PrefetchIterator:
         self.delivered = 0
         self.last_nbytes = self.last_samples = 0
         self._last_drawn_from: dict[str, Any] | None = None
+        self._earlier_drawn_from: dict[str, Any] | None = None  # before the one before the last
         self._unsent_drawn_from: dict[str, Any] | None = None
         self._end_drawn_from: dict[str, Any] | None = None
         #: Where the host's generators stood before a batch that drew and then could not be had.
         self.failed_drawn_from: dict[str, Any] | None = None
-        # Last: it may raise, and close() needs the rest.
-        self._source = Source(
-            settings.loader, self._device, settings.loader_timeout, settings.draws
-        )
-        self.loader_state = self._end_state = self._source.state
+        self._has_begun = self.keeps_state = False
+        self.loader_state: Any = None
+        self._end_state: Any = None
+
+    def begun(self) -> Self:
+        """Begin the loader, if that has not been done."""
+        if not self._has_begun:
+            self._has_begun = True
+            options = self._settings
+            self._source = Source(
+                options.loader, self._device, options.loader_timeout, options.draws
+            )
+            self.loader_state = self._end_state = self._source.state
+            self.keeps_state = self._source.keeps_state
+        return self
 
     def __iter__(self) -> PrefetchIterator:
         return self
 
     def __next__(self) -> Any:
+        if not self._has_begun:
+            self.begun()
         while self._source is not None and len(self._under_way) <= self._settings.depth:
+            if self._source.gave_last and self._under_way:
+                break  # as in a plain loop, the loader ends when the loop has had its last batch
             self._pull()
         if not self._under_way:
             self.close()
@@ -163,8 +233,11 @@ class PrefetchIterator:
         slot = self._under_way.popleft()
         if slot.ready is not None:
             self._hand_over(slot)
+        if self._source is not None and not self._under_way:
+            self._source.tell_last()
         self.delivered += 1
         self.last_nbytes, self.last_samples = slot.nbytes, slot.samples
+        self._earlier_drawn_from = self._last_drawn_from
         self.loader_state, self._last_drawn_from = slot.loader_state, slot.drawn_from
         return slot.batch
 
@@ -183,6 +256,10 @@ class PrefetchIterator:
         found = [*handed_out, *under_way, self._unsent_drawn_from, self._end_drawn_from]
         return [states for states in found if states is not None]
 
+    def drawn_last(self, used: int) -> dict[str, Any] | None:
+        """Where they stood before the last of the first `used` batches was asked for."""
+        return self._earlier_drawn_from if self.delivered > used else self._last_drawn_from
+
     def close(self) -> None:
         """Drop the batches under way and the loader's iterator."""
         while self._under_way:
@@ -190,6 +267,7 @@ class PrefetchIterator:
             if slot.ready is not None:
                 # Its memory goes back to the owner, which must not reuse it under the copy.
                 self._owner.wait_event(slot.ready)
+        self._has_begun = True  # and is not to begin any more
         source, self._source = self._source, None
         if source is not None:
             source.close()
@@ -288,3 +366,27 @@ class PrefetchIterator:
             # The loop moved to another stream than the one that owns the memory.
             for tensor in batches.tensors(slot.batch):
                 self._device.record_stream(tensor, reader)
+
+
+class _NotingIterator(PrefetchIterator):
+    """A pass that tells its prefetcher the loader's state after each batch handed out."""
+
+    def __init__(self, settings: StatefulPrefetcher) -> None:
+        super().__init__(settings)
+        self._noted_by = settings
+
+    def begun(self) -> Self:
+        if not self._has_begun:
+            super().begun()
+            self._note()
+        return self
+
+    def __next__(self) -> Any:
+        try:
+            return super().__next__()
+        finally:
+            self._note()
+
+    def _note(self) -> None:
+        if self.keeps_state:
+            self._noted_by.note(self.loader_state)

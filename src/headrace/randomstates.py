@@ -133,14 +133,6 @@ def drawing_from(states: dict[str, Any]) -> Iterator[None]:
         set_host_states(before)
 
 
-def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a DataLoader and its samplers were given to draw from."""
-    batches = getattr(loader, "batch_sampler", None)
-    owners = (loader, getattr(loader, "sampler", None), batches, getattr(batches, "sampler", None))
-    found = [getattr(owner, "generator", None) for owner in owners]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
-
-
 def states_of(generators: list[torch.Generator]) -> list[dict[str, Any]]:
     """Where they stand, and the seeds they began with."""
     return [{"seed": one.initial_seed(), "state": one.get_state()} for one in generators]

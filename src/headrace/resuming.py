@@ -6,7 +6,8 @@ which takes the time of loading them, and is said.
 
 Random generators go back first to where they stood when the epoch began, from which a loader draws
 its order; then, for each batch that had been fetched and not trained on, to where they stood before
-it; then to where they stood when the state was taken.
+it; then to where they stood when the state was taken. (A loader that is a batch ahead of what it
+gives made that batch when the last one trained on was asked for: so they also go back to there.)
 """
 
 from __future__ import annotations
@@ -21,15 +22,16 @@ import torch
 from headrace.deferred import DeferredValues, restored
 from headrace.device import Device
 from headrace.engine_state import Position
-from headrace.loading import Draws, Rest, Skipping, state_keeper
-from headrace.loop import Loop
-from headrace.randomstates import (
+from headrace.loading import (
+    Draws,
+    Rest,
+    Skipping,
     generators_of,
-    random_states,
-    set_host_states,
-    set_random_states,
-    states_of,
+    state_keeper,
+    with_samplers,
 )
+from headrace.loop import Loop
+from headrace.randomstates import random_states, set_host_states, set_random_states, states_of
 from headrace.results import Start, WeightedSum
 
 log = logging.getLogger("headrace")
@@ -62,8 +64,9 @@ class Place:
             for random in (state["random"], state["random_at_start"]):
                 if random is not None:
                     set_random_states(self._device, random)
-            for random in state["drawn_ahead"]:
-                set_host_states(random)
+            for random in (*state["drawn_ahead"], state["drawn_last"]):
+                if random is not None:
+                    set_host_states(random)
         finally:
             set_random_states(self._device, now)
         for one in state["generators"] or []:
@@ -95,14 +98,16 @@ class Place:
         self._resumed, self._before = state, None
         if state is not None and state["random_at_start"] is not None:
             set_random_states(self._device, state["random_at_start"])
-        self._generators = [] if state_keeper(loader) is not None else generators_of(loader)
-        if state is not None:
+        self._generators = generators_of(loader)
+        # A loader's own state may lack its sampler's generator, as that of Accelerate's does; if it
+        # has it, the loader sets it again.
+        if state is not None and (state["generators"] or state["loader"] is None):
             self._set_generators(state["generators"], begun=state["random_at_start"] is not None)
         self._random_at_start = random_states(self._device)
         self._generators_at_start = states_of(self._generators)
         if state is None:
             return loader, Start(first or 0, own=first or 0, draws=Draws(loader))
-        draws = Draws(loader, state["drawn_ahead"], begun=self._draw_on)
+        draws = Draws(loader, state["drawn_ahead"], state["drawn_last"], begun=self._draw_on)
         own = state["batch"] if state["own_batch"] is None else state["own_batch"]
         if first is None:
             # Of a share that has come to its end, the last batch stands in.
@@ -184,6 +189,7 @@ class Place:
                 random_at_start=self._random_at_start,
                 generators=self._generators_at_start,
                 drawn_ahead=ahead,
+                drawn_last=run.drawn_last(),
             )
         if self._restored is not None:
             return _position_of(self._restored, random)
@@ -207,7 +213,14 @@ def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
     """The rest of an epoch from `batch` on, given the loader's own state, if it keeps one."""
     keeper = state_keeper(loader)
     if keeper is not None and state is not None:
-        keeper.load_state_dict(state)
+        try:
+            keeper.load_state_dict(state)
+        except Exception as problem:
+            problem.add_note(
+                f"headrace: {type(loader).__name__}.load_state_dict refused the loader's state in "
+                "the engine's state: expected the kind of loader it was taken with"
+            )
+            raise
         return Rest(loader) if batch else loader
     if batch == 0:
         return loader
@@ -219,7 +232,8 @@ def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
 
 
 def tell_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Samplers that shuffle by epoch must be told which one it is."""
-    for owner in (getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)):
+    """Samplers that shuffle by epoch must be told which one it is; and so must a loader that would
+    tell them itself when it begins, as one prepared by Accelerate does."""
+    for owner in with_samplers(loader):
         if callable(getattr(owner, "set_epoch", None)):
-            owner.set_epoch(epoch)  # type: ignore[union-attr]
+            owner.set_epoch(epoch)

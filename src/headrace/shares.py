@@ -17,7 +17,7 @@ from typing import Any
 
 from headrace.errors import StepError
 from headrace.ledger import Ledger
-from headrace.loading import state_keeper
+from headrace.loading import first_state
 from headrace.ranks import Ranks
 
 
@@ -41,12 +41,10 @@ class Shares:
         self._own: int | None = 0 if ended else None  # how many the loader gave, once it has ended
         self._promised: int | None = None  # how many it says that it has
         self._last: int | None = None  # the epoch's last batch, as soon as it is known
-        self._keeper = state_keeper(loader)
         # The loader's own, after the batch that was given last, and after the one asked for last.
-        self._state: Any = None
-        self._asked_state: Any = None
+        self._keeper, self._state = first_state(loader)
+        self._asked_state = self._state
         if self._keeper is not None:
-            self._state = self._asked_state = self._keeper.state_dict()
             self.state_dict = lambda: self._state
             self.load_state_dict = self._keeper.load_state_dict
 

@@ -11,11 +11,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from headrace.accelerated import plain_optimizer
 from headrace.buffers import KeptBuffers
 from headrace.deferred import Scalar
 from headrace.device import Device
@@ -25,6 +25,7 @@ from headrace.groupweight import GroupWeight
 from headrace.lossparts import LossParts
 from headrace.nonfinite import Gate, NonFinitePolicy
 from headrace.rates import LearningRates
+from headrace.schedules import Every, Scheduler, schedule_of
 from headrace.wrapped import bare, local, locals_of, ranks_of, spread_of, synchronise_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
@@ -44,22 +45,22 @@ class TrainingStep:
         precision: str = "fp32",
         clip_norm: float | None = None,
         accumulate: int = 1,
-        scheduler: LRScheduler | None = None,
-        scheduler_every: Literal["step", "epoch"] = "step",
+        scheduler: Scheduler | None = None,
+        scheduler_every: Every = "step",
         ema: Ema | None = None,
         non_finite: NonFinitePolicy = NonFinitePolicy("report"),  # noqa: B008 - frozen
     ) -> None:
-        _check_parts(device, model, optimizer, scheduler, scheduler_every)
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise StepError(f"accumulate = {accumulate!r}: expected a whole number, 1 or more")
+        optimizer = plain_optimizer(optimizer, accumulate)
+        _check_parts(device, model, optimizer, has_scheduler=scheduler is not None)
         if clip_norm is not None and not clip_norm > 0:
             raise StepError(f"clip_norm = {clip_norm!r}: expected a number above 0")
         self.device = device
         self.model = model
         self.optimizer = optimizer
         self.accumulate = accumulate
-        self.scheduler = scheduler
-        self.scheduler_every = scheduler_every
+        self.schedule = schedule_of(scheduler, scheduler_every, optimizer, accumulate)
         self.ema = ema
         self.updates = 0
         self.loss = loss
@@ -213,8 +214,8 @@ class TrainingStep:
     def applied(self) -> None:
         """The host's part of `update`."""
         self._torn = True  # the gradients are used up, whatever a scheduler may raise
-        if self.scheduler is not None and self.scheduler_every == "step":
-            self.scheduler.step()
+        if self.schedule is not None:
+            self.schedule.after_update(self.updates + 1)
         self._in_group = 0
         self.updates += 1
         self._torn = False
@@ -291,14 +292,10 @@ class TrainingStep:
             # Its own memory: what was stored may be used for more than one engine.
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
-    def end_epoch(self, mean_loss: float) -> None:
-        """Step a scheduler that goes by epochs."""
-        if self.scheduler is None or self.scheduler_every != "epoch":
-            return
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(mean_loss)
-        else:
-            self.scheduler.step()
+    def end_epoch(self, epochs: int, mean_loss: float) -> None:
+        """Tell the scheduler that the `epochs`-th epoch has ended."""
+        if self.schedule is not None:
+            self.schedule.after_epoch(epochs, mean_loss)
 
     def recover(self, *, of_batch: bool) -> bool:
         """After an error in a batch, or in an update: gradients that it left half made are
@@ -347,13 +344,13 @@ def _check_parts(
     device: Device,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
-    scheduler: LRScheduler | None,
-    scheduler_every: str,
+    *,
+    has_scheduler: bool,
 ) -> None:
     if not isinstance(model, torch.nn.Module):
         raise StepError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        what = "a scheduler without an optimizer" if scheduler is not None else "the optimizer"
+        what = "a scheduler without an optimizer" if has_scheduler else "the optimizer"
         raise StepError(
             f"{what}: optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer "
             "(for updates of your own use Engine.from_step)"
@@ -370,11 +367,3 @@ def _check_parts(
                 f"the model is on {parameter.device}, the engine runs on {device}: call "
                 f"model.to('{device.torch_device}') before the optimizer is made"
             )
-    if scheduler is not None and getattr(scheduler, "optimizer", None) is not optimizer:
-        raise StepError("the scheduler belongs to another optimizer than the engine's")
-    if scheduler_every not in ("step", "epoch"):
-        raise StepError(f"scheduler_every = {scheduler_every!r}: expected 'step' or 'epoch'")
-    if isinstance(scheduler, ReduceLROnPlateau) and scheduler_every == "step":
-        raise StepError(
-            "ReduceLROnPlateau needs a finished loss: give scheduler_every='epoch' with it"
-        )
