@@ -41,7 +41,7 @@ class TrainingStep:
         optimizer: torch.optim.Optimizer,
         loss: LossFunction,
         *,
-        precision: str = "fp32",
+        precision: str | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
         scheduler: LRScheduler | None = None,
@@ -89,8 +89,9 @@ class TrainingStep:
         self._may_skip = non_finite.most
         self.set_precision(precision)
 
-    def set_precision(self, precision: str) -> None:
-        """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16"."""
+    def set_precision(self, precision: str | None) -> None:
+        """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16".
+        None: float32, as PyTorch is set."""
         if precision == "fp16" and self.spread == "fsdp":
             raise StepError(
                 "fp16 under FSDP2: each rank would see infinite gradients of its own shard alone; "
@@ -322,9 +323,9 @@ class TrainingStep:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
 
-def autocast(device: Device, precision: str) -> AbstractContextManager[object]:
+def autocast(device: Device, precision: str | None) -> AbstractContextManager[object]:
     """Inside the block a model computes in bf16 or fp16, if that is the precision."""
-    dtype = _AUTOCAST.get(precision)
+    dtype = None if precision is None else _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.torch_device.type, dtype)
 
 
