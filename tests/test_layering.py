@@ -51,6 +51,7 @@ ROOMS = {
     "groupweight": 2,
     "buffers": 2,
     "lossparts": 2,
+    "clipping": 2,
     "step": 2,
     "capturing": 2,
     "capturable": 2,

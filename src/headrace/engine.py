@@ -46,8 +46,16 @@ class Engine:
 
     `loss(model, batch)` returns a 0-dim tensor, or a dict with `loss`, optionally `weight`, and
     metrics. `device` is where the model lies, unless given. `scheduler` is stepped after each
-    update, or each epoch with `scheduler_every="epoch"`. `precision` overrides the plan's.
+    update, or each epoch with `scheduler_every="epoch"`. `precision` overrides the plan's; where
+    neither names one, the model computes in float32 with PyTorch's TF32 switches as they are.
     `on_step` and `on_epoch` are called with a `StepInfo` and an `EpochResult`.
+
+    `clip_norm` is `clip_grad_norm_(model.parameters(), clip_norm)` to the last bit. As there,
+    gradients of parameters that the optimizer does not have count, too, and are not cleared
+    (`clipping.py`). `accumulate` batches make an update. With `accumulate_by="weight"` it is that
+    of the mean over all of the group's samples (or tokens: the returned `weight`); with "count"
+    each loss is divided by `accumulate`, a last partial group's too, as in a loop of
+    `(loss / accumulate).backward()` (docs/numbers.md has both loops).
 
     The model may be DDP's or FSDP2's (`fully_shard`): then each rank's engine is given that rank's
     batches, and losses and metrics are those of all ranks together (docs/scaling.md).
@@ -70,6 +78,7 @@ class Engine:
         scheduler_every: Literal["step", "epoch"] = "step",
         clip_norm: float | None = None,
         accumulate: int = 1,
+        accumulate_by: Literal["weight", "count"] = "weight",
         precision: str | None = None,
         ema_decay: float | None = None,
         deterministic: bool = False,
@@ -96,6 +105,7 @@ class Engine:
             precision=self.plan.precision,
             clip_norm=clip_norm,
             accumulate=accumulate,
+            accumulate_by=accumulate_by,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
             ema=self.ema,
@@ -354,7 +364,7 @@ class Engine:
             assert self._custom is not None
             options |= {"most": max_steps, "needs_tensors": False}
             return self._loop(loader, Custom(self._custom), **options)
-        for part in (self._graphed, step.buffers):
+        for part in (step, self._graphed, step.buffers):
             if part is not None:
                 part.begin_epoch()
         most = None if max_steps is None else step.batches_for(max_steps)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,12 +14,16 @@ from headrace.errors import StepError
 
 @dataclass(slots=True)
 class LossParts:
-    """The loss (a mean), what it is a mean over (1 where it was not said), and all values."""
+    """The loss (a mean), what it is a mean over (1 where it was not said), and all values.
+
+    `counts` is False for a batch that stands in for one that only other ranks have.
+    """
 
     loss: torch.Tensor
     weight: Scalar
     weighted: bool
     values: dict[str, Scalar]
+    counts: bool = True
 
     @classmethod
     def of(cls, returned: object, device: Device, *, needs_grad: bool) -> LossParts:
@@ -45,7 +49,7 @@ class LossParts:
 
     def without_weight(self) -> LossParts:
         """The same, counting for nothing."""
-        return LossParts(self.loss, 0, self.weighted, self.values)
+        return replace(self, weight=0, counts=False)
 
 
 def _check_loss(loss: object, device: Device, needs_grad: bool) -> None:

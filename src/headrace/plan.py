@@ -1,8 +1,8 @@
 """Plans: how a training loop is run, as data.
 
-A plan never changes what is computed, only when; `precision` is the exception, where it is given. The presets are the schemes that people compare
-(`baseline` … `max`); any field can be changed with `Plan.preset("pipeline").but(prefetch_depth=3)`
-or in a `plan.yaml`.
+A plan says when things are computed, not what; only its `precision`, if it has one, changes the
+numbers. The presets are the schemes that people compare (`baseline` … `max`); any field can be
+changed with `Plan.preset("pipeline").but(prefetch_depth=3)` or in a `plan.yaml`.
 """
 
 from __future__ import annotations

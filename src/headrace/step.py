@@ -3,7 +3,8 @@
 `loss(model, batch)` returns a tensor, or a dict with `loss` (a mean), optionally `weight` (what the
 mean is over: tokens, say), and metrics. Gradients of loss × weight are summed over an accumulation
 group and divided once, on the device, by the group's total weight: that of all ranks, if the model
-is DDP's or FSDP2's.
+is DDP's or FSDP2's. With `accumulate_by="count"` each loss is divided by `accumulate` instead, as
+most people write it, and a weight only weighs the means that are reported.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headrace.buffers import KeptBuffers
+from headrace.clipping import Clipping
 from headrace.deferred import Scalar
 from headrace.device import Device
 from headrace.ema import Ema
@@ -25,7 +27,7 @@ from headrace.groupweight import GroupWeight
 from headrace.lossparts import LossParts
 from headrace.nonfinite import Gate, NonFinitePolicy
 from headrace.rates import LearningRates
-from headrace.wrapped import bare, local, locals_of, ranks_of, spread_of, synchronise_gradients
+from headrace.wrapped import bare, locals_of, ranks_of, spread_of, synchronise_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -44,6 +46,7 @@ class TrainingStep:
         precision: str | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
+        accumulate_by: Literal["weight", "count"] = "weight",
         scheduler: LRScheduler | None = None,
         scheduler_every: Literal["step", "epoch"] = "step",
         ema: Ema | None = None,
@@ -52,6 +55,8 @@ class TrainingStep:
         _check_parts(device, model, optimizer, scheduler, scheduler_every)
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise StepError(f"accumulate = {accumulate!r}: expected a whole number, 1 or more")
+        if accumulate_by not in ("weight", "count"):
+            raise StepError(f"accumulate_by = {accumulate_by!r}: expected 'weight' or 'count'")
         if clip_norm is not None and not clip_norm > 0:
             raise StepError(f"clip_norm = {clip_norm!r}: expected a number above 0")
         self.device = device
@@ -76,6 +81,12 @@ class TrainingStep:
         #: Whether the next batch is known to be the epoch's last, which ends its group.
         self.is_last = False
         self._averaged = True  # over ranks, the gradients gathered last
+        #: Whether gradients are those of loss × weight, to be divided once a group.
+        self._weighs = accumulate_by == "weight" and (accumulate > 1 or self.ranks.several)
+        #: What a batch's loss is divided by; None: it is weighed instead.
+        self.divided_by = accumulate if accumulate_by == "count" else None
+        self._parted = False  # whether a batch of the group was trained on in parts
+        self._clipping = Clipping(device, model, optimizer)
         #: What the group's batches weigh so far.
         self.weight = GroupWeight(device, self.ranks)
         self._in_group = 0
@@ -124,6 +135,10 @@ class TrainingStep:
     def progress(self) -> tuple[int, int]:
         """Updates, and batches in the open group: other numbers, another state."""
         return self.updates, self._in_group
+
+    def begin_epoch(self) -> None:
+        """Before a pass: the model's parameters may be others than before."""
+        self._clipping.begin_epoch()
 
     def forward(self, batch: Any) -> LossParts:
         model = self.model
@@ -174,10 +189,14 @@ class TrainingStep:
         target, weight = parts.loss, parts.weight
         if share is not None and not parts.weighted:
             weight = share
-        weighs = self.accumulate > 1 or share is not None or self.ranks.several
+        weighs = self._weighs or share is not None
         if weighs:
             target = target * weight
-        if self.ranks.several:  # before backward, which it then hides behind
+        elif not parts.counts:
+            target = target * 0
+        elif self.accumulate > 1:
+            target = target / self.accumulate
+        if weighs and self.ranks.several:  # before backward, which it then hides behind
             self.weight.add(weight)
             if self._averaged:
                 self.weight.start_total()
@@ -188,6 +207,15 @@ class TrainingStep:
         target.backward()
         if weighs and not self.ranks.several:
             self.weight.add(weight)
+
+    def join_parts(self) -> None:
+        """After the parts of one batch, whose gradients are alone in place: divide them by what
+        the parts weigh together, unless the group's batches are weighed as well."""
+        self._parted = True
+        if self._weighs:
+            return
+        _divide(locals_of(self._gradients()), self.weight.total() * self.accumulate)
+        self.weight.clear(forget=True)
 
     def gathered(self) -> None:
         """The host's part of `backward`."""
@@ -201,8 +229,7 @@ class TrainingStep:
         if self.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            # Of shards too this is the norm of the whole: PyTorch sums it over ranks.
-            norm = local(torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_norm))
+            norm = self._clipping.clip(self.clip_norm, divided=self._weighs or self._parted)
         if self.gate is not None:
             self.gate.see_gradients(locals_of(self._gradients()), norm, self.ranks)
         with self.rates.in_groups() if self.rates is not None else nullcontext():
@@ -237,15 +264,15 @@ class TrainingStep:
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
-        # One batch alone has a weight only if it was trained on in parts.
-        self.weight.clear(forget=self.accumulate == 1 and not self.ranks.several)
+        self.weight.clear(forget=not self._weighs)
+        self._parted = False
 
     def _divide_gradients(self) -> None:
-        """By what the group weighs, if that is not 1."""
+        """By what the group weighs, if it is weighed at all."""
+        if self.ranks.several and not self._averaged:
+            self._average_open_group()
         if self.weight.value is None:
             return
-        if not self.weight.has_total:
-            self._average_open_group()
         _divide(locals_of(self._gradients()), self.weight.total())
 
     def _average_open_group(self) -> None:
@@ -271,6 +298,8 @@ class TrainingStep:
             "in_group": self._in_group,
             "weight": self.weight.value if gathered else None,
             "gradients": [self._gathered(p) for p in self.parameters()] if gathered else None,
+            "divided_by": self.divided_by,
+            "outside": {} if self.clip_norm is None else self._clipping.gradients_outside(),
             "gate": None if self.gate is None else self.gate.state_dict(begun=not self._unclear),
         }
 
@@ -284,13 +313,15 @@ class TrainingStep:
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"])
         self.updates, self._in_group = state["updates"], state["in_group"]
-        self.weight.clear(forget=self.accumulate == 1 and not self.ranks.several)
+        self.weight.clear(forget=not self._weighs)
         if state["weight"] is not None:
             self.weight.add(state["weight"].to(self.device.torch_device))
         gradients = state["gradients"] or [None] * len(self.parameters())
         for parameter, gradient in zip(self.parameters(), gradients, strict=True):
             # Its own memory: what was stored may be used for more than one engine.
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        if self.clip_norm is not None:
+            self._clipping.set_gradients_outside(state.get("outside") or {})
 
     def end_epoch(self, mean_loss: float) -> None:
         """Step a scheduler that goes by epochs."""
@@ -346,10 +377,10 @@ def _check_parts(
     if not isinstance(model, torch.nn.Module):
         raise StepError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        what = "a scheduler without an optimizer" if scheduler is not None else "the optimizer"
+        without = "a scheduler without an optimizer: " if scheduler is not None else ""
         raise StepError(
-            f"{what}: optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer "
-            "(for updates of your own use Engine.from_step)"
+            f"{without}optimizer is a {type(optimizer).__name__}: expected one "
+            "torch.optim.Optimizer (for several, or updates of your own, use Engine.from_step)"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
