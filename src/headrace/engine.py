@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
@@ -30,9 +31,12 @@ from headrace.plan import Plan
 from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult, Start
 from headrace.resuming import Place, tell_epoch
+from headrace.sites import users_line
+from headrace.spent import UsedIterators
 from headrace.step import LossFunction, TrainingStep
-from headrace.wrapped import evaluating, where
+from headrace.wrapped import bare, evaluating, where
 
+log = logging.getLogger("headrace")
 Steps = Generator[StepInfo, None, None]
 
 
@@ -161,6 +165,8 @@ class Engine:
         self._halving = self._on_error = self.ema = None
         self._non_finite = NonFiniteWatch(NonFinitePolicy("report"), self.device)
         self._loader_timeout = 0.0
+        self._iterators = UsedIterators()
+        self._said_eval = False
 
     def _follow_plan(self) -> None:
         """Set up what the plan asks for, or say why it is not there."""
@@ -198,9 +204,10 @@ class Engine:
         trained on before is in `last_result`. `max_steps` counts from here on, also then.
         """
         run = self._training_run(loader, max_steps, first_batch)
-        with self._reported(run), closing(run.run()) as steps:
+        with self._reported(run, loader), closing(run.run()) as steps:
             for _ in steps:
                 pass
+            self._require_batches(run, loader, max_steps)
         return self._finish(run)
 
     def steps(
@@ -228,10 +235,11 @@ class Engine:
         run = self._training_run(loader, max_steps, first_batch)
         self._stepped = itself[0]
         try:
-            with self._reported(run), closing(run.run()) as steps:
+            with self._reported(run, loader), closing(run.run()) as steps:
                 while self._advanced(run, steps):
                     with run.lanes.given_back():  # also if it leaves: an update may be to come
                         yield run.info()
+                self._require_batches(run, loader, max_steps)
         except GeneratorExit:
             self._finish(run)
             raise
@@ -287,6 +295,9 @@ class Engine:
             with closing(run.run()) as steps:
                 for _ in steps:
                     pass
+            self._require_batches(run, loader, None)
+            if run.has_trained:
+                self._iterators.note(loader)
             return run.result()
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
@@ -343,6 +354,7 @@ class Engine:
     ) -> Loop:
         self._end_other_loop()
         self._change_plan()
+        self._look_at_mode()
         tell_epoch(loader, self.epochs)
         try:
             loader, start = self._place.begin(loader, first)
@@ -371,6 +383,23 @@ class Engine:
         train = Training(step, self._graphed, self._halving, self._place.note_batch)
         return self._loop(loader, train, most=most, step=step, **options)
 
+    def _look_at_mode(self) -> None:
+        """Say once that a model in eval mode is trained as it is: without dropout, say."""
+        if self._step is None or self._said_eval:
+            return
+        if not any(module.training for module in bare(self.model).modules()):
+            self._said_eval = True
+            log.warning(
+                "the model is in eval mode in the training loop at %s, so dropout is off and batch "
+                "norm uses its running means: call model.train() before it, unless that is meant",
+                users_line(),
+            )
+
+    def _require_batches(self, run: Loop, loader: Iterable[Any], most: int | None) -> None:
+        """After a pass: an iterator without a batch may have been used up by an earlier one."""
+        if not run.has_trained and most != 0:
+            self._iterators.require_batches(loader)
+
     def _end_other_loop(self) -> None:
         """Leave a loop that is still open: dropped, it would end at any later moment."""
         if self._running is None:
@@ -398,7 +427,7 @@ class Engine:
         )
 
     @contextmanager
-    def _reported(self, run: Loop) -> Iterator[None]:
+    def _reported(self, run: Loop, loader: Iterable[Any]) -> Iterator[None]:
         """Whatever ends the loop, its result is kept."""
         self._running, failed = run, True
         try:
@@ -408,6 +437,8 @@ class Engine:
             raise run.out_of_memory(problem, self.graphs) from problem
         finally:
             self._running = None
+            if run.has_trained:  # also if it was left: the loader's other batches may be all gone
+                self._iterators.note(loader)
             self._place.end(run, failed=failed)
             if run.ended:
                 self.last_result = run.result()

@@ -157,6 +157,8 @@ class Loop:
                 self.loader_state = feed.loader_state
                 self._batches += 1
                 self._counted = self._progress()  # last: from here on it is trained on
+                if self.step is not None:
+                    self.step.raise_late()
                 if feed.last_nbytes > self._largest[0]:
                     self._largest = (feed.last_nbytes, feed.last_samples)
                 self._window.launched(self.lanes.backward)
@@ -348,6 +350,7 @@ class Loop:
             values = step.gate.last_update()
             with self.lanes.on(self.lanes.forward):
                 self.report(self._batches - 1, LossParts(values[SKIPPED], 1, False, {**values}))
+        step.raise_late()
 
     def _close(self) -> None:
         with self.lanes.on(self.lanes.forward):

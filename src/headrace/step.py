@@ -24,9 +24,13 @@ from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.groupweight import GroupWeight
+from headrace.lossfunction import require_loss_function
 from headrace.lossparts import LossParts
+from headrace.losswatch import call_watched
 from headrace.nonfinite import Gate, NonFinitePolicy
 from headrace.rates import LearningRates
+from headrace.scheduling import scheduler_error
+from headrace.sites import described
 from headrace.wrapped import bare, locals_of, ranks_of, spread_of, synchronise_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
@@ -53,6 +57,7 @@ class TrainingStep:
         non_finite: NonFinitePolicy = NonFinitePolicy("report"),  # noqa: B008 - frozen
     ) -> None:
         _check_parts(device, model, optimizer, scheduler, scheduler_every)
+        require_loss_function(loss)
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise StepError(f"accumulate = {accumulate!r}: expected a whole number, 1 or more")
         if accumulate_by not in ("weight", "count"):
@@ -68,6 +73,9 @@ class TrainingStep:
         self.ema = ema
         self.updates = 0
         self.loss = loss
+        #: The same, as the user wrote it, and as messages name it.
+        self._written, self._described = loss, f"the loss function {described(loss)}"
+        self._to_watch = 0
         #: Where the optimizer's rates are read from on the device; None: they are Python numbers.
         self.rates: LearningRates | None = None
         #: Whether gradients keep their memory from group to group, as a graph needs it.
@@ -87,6 +95,8 @@ class TrainingStep:
         self.divided_by = accumulate if accumulate_by == "count" else None
         self._parted = False  # whether a batch of the group was trained on in parts
         self._clipping = Clipping(device, model, optimizer)
+        #: What a scheduler raised after the last update, which was made: see `raise_late`.
+        self._late: Exception | None = None
         #: What the group's batches weigh so far.
         self.weight = GroupWeight(device, self.ranks)
         self._in_group = 0
@@ -137,7 +147,10 @@ class TrainingStep:
         return self.updates, self._in_group
 
     def begin_epoch(self) -> None:
-        """Before a pass: the model's parameters may be others than before."""
+        """Before a pass: the loss function, or the model's parameters, may be others than before.
+        The first batches are watched: a second one may find gradients of a first."""
+        self._to_watch = min(2, self.accumulate)
+        self._late = None
         self._clipping.begin_epoch()
 
     def forward(self, batch: Any) -> LossParts:
@@ -148,8 +161,20 @@ class TrainingStep:
             self._averaged = self.is_last or self._in_group + 1 >= self.accumulate
             synchronise_gradients(model, self._averaged)
         with autocast(self.device, self._precision):
-            returned = self.loss(model, batch)
-        return LossParts.of(returned, self.device, needs_grad=torch.is_grad_enabled())
+            if self._to_watch and torch.is_grad_enabled():
+                self._to_watch -= 1
+                returned = call_watched(
+                    self.loss,
+                    model,
+                    batch,
+                    device=self.device,
+                    optimizer=self.optimizer,
+                    written=self._written,
+                )
+            else:
+                returned = self.loss(model, batch)
+        needs_grad = torch.is_grad_enabled()
+        return LossParts.of(returned, self.device, needs_grad=needs_grad, by=self._described)
 
     def backward(self, parts: LossParts) -> None:
         """Add this batch's gradients to the group's."""
@@ -239,13 +264,23 @@ class TrainingStep:
             self.ema.update()
 
     def applied(self) -> None:
-        """The host's part of `update`."""
-        self._torn = True  # the gradients are used up, whatever a scheduler may raise
-        if self.scheduler is not None and self.scheduler_every == "step":
-            self.scheduler.step()
+        """The host's part of `update`. What a scheduler raises is kept for `raise_late`: the update
+        was made, and is to be counted first."""
+        self._torn = True  # the gradients are used up
         self._in_group = 0
         self.updates += 1
         self._torn = False
+        if self.scheduler is not None and self.scheduler_every == "step":
+            try:
+                self.scheduler.step()
+            except Exception as problem:
+                self._late = scheduler_error(self.scheduler, problem, f"update {self.updates:,}")
+
+    def raise_late(self) -> None:
+        """Once a batch is counted: what its update's scheduler raised, if it did."""
+        if self._late is not None:
+            problem, self._late = self._late, None
+            raise problem
 
     def _optimize(self) -> None:
         if self.gate is not None:
@@ -327,10 +362,16 @@ class TrainingStep:
         """Step a scheduler that goes by epochs."""
         if self.scheduler is None or self.scheduler_every != "epoch":
             return
-        if isinstance(self.scheduler, ReduceLROnPlateau):
-            self.scheduler.step(mean_loss)
-        else:
-            self.scheduler.step()
+        try:
+            if isinstance(self.scheduler, ReduceLROnPlateau):
+                self.scheduler.step(mean_loss)
+            else:
+                self.scheduler.step()
+        except Exception as problem:
+            found = scheduler_error(self.scheduler, problem, "an epoch")
+            if found is problem:
+                raise
+            raise found from problem
 
     def recover(self, *, of_batch: bool) -> bool:
         """After an error in a batch, or in an update: gradients that it left half made are
