@@ -27,9 +27,10 @@ _RETURN_ONLY = (
 
 @dataclass(slots=True)
 class _Seen:
-    """What a call did: `backward()`s by what they began at, and what scalers returned."""
+    """What a call did: `backward()`s, what they began at and whether they kept the graph, and what
+    scalers returned. Tensors are held, so that no other can be taken for one of them."""
 
-    backwards: list[tuple[Site, tuple[int, ...], bool]] = field(default_factory=list)
+    backwards: list[tuple[Site, tuple[torch.Tensor, ...], bool]] = field(default_factory=list)
     scaled: list[tuple[Site, torch.amp.GradScaler, torch.Tensor]] = field(default_factory=list)
 
 
@@ -93,7 +94,11 @@ def _refuse_backward(
 ) -> None:
     """A backward of something else (an adversarial input, say) is fine, as long as it leaves the
     gradients as they were."""
-    used_up = [site for site, roots, keeps in seen.backwards if not keeps and id(loss) in roots]
+    used_up = [
+        site
+        for site, roots, keeps in seen.backwards
+        if not keeps and any(root is loss for root in roots)
+    ]
     changed = any(p.grad is not was or _version(p.grad) != n for p, was, n in before)
     if not used_up and not changed:
         return
@@ -117,7 +122,7 @@ def _noting_backward(seen: _Seen) -> Iterator[None]:
         roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         keeps = bool((args[1] if len(args) > 1 else None) or options.get("retain_graph"))
         keeps = keeps or bool((args[2] if len(args) > 2 else None) or options.get("create_graph"))
-        seen.backwards.append((users_line(), tuple(map(id, roots)), keeps))
+        seen.backwards.append((users_line(), roots, keeps))
         original(tensors, *args, **options)
 
     torch.autograd.backward = noted
