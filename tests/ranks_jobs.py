@@ -23,7 +23,7 @@ from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import CheckpointError, StepError
 from headrace.ranks import Agreement, Ranks
-from headrace.wrapped import whole, whole_weights
+from headrace.wrapped import synchronise_gradients, whole, whole_weights
 
 WIDTH = 6
 ROWS = (7, 4, 1, 5, 2, 6, 3, 7, 2, 1, 5)  # of each global batch: some have fewer than ranks
@@ -307,6 +307,42 @@ def inside_a_group(rank: int, size: int, how: str) -> dict[str, Any]:
     losses = engine.last_result.losses if engine.last_result is not None else ()
     weights = {name: value.tolist() for name, value in whole_weights(engine.model).items()}
     return {"said": said, "updates": engine.updates, "model": weights, "losses": losses}
+
+
+def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, bool]:
+    """`accumulate_by="count"` against the loop by hand; ranks but the first have `own` batches, the
+    last of which then stands in for the others. Or the loop is left after a batch."""
+    options: dict[str, Any] = {"accumulate": 3, "accumulate_by": "count", "clip_norm": 0.5}
+    engine = new_engine(how, **options)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    mine = batches if rank == 0 else batches[:own]
+    if left:
+        steps = engine.steps(mine)
+        next(steps)
+        engine.leave()
+        steps.close()
+    else:
+        engine.epoch(Unknown(mine))
+    trained = 1 if left else len(batches)
+    hand = new_engine(how)
+    assert hand._step is not None
+    model, optimizer, scheduler = hand.model, hand._step.optimizer, hand._step.scheduler
+    assert scheduler is not None
+    for index in range(trained):
+        ends = (index + 1) % 3 == 0 or index + 1 == trained
+        synchronise_gradients(model, ends)
+        value = loss(model, mine[min(index, len(mine) - 1)])["loss"]
+        (value / 3 if index < len(mine) else value * 0).backward()
+        if ends:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    expected, found = whole_weights(model), whole_weights(engine.model)
+    return {
+        "same": all(torch.equal(found[name], expected[name]) for name in expected),
+        "close": all(torch.allclose(found[name], expected[name]) for name in expected),
+    }
 
 
 def one_breaks_out(rank: int, size: int) -> dict[str, Any]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.errors import StepError
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
 
@@ -248,7 +249,7 @@ def test_a_scheduler_that_raises(capturing: Device, accumulate: int) -> None:
             deterministic=True,
         )
         torch.manual_seed(5)
-        with pytest.raises(ValueError, match="Tried to step"):
+        with pytest.raises(StepError, match="Tried to step"):
             engine.epoch(data(24))
         assert engine.last_result is not None
         found.append((engine.last_result.losses, weights(engine)))

@@ -612,16 +612,16 @@ class TestBadInput:
     @pytest.mark.parametrize(
         ("bad_loss", "message"),
         [
-            (lambda m, b: m(b[0]), r"the loss has shape \(5, 3\): expected a single number"),
-            (lambda m, b: loss(m, b).detach(), "the loss needs no grad"),
-            (lambda m, b: 3.0, "the loss function returned 3.0: expected a 0-dim tensor"),
-            (lambda m, b: None, "the loss function returned None"),
-            (lambda m, b: {"los": loss(m, b)}, r"a dict with \['los'\]: expected"),
+            (lambda m, b: m(b[0]), r"a loss that has shape \(5, 3\): expected a single number"),
+            (lambda m, b: loss(m, b).detach(), "a loss that needs no grad"),
+            (lambda m, b: 3.0, "returned the number 3.0: expected a 0-dim tensor"),
+            (lambda m, b: None, "the loss function <lambda> at .* returned None: expected"),
+            (lambda m, b: {"los": loss(m, b)}, r"a dict without 'loss' \(it has los\): expected"),
             (
                 lambda m, b: {"loss": loss(m, b), "weight": torch.ones(2)},
-                r"'weight' has shape \(2,\): expected a single number",
+                r"'weight', which has shape \(2,\): expected a single number",
             ),
-            (lambda m, b: {"loss": loss(m, b), "x": "y"}, "'x' is a str: expected a number"),
+            (lambda m, b: {"loss": loss(m, b), "x": "y"}, "'x', which is a str: expected a number"),
         ],
     )
     def test_of_the_loss(self, device: Device, bad_loss: Any, message: str) -> None:
@@ -629,7 +629,10 @@ class TestBadInput:
             make_engine(device, loss=bad_loss).epoch(data(2))
 
     def test_a_loss_on_the_wrong_device(self) -> None:
-        with FakeDevice() as device, pytest.raises(StepError, match="the loss is on cpu: expected"):
+        with (
+            FakeDevice() as device,
+            pytest.raises(StepError, match="a loss that is on cpu: expected"),
+        ):
             make_engine(device, loss=lambda m, b: loss(m, b).cpu()).epoch(data(2))
 
     def test_a_batch_without_a_tensor(self, device: Device) -> None:

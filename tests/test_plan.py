@@ -57,7 +57,7 @@ def test_a_plan_cannot_be_changed() -> None:
         ({"pin": "yes"}, "pin = 'yes': expected true or false"),
         ({"sync": "never"}, "sync = 'never'"),
         ({"sync": "evnt"}, r"sync = 'evnt' \(did you mean 'event'\?\): expected batch, interval"),
-        ({"precision": "bf61"}, r"did you mean 'bf16'\?"),
+        ({"precision": "bf61"}, r"did you mean 'bf16'\?\): expected fp32, .*, fp16 or none"),
         ({"graphs": None}, "graphs = None: expected off, on, auto"),
         ({"name": ""}, "name = '': expected a name"),
         ({"streams": 10**5000}, "streams = <int too long to show>: expected a whole number"),
@@ -171,7 +171,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
             "prefetch_depth": st.integers(1, 8),
             "run_ahead_bytes": st.none() | st.integers(1, 1 << 40),
             "graphs": st.sampled_from(["off", "on", "auto"]),
-            "precision": st.sampled_from(["fp32", "tf32", "bf16", "fp16"]),
+            "precision": st.sampled_from([None, "fp32", "tf32", "bf16", "fp16"]),
             "compile": st.booleans(),
         },
     )

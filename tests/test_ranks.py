@@ -76,6 +76,7 @@ CUT = [
     ("noisy", 3, None),
     ("noisy", 7, None),
 ]
+BY_COUNT = [("ddp", 99, False), ("fsdp", 99, False), ("ddp", 5, False), ("ddp", 99, True)]
 RESUMED = [(kind, knows) for kind in ("plain", "stateful") for knows in (True, False)]
 
 
@@ -98,6 +99,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         (jobs.cannot_write, (str(full),)),
     ]
     work += [(jobs.one_is_not_finite, (how,)) for how in ("ddp", "fsdp")]
+    work += [(jobs.by_count, case) for case in BY_COUNT]
     found = on_ranks(2, tmp_path_factory.mktemp("two"), work)
     by_job: dict[Any, Any] = {
         (job.__name__, str(args)): result for (job, args), result in zip(work, found, strict=True)
@@ -133,6 +135,15 @@ class TestLosses:
         batches = len(jobs.ROWS)
         for found in result_of(two, jobs.deferred_waits):
             assert found == {"weights": batches, "values": math.ceil(batches / 10)}
+
+    @pytest.mark.parametrize("case", BY_COUNT, ids=str)
+    def test_accumulated_by_count_as_by_hand(
+        self, two: dict[Any, Any], case: tuple[str, int, bool]
+    ) -> None:
+        """A loop that is left averages its gradients afterwards, in another order than DDP."""
+        for found in result_of(two, jobs.by_count, *case):
+            assert found["close"]
+            assert found["same"] or case[2]
 
     @pytest.mark.parametrize("how", ["ddp", "fsdp"])
     def test_what_one_rank_finds_not_finite_all_leave_out(

@@ -45,7 +45,11 @@ def bench(
         str | None, typer.Option(help="lightning, accelerate, reduce-overhead; with commas.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="fp32, tf32, bf16 or fp16; none: as each plan says.")
+        str | None,
+        typer.Option(
+            help="fp32, tf32, bf16 or fp16.",
+            show_default="the plan's; the presets compute in float32, TF32 as PyTorch is set",
+        ),
     ] = None,
     device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = "auto",
     steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20,

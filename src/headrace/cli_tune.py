@@ -56,7 +56,10 @@ def tune(
         float | None, typer.Option(help="Time for the whole search; none: as it takes.")
     ] = None,
     precision: Annotated[
-        str | None, typer.Option(help="fp32, tf32, bf16 or fp16; none: as each plan says.")
+        str | None,
+        typer.Option(
+            help="fp32, tf32, bf16 or fp16.", show_default="float32, TF32 as PyTorch is set"
+        ),
     ] = None,
     device: Annotated[str | None, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = None,
     seed: Annotated[int | None, typer.Option(help="Of weights, batches and dropout (0).")] = None,

@@ -32,8 +32,10 @@ from headrace.ranks import SINGLE, Ranks
 from headrace.results import EpochResult, Start
 from headrace.resuming import Place, tell_epoch
 from headrace.schedules import Every, Scheduler
+from headrace.sites import users_line
+from headrace.spent import UsedIterators
 from headrace.step import LossFunction, TrainingStep
-from headrace.wrapped import evaluating, where
+from headrace.wrapped import bare, evaluating, where
 
 log = logging.getLogger("headrace")
 Steps = Generator[StepInfo, None, None]
@@ -51,9 +53,17 @@ class Engine:
     metrics. `device` is where the model lies, unless given. `scheduler` is stepped after each
     update, or each epoch with `scheduler_every="epoch"`; timm's decide that by `t_in_epochs`.
     Optimizers and schedulers may have been prepared by Accelerate. `precision` overrides the
-    plan's. `on_step(info)` is called after each batch with a `StepInfo`, `on_epoch(result)` after
+    plan's; where neither names one, the model computes in float32 with PyTorch's TF32 switches as
+    they are. `on_step(info)` is called after each batch with a `StepInfo`, `on_epoch(result)` after
     each epoch with an `EpochResult`. `on_values(step, values)` is called once for each batch, in
     order, as soon as its values are on the host: also after a `break` or an error.
+
+    `clip_norm` is `clip_grad_norm_(model.parameters(), clip_norm)` to the last bit. As there,
+    gradients of parameters that the optimizer does not have count, too, and are not cleared
+    (`clipping.py`). `accumulate` batches make an update. With `accumulate_by="weight"` it is that
+    of the mean over all of the group's samples (or tokens: the returned `weight`); with "count"
+    each loss is divided by `accumulate`, a last partial group's too, as in a loop of
+    `(loss / accumulate).backward()` (docs/numbers.md has both loops).
 
     The model may be DDP's or FSDP2's (`fully_shard`): then each rank's engine is given that rank's
     batches, and losses and metrics are those of all ranks together (docs/scaling.md).
@@ -76,6 +86,7 @@ class Engine:
         scheduler_every: Every = "step",
         clip_norm: float | None = None,
         accumulate: int = 1,
+        accumulate_by: Literal["weight", "count"] = "weight",
         precision: str | None = None,
         ema_decay: float | None = None,
         deterministic: bool = False,
@@ -103,6 +114,7 @@ class Engine:
             precision=self.plan.precision,
             clip_norm=clip_norm,
             accumulate=accumulate,
+            accumulate_by=accumulate_by,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
             ema=self.ema,
@@ -160,6 +172,8 @@ class Engine:
         self._halving = self._on_error = self.ema = None
         self._non_finite = NonFiniteWatch(NonFinitePolicy("report"), self.device)
         self._loader_timeout = 0.0
+        self._iterators = UsedIterators()
+        self._said_eval = False
 
     def _follow_plan(self) -> None:
         """Set up what the plan asks for, or say why it is not there."""
@@ -205,9 +219,10 @@ class Engine:
         trained on before is in `last_result`. `max_steps` counts from here on, also then.
         """
         run = self._training_run(loader, max_steps, first_batch)
-        with self._reported(run), closing(run.run()) as steps:
+        with self._reported(run, loader), closing(run.run()) as steps:
             for _ in steps:
                 pass
+            self._require_batches(run, loader, max_steps)
         return self._finish(run)
 
     def steps(
@@ -238,10 +253,11 @@ class Engine:
         run = self._training_run(loader, max_steps, first_batch)
         self._stepped = itself[0]
         try:
-            with self._reported(run), closing(run.run()) as steps:
+            with self._reported(run, loader), closing(run.run()) as steps:
                 while self._advanced(run, steps):
                     with run.lanes.given_back():  # also if it leaves: an update may be to come
                         yield run.info()
+                self._require_batches(run, loader, max_steps)
         except GeneratorExit:
             self._finish(run)
             raise
@@ -297,6 +313,9 @@ class Engine:
             with closing(run.run()) as steps:
                 for _ in steps:
                     pass
+            self._require_batches(run, loader, None)
+            if run.has_trained:
+                self._iterators.note(loader)
             return self._result_of(run)
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
@@ -376,6 +395,7 @@ class Engine:
     ) -> Loop:
         self._end_other_loop()
         self._change_plan()
+        self._look_at_mode()
         loader = unprefetched(loader)
         tell_epoch(loader, self.epochs)
         try:
@@ -399,12 +419,29 @@ class Engine:
             assert self._custom is not None
             options |= {"most": max_steps, "needs_tensors": False}
             return self._loop(loader, Custom(self._custom), **options)
-        for part in (self._graphed, step.buffers):
+        for part in (step, self._graphed, step.buffers):
             if part is not None:
                 part.begin_epoch()
         most = None if max_steps is None else step.batches_for(max_steps)
         train = Training(step, self._graphed, self._halving, self._place.note_batch)
         return self._loop(loader, train, most=most, step=step, **options)
+
+    def _look_at_mode(self) -> None:
+        """Say once that a model in eval mode is trained as it is: without dropout, say."""
+        if self._step is None or self._said_eval:
+            return
+        if not any(module.training for module in bare(self.model).modules()):
+            self._said_eval = True
+            log.warning(
+                "the model is in eval mode in the training loop at %s, so dropout is off and batch "
+                "norm uses its running means: call model.train() before it, unless that is meant",
+                users_line(),
+            )
+
+    def _require_batches(self, run: Loop, loader: Iterable[Any], most: int | None) -> None:
+        """After a pass: an iterator without a batch may have been used up by an earlier one."""
+        if not run.has_trained and most != 0:
+            self._iterators.require_batches(loader)
 
     def _end_other_loop(self) -> None:
         """Leave a loop that is still open: dropped, it would end at any later moment."""
@@ -433,7 +470,7 @@ class Engine:
         )
 
     @contextmanager
-    def _reported(self, run: Loop) -> Iterator[None]:
+    def _reported(self, run: Loop, loader: Iterable[Any]) -> Iterator[None]:
         """Whatever ends the loop, its result is kept."""
         self._running, failed = run, True
         try:
@@ -443,6 +480,8 @@ class Engine:
             raise run.out_of_memory(problem, self.graphs) from problem
         finally:
             self._running = None
+            if run.has_trained:  # also if it was left: the loader's other batches may be all gone
+                self._iterators.note(loader)
             self._place.end(run, failed=failed)
             if run.ended:
                 self.last_result = self._result_of(run)

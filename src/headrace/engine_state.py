@@ -154,6 +154,13 @@ def _restore(
             f"the stored state is {begun} batches into a group: accumulate = {step.accumulate}, "
             f"expected the number it had, more than {begun}"
         )
+    divided_by = state["step"].get("divided_by")
+    if begun and divided_by != step.divided_by:
+        raise StepError(
+            f"the stored state is {begun} batches into a group accumulated by "
+            f"{_by(divided_by)}, and this engine accumulates by {_by(step.divided_by)}: expected "
+            "the same accumulate and accumulate_by, or a state between two updates"
+        )
     model = bare(step.model)
     own = model.state_dict()
     model.load_state_dict(
@@ -180,6 +187,10 @@ def _restore(
     missing = {"left_out", *(one.name for one in fields(Position))} - state.keys()
     if missing:
         raise KeyError(f"it has no {', '.join(sorted(missing))}")
+
+
+def _by(divided_by: int | None) -> str:
+    return "weight" if divided_by is None else f"count ({divided_by} batches)"
 
 
 def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:

@@ -47,11 +47,6 @@ class GroupWeight:
         if self._ranks.several and self.value is not None:
             self._total = self._ranks.sum(self.value)
 
-    @property
-    def has_total(self) -> bool:
-        """Whether it is known to all ranks, or about to be."""
-        return self._total is not None or not self._ranks.several
-
     def total(self) -> torch.Tensor:
         """What gradients are to be divided by: over ranks they are means, not sums."""
         assert self.value is not None

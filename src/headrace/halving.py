@@ -89,9 +89,11 @@ class HalvingStep:
                 if step.gate is not None:
                     step.gate.forget(seen)
             raise
-        self._add_back(lanes, kept)
         if len(done) > 1:
             self.halved += 1
+            with lanes.on(lanes.backward):
+                step.join_parts()
+        self._add_back(lanes, kept)
         with lanes.on(lanes.backward, "backward"):
             step.gathered()
             if updated := step.group_is_full:

@@ -159,6 +159,8 @@ class Loop:
                 self.loader_state = feed.loader_state
                 self._batches += 1
                 self._counted = self._progress()  # last: from here on it is trained on
+                if self.step is not None:
+                    self.step.raise_late()
                 if feed.last_nbytes > self._largest[0]:
                     self._largest = (feed.last_nbytes, feed.last_samples)
                 self._window.launched(self.lanes.backward)
@@ -342,7 +344,6 @@ class Loop:
     def _last_values(self) -> list[DeferredValues]:
         """After the last batch: finish its group, and wait for the values still under way."""
         self._use_last_group()
-        self._counted = self._progress()
         return self._wait_for_values()
 
     def _wait_for_values(self) -> list[DeferredValues]:
@@ -370,6 +371,8 @@ class Loop:
             values = step.gate.last_update()
             with self.lanes.on(self.lanes.forward):
                 self.report(self._batches - 1, LossParts(values[SKIPPED], 1, False, {**values}))
+        self._counted = self._progress()
+        step.raise_late()
 
     def _close(self) -> None:
         with self.lanes.on(self.lanes.forward):

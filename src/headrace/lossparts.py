@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -14,33 +14,39 @@ from headrace.errors import StepError
 
 @dataclass(slots=True)
 class LossParts:
-    """The loss (a mean), what it is a mean over (1 where it was not said), and all values."""
+    """The loss (a mean), what it is a mean over (1 where it was not said), and all values.
+
+    `counts` is False for a batch that stands in for one that only other ranks have.
+    """
 
     loss: torch.Tensor
     weight: Scalar
     weighted: bool
     values: dict[str, Scalar]
+    counts: bool = True
 
     @classmethod
-    def of(cls, returned: object, device: Device, *, needs_grad: bool) -> LossParts:
+    def of(
+        cls, returned: object, device: Device, *, needs_grad: bool, by: str = "the loss function"
+    ) -> LossParts:
+        """Raises `StepError` for what is no loss. `by` names the function that returned it."""
         if isinstance(returned, torch.Tensor):
-            _check_loss(returned, device, needs_grad)
+            _check_loss(returned, device, needs_grad, by)
             return cls(returned, 1, False, {"loss": returned})
         if not isinstance(returned, Mapping) or "loss" not in returned:
-            found = f"a dict with {sorted(returned)}" if isinstance(returned, Mapping) else returned
-            raise StepError(
-                f"the loss function returned {str(found)[:200]}: expected a 0-dim tensor, or a "
-                "dict whose 'loss' is one"
-            )
+            raise StepError(f"{by} returned {_why_no_loss(returned)}")
         values = dict(returned)
-        _check_loss(values["loss"], device, needs_grad)
+        _check_loss(values["loss"], device, needs_grad, by)
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise StepError(
-                    f"{name!r} has shape {tuple(value.shape)}: expected a single number"
+                    f"{by} returned {name!r}, which has shape {tuple(value.shape)}: expected a "
+                    "single number, as of any metric. Leave it out, or return a mean of it"
                 )
             if not isinstance(value, torch.Tensor | int | float):
-                raise StepError(f"{name!r} is a {type(value).__name__}: expected a number")
+                raise StepError(
+                    f"{by} returned {name!r}, which is a {type(value).__name__}: expected a number"
+                )
         return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
 
     def numbers(self) -> dict[str, float]:
@@ -53,21 +59,52 @@ class LossParts:
 
     def without_weight(self) -> LossParts:
         """The same, counting for nothing."""
-        return LossParts(self.loss, 0, self.weighted, self.values)
+        return replace(self, weight=0, counts=False)
 
 
-def _check_loss(loss: object, device: Device, needs_grad: bool) -> None:
+_EXPECTED = "expected a 0-dim tensor, or a dict whose 'loss' is one"
+
+
+def _why_no_loss(returned: object) -> str:
+    """What was found in its place, and what to write."""
+    if isinstance(returned, bool | int | float):
+        return (
+            f"the number {returned!r}: {_EXPECTED}. Return the loss itself, without .item(): it is "
+            "needed for backward(), and its value is read later, without a wait"
+        )
+    if isinstance(returned, tuple | list):
+        kinds = ", ".join(type(one).__name__ for one in returned[:4])
+        return (
+            f"a {type(returned).__name__} of {len(returned)} ({kinds}): {_EXPECTED}. For more than "
+            'a loss return a dict, as {"loss": loss, "accuracy": accuracy}, whose other values '
+            "are single numbers"
+        )
+    if isinstance(returned, Mapping):
+        names = ", ".join(str(name) for name in returned) or "nothing"
+        return (
+            f"a dict without 'loss' (it has {names}): {_EXPECTED}. Name the loss 'loss'; the other "
+            "values are reported as metrics"
+        )
+    if returned is None:
+        return f"None: {_EXPECTED}. Does it end without a return?"
+    return f"{str(returned)[:200]} (a {type(returned).__name__}): {_EXPECTED}"
+
+
+def _check_loss(loss: object, device: Device, needs_grad: bool, by: str) -> None:
     if not isinstance(loss, torch.Tensor):
-        raise StepError(f"the loss is a {type(loss).__name__}: expected a 0-dim tensor")
+        number = " (return it without .item())" if isinstance(loss, int | float) else ""
+        raise StepError(
+            f"{by} returned a loss that is a {type(loss).__name__}: expected a 0-dim tensor{number}"
+        )
     if loss.dim() != 0:
         raise StepError(
-            f"the loss has shape {tuple(loss.shape)}: expected a single number "
+            f"{by} returned a loss that has shape {tuple(loss.shape)}: expected a single number "
             "(reduce it with .mean())"
         )
     if not device.holds(loss):
-        raise StepError(f"the loss is on {loss.device}: expected it on {device}")
+        raise StepError(f"{by} returned a loss that is on {loss.device}: expected it on {device}")
     if needs_grad and not loss.requires_grad:
         raise StepError(
-            "the loss needs no grad, so backward() would do nothing: is every parameter "
-            "frozen, or the loss detached?"
+            f"{by} returned a loss that needs no grad, so backward() would do nothing: is every "
+            "parameter frozen, or the loss detached (.detach(), .item(), torch.no_grad())?"
         )

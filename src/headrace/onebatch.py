@@ -13,6 +13,7 @@ from headrace.deferred import Scalar
 from headrace.halving import HalvingStep
 from headrace.loop import Loop
 from headrace.lossparts import LossParts
+from headrace.sites import described
 from headrace.step import TrainingStep
 
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
@@ -78,10 +79,11 @@ class Custom:
     """Gives a batch to a step of the user's own."""
 
     def __init__(self, step: StepFunction) -> None:
-        self._step = step
+        self._step, self._described = step, f"the step {described(step)}"
 
     def __call__(self, run: Loop, index: int, batch: Any) -> None:
         with run.lanes.on(run.lanes.forward, "step"):
             returned = self._step(batch)
             if returned is not None:
-                run.report(index, LossParts.of(returned, run.device, needs_grad=False))
+                by = self._described
+                run.report(index, LossParts.of(returned, run.device, needs_grad=False, by=by))

@@ -83,7 +83,7 @@ def _remedies(kept: int, plan: Plan, step: TrainingStep | None) -> list[str]:
     found = ["smaller batches, with accumulate for the same update"]
     if step is not None and plan.graphs == "off":
         found.append("on_oom='halve', which trains on such a batch in two halves")
-    if plan.precision in ("fp32", "tf32"):
+    if plan.precision in (None, "fp32", "tf32"):
         found.append("precision='bf16'")
     if plan.prefetch_depth > 1 or plan.run_ahead_bytes is None:
         found.append("a plan with a smaller prefetch_depth, or with run_ahead_bytes")

@@ -1,8 +1,8 @@
 """Plans: how a training loop is run, as data.
 
-A plan never changes what is computed, only when. The presets are the schemes that people compare
-(`baseline` … `max`); any field can be changed with `Plan.preset("pipeline").but(prefetch_depth=3)`
-or in a `plan.yaml`.
+A plan says when things are computed, not what; only its `precision`, if it has one, changes the
+numbers. The presets are the schemes that people compare (`baseline` … `max`); any field can be
+changed with `Plan.preset("pipeline").but(prefetch_depth=3)` or in a `plan.yaml`.
 
 `HEADRACE_PLAN=baseline` in the environment replaces the plan of every engine: does a bug go away
 with it?
@@ -65,7 +65,9 @@ class Plan(Checked):
     graph_shapes: int = whole(16, 1, 4096, "shapes with a graph of their own; least used goes")
     graph_after: int = whole(2, 1, _MANY, "batches of a shape launched one by one before that")
     compile: bool = choice(False, "compile model and loss first")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] = choice("fp32", "arithmetic of the model")
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = choice(
+        None, "arithmetic of the model; none: float32, with PyTorch's TF32 switches left alone"
+    )
     deferred_every: int = whole(10, 1, _MANY, "batches between two readings of the losses")
     cache_batches: int = whole(0, 0, _MANY, "batches kept on the device from epoch to epoch")
 

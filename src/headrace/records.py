@@ -74,16 +74,17 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
 def _check_field(
     known: dataclasses.Field[Any], hint: Any, value: object, error: type[HeadraceError]
 ) -> None:
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
+    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
+    allowed = typing.get_args(hint) if is_union else (hint,)
+    if value is None and type(None) in allowed:
+        return
+    if typing.get_origin(allowed[0]) is Literal:
+        choices = typing.get_args(allowed[0])
         if value not in choices:
             raise error(
                 f"{known.name} = {quoted(value)}{nearest(value, choices)}: "
-                f"expected {listed(choices)}"
+                f"expected {listed(choices)}" + (" or none" if len(allowed) > 1 else "")
             )
-        return
-    allowed = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    if value is None and type(None) in allowed:
         return
     found = f"{known.name} = {quoted(value)}"
     low, high = known.metadata.get("low", 0), known.metadata.get("high", 0)

@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headrace.accelerated import plain_optimizer, plain_scheduler
 from headrace.errors import StepError
+from headrace.sites import users_line
 
 log = logging.getLogger("headrace")
 Every = Literal["step", "epoch"]
@@ -47,6 +48,23 @@ class Schedule:
         """The `epochs`-th epoch has ended."""
         if self._every == "epoch":
             self._scheduler.step()
+
+    def explained(self, problem: Exception, after: str) -> Exception:
+        """What to raise for an error of its `step()`, `after` an update or an epoch: the error
+        itself, or a `StepError` that says what the scheduler was made for, if it has run out."""
+        name = type(self._scheduler).__name__
+        steps = _steps_of(self._scheduler) if isinstance(problem, ValueError) else None
+        if steps is None:
+            problem.add_note(f"raised by the {name}'s step() after {after}")
+            return problem
+        found = StepError(
+            f"the scheduler ({name}) ran out after {after}, in the loop at {users_line()}: it was "
+            f"made for {steps:,} steps ({problem}). All updates so far were made. Make the "
+            "scheduler with total_steps = epochs × updates per epoch; an epoch has "
+            "len(loader) / accumulate updates, rounded up"
+        )
+        found.__cause__ = problem
+        return found
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._scheduler.state_dict()
@@ -171,3 +189,13 @@ def _require_falling(scheduler: Any, name: str) -> None:
             "mean training loss, which is to fall: expected mode='min'. To follow another metric, "
             "step it yourself after engine.epoch()"
         )
+
+
+def _steps_of(scheduler: Any) -> int | None:
+    """How many steps a scheduler, or one inside it, was made for, where there is a limit."""
+    steps = getattr(scheduler, "total_steps", None)
+    if isinstance(steps, int) and not isinstance(steps, bool):
+        return steps
+    inner = getattr(scheduler, "_schedulers", None) or [getattr(scheduler, "scheduler", None)]
+    found = (_steps_of(one) for one in inner if one is not None)
+    return next((one for one in found if one is not None), None)

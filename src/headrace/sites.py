@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import os
 import sys
 import threading
@@ -67,3 +69,25 @@ def is_users(file: str) -> bool:
         # Installed packages may lie inside the standard library's folder.
         return "site-packages" in file or "dist-packages" in file
     return True
+
+
+def definition(function: object) -> Site | None:
+    """Where a function, method, `partial` or callable object was written; None: not in Python."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    if isinstance(function, torch.nn.Module):
+        function = type(function).forward
+    elif not isinstance(function, type) and not inspect.isroutine(function):
+        function = getattr(function, "__wrapped__", None) or type(function).__call__
+    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+    return None if code is None else Site(code.co_filename, code.co_firstlineno)
+
+
+def described(function: object) -> str:
+    """A function as messages name it: its name, and where the user wrote it."""
+    inner = function
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    name = getattr(inner, "__name__", type(inner).__name__)
+    site = definition(function)
+    return name if site is None or not is_users(site.file) else f"{name} at {site}"

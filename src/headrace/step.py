@@ -3,7 +3,8 @@
 `loss(model, batch)` returns a tensor, or a dict with `loss` (a mean), optionally `weight` (what the
 mean is over: tokens, say), and metrics. Gradients of loss × weight are summed over an accumulation
 group and divided once, on the device, by the group's total weight: that of all ranks, if the model
-is DDP's or FSDP2's.
+is DDP's or FSDP2's. With `accumulate_by="count"` each loss is divided by `accumulate` instead, as
+most people write it, and a weight only weighs the means that are reported.
 """
 
 from __future__ import annotations
@@ -11,22 +12,26 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from headrace.accelerated import plain_optimizer
 from headrace.buffers import KeptBuffers
+from headrace.clipping import Clipping
 from headrace.deferred import Scalar
 from headrace.device import Device
 from headrace.ema import Ema
 from headrace.errors import StepError
 from headrace.groupweight import GroupWeight
+from headrace.lossfunction import require_loss_function
 from headrace.lossparts import LossParts
+from headrace.losswatch import call_watched
 from headrace.nonfinite import Gate, NonFinitePolicy
 from headrace.rates import LearningRates
 from headrace.schedules import Every, Scheduler, schedule_of
-from headrace.wrapped import bare, local, locals_of, ranks_of, spread_of, synchronise_gradients
+from headrace.sites import described
+from headrace.wrapped import bare, locals_of, ranks_of, spread_of, synchronise_gradients
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,9 +47,10 @@ class TrainingStep:
         optimizer: torch.optim.Optimizer,
         loss: LossFunction,
         *,
-        precision: str = "fp32",
+        precision: str | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
+        accumulate_by: Literal["weight", "count"] = "weight",
         scheduler: Scheduler | None = None,
         scheduler_every: Every = "step",
         ema: Ema | None = None,
@@ -52,8 +58,11 @@ class TrainingStep:
     ) -> None:
         if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
             raise StepError(f"accumulate = {accumulate!r}: expected a whole number, 1 or more")
+        if accumulate_by not in ("weight", "count"):
+            raise StepError(f"accumulate_by = {accumulate_by!r}: expected 'weight' or 'count'")
         optimizer = plain_optimizer(optimizer, accumulate)
         _check_parts(device, model, optimizer, has_scheduler=scheduler is not None)
+        require_loss_function(loss)
         if clip_norm is not None and not clip_norm > 0:
             raise StepError(f"clip_norm = {clip_norm!r}: expected a number above 0")
         self.device = device
@@ -64,6 +73,9 @@ class TrainingStep:
         self.ema = ema
         self.updates = 0
         self.loss = loss
+        #: The same, as the user wrote it, and as messages name it.
+        self._written, self._described = loss, f"the loss function {described(loss)}"
+        self._to_watch = 0
         #: Where the optimizer's rates are read from on the device; None: they are Python numbers.
         self.rates: LearningRates | None = None
         #: Whether gradients keep their memory from group to group, as a graph needs it.
@@ -77,6 +89,14 @@ class TrainingStep:
         #: Whether the next batch is known to be the epoch's last, which ends its group.
         self.is_last = False
         self._averaged = True  # over ranks, the gradients gathered last
+        #: Whether gradients are those of loss × weight, to be divided once a group.
+        self._weighs = accumulate_by == "weight" and (accumulate > 1 or self.ranks.several)
+        #: What a batch's loss is divided by; None: it is weighed instead.
+        self.divided_by = accumulate if accumulate_by == "count" else None
+        self._parted = False  # whether a batch of the group was trained on in parts
+        self._clipping = Clipping(device, model, optimizer)
+        #: What a scheduler raised after the last update, which was made: see `raise_late`.
+        self._late: Exception | None = None
         #: What the group's batches weigh so far.
         self.weight = GroupWeight(device, self.ranks)
         self._in_group = 0
@@ -90,8 +110,9 @@ class TrainingStep:
         self._may_skip = non_finite.most
         self.set_precision(precision)
 
-    def set_precision(self, precision: str) -> None:
-        """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16"."""
+    def set_precision(self, precision: str | None) -> None:
+        """What the model computes in from the next batch on: "fp32", "tf32", "bf16" or "fp16".
+        None: float32, as PyTorch is set."""
         if precision == "fp16" and self.spread == "fsdp":
             raise StepError(
                 "fp16 under FSDP2: each rank would see infinite gradients of its own shard alone; "
@@ -125,6 +146,13 @@ class TrainingStep:
         """Updates, and batches in the open group: other numbers, another state."""
         return self.updates, self._in_group
 
+    def begin_epoch(self) -> None:
+        """Before a pass: the loss function, or the model's parameters, may be others than before.
+        The first batches are watched: a second one may find gradients of a first."""
+        self._to_watch = min(2, self.accumulate)
+        self._late = None
+        self._clipping.begin_epoch()
+
     def forward(self, batch: Any) -> LossParts:
         model = self.model
         if not torch.is_grad_enabled():
@@ -133,8 +161,20 @@ class TrainingStep:
             self._averaged = self.is_last or self._in_group + 1 >= self.accumulate
             synchronise_gradients(model, self._averaged)
         with autocast(self.device, self._precision):
-            returned = self.loss(model, batch)
-        return LossParts.of(returned, self.device, needs_grad=torch.is_grad_enabled())
+            if self._to_watch and torch.is_grad_enabled():
+                self._to_watch -= 1
+                returned = call_watched(
+                    self.loss,
+                    model,
+                    batch,
+                    device=self.device,
+                    optimizer=self.optimizer,
+                    written=self._written,
+                )
+            else:
+                returned = self.loss(model, batch)
+        needs_grad = torch.is_grad_enabled()
+        return LossParts.of(returned, self.device, needs_grad=needs_grad, by=self._described)
 
     def backward(self, parts: LossParts) -> None:
         """Add this batch's gradients to the group's."""
@@ -174,10 +214,14 @@ class TrainingStep:
         target, weight = parts.loss, parts.weight
         if share is not None and not parts.weighted:
             weight = share
-        weighs = self.accumulate > 1 or share is not None or self.ranks.several
+        weighs = self._weighs or share is not None
         if weighs:
             target = target * weight
-        if self.ranks.several:  # before backward, which it then hides behind
+        elif not parts.counts:
+            target = target * 0
+        elif self.accumulate > 1:
+            target = target / self.accumulate
+        if weighs and self.ranks.several:  # before backward, which it then hides behind
             self.weight.add(weight)
             if self._averaged:
                 self.weight.start_total()
@@ -188,6 +232,15 @@ class TrainingStep:
         target.backward()
         if weighs and not self.ranks.several:
             self.weight.add(weight)
+
+    def join_parts(self) -> None:
+        """After the parts of one batch, whose gradients are alone in place: divide them by what
+        the parts weigh together, unless the group's batches are weighed as well."""
+        self._parted = True
+        if self._weighs:
+            return
+        _divide(locals_of(self._gradients()), self.weight.total() * self.accumulate)
+        self.weight.clear(forget=True)
 
     def gathered(self) -> None:
         """The host's part of `backward`."""
@@ -201,8 +254,7 @@ class TrainingStep:
         if self.clip_norm is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            # Of shards too this is the norm of the whole: PyTorch sums it over ranks.
-            norm = local(torch.nn.utils.clip_grad_norm_(self.parameters(), self.clip_norm))
+            norm = self._clipping.clip(self.clip_norm, divided=self._weighs or self._parted)
         if self.gate is not None:
             self.gate.see_gradients(locals_of(self._gradients()), norm, self.ranks)
         with self.rates.in_groups() if self.rates is not None else nullcontext():
@@ -212,13 +264,23 @@ class TrainingStep:
             self.ema.update()
 
     def applied(self) -> None:
-        """The host's part of `update`."""
-        self._torn = True  # the gradients are used up, whatever a scheduler may raise
-        if self.schedule is not None:
-            self.schedule.after_update(self.updates + 1)
+        """The host's part of `update`. What a scheduler raises is kept for `raise_late`: the update
+        was made, and is to be counted first."""
+        self._torn = True  # the gradients are used up
         self._in_group = 0
         self.updates += 1
         self._torn = False
+        if self.schedule is not None:
+            try:
+                self.schedule.after_update(self.updates)
+            except Exception as problem:
+                self._late = self.schedule.explained(problem, f"update {self.updates:,}")
+
+    def raise_late(self) -> None:
+        """Once a batch is counted: what its update's scheduler raised, if it did."""
+        if self._late is not None:
+            problem, self._late = self._late, None
+            raise problem
 
     def _optimize(self) -> None:
         if self.gate is not None:
@@ -237,15 +299,15 @@ class TrainingStep:
 
     def _clear(self) -> None:
         self.optimizer.zero_grad(set_to_none=not self.keeps_gradients)
-        # One batch alone has a weight only if it was trained on in parts.
-        self.weight.clear(forget=self.accumulate == 1 and not self.ranks.several)
+        self.weight.clear(forget=not self._weighs)
+        self._parted = False
 
     def _divide_gradients(self) -> None:
-        """By what the group weighs, if that is not 1."""
+        """By what the group weighs, if it is weighed at all."""
+        if self.ranks.several and not self._averaged:
+            self._average_open_group()
         if self.weight.value is None:
             return
-        if not self.weight.has_total:
-            self._average_open_group()
         _divide(locals_of(self._gradients()), self.weight.total())
 
     def _average_open_group(self) -> None:
@@ -271,6 +333,8 @@ class TrainingStep:
             "in_group": self._in_group,
             "weight": self.weight.value if gathered else None,
             "gradients": [self._gathered(p) for p in self.parameters()] if gathered else None,
+            "divided_by": self.divided_by,
+            "outside": {} if self.clip_norm is None else self._clipping.gradients_outside(),
             "gate": None if self.gate is None else self.gate.state_dict(begun=not self._unclear),
         }
 
@@ -284,18 +348,27 @@ class TrainingStep:
         if self.gate is not None:
             self.gate.load_state_dict(state["gate"])
         self.updates, self._in_group = state["updates"], state["in_group"]
-        self.weight.clear(forget=self.accumulate == 1 and not self.ranks.several)
+        self.weight.clear(forget=not self._weighs)
         if state["weight"] is not None:
             self.weight.add(state["weight"].to(self.device.torch_device))
         gradients = state["gradients"] or [None] * len(self.parameters())
         for parameter, gradient in zip(self.parameters(), gradients, strict=True):
             # Its own memory: what was stored may be used for more than one engine.
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
+        if self.clip_norm is not None:
+            self._clipping.set_gradients_outside(state.get("outside") or {})
 
     def end_epoch(self, epochs: int, mean_loss: float) -> None:
         """Tell the scheduler that the `epochs`-th epoch has ended."""
-        if self.schedule is not None:
+        if self.schedule is None:
+            return
+        try:
             self.schedule.after_epoch(epochs, mean_loss)
+        except Exception as problem:
+            found = self.schedule.explained(problem, f"epoch {epochs:,}")
+            if found is problem:
+                raise
+            raise found from problem
 
     def recover(self, *, of_batch: bool) -> bool:
         """After an error in a batch, or in an update: gradients that it left half made are
@@ -327,9 +400,9 @@ class TrainingStep:
         return [p.grad for p in self.parameters() if p.grad is not None]
 
 
-def autocast(device: Device, precision: str) -> AbstractContextManager[object]:
+def autocast(device: Device, precision: str | None) -> AbstractContextManager[object]:
     """Inside the block a model computes in bf16 or fp16, if that is the precision."""
-    dtype = _AUTOCAST.get(precision)
+    dtype = None if precision is None else _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.torch_device.type, dtype)
 
 
@@ -350,10 +423,10 @@ def _check_parts(
     if not isinstance(model, torch.nn.Module):
         raise StepError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     if not isinstance(optimizer, torch.optim.Optimizer):
-        what = "a scheduler without an optimizer" if has_scheduler else "the optimizer"
+        without = "a scheduler without an optimizer: " if has_scheduler else ""
         raise StepError(
-            f"{what}: optimizer is {type(optimizer).__name__}, expected a torch.optim.Optimizer "
-            "(for updates of your own use Engine.from_step)"
+            f"{without}optimizer is a {type(optimizer).__name__}: expected one "
+            "torch.optim.Optimizer (for several, or updates of your own, use Engine.from_step)"
         )
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:

@@ -15,7 +15,7 @@ from headrace.bench.contestants import Contestant
 from headrace.bench.entries import Entry
 from headrace.bench.equality import compare, remove_dropout, rounds_differently
 from headrace.bench.feed import Feed
-from headrace.bench.record import Equal
+from headrace.bench.record import AS_SET, Equal
 from headrace.bench.ways import PlannedWay, Way, free, told
 from headrace.bench.work import Training, Work
 from headrace.device import Device
@@ -142,8 +142,9 @@ class Comparing:
         """Why bits cannot be expected to be the same; empty if they can."""
         if compiled:
             return _OTHER_MASKS if bare else "compiled code rounds differently"
-        if entry.plan.precision != self._reference.plan.precision:
-            return f"{entry.plan.precision} instead of {self._reference.plan.precision}"
+        own, reference = entry.plan.precision, self._reference.plan.precision
+        if own != reference:
+            return f"{own or AS_SET} instead of {reference or AS_SET}"
         captured = entry.plan.graphs != "off" and self._device.captures
         if captured and rounds_differently(made.optimizer):
             return "the optimizer was made capturable and rounds differently; a fused one does not"

@@ -29,6 +29,7 @@ def environment_of(device: Device, command: str) -> Environment:
         cpu=_cpu_name(),
         cores=usable_cores(),
         platform=f"{platform.system()} {platform.machine()}",
+        float32_switches=device.float32_switches(),
     )
 
 

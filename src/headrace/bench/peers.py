@@ -37,9 +37,9 @@ class Peer:
 
     name: str
     package: str | None
-    build: Callable[[Work, Device, str, int], Way]
+    build: Callable[[Work, Device, str | None, int], Way]
 
-    def make(self, work: Work, device: Device, precision: str, seed: int) -> Way:
+    def make(self, work: Work, device: Device, precision: str | None, seed: int) -> Way:
         return self.build(work, device, precision, seed)
 
 
@@ -80,7 +80,7 @@ class _PeerWay(abc.ABC):
     compiles = False
     lead_in = 0
 
-    def __init__(self, work: Work, device: Device, precision: str, seed: int) -> None:
+    def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
         self._device, self._precision, self._seed = device, precision, seed
         self._made: Training | None = work.make(device, seed=seed, pin=True)
         self._feed = Feed(self._made.loader, work.name)
@@ -138,7 +138,7 @@ class ReduceOverhead(_PeerWay):
 
     compiles = True
 
-    def __init__(self, work: Work, device: Device, precision: str, seed: int) -> None:
+    def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
         if precision == "fp16":
             raise BenchError("peer reduce-overhead: its plain loop scales no loss: expected bf16")
         super().__init__(work, device, precision, seed)
@@ -233,7 +233,7 @@ class Lightning(_PeerWay):
 class Accelerate(_PeerWay):
     """`Accelerator.prepare` and a loop as its guide has it."""
 
-    def __init__(self, work: Work, device: Device, precision: str, seed: int) -> None:
+    def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
         super().__init__(work, device, precision, seed)
         from accelerate import Accelerator
 
@@ -271,13 +271,14 @@ class Accelerate(_PeerWay):
         return timed(self._device, steps, lambda: some(steps)), losses
 
 
-_LIGHTNING_PRECISION: dict[str, Any] = {
+_LIGHTNING_PRECISION: dict[str | None, Any] = {
+    None: "32-true",
     "fp32": "32-true",
     "tf32": "32-true",
     "bf16": "bf16-mixed",
     "fp16": "16-mixed",
 }
-_ACCELERATE_PRECISION = {"fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
+_ACCELERATE_PRECISION = {None: "no", "fp32": "no", "tf32": "no", "bf16": "bf16", "fp16": "fp16"}
 
 PEERS: dict[str, Peer] = {
     "lightning": Peer("lightning", "lightning", Lightning),

@@ -25,6 +25,8 @@ from headrace.timeline import packed, unpacked
 
 KIND, VERSION = "headrace bench", 1
 Agreement = Literal["reference", "identical", "within", "unequal", "not compared"]
+#: The arithmetic of a plan that names no precision.
+AS_SET = "float32 as PyTorch is set"
 WaitsFor = Literal["data", "copies", "syncs", "launches", "nothing", "unknown"]
 
 
@@ -41,7 +43,8 @@ class WorkRecord:
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How it was measured. `precision` None: as each plan says."""
+    """How it was measured. `precision` None: as each plan says, and a plan that says nothing
+    computes in float32 with PyTorch's switches as they are (`Environment.float32_switches`)."""
 
     plans: tuple[str, ...]
     peers: tuple[str, ...]
@@ -68,6 +71,8 @@ class Environment:
     cpu: str
     cores: int
     platform: str
+    #: Which float32 products PyTorch was set to compute in TF32; None: not recorded, or no choice.
+    float32_switches: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

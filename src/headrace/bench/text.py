@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.bench.record import BenchResult, Row
+from headrace.bench.record import AS_SET, BenchResult, Row
 from headrace.tables import filled, text_table
 
 _NONE = "–"
@@ -19,11 +19,23 @@ def text_of(result: BenchResult) -> str:
 
 def _head(result: BenchResult) -> str:
     work, settings, where = result.work, result.settings, result.environment
-    precision = "" if settings.precision is None else f", {settings.precision}"
     return filled(
-        f"{work.description}{precision}: {settings.repeats} × {settings.steps} steps on "
+        f"{work.description}{_precision(result)}: {settings.repeats} × {settings.steps} steps on "
         f"{where.device_name} ({where.device}), PyTorch {where.torch}"
     )
+
+
+def _precision(result: BenchResult) -> str:
+    """What was computed in, where all plans agree; a row whose plan differs says so itself."""
+    found = {row.fields.get("precision") for row in result.rows if row.fields is not None}
+    if result.settings.precision is not None:
+        found = {result.settings.precision}
+    if len(found) != 1:
+        return ""
+    (precision,), switches = found, result.environment.float32_switches
+    if precision is not None:
+        return f", {precision}"
+    return "" if switches is None else f", {AS_SET} ({switches})"
 
 
 def _table(result: BenchResult) -> str:

@@ -318,12 +318,16 @@ class Device(abc.ABC):
 
     # --- arithmetic and profiling ---------------------------------------------------------------
 
-    def numerics(self, precision: str) -> AbstractContextManager[object]:
-        """Inside the block, products of float32 matrices use TF32 or not, as `precision` says.
+    def numerics(self, precision: str | None) -> AbstractContextManager[object]:
+        """Inside the block, float32 products use TF32, or do not with "fp32".
 
-        Only accelerators have the choice.
+        With None, PyTorch's own switches stay as they are. Only accelerators have the choice.
         """
         return nullcontext()
+
+    def float32_switches(self) -> str | None:
+        """How PyTorch is set to compute float32 products now; None where there is no choice."""
+        return None
 
     def annotate(self, name: str) -> AbstractContextManager[object]:
         """Mark the block with `name` in the vendor's profiler, where there is one."""

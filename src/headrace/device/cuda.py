@@ -73,7 +73,10 @@ class CudaDevice(AcceleratorDevice):
     _use_asked_ns = 0
 
     @contextmanager
-    def numerics(self, precision: str) -> Iterator[None]:
+    def numerics(self, precision: str | None) -> Iterator[None]:
+        if precision is None:
+            yield
+            return
         # One of PyTorch's two ways to say it, throughout: mixing them raises.
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
         before = (matmul.allow_tf32, cudnn.allow_tf32)
@@ -82,6 +85,15 @@ class CudaDevice(AcceleratorDevice):
             yield
         finally:
             matmul.allow_tf32, cudnn.allow_tf32 = before
+
+    def float32_switches(self) -> str:
+        # The newer of PyTorch's two ways: reading it never raises, whichever way the user set it.
+        cudnn: Any = torch.backends.cudnn
+        kinds = {"matmul": torch.backends.cuda.matmul, "conv": cudnn.conv, "rnn": cudnn.rnn}
+        return ", ".join(
+            f"{name} {'tf32' if switch.fp32_precision == 'tf32' else 'fp32'}"
+            for name, switch in kinds.items()
+        )
 
     def use_share(self) -> float | None:
         now_ns = time.monotonic_ns()

@@ -37,7 +37,7 @@ class TrainedModel:
     vocabularies: tuple[Vocabulary, Vocabulary]
     settings: TrainSettings
     device: Device
-    precision: str = "fp32"
+    precision: str | None = "fp32"
 
     @classmethod
     def load(

@@ -35,7 +35,9 @@ class TuneSettings(Checked):
     compare: int = whole(10, 0, 1 << 20, "steps whose losses are compared; 0: none")
     tolerance: float = number(0.01, 0, 1, "relative difference allowed where bits must differ")
     minutes: float | None = number(None, 0, 1e6, "time for the whole search; none: as it takes")
-    precision: str | None = choice(None, "fp32, tf32, bf16 or fp16; none: as each plan says")
+    precision: str | None = choice(
+        None, "fp32, tf32, bf16 or fp16; none: float32 as PyTorch is set"
+    )
     device: str = choice("auto", "auto, cpu, cuda, cuda:1, …")
     seed: int = whole(0, 0, 1 << 62, "of weights, batches and dropout")
 
