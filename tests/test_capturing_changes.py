@@ -289,3 +289,26 @@ def test_the_precision_given_to_the_engine_outlives_a_plan(capturing: Device) ->
     engine = Engine(model, adamw(model.parameters()), loss, device=capturing, precision="bf16")
     engine.use_plan("graph")
     assert engine.plan.precision == "bf16"
+
+
+def test_gradients_outside_the_optimizer_that_the_user_clears(capturing: Device) -> None:
+    """A graph adds to their memory: it is captured anew when that is not theirs any more."""
+    found = []
+    for plan in ("pipeline", "graph"):
+        model = make_model(capturing, dropout=0.0)
+        optimizer = adamw(list(model.parameters())[2:])
+        engine = Engine(model, optimizer, loss, plan=plan, device=capturing, clip_norm=0.5)
+        for info in engine.steps(data(16)):
+            if info.batch == 8:
+                model.zero_grad()
+        outside = next(model.parameters()).grad
+        assert outside is not None
+        assert engine.last_result is not None
+        found.append((engine.last_result.losses, weights(engine), outside.clone()))
+        report = engine.graphs
+        engine.close()
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    assert torch.equal(found[0][2], found[1][2])
+    assert report is not None
+    assert (report.why, report.captures) == (None, 2)

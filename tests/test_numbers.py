@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
+import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -185,6 +188,22 @@ class TestPrecision:
             made = work.make(device, seed=0)
             why = comparing._why_within(strict, made, compiled=False, bare=False)
         assert why == "fp32 instead of float32 as PyTorch is set"
+
+
+@pytest.mark.parametrize("way", ["allow_tf32 = True", "fp32_precision = 'tf32'"])
+def test_both_of_pytorchs_ways_to_set_the_switches(way: str) -> None:
+    """In a process of its own: PyTorch remembers for good which way was used."""
+    lines = f"""
+        import torch
+        from headrace.device.cuda import _switches, float32_products
+        def now(): return [switch.fp32_precision for switch in _switches().values()]
+        torch.backends.cuda.matmul.{way}
+        before = now()
+        with float32_products(tf32=True): assert now() == ["tf32"] * 3, now()
+        with float32_products(tf32=False): assert "tf32" not in now(), now()
+        assert now() == before, now()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True)
 
 
 @pytest.mark.parametrize("_cuda", [needs_cuda])

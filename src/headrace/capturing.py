@@ -96,6 +96,8 @@ class GraphedStep:
         # Shapes of which two batches did the same, and what else they read.
         self._agreed: dict[int, list[torch.Tensor]] = {}
         self._made: set[Storage] = set()
+        # Gradients that nobody clears, of parameters that the optimizer does not have.
+        self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         self._prepared: capturable.Prepared | None = None
         self._decision: str | None = None
         self._why: str | None = None
@@ -261,7 +263,9 @@ class GraphedStep:
         """Tensors that a step may read: they stay where they are, or it is noticed."""
         step = self._step
         found = [*capturable.tensors_of(step), *step.own_tensors()]
-        found += [p.grad for p in step.parameters() if p.grad is not None]
+        for parameter in (*step.model.parameters(), *step.parameters()):
+            if parameter.grad is not None:
+                found.append(parameter.grad)
         return found + (self._python.tensors() if self._python is not None else [])
 
     def _replay(self, captured: Captured[LossParts], batch: Any, report: Report) -> None:
@@ -353,6 +357,10 @@ class GraphedStep:
             succeeded()
         self._addresses = capturable.addresses(step)
         self._settings = capturable.settings(step)
+        own = {id(p) for p in step.parameters()}
+        self._outside = [
+            (p, p.grad) for p in step.model.parameters() if p.grad is not None and id(p) not in own
+        ]
         # A graph must not outlive its memory.
         self._held += [*self._known(), *self._agreed[hash(self._key)]]
         return captured
@@ -452,6 +460,8 @@ class GraphedStep:
                     "repeat what it drew at capture: let the loader draw from it, for each batch"
                 )
         changed = self._python.changed()
+        if any(parameter.grad is not gradient for parameter, gradient in self._outside):
+            self._forget_graphs()  # the user cleared them: a graph would write to the old ones
         if settings == before and changed is None:
             return
         if before is not None:
@@ -464,9 +474,7 @@ class GraphedStep:
                     "from step to step, and a graph keeps it as it was (a scheduler's "
                     "cycle_momentum, say; SGD's lr needs fused=True)"
                 )
-            self._drop_graphs()
-            self._agreed.clear()
-            self._traces.clear()
+            self._forget_graphs()
             if settings != before and self._prepared is not None:
                 # A group that was added, or a checkpoint that was loaded, may bring others.
                 self._prepared = capturable.Prepared(step)
@@ -485,8 +493,15 @@ class GraphedStep:
             why,
         )
 
+    def _forget_graphs(self) -> None:
+        """Drop all graphs, and watch each shape anew."""
+        self._drop_graphs()
+        self._agreed.clear()
+        self._traces.clear()
+
     def _drop_graphs(self) -> None:
         self._graphs.close()
+        self._outside = []
         self._updates.close()
         self._addresses = None
         self._held = []

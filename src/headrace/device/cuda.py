@@ -6,7 +6,7 @@ import gc
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -66,33 +66,59 @@ class CudaGraph(Graph):
             self._pool.leave()
 
 
+@contextmanager
+def float32_products(*, tf32: bool) -> Iterator[None]:
+    """Inside the block float32 products are computed in TF32, or are not.
+
+    PyTorch has two ways to say so, and raises where they are mixed: the one that the user has not
+    used must not be touched.
+    """
+    matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+    try:
+        before = (matmul.allow_tf32, cudnn.allow_tf32)
+    except RuntimeError:  # the user has set `fp32_precision`
+        with _by_fp32_precision("tf32" if tf32 else "ieee"):
+            yield
+        return
+    matmul.allow_tf32 = cudnn.allow_tf32 = tf32
+    try:
+        yield
+    finally:
+        matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@contextmanager
+def _by_fp32_precision(wanted: str) -> Iterator[None]:
+    switches = list(_switches().values())
+    before = [switch.fp32_precision for switch in switches]
+    for switch in switches:
+        switch.fp32_precision = wanted
+    try:
+        yield
+    finally:
+        for switch, precision in zip(switches, before, strict=True):
+            switch.fp32_precision = precision
+
+
+def _switches() -> dict[str, Any]:
+    """PyTorch's newer switches. Reading them never raises, whichever way the user has set them."""
+    cudnn: Any = torch.backends.cudnn
+    return {"matmul": torch.backends.cuda.matmul, "conv": cudnn.conv, "rnn": cudnn.rnn}
+
+
 class CudaDevice(AcceleratorDevice):
     captures = True
     compiles = True
     _use: float | None = None
     _use_asked_ns = 0
 
-    @contextmanager
-    def numerics(self, precision: str | None) -> Iterator[None]:
-        if precision is None:
-            yield
-            return
-        # One of PyTorch's two ways to say it, throughout: mixing them raises.
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = (matmul.allow_tf32, cudnn.allow_tf32)
-        matmul.allow_tf32 = cudnn.allow_tf32 = precision != "fp32"
-        try:
-            yield
-        finally:
-            matmul.allow_tf32, cudnn.allow_tf32 = before
+    def numerics(self, precision: str | None) -> AbstractContextManager[object]:
+        return nullcontext() if precision is None else float32_products(tf32=precision != "fp32")
 
     def float32_switches(self) -> str:
-        # The newer of PyTorch's two ways: reading it never raises, whichever way the user set it.
-        cudnn: Any = torch.backends.cudnn
-        kinds = {"matmul": torch.backends.cuda.matmul, "conv": cudnn.conv, "rnn": cudnn.rnn}
         return ", ".join(
             f"{name} {'tf32' if switch.fp32_precision == 'tf32' else 'fp32'}"
-            for name, switch in kinds.items()
+            for name, switch in _switches().items()
         )
 
     def use_share(self) -> float | None:
