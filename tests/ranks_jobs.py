@@ -326,7 +326,7 @@ def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, 
     trained = 1 if left else len(batches)
     hand = new_engine(how)
     assert hand._step is not None
-    model, optimizer, scheduler = hand.model, hand._step.optimizer, hand._step.scheduler
+    model, optimizer, scheduler = hand.model, hand._step.optimizer, hand._step.schedule._scheduler
     assert scheduler is not None
     for index in range(trained):
         ends = (index + 1) % 3 == 0 or index + 1 == trained

@@ -862,6 +862,26 @@ def test_a_loss_that_reads_the_learning_rate(capturing: Device) -> None:
     assert "param_groups[0].lr changes from batch to batch" in str(engine.graphs.why)
 
 
+def test_what_only_the_first_batch_does_is_no_obstacle(capturing: Device) -> None:
+    """A table that is copied to the device once, and kept where nobody can look."""
+    device = capturing.torch_device
+
+    @functools.cache
+    def table() -> torch.Tensor:
+        return torch.tensor([1.0, 2.0, 3.0]).to(device)
+
+    def loss(model: Any, batch: Any) -> torch.Tensor:
+        return cross_entropy(model(batch[0]), batch[1], weight=table())
+
+    model = Scaled().to(device)
+    optimizer = OPTIMIZERS["fused AdamW"](model.parameters())
+    engine = hr.Engine(model, optimizer, loss, plan="graph", device=capturing)
+    engine.epoch(data())
+    assert engine.graphs is not None
+    assert engine.graphs.why is None
+    assert engine.graphs.replays == BATCHES - 3
+
+
 def test_numbers_from_where_nobody_can_look(capturing: Device) -> None:
     """They are seen where they are used, or returned."""
 

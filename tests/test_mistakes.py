@@ -644,7 +644,7 @@ class TestSchedulers:
         engine = self.one_cycle(device, scheduler_every="epoch")
         for _ in range(3):
             engine.epoch(data(2))
-        with pytest.raises(StepError, match="ran out after an epoch"):
+        with pytest.raises(StepError, match="ran out after epoch 4"):
             engine.epoch(data(2))
 
     def test_another_error_of_its_own_stays_itself(self, device: Device) -> None:

@@ -101,7 +101,7 @@ def test_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file.write_text("plan: {preset: event, name: mine, precision: bf16}\nloader: {workers: 3}\n")
     monkeypatch.setenv("HEADRACE_PLAN", str(file))
     used = in_force(hr.Plan.preset("pipeline"))
-    assert (used.name, used.sync, used.precision) == ("mine", "event", "fp32")
+    assert (used.name, used.sync, used.precision) == ("mine", "event", None)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -44,6 +45,30 @@ def test_another_number_another_operation_another_tensor(fake_device: FakeDevice
         found = traced(fake_device, now).difference(traced(fake_device, before))
         assert words in str(found)
         assert f"{__file__}:{now.__code__.co_firstlineno}" in str(found)
+
+
+def test_a_host_number_that_device_work_returned_is_no_number_of_pythons() -> None:
+    """Attention returns the seed and offset of its dropout, on the host, and takes them back in
+    backward: they differ for each batch, and a capture keeps them on the device."""
+    seam: Any = SimpleNamespace(
+        holds=lambda tensor: tensor.dim() > 0, read_host=lambda tensor: tensor.tolist()
+    )
+    x, drawn = torch.ones(3), iter([0.1, 0.2])
+
+    def work(number: float) -> None:
+        offset = x.sum() + next(drawn)  # as if it lay on the host, being a number
+        _ = x * (offset * 2)
+        _ = x * torch.tensor(number)
+
+    first = traced(seam, lambda: work(0.5))
+    found = traced(seam, lambda: work(0.5)).difference(first)
+    assert "aten::add" in str(found)  # what Python gave; not the product
+    first.operations = [one for one in first.operations if "add" not in one.name]
+    drawn = iter([0.3, 0.4])
+    for number, differs in ((0.5, False), (0.6, True)):
+        again = traced(seam, lambda: work(number))  # noqa: B023
+        again.operations = [one for one in again.operations if "add" not in one.name]
+        assert (again.difference(first) is not None) == differs
 
 
 def test_a_storage_among_the_arguments_is_not_read(fake_device: FakeDevice) -> None:

@@ -200,6 +200,7 @@ class GraphedStep:
                 report(parts)
             if tracing is not None:
                 tracing.trace.returned = parts.numbers()
+                tracing.in_nodes_only = True
             with self._noting_reached() if step.keeps_gradients else nullcontext(), traced:
                 step.backward(parts)
             if updated := step.group_is_full:
@@ -225,8 +226,11 @@ class GraphedStep:
         known = storages([*self._known(), *batches.flatten(batch)])
         with loss_as(self._step, "plain"), self._device.watch() as obstacles:
             self._launch(batch, report, tracing)
+        # A shape's first batch may be the one in which something is set up, once for all.
+        is_first = self._graphs.uses(self._key) == 1
         if obstacles:
-            self._give_up("; ".join(dict.fromkeys(map(str, obstacles[:3]))))
+            if not is_first:
+                self._give_up("; ".join(dict.fromkeys(map(str, obstacles[:3]))))
             return
         trace = tracing.trace
         known |= storages(self._known())
@@ -239,7 +243,8 @@ class GraphedStep:
                     "graph would go on with the old one: keep one tensor, and write to it in place"
                 )
                 return
-        self._made = {one for one in self._made | trace.survivors() if not one.expired()}
+        if not is_first:
+            self._made = {one for one in self._made | trace.survivors() if not one.expired()}
         self._compare(trace)
 
     def _compare(self, trace: StepTrace) -> None:

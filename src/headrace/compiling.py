@@ -90,12 +90,13 @@ class CompiledLoss:
             except Exception as error:
                 if not _is_the_compilers(error):
                     raise
-                problem = error
+                # Not the error itself: its traceback holds what the step had computed so far.
+                problem = _first_line(error)
                 self._device.set_random_state(random_state)
             else:
                 self._note(_graphs_compiled() - before, time.perf_counter() - start)
                 return returned
-        self._give_up(_first_line(problem))
+        self._give_up(problem)
         return self.plain(model, batch)
 
     def _attempts(self) -> tuple[bool, ...]:

@@ -112,8 +112,7 @@ class DeferredScalars:
         """The values that have come back since the last call. Never blocks."""
         if not self._under_way and not self._come_back:
             return []
-        while self._under_way and self._under_way[0].has_arrived():
-            self._collect()
+        self.awaits()
         arrived = list(self._come_back)
         self._come_back.clear()
         return arrived
@@ -125,6 +124,12 @@ class DeferredScalars:
             self._under_way[0].wait(reason)
             self._collect()
         return self.ready()
+
+    def awaits(self) -> bool:
+        """Whether values are still on their way. Never blocks."""
+        while self._under_way and self._under_way[0].has_arrived():
+            self._collect()
+        return bool(self._under_way) or self._filling is not None
 
     @property
     def pending(self) -> int:
@@ -288,7 +293,13 @@ class _Block:
                 value = tensors[0]
                 row.copy_(value if value.dim() == 0 else value.reshape(()))
             else:
-                torch.stack([value.to(row.dtype).reshape(()) for value in tensors], out=row)
+                fitting = [
+                    value
+                    if value.dim() == 0 and value.dtype == row.dtype
+                    else value.to(row.dtype).reshape(())
+                    for value in tensors
+                ]
+                torch.stack(fitting, out=row)
         self.entries.append((step, numbers))
 
     def send(self, stream: Stream, ranks: Ranks) -> None:

@@ -166,10 +166,11 @@ class Loop:
                 self._window.launched(self.lanes.backward)
                 if self._sync is not None:
                     self._sync.after_batch(index)
-                arrived = self._deferred.ready()
-                if not feed.has_more(ask=self._deferred.pending > 0):
-                    arrived += self._last_values()  # or the last info would come without them
-                self._collect(arrived)
+                if feed.has_more(ask=self._deferred.awaits()):
+                    self._collect(self._deferred.ready())
+                else:  # the last info comes with the last values
+                    self._use_last_group()
+                    self._collect(self._wait_for_values())
                 if self._on_step is not None:
                     with self.lanes.given_back():
                         self._on_step(self.info())
@@ -340,11 +341,6 @@ class Loop:
                 self._samples = sum(self._ranks.gathered(self._samples, self.device.ledger))
             finally:
                 self._close()
-
-    def _last_values(self) -> list[DeferredValues]:
-        """After the last batch: finish its group, and wait for the values still under way."""
-        self._use_last_group()
-        return self._wait_for_values()
 
     def _wait_for_values(self) -> list[DeferredValues]:
         with self.lanes.on(self.lanes.forward):

@@ -79,13 +79,13 @@ class Changed:
 
     name: str
     line: Site | None
-    is_tensor: bool
+    has_tensors: bool
 
     def __str__(self) -> str:
         where = "" if self.line is None else f" ({self.line})"
         remedy = (
-            f"keep one tensor and write to it in place: {self.name}.copy_(…)"
-            if self.is_tensor
+            "keep the same tensor and write to it in place, with copy_()"
+            if self.has_tensors
             else "make it a tensor on the device, and write to it in place"
         )
         return (
@@ -511,8 +511,7 @@ class _Walk:
     # --- lines ------------------------------------------------------------------------------------
 
     def describe(self, place: _Place) -> Changed:
-        is_tensor = isinstance(place.value(), torch.Tensor)
-        return Changed(place.name, self._line_naming(place.name), is_tensor)
+        return Changed(place.name, self._line_naming(place.name), _has_tensors(place.value()))
 
     def _line_naming(self, name: str) -> Site | None:
         """The line that changes what is called so, else the first that names it."""
@@ -615,6 +614,14 @@ def _functions_of(member: Any) -> list[Any]:
     else:
         found = [member]
     return [one for one in found if isinstance(one, types.FunctionType | _CACHED)]
+
+
+def _has_tensors(value: Any) -> bool:
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, list | tuple | deque):
+        return any(map(_has_tensors, itertools.islice(value, _LARGE)))
+    return isinstance(value, torch.Tensor)
 
 
 def _has_bytes(value: Any) -> bool:

@@ -119,8 +119,12 @@ class Tracing(TorchDispatchMode):
     def __init__(self, device: Device, until: CodeType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = StepTrace()
+        #: In backward only what autograd's nodes run is noted: the rest is the engine's own.
+        self.in_nodes_only = False
         self._device = device
         self._until = until
+        # Host tensors that device work returned: an attention's random seed and offset, say.
+        self._returned: set[Storage] = set()
 
     def __torch_dispatch__(
         self,
@@ -129,45 +133,66 @@ class Tracing(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        node = torch._C._current_autograd_node()
-        if node is not None and node.name().endswith("AccumulateGrad"):
-            # It differs between a group's first batch and the others; a graph's is made to fit.
-            return func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
-            self._note(func, args, kwargs)
+            on_device = self._note(func, args, kwargs) if self._is_noted() else False
         result = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             for value in tree_iter(result):
-                if isinstance(value, torch.Tensor) and self._device.holds(value):
-                    storage = Storage(value.untyped_storage())
-                    if storage not in self.trace.read:
-                        self.trace.made.add(storage)
+                if isinstance(value, torch.Tensor):
+                    self._makes(value, on_device)
         return result
 
-    def _note(self, func: Any, args: Any, kwargs: Any) -> None:
+    def _is_noted(self) -> bool:
+        node = torch._C._current_autograd_node()
+        if node is None:
+            return not self.in_nodes_only
+        # Gradients are added up differently by a group's first batch and by the others.
+        return not node.name().endswith("AccumulateGrad")
+
+    def _note(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Note an operation. Returns whether it works on the device."""
         line = users_line_inside(self._until)
         numbers: list[Any] = []
         shapes: list[Any] = []
+        on_device = False
         for value in tree_iter((args, kwargs or {})):
             if isinstance(value, torch.Tensor):
                 shapes.append((value.dtype, *value.shape))
-                self._reads(value, line, numbers)
+                on_device |= self._reads(value, line, numbers)
             elif isinstance(value, _NUMBERS):
                 numbers.append(value)
             else:  # not its text: a storage's would be all of its numbers
                 numbers.append(type(value).__name__)
         name = str(func).removesuffix(".default").replace("aten.", "aten::")
         self.trace.operations.append(_Operation(name, tuple(numbers), tuple(shapes), line))
+        return on_device
 
-    def _reads(self, tensor: torch.Tensor, line: Site | None, numbers: list[Any]) -> None:
+    def _reads(self, tensor: torch.Tensor, line: Site | None, numbers: list[Any]) -> bool:
+        """Note a tensor that an operation is given. Returns whether it comes from the device."""
+        if tensor.is_meta or not torch._C._has_storage(tensor):
+            return False
+        storage = Storage(tensor.untyped_storage())
         if self._device.holds(tensor):
-            storage = Storage(tensor.untyped_storage())
             if storage not in self.trace.made:
                 self.trace.read.setdefault(storage, Read(tensor.detach(), line))
-        elif tensor.numel() == 1 and not tensor.is_meta:
+            return True
+        if storage in self._returned:
+            return True
+        if tensor.numel() == 1:
             # A host number beside device tensors: the kernel that is captured keeps it.
             with torch._C._DisableTorchDispatch():
                 numbers.append(repr(self._device.read_host(tensor.detach().reshape(1, 1))))
+        return False
+
+    def _makes(self, tensor: torch.Tensor, on_device: bool) -> None:
+        if tensor.is_meta or not torch._C._has_storage(tensor):
+            return
+        storage = Storage(tensor.untyped_storage())
+        if self._device.holds(tensor):
+            if storage not in self.trace.read:
+                self.trace.made.add(storage)
+        elif on_device:
+            self._returned.add(storage)
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[Storage]:

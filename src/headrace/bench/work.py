@@ -283,8 +283,7 @@ def _kinds(function: Callable[..., Any], name: str) -> set[type]:
     default = inspect.signature(function).parameters[name].default
     if hint is None:
         plain = type(default) in _KINDS and default is not None
-        found = {type(default)} if plain else set()
-        return found | {float} if int in found else found  # `dropout=0` means 0.1, too
+        return {type(default)} if plain else set()
     union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
     found = set(typing.get_args(hint)) if union else {hint}
     if typing.get_origin(hint) is Literal:
