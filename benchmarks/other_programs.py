@@ -271,17 +271,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--only", choices=["lstm", "dcgan"])
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     device = open_device("cuda")
     found: dict[str, Any] = {}
-    for name, make_loss in STATES.items():
+    for name, make_loss in STATES.items() if options.only != "dcgan" else ():
         rows = lstm(device, make_loss, options.steps, options.repeats)
         found[f"lstm, state {name}"] = rows
         show(f"lstm, state {name}", rows)
-    found["dcgan"] = dcgan(device, options.steps, options.repeats)
-    show("dcgan", found["dcgan"])
+    if options.only != "lstm":
+        found["dcgan"] = dcgan(device, options.steps, options.repeats)
+        show("dcgan", found["dcgan"])
     save(options.out, header("other_programs.py") | {"programs": found})
 
 
