@@ -21,7 +21,7 @@ demo: $(STAMP)
 	$(BIN)/headrace train --config demo.yaml --project runs/demo
 
 test: $(STAMP)
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 check: $(STAMP)
 	$(BIN)/ruff check .

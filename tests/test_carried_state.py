@@ -672,13 +672,12 @@ def _last_line(code: types.CodeType) -> int:
     return max([line for _, _, line in code.co_lines() if line] + [_last_line(c) for c in inner])
 
 
-@pytest.mark.parametrize("optimizer", ["fused AdamW", "AdamW"])
 @pytest.mark.parametrize("make", CARRIED, ids=lambda make: make.__name__)
-def test_what_is_carried_is_not_captured(capturing: Device, make: Any, optimizer: str) -> None:
-    """Losses, weights and what is carried are those without graphs, with plain optimizers too: a
-    capture that is refused leaves nothing behind."""
-    expected = Run(capturing, make, "pipeline", optimizer)
-    found = Run(capturing, make, "graph", optimizer)
+def test_what_is_carried_is_not_captured(capturing: Device, make: Any) -> None:
+    """Losses, weights and what is carried are those without graphs, to the bit and with a plain
+    optimizer: a capture that is refused leaves nothing behind."""
+    expected = Run(capturing, make, "pipeline", "AdamW")
+    found = Run(capturing, make, "graph", "AdamW")
     assert found.report is not None
     assert found.report.replays == 0
     assert any(line in str(found.report.why) for line in lines_of(make)), found.report.why
@@ -905,7 +904,7 @@ def test_numbers_from_where_nobody_can_look(capturing: Device) -> None:
 # --- at random ------------------------------------------------------------------------------------
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(
     makes=st.lists(st.sampled_from([*CARRIED, *CAPTURED]), min_size=1, max_size=3),
     optimizer=st.sampled_from(list(OPTIMIZERS)),

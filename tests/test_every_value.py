@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import headrace as hr
@@ -62,6 +62,7 @@ def test_the_loop_sees_every_value(device: Device, plan: str | Plan, count: int)
     assert values.losses == list(engine.last_result.losses)
 
 
+@settings(max_examples=50)
 @given(
     plan=st.sampled_from([*PLANS, COPIES_IN_LINE]),
     count=st.integers(0, 23),

@@ -128,7 +128,8 @@ class GraphedStep:
         if obstacle is not None:
             self._give_up(obstacle)
         elif self._addresses is not None and capturable.addresses(self._step) != self._addresses:
-            self._drop_graphs()
+            self._forget_graphs()
+            self._python = None  # other modules have other attributes
             for parameter in self._step.parameters():
                 if not parameter.requires_grad:
                     parameter.grad = None  # one of zeros would still be updated, by its momentum

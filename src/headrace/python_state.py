@@ -21,6 +21,7 @@ import dis
 import functools
 import itertools
 import operator
+import queue
 import random
 import re
 import sys
@@ -462,7 +463,7 @@ class _Walk:
             self._ask(name, lambda: repr(bits.state))
         elif _has_bytes(value):  # an array, a ctypes number, mapped memory
             self._ask(name, lambda: _bytes_of(value))
-        elif callable(getattr(value, "get_obj", None)):  # multiprocessing.Value
+        elif hasattr(type(value), "get_obj"):  # multiprocessing.Value
             self._value(value.get_obj(), name, depth + 1)
         elif isinstance(value, torch.optim.Optimizer):
             if "param_groups" in self._names:
@@ -484,7 +485,7 @@ class _Walk:
             self.iterator = self.iterator or (name, self._line_naming(name))
         elif isinstance(value, UserDict | UserList):
             self._value(value.data, name, depth + 1)
-        elif isinstance(getattr(value, "queue", None), deque | list):
+        elif isinstance(value, queue.Queue):
             self._value(value.queue, name, depth + 1)
         else:
             return False
