@@ -95,11 +95,20 @@ class Prepared:
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0:
                     self._counts.append((state, name, value))
+        if any(not step.device.holds(value) for _, _, value in self._counts):
+            with step.device.ledger.waiting("capture"):  # once: a copy from ordinary host memory
+                for state, name, value in self._counts:
                     state[name] = value.to(step.device.torch_device)
         # It would warn that steps run uncaptured: some are meant to.
         step.optimizer._warned_capturable_if_run_uncaptured = True
         by_tensor = _takes_rates_as_tensors(step)
         step.rates = LearningRates(step.device, step.optimizer) if by_tensor else None
+
+    @property
+    def is_undone(self) -> bool:
+        """Whether a state of a plain optimizer has been loaded since, or a group added."""
+        groups = self._step.optimizer.param_groups
+        return not all(group.get("capturable", True) for group in groups)
 
     def undo(self) -> None:
         """The optimizer is what it was: no update has been made since."""

@@ -454,6 +454,9 @@ class GraphedStep:
         """Drop graphs that were captured with other numbers. If numbers change all the time, there
         is no use for graphs."""
         step, before = self._step, self._settings
+        if self._prepared is not None and self._prepared.is_undone:
+            self._forget_graphs()
+            self._prepared = capturable.Prepared(step)
         settings = capturable.settings(step)
         self._since_change += 1
         if self._python is None:
@@ -481,10 +484,6 @@ class GraphedStep:
                     "cycle_momentum, say; SGD's lr needs fused=True)"
                 )
             self._forget_graphs()
-            if settings != before and self._prepared is not None:
-                # A group that was added, or a checkpoint that was loaded, may bring others.
-                self._prepared = capturable.Prepared(step)
-                settings = capturable.settings(step)
         self._settings, self._since_change = settings, 0
 
     def _give_up(self, why: str) -> None:
