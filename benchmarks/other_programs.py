@@ -30,6 +30,7 @@ import headrace as hr
 from headrace.device import Device, open_device
 from headrace.numerics import deterministic_kernels
 
+ROOT = Path(__file__).resolve().parent.parent
 READ_EVERY = 10
 WORDS, WIDTH, LENGTH, ROWS = 10_000, 650, 35, 20
 
@@ -139,7 +140,8 @@ def lstm(device: Device, make_loss: Any, steps: int, repeats: int) -> dict[str, 
             rows[plan] = {"same losses": list(engine.epoch(batches).losses) == expected}
             report = engine.graphs
             if report is not None:
-                rows[plan] |= {"replays": report.replays, "why": report.why or ""}
+                why = (report.why or "").replace(f"{ROOT}/", "")
+                rows[plan] |= {"replays": report.replays, "why": why}
             engine.close()
     ways = {"by hand": many(lstm_by_hand(device, make_loss), batches)}
     for plan in ("pipeline", "graph"):
