@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from headrace.errors import StepError
-from headrace.wrapped import is_sharded, local, reshard, shard_like
+from headrace.wrapped import is_sharded, locals_of, reshard, shard_like
 
 
 class Ema:
@@ -26,13 +26,13 @@ class Ema:
         self.decay = decay
         self._model = model
         self.weights: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
-        self._weights = [local(weight) for weight in self.weights]
-        self.averages = [weight.detach().clone() for weight in self._weights]
+        self._is_sharded = any(map(is_sharded, self.weights))
+        self.averages = [weight.detach().clone() for weight in self._locals()]
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the weights. To be called after each optimizer step."""
-        torch._foreach_lerp_(self.averages, self._weights, 1 - self.decay)
+        torch._foreach_lerp_(self.averages, self._locals(), 1 - self.decay)
 
     def state(self) -> list[torch.Tensor]:
         """The averages, sharded as the weights are."""
@@ -44,7 +44,7 @@ class Ema:
     @contextmanager
     def applied(self) -> Iterator[torch.nn.Module]:
         """Inside the block the model has the averaged weights; after it, its own again."""
-        own = [weight.detach().clone() for weight in self._weights]
+        own = [weight.detach().clone() for weight in self._locals()]
         self._set(self.averages)
         try:
             yield self._model
@@ -54,4 +54,9 @@ class Ema:
     @torch.no_grad()
     def _set(self, values: list[torch.Tensor]) -> None:
         reshard(self._model)
-        torch._foreach_copy_(self._weights, values)
+        torch._foreach_copy_(self._locals(), values)
+
+    def _locals(self) -> list[torch.Tensor]:
+        """This rank's parts of the weights, where they lie now: FSDP2 may move them once, when it
+        first runs (it does in PyTorch 2.9)."""
+        return locals_of(self.weights) if self._is_sharded else self.weights
