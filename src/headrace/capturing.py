@@ -200,8 +200,7 @@ class GraphedStep:
             if step.gate is None:
                 report(parts)
             if tracing is not None:
-                tracing.trace.returned = parts.numbers()
-                tracing.in_nodes_only = True
+                tracing.forward_ends(parts.numbers())
             with self._noting_reached() if step.keeps_gradients else nullcontext(), traced:
                 step.backward(parts)
             if updated := step.group_is_full:
@@ -358,7 +357,7 @@ class GraphedStep:
             finally:
                 kept.restore()
                 self._step.reached.clear()
-            if self._python is not None and (changed := self._python.changed_in(put_back=True)):
+            if self._python is not None and (changed := self._python.changed_so_far()):
                 raise CaptureError(str(changed))
             succeeded()
         self._addresses = capturable.addresses(step)

@@ -107,22 +107,15 @@ class PythonState:
 
     def changed(self) -> Changed | None:
         """The first value that has changed since the last look, which this is then."""
-        place = self._found.changed_place()
-        if place is None:
-            return None
-        changed = self._found.describe(place)
-        self._found = self._walk()
+        changed = self.changed_so_far()
+        if changed is not None:
+            self._found = self._walk()
         return changed
 
-    def changed_in(self, *, put_back: bool) -> Changed | None:
-        """The same without a new look; with `put_back`, what has changed is undone."""
+    def changed_so_far(self) -> Changed | None:
+        """The same without a new look, so that `put_back` can still undo the change."""
         place = self._found.changed_place()
-        if place is None:
-            return None
-        changed = self._found.describe(place)
-        if put_back:
-            self._found.put_back()
-        return changed
+        return None if place is None else self._found.describe(place)
 
     def put_back(self) -> None:
         """Undo what has changed since the last look, after a step that is not to count."""

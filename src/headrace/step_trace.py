@@ -119,8 +119,7 @@ class Tracing(TorchDispatchMode):
     def __init__(self, device: Device, until: CodeType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = StepTrace()
-        #: In backward only what autograd's nodes run is noted: the rest is the engine's own.
-        self.in_nodes_only = False
+        self._in_backward = False
         self._device = device
         self._until = until
         # Host tensors that device work returned: an attention's random seed and offset, say.
@@ -142,10 +141,16 @@ class Tracing(TorchDispatchMode):
                     self._makes(value, on_device)
         return result
 
+    def forward_ends(self, returned: dict[str, float]) -> None:
+        """The next block is the backward of the same run; `returned` are the Python numbers that
+        the loss function returned."""
+        self.trace.returned = returned
+        self._in_backward = True
+
     def _is_noted(self) -> bool:
         node = torch._C._current_autograd_node()
         if node is None:
-            return not self.in_nodes_only
+            return not self._in_backward  # there, what no node runs is the engine's own
         # Gradients are added up differently by a group's first batch and by the others.
         return not node.name().endswith("AccumulateGrad")
 
