@@ -27,6 +27,7 @@ check: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-cache
 	$(BIN)/python -m pytest tests/test_layering.py tests/test_exports.py
 
 format: $(STAMP)

@@ -26,8 +26,7 @@ from measuring import header, interleaved_ms, save, table
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.translation.model import EOS, ModelSettings, Translator
-from headrace.translation.objective import translation_loss
+from headrace.translation import EOS, ModelSettings, Translator, translation_loss
 
 PLANS = ("graph", "max")
 #: (source, target) lengths, in no order: the second shape differs from the first in both.

@@ -22,8 +22,7 @@ from measuring import header, interleaved_ms, save, table
 from works import Work, mlp, resnet50, transformer
 
 from headrace.device import Device, open_device
-from headrace.engine import Engine
-from headrace.loop import StepInfo
+from headrace.engine import Engine, StepInfo
 from headrace.plan import Plan
 
 PLANS = ("baseline", "interval", "event", "streams4", "pipeline")

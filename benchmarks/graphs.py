@@ -33,11 +33,11 @@ from peers import PEERS
 from works import Translator, Work, transformer, translation_loss
 
 from headrace.bench.equality import remove_dropout
-from headrace.buckets import BucketBatches, Buckets
-from headrace.busy import BusyWindow
+from headrace.data import BucketBatches, Buckets
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.plan import Plan
+from headrace.runs import BusyWindow
 
 SENTENCES = 30
 TIMED = 96

@@ -22,9 +22,8 @@ from typing import Any
 import torch
 
 import headrace
-from headrace.device import open_device
-from headrace.doctor import diagnose
-from headrace.ledger import Ledger
+from headrace.device import Ledger, open_device
+from headrace.runs import diagnose
 
 
 def microseconds(work: Callable[[], object], number: int = 20_000, repeats: int = 7) -> float:

@@ -68,7 +68,7 @@ def header(script: str) -> dict[str, Any]:
 
 
 def table(rows: Mapping[str, Mapping[str, Any]]) -> str:
-    from headrace.tables import text_table
+    from headrace.text_table import text_table
 
     columns = list(dict.fromkeys(key for row in rows.values() for key in row))
     return text_table(

@@ -17,10 +17,9 @@ from engine import Planned
 from measuring import header, save
 from works import Work, transformer
 
-from headrace.busy import BusyWindow
 from headrace.device import Device, open_device
-from headrace.monitor import Monitor
 from headrace.plan import Plan
+from headrace.runs import BusyWindow, Monitor
 
 
 def sampling(device: Device, seconds: float = 10.0) -> dict[str, Any]:

@@ -27,8 +27,7 @@ from torch import nn
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 import headrace as hr
-from headrace.device import Device, open_device
-from headrace.numerics import deterministic_kernels
+from headrace.device import Device, deterministic_kernels, open_device
 
 ROOT = Path(__file__).resolve().parent.parent
 READ_EVERY = 10

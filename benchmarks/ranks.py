@@ -28,7 +28,8 @@ from works import Translator, translation_loss
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.wrapped import data_parallel, whole
+from headrace.parallel import data_parallel
+from headrace.parallel.models import whole
 
 SENTENCES, LENGTH, BATCHES = 32, 60, 8
 PRECISION = "bf16"

@@ -20,9 +20,9 @@ mpl.use("svg")
 mpl.rcParams |= {"svg.hashsalt": "headrace", "svg.fonttype": "none"}  # small, and always the same
 from matplotlib import pyplot
 
+from headrace.device import Span, Timeline
 from headrace.engine import Engine
 from headrace.testing import Costs, FakeDevice
-from headrace.timeline import Span, Timeline
 
 HERE = Path(__file__).parent
 PLANS = ("baseline", "interval", "event", "streams4", "pipeline")

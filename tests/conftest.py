@@ -23,7 +23,7 @@ from headrace.testing import FakeDevice
 hypothesis.settings.register_profile("headrace", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("headrace")
 
-pytest_plugins = ["headrace.pytest_plugin"]
+pytest_plugins = ["headrace.testing.pytest_plugin"]
 torchvision_ops.define_missing()
 
 needs_cuda = pytest.param(

@@ -17,13 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace import capturable
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensorfile
 from headrace.device import Device, open_device
-from headrace.engine import Engine
+from headrace.engine import Engine, graph_rules
 from headrace.errors import CheckpointError, StepError
-from headrace.ranks import Agreement, Ranks
-from headrace.wrapped import synchronise_gradients, whole, whole_weights
+from headrace.parallel import Agreement, Ranks, synchronise_gradients, whole_weights
+from headrace.parallel.models import whole
 
 WIDTH = 6
 ROWS = (7, 4, 1, 5, 2, 6, 3, 7, 2, 1, 5)  # of each global batch: some have fewer than ranks
@@ -375,7 +374,7 @@ def talk(rank: int, size: int) -> dict[str, Any]:
 
 def graphs_refused(rank: int, size: int) -> list[str | None]:
     steps = (new_engine("ddp")._step, new_engine("fsdp")._step)
-    return [capturable.why_not(step) for step in steps if step is not None]
+    return [graph_rules.why_not(step) for step in steps if step is not None]
 
 
 def deferred_waits(rank: int, size: int) -> dict[str, int]:

@@ -12,10 +12,10 @@ import torch
 from test_engine import data, make_engine
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
+from headrace.data import prefetch
 from headrace.device import Device
 from headrace.engine import Engine
 from headrace.plan import Plan
-from headrace.prefetcher import prefetch
 
 BATCHES = 10
 Loaders = Callable[[], Any]

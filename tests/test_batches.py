@@ -11,7 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace import batches
+from headrace.data import batch_leaves, is_plain_tensor, measure_leaves, rebuild_batch
+from headrace.data.tree import is_movable
 
 
 class Pair(NamedTuple):
@@ -41,7 +42,7 @@ class Moves:
 
 
 def doubled(batch: Any) -> Any:
-    return batches.rebuild(batch, [leaf * 2 for leaf in batches.leaves(batch)])
+    return rebuild_batch(batch, [leaf * 2 for leaf in batch_leaves(batch)])
 
 
 ONE = torch.ones(2)
@@ -67,10 +68,10 @@ ONE = torch.ones(2)
 def test_the_shape_stays(batch: Any) -> None:
     result = doubled(batch)
     assert type(result) is type(batch)
-    assert len(list(batches.leaves(result))) == len(list(batches.leaves(batch)))
-    for leaf in batches.leaves(result):
+    assert len(list(batch_leaves(result))) == len(list(batch_leaves(batch)))
+    for leaf in batch_leaves(result):
         assert torch.equal(leaf, torch.full((2,), 2.0))
-    for leaf in batches.leaves(batch):
+    for leaf in batch_leaves(batch):
         assert torch.equal(leaf, ONE)  # the original is untouched
 
 
@@ -86,16 +87,16 @@ def test_what_is_no_tensor_is_the_very_same() -> None:
 
 def test_an_object_that_moves_itself_is_one_leaf() -> None:
     moves = Moves()
-    assert list(batches.leaves((ONE, moves))) == [ONE, moves]
+    assert list(batch_leaves((ONE, moves))) == [ONE, moves]
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
-    assert list(batches.leaves([packed])) == [packed]  # its batch_sizes must stay on the CPU
+    assert list(batch_leaves([packed])) == [packed]  # its batch_sizes must stay on the CPU
 
 
 def test_counting() -> None:
     batch = (torch.ones(3, 2), {"y": torch.ones(3, dtype=torch.int64)}, "x")
-    assert batches.measure(batches.leaves(batch)) == (24 + 24, 3)
-    assert batches.measure([torch.tensor(1.0)]) == (4, 1)
-    assert batches.measure([]) == (0, 1)
+    assert measure_leaves(batch_leaves(batch)) == (24 + 24, 3)
+    assert measure_leaves([torch.tensor(1.0)]) == (4, 1)
+    assert measure_leaves([]) == (0, 1)
 
 
 @pytest.mark.parametrize(
@@ -108,8 +109,8 @@ def test_counting() -> None:
     ],
 )
 def test_what_is_more_than_its_bytes_is_not_plain(leaf: Any) -> None:
-    assert not batches.is_plain_tensor(leaf)
-    assert batches.is_movable(leaf)
+    assert not is_plain_tensor(leaf)
+    assert is_movable(leaf)
 
 
 nested = st.recursive(
@@ -125,6 +126,6 @@ nested = st.recursive(
 
 @given(nested)
 def test_any_nesting_survives(batch: Any) -> None:
-    leaves = list(batches.leaves(batch))
-    assert repr(batches.rebuild(batch, leaves)) == repr(batch)
-    assert len(list(batches.leaves(doubled(batch)))) == len(leaves)
+    leaves = list(batch_leaves(batch))
+    assert repr(rebuild_batch(batch, leaves)) == repr(batch)
+    assert len(list(batch_leaves(doubled(batch)))) == len(leaves)

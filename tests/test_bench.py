@@ -13,24 +13,21 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.bench import Bench, entries_of, find_work, plans_here, text_of
 from headrace.bench.comparing import Comparing
 from headrace.bench.contestants import Contestant, Garage
-from headrace.bench.entries import entries_of, noise_pair, plans_here
-from headrace.bench.finding import find_work
+from headrace.bench.entries import noise_pair
 from headrace.bench.looking import _first_steps, _of_stretch, short_name
 from headrace.bench.record import BenchResult, Equal, Row
-from headrace.bench.runner import Bench
-from headrace.bench.text import text_of
 from headrace.bench.ways import Stretch
 from headrace.bench.work import Training, Work, work_of
-from headrace.device import Device, open_device
+from headrace.device import Device, Span, Timeline, open_device
 from headrace.errors import BenchError, PlanError
 from headrace.plan import PRESETS
 from headrace.report.bench_page import bench_page
 from headrace.report.bench_result import bench_result
 from headrace.report.fields import Fields
 from headrace.testing import Costs, FakeDevice
-from headrace.timeline import Span, Timeline
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}
 BITS = {"watched_s": 0.0, "steps": 10, "warmup": 2, "repeats": 3}

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from headrace.bench.record import BenchResult
 from headrace.cli import app
-from headrace.cli_bench import Lines
-from headrace.cli_output import results_only
+from headrace.cli.bench import Lines
+from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
 
 QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]

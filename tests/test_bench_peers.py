@@ -10,11 +10,9 @@ import pytest
 import torch
 from conftest import needs_cuda
 
-from headrace.bench.entries import entries_of, plans_here
-from headrace.bench.finding import find_work
-from headrace.bench.peers import PEERS, peers_of
+from headrace.bench import Bench, entries_of, find_work, peers_of, plans_here
+from headrace.bench.peers import PEERS
 from headrace.bench.record import BenchResult
-from headrace.bench.runner import Bench
 from headrace.bench.work import Training, work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError

@@ -10,16 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.bench.equality import compare, difference, remove_dropout, rounds_differently
-from headrace.bench.record import (
-    Equal,
-    Gpu,
-    Noise,
-    Row,
-    Spread,
-    Verdict,
-    WaitFigures,
-    Waits,
-)
+from headrace.bench.record import Equal, Gpu, Noise, Row, Spread, Verdict, WaitFigures, Waits
 from headrace.bench.scores import JUDGEMENTS, WEIGHTS, scheme_of, scores_of
 from headrace.bench.verdict import causes_of, scored, verdict_of
 from headrace.plan import PRESETS, Plan
@@ -353,7 +344,7 @@ class TestCompare:
         assert found.why == "1 losses, the reference has 2"
 
     def test_dropout_goes(self) -> None:
-        from headrace.translation.model import ModelSettings, Translator
+        from headrace.translation import ModelSettings, Translator
 
         model = Translator(ModelSettings.preset("tiny"), 20, 20)
         # Embeddings; 2 encoder layers of 4 places, 2 decoder layers of 6.

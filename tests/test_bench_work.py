@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from headrace import batches
+from headrace.bench import find_work
 from headrace.bench.builtin import BUILT_IN
 from headrace.bench.feed import Feed
-from headrace.bench.finding import find_work
 from headrace.bench.work import Training, Work, work_of
+from headrace.data import batch_leaves, measure_leaves
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import BenchError, HeadraceError
@@ -66,7 +66,7 @@ class TestBuiltIn:
 
     def test_a_loader_plan_sets_the_batch_size(self) -> None:
         made = small("mlp").make(open_device("cpu"), loader=LoaderPlan(batch_size=9))
-        assert batches.measure(batches.leaves(next(iter(made.loader)))) == (9 * 8 * 4 + 9 * 8, 9)
+        assert measure_leaves(batch_leaves(next(iter(made.loader)))) == (9 * 8 * 4 + 9 * 8, 9)
 
     def test_translation_counts_target_tokens(self) -> None:
         cpu = open_device("cpu")

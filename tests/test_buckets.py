@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from headrace.buckets import BucketBatches, Buckets, PadToBuckets, _Line
+from headrace.data import BucketBatches, Buckets, PadToBuckets
+from headrace.data.buckets import _Line
 from headrace.errors import PlanError
 
 line = st.lists(st.integers(1, 12), min_size=1, max_size=14)

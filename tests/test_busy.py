@@ -16,13 +16,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_engine import data, make_engine
 
-from headrace.busy import BusyProbe, BusyWindow
-from headrace.device import Device, Trace, open_device
+from headrace.device import Device, Span, Timeline, Trace, open_device
 from headrace.device.kineto import Record, seen
-from headrace.metrics import MetricsLog, read_metrics
-from headrace.runmonitor import RunMonitor
+from headrace.runs import BusyWindow, MetricsLog, RunMonitor, read_metrics
+from headrace.runs.busy_window import BusyProbe
 from headrace.testing import Costs, FakeDevice
-from headrace.timeline import Span, Timeline
 from headrace.translation import TrainSettings
 from headrace.translation.together import batches_left
 

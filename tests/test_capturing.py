@@ -12,13 +12,13 @@ import torch
 from conftest import needs_cuda
 from test_engine import data, loss, make_engine, make_model, same, weights
 
-from headrace.capturing import GraphedStep
 from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.engine.graphed import GraphedStep
+from headrace.engine.schedules import Schedule
+from headrace.engine.step import TrainingStep
+from headrace.parallel import Ranks
 from headrace.plan import Plan
-from headrace.ranks import Ranks
-from headrace.schedules import Schedule
-from headrace.step import TrainingStep
 from headrace.testing import Costs, FakeDevice
 
 GRAPH = Plan.preset("graph")

@@ -28,8 +28,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import headrace as hr
-from headrace import capturable
 from headrace.device import Device
+from headrace.engine import graph_rules
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
 
@@ -91,7 +91,7 @@ class Run:
 
         def on_step(info: hr.StepInfo) -> None:
             if capturable_from is not None and info.batch + 1 == capturable_from:
-                capturable.Prepared(self.engine._step)  # type: ignore[arg-type]
+                graph_rules.Prepared(self.engine._step)  # type: ignore[arg-type]
             if isinstance(getattr(loss, "__self__", None), Untouched):
                 loss.__self__.steps += 1
 

@@ -12,12 +12,7 @@ from typing import Any
 import pytest
 from test_checkpoint import contents, example, flip, names, same
 
-from headrace.checkpoint import (
-    durable,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from headrace.checkpoint import durable, latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
 
 # --- crashes --------------------------------------------------------------------------------------

@@ -15,12 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from test_checkpoint import example, flip, names, same, truncate
 
-from headrace.checkpoint import (
-    folders,
-    latest_checkpoint,
-    load_checkpoint,
-    save_checkpoint,
-)
+from headrace.checkpoint import folders, latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
 
 

@@ -12,11 +12,7 @@ import pytest
 import torch
 from test_checkpoint import DTYPES, names, on, raw, same, truncate
 
-from headrace.checkpoint import (
-    save_checkpoint,
-    weights_from_file,
-    weights_to_file,
-)
+from headrace.checkpoint import save_checkpoint, weights_from_file, weights_to_file
 from headrace.checkpoint.tensorfile import DTYPE_NAMES
 from headrace.device import Device
 from headrace.errors import CheckpointError

@@ -13,10 +13,10 @@ import torch._inductor.config as inductor
 from torch._dynamo.exc import InternalTorchDynamoError
 
 import headrace as hr
-from headrace import compiling
-from headrace.compiling import CompiledLoss, CompileReport
 from headrace.device import open_device
 from headrace.device.cpu import CpuDevice
+from headrace.engine import CompileReport, compiled
+from headrace.engine.compiled import CompiledLoss
 from headrace.testing import FakeDevice
 
 Backend = Callable[[Any, Any], Any]
@@ -118,7 +118,7 @@ class TestSettings:
         assert backend.asked == [(False, False)]  # once more would be the same
 
     def test_a_pytorch_without_the_setting(self, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(compiling, "_TILING", "of_another_version")
+        monkeypatch.setattr(compiled, "_TILING", "of_another_version")
         use(backend := Inductor())
         result = engine_on(Compiling()).epoch(rows(3, 5))
         assert backend.asked == [(False, True), (True, True)]
@@ -205,9 +205,9 @@ class TestFailure:
         model = model_of()
         device = Compiling()
         first, second = CompiledLoss(function, device), CompiledLoss(function, device)
-        for compiled in (first, second):
-            compiled(model, rows(3)[0])
-            assert compiled.report().compiled
+        for one in (first, second):
+            one(model, rows(3)[0])
+            assert one.report().compiled
         assert len(backend.asked) == first.report().compilations == 1
         assert second.report() == CompileReport(compiled=True)
 

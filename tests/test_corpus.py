@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import CorpusError, HeadraceError
-from headrace.translation.corpus import Corpus, SplitCounts, clean, read_corpus
+from headrace.translation import Corpus, read_corpus
+from headrace.translation.corpus import SplitCounts, clean
 
 PAIRS = [("你好。", "Hello."), ("三本书", "three books"), ("再见", "Goodbye")]
 OBJECTS = [{"en": en, "ch": zh} for zh, en in PAIRS]

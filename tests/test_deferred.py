@@ -10,8 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.deferred import DeferredScalars, DeferredValues
 from headrace.device import Device
+from headrace.engine import DeferredScalars, DeferredValues
 from headrace.errors import DeferredError
 from headrace.testing import Costs, FakeDevice
 

@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from headrace.device import Device, available_devices, open_device
+from headrace.device import Device, Ledger, available_devices, open_device
 from headrace.errors import (
     ClosedError,
     DeviceError,
@@ -15,7 +15,6 @@ from headrace.errors import (
     DeviceNotFoundError,
     EventNotRecordedError,
 )
-from headrace.ledger import Ledger
 from headrace.testing import FakeDevice
 
 

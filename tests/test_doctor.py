@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
-from headrace import doctor
 from headrace.device import open_device
-from headrace.doctor import DeviceFacts, Finding, diagnose
-from headrace.probe import Probe, probe
+from headrace.runs import diagnose, doctor
+from headrace.runs.doctor import DeviceFacts, Finding
+from headrace.runs.probe import Probe, probe
 from headrace.testing import Costs, FakeDevice
 
 CPU = DeviceFacts("cpu", "CPU", 1 << 34, 1 << 33, None)

@@ -21,18 +21,17 @@ import torch
 
 import headrace
 from headrace.checkpoint import CheckpointWriter
-from headrace.deferred import DeferredScalars
+from headrace.data import Prefetcher, prefetch
 from headrace.device import Device, Event, PinnedBuffer, Stream
-from headrace.engine import Engine
+from headrace.engine import DeferredScalars, Engine
 from headrace.errors import EventNotRecordedError
 from headrace.plan import Plan
-from headrace.prefetcher import Prefetcher, prefetch
-from headrace.sites import Site
+from headrace.source_lines import Site
 from headrace.testing import FakeDevice
 
 PACKAGE = Path(headrace.__file__).parent
 # The primitives themselves, and code whose calls are not part of any loop.
-PRIMITIVES = (str(PACKAGE / "device"), str(PACKAGE / "testing"), str(PACKAGE / "streams.py"))
+PRIMITIVES = (str(PACKAGE / "device"), str(PACKAGE / "testing"))
 
 
 # --- scenarios ------------------------------------------------------------------------------------
@@ -222,7 +221,7 @@ def is_a_bound(line: Site, calls: set[str]) -> bool:
     file = Path(line.file).name
     if file == "prefetcher.py" and calls == {"wait"}:
         return True
-    return file == "runahead.py" or (file == "lanes.py" and calls <= {"wait", "synchronize"})
+    return file == "run_ahead.py" or (file == "lanes.py" and calls <= {"wait", "synchronize"})
 
 
 def complaint(scenario: Callable[[FakeDevice], object]) -> str | None:

@@ -16,9 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import headrace as hr
 from headrace.device import Device
-from headrace.engine import Engine
+from headrace.engine import Engine, StepInfo
 from headrace.errors import PlanError, StepError
-from headrace.loop import StepInfo
 from headrace.plan import PRESETS, Plan
 from headrace.testing import Costs, FakeDevice
 

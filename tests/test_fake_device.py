@@ -278,7 +278,9 @@ class TestFixture:
 
     def test_one_line_in_a_users_test(self, tmp_path: Path) -> None:
         (tmp_path / "test_mine.py").write_text(textwrap.dedent(self.SOURCE))
-        (tmp_path / "conftest.py").write_text('pytest_plugins = ["headrace.pytest_plugin"]\n')
+        (tmp_path / "conftest.py").write_text(
+            'pytest_plugins = ["headrace.testing.pytest_plugin"]\n'
+        )
         run = subprocess.run(
             [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tmp_path)],
             capture_output=True,

@@ -23,8 +23,9 @@ from headrace.checkpoint import CheckpointWriter, load_checkpoint
 from headrace.device import Device
 from headrace.engine import Engine
 from headrace.errors import LoaderError, NonFiniteError, OutOfMemoryError, PlanError, StepError
+from headrace.runs import Watchdog
+from headrace.runs.watchdog import HUNG
 from headrace.testing import FakeDevice, Hang
-from headrace.watchdog import HUNG, Watchdog
 
 PLANS = [*EAGER, "graph"]
 
@@ -525,7 +526,7 @@ class TestPlace:
             other.epoch(data(3))
 
     def test_progress_is_said(self, caplog: pytest.LogCaptureFixture) -> None:
-        from headrace.loading import Skipping
+        from headrace.data import Skipping
 
         times = iter(range(0, 1000, 2))
         rest = Skipping([*range(10)], 8, clock=lambda: next(times))
@@ -614,7 +615,7 @@ class TestHang:
             "training waits for 'run_ahead'",
             "default has work left",
             "--- training",
-            "runahead.py",
+            "engine/run_ahead.py",
         ):
             assert part in text, text
         assert "no progress for 61 s" in told.getvalue()

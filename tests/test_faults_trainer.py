@@ -38,14 +38,11 @@ from headrace.errors import (
     StepError,
     TranslationError,
 )
-from headrace.metrics import MetricsLog, read_metrics
-from headrace.rundir import RunFolder
-from headrace.stopping import StopRequests
-from headrace.translation import Trainer
+from headrace.runs import MetricsLog, RunFolder, StopRequests, read_metrics
+from headrace.translation import Trainer, TrainSettings
 from headrace.translation.batching import PaddedBatches
 from headrace.translation.guards import Guards
 from headrace.translation.objective import TranslationLoss
-from headrace.translation.settings import TrainSettings
 
 pytestmark = pytest.mark.unsanitized
 _KILLED = "killed by signal: Killed|exited unexpectedly"  # whichever of the two PyTorch sees first

@@ -36,15 +36,11 @@ from headrace.checkpoint import (
 )
 from headrace.device import open_device
 from headrace.errors import HeadraceError
-from headrace.metrics import MetricsLog, read_metrics
 from headrace.plan import Plan, load_plan
-from headrace.rundir import RunFolder
-from headrace.translation import guards
-from headrace.translation.corpus import read_corpus, read_pairs
+from headrace.runs import MetricsLog, RunFolder, read_metrics
+from headrace.translation import Trainer, TrainSettings, guards, read_corpus, read_pairs
 from headrace.translation.outcome import stored_result
 from headrace.translation.prepare import load_prepared, prepare
-from headrace.translation.settings import TrainSettings
-from headrace.translation.trainer import Trainer
 from headrace.translation.vocabulary import Vocabulary
 
 TARGETS = 9

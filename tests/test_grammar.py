@@ -11,17 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import CorpusError
+from headrace.translation import Corpus
 from headrace.translation.builtin import circumstances as cs
 from headrace.translation.builtin import lexicon as lx
 from headrace.translation.builtin import statements
-from headrace.translation.builtin.numerals import (
-    article,
-    chinese_number,
-    counted,
-    english_number,
-)
+from headrace.translation.builtin.numerals import article, chinese_number, counted, english_number
 from headrace.translation.builtin.phrases import quantity
-from headrace.translation.corpus import Corpus, clean
+from headrace.translation.corpus import clean
 from headrace.translation.grammar import builtin_corpus, sentence
 
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from headrace.device import Device, open_device
+from headrace.engine.graph_cache import GraphCache, signature
 from headrace.errors import CaptureError
-from headrace.graphs import GraphCache, signature
 
 
 @dataclasses.dataclass

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.ledger import Ledger
+from headrace.device import Ledger
 
 MS = 1_000_000
 

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.errors import RunError
-from headrace.metrics import MetricsLog, read_metrics
+from headrace.runs import MetricsLog, read_metrics
 
 
 @pytest.fixture
@@ -221,7 +221,7 @@ def test_what_is_written_again_is_shown_once(path: Path, tmp_path: Path) -> None
 
 def test_tensorboard_is_loaded_only_if_asked_for(path: Path) -> None:
     program = (
-        "import sys; from headrace.metrics import MetricsLog\n"
+        "import sys; from headrace.runs.metrics import MetricsLog\n"
         f"with MetricsLog({str(path)!r}) as metrics: metrics.write('step', 1, loss=2.0)\n"
         "assert not {'torch', 'tensorboard'} & set(sys.modules)"
     )

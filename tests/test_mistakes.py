@@ -22,7 +22,7 @@ import headrace as hr
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
-from headrace.sites import definition, described
+from headrace.source_lines import definition, described
 from headrace.testing import FakeDevice
 
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from headrace.device import Device, SensorReading, Sensors, open_device
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.errors import DeviceError
-from headrace.hostmeter import HostCounters, HostMeter
-from headrace.monitor import Monitor, UseSample
+from headrace.runs import Monitor, UseSample
+from headrace.runs.host_meter import HostCounters, HostMeter
 
 
 class Clock:

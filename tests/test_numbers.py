@@ -18,19 +18,16 @@ from conftest import needs_cuda
 from test_engine import data, loss, make_model, same, weights
 from torch import nn
 
+from headrace.bench import Bench, entries_of, find_work, text_of
 from headrace.bench.comparing import Comparing
-from headrace.bench.entries import entries_of
-from headrace.bench.finding import find_work
-from headrace.bench.runner import Bench
-from headrace.bench.text import text_of
 from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.engine.halving import HalvingStep
 from headrace.errors import StepError
-from headrace.halving import HalvingStep
 from headrace.plan import PRESETS, Plan, load_plan
 from headrace.testing import FakeDevice
+from headrace.translation import TrainSettings
 from headrace.translation.assembly import _plans
-from headrace.translation.settings import TrainSettings
 
 EXACT = [name for name in PRESETS if name != "max"]
 Model = Callable[[Device], nn.Module]

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headrace.errors import TranslationError
-from headrace.translation import objective
-from headrace.translation.objective import constant, inverse_sqrt, noam, translation_loss
-from headrace.translation.vocabulary import BOS, EOS, PAD
+from headrace.translation import EOS, objective, translation_loss
+from headrace.translation.objective import constant, inverse_sqrt, noam
+from headrace.translation.vocabulary import BOS, PAD
 
 
 class Given(nn.Module):

@@ -9,15 +9,11 @@ import pytest
 import torch
 
 import headrace as hr
-from headrace.bench.entries import entries_of
-from headrace.bench.finding import find_work
-from headrace.bench.runner import Bench
+from headrace.bench import Bench, TuneSettings, Tuning, entries_of, find_work
 from headrace.device import open_device
 from headrace.errors import PlanError
 from headrace.plan import in_force
 from headrace.testing import FakeDevice
-from headrace.tune.settings import TuneSettings
-from headrace.tune.tuning import Tuning
 
 
 def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:

@@ -16,11 +16,9 @@ from hypothesis import strategies as st
 from test_batches import Moves, Pair, Record, nested
 from torch.utils.data import DataLoader, TensorDataset
 
-from headrace import batches
-from headrace.batchcache import BatchCache
+from headrace.data import BatchCache, Prefetcher, batch_leaves, prefetch, rebuild_batch
 from headrace.device import Device
 from headrace.errors import DeviceMismatchError, PlanError
-from headrace.prefetcher import Prefetcher, prefetch
 from headrace.testing import Costs, FakeDevice
 
 
@@ -511,5 +509,5 @@ def test_a_loader_says_of_the_last_batch_alone_that_it_is(
 def test_any_batches_arrive_as_they_were(source: list[Any], depth: int, pin: bool) -> None:
     with FakeDevice() as device:
         arrived = list(prefetch(source, device, depth, pin=pin))
-        back = [batches.rebuild(b, [leaf.cpu() for leaf in batches.leaves(b)]) for b in arrived]
+        back = [rebuild_batch(b, [leaf.cpu() for leaf in batch_leaves(b)]) for b in arrived]
     assert repr(back) == repr(source)

@@ -19,13 +19,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.errors import CorpusError
+from headrace.translation import EOS, Prepared, read_corpus
 from headrace.translation import prepare as prepare_module
 from headrace.translation.buildfolder import build_folder
-from headrace.translation.corpus import SplitCounts, clean, read_corpus
+from headrace.translation.corpus import SplitCounts, clean
 from headrace.translation.grammar import builtin_corpus
 from headrace.translation.ids import IdPairs, write_ids
-from headrace.translation.prepare import Prepared, load_prepared, prepare
-from headrace.translation.vocabulary import BOS, EOS, Vocabulary
+from headrace.translation.prepare import load_prepared, prepare
+from headrace.translation.vocabulary import BOS, Vocabulary
 
 PAIRS = builtin_corpus(size=600).splits["train"]
 TINY = [

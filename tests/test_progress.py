@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
-from headrace.deferred import DeferredValues
-from headrace.ledger import LedgerStatistics
-from headrace.loop import StepInfo
-from headrace.progress import Gauges, Progress
-from headrace.results import EpochResult, EpochStatistics
+from headrace.device import LedgerStatistics
+from headrace.engine import DeferredValues, EpochResult, EpochStatistics, StepInfo
+from headrace.runs import Gauges, Progress
 
 ERASE = "\r\x1b[2K"
 GAUGES = Gauges(9 << 29, 0.01, 0.04, 0.97)

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from headrace.device import open_device
-from headrace.python_state import PythonState
+from headrace.engine.python_state import PythonState
 
 DEVICE = open_device("cpu")
 x = 0  # a script's loop variable, which no loss function here reads

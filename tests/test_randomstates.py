@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.randomstates import host_states, set_host_states
+from headrace.data import host_states, set_host_states
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: float(torch.rand(())),

@@ -21,8 +21,7 @@ from headrace.checkpoint import CheckpointWriter, latest_checkpoint, load_checkp
 from headrace.device import open_device
 from headrace.engine import Engine
 from headrace.errors import CheckpointError, StepError
-from headrace.ranks import SINGLE, Agreement
-from headrace.wrapped import spread_of
+from headrace.parallel import SINGLE, Agreement, spread_of
 
 CLOSE = 1e-5
 Job = tuple[Callable[..., Any], tuple[Any, ...]]

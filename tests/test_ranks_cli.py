@@ -35,7 +35,7 @@ SMALL: dict[str, Any] = {
 DOES = """
 import os, signal, sys, time
 from headrace.engine import Engine
-from headrace.stopping import StopRequests
+from headrace.runs.signals import StopRequests
 steps, asked, told = Engine.steps, StopRequests._asked, []
 def counted(self, *args, **options):
     for number, info in enumerate(steps(self, *args, **options), 1):

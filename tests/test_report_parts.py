@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.device import Span, Timeline
 from headrace.report.fields import Fields
 from headrace.report.figures import (
     brief,
@@ -28,7 +29,6 @@ from headrace.report.figures import (
 from headrace.report.markup import Markup, json_script, tag
 from headrace.report.thinning import coverage, envelope, fewer_spans, spread
 from headrace.report.tune_result import effects, tune_result
-from headrace.timeline import Span, Timeline
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.device import Device
-from headrace.runahead import RunAhead
+from headrace.engine import RunAhead
 from headrace.testing import Costs, FakeDevice
 
 FREE = Costs(kernel_us=0, query_us=0)

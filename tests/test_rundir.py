@@ -15,9 +15,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from headrace import rundir
 from headrace.errors import RunError
-from headrace.rundir import RunFolder, replace_file
+from headrace.runs import RunFolder, replace_file
+from headrace.runs import folder as run_folder
 
 spawning = multiprocessing.get_context("spawn")
 needs_flock = pytest.mark.skipif(find_spec("fcntl") is None, reason="needs flock")
@@ -250,7 +250,7 @@ def test_a_write_that_fails_leaves_nothing_beside(
 HOLD = """
 import sys
 from pathlib import Path
-from headrace.rundir import RunFolder
+from headrace.runs.folder import RunFolder
 with RunFolder(Path(sys.argv[1])).locked():
     print("locked", flush=True)
     sys.stdin.read()
@@ -298,7 +298,7 @@ def test_a_forked_worker_does_not_hold_the_lock(tmp_path: Path) -> None:
     ours, theirs = context.Pipe()
     folder = RunFolder(tmp_path)
     worker = context.Process(target=_hold_on, args=(theirs,), daemon=True)
-    lock = rundir._lock(tmp_path)
+    lock = run_folder._lock(tmp_path)
     worker.start()
     assert ours.recv() == "up"
     with pytest.raises(RunError, match="is training into it"):

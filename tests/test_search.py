@@ -16,10 +16,9 @@ from torch import Tensor, nn
 from headrace.device import Device, open_device
 from headrace.errors import TranslationError
 from headrace.testing import FakeDevice
-from headrace.translation import search
-from headrace.translation.model import ModelSettings, Translator
-from headrace.translation.search import beam_search, greedy, translate_ids
-from headrace.translation.vocabulary import BOS, EOS, PAD, UNK
+from headrace.translation import EOS, ModelSettings, Translator, beam_search, greedy, search
+from headrace.translation.search import translate_ids
+from headrace.translation.vocabulary import BOS, PAD, UNK
 
 CPU = open_device("cpu")
 SETTINGS = ModelSettings(8, 2, 1, 1, 8, 0.1, max_length=40)

@@ -16,13 +16,12 @@ from resumed import BATCHES, BoomError, OwnEpochs, losses_of, new, pending_in
 from test_engine import data, loss, make_model, same, weights
 from test_faults import bad_batches
 
-from headrace.buffers import KeptBuffers
-from headrace.deferred import _Block
+from headrace.data.source import TimedIterator
 from headrace.device import Device, open_device
-from headrace.engine import Engine
+from headrace.engine import Engine, StepInfo
+from headrace.engine.deferred import _Block
+from headrace.engine.kept_buffers import KeptBuffers
 from headrace.errors import NonFiniteError
-from headrace.loading import TimedIterator
-from headrace.loop import StepInfo
 from headrace.testing import FakeDevice
 
 

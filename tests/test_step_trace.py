@@ -11,7 +11,7 @@ from torch import nn
 
 import headrace as hr
 from headrace.device import Device
-from headrace.step_trace import StepTrace, Tracing
+from headrace.engine.step_trace import StepTrace, Tracing
 from headrace.testing import FakeDevice
 
 

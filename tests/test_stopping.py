@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from headrace.stopping import StopRequests
+from headrace.runs import StopRequests
 
 
 @pytest.fixture(autouse=True)

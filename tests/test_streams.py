@@ -7,7 +7,7 @@ import threading
 import pytest
 import torch
 
-from headrace.device import Device, open_device
+from headrace.device import Device, StreamManager, open_device
 from headrace.errors import (
     ClosedError,
     DeviceError,
@@ -15,7 +15,6 @@ from headrace.errors import (
     EventNotRecordedError,
     StreamIndexError,
 )
-from headrace.streams import StreamManager
 from headrace.testing import FakeDevice
 
 

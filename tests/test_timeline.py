@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from headrace.device import Span, Timeline, packed, unpacked
 from headrace.testing import Costs, FakeDevice
-from headrace.timeline import Span, Timeline, packed, unpacked
 
 MS = 1_000_000
 # A copy takes 2 ms whatever its size, the step's one kernel 10 ms, and nothing else any time.

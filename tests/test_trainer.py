@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.errors import HeadraceError, TranslationError
-from headrace.metrics import read_metrics
 from headrace.plan import load_plan
+from headrace.runs import read_metrics
 from headrace.testing import FakeDevice
-from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings
-from headrace.translation.assembly import assemble, prepared_for
+from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
+from headrace.translation.assembly import assemble
 from headrace.translation.trained import load_weights
 
 SMALL: dict[str, Any] = {

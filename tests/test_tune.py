@@ -15,6 +15,15 @@ import torch
 import yaml
 from typer.testing import CliRunner
 
+from headrace.bench import Stopped, TuneSettings, Tuning
+from headrace.bench.tune import search, tuning
+from headrace.bench.tune.candidates import Candidate, Space
+from headrace.bench.tune.journal import Journal
+from headrace.bench.tune.measuring import WorkMeasurer
+from headrace.bench.tune.report import TuneResult
+from headrace.bench.tune.search import Search
+from headrace.bench.tune.settings import memory_of
+from headrace.bench.tune.trials import Measurement
 from headrace.bench.work import Training, Work, work_of
 from headrace.cli import app
 from headrace.device import Device, open_device
@@ -23,15 +32,6 @@ from headrace.errors import BenchError, HeadraceError, RunError, TuneError
 from headrace.plan import LoaderPlan, Plan, load_plan
 from headrace.testing import Costs, FakeDevice
 from headrace.translation import Trainer, TrainSettings
-from headrace.tune import search, tuning
-from headrace.tune.candidates import Candidate, Space
-from headrace.tune.journal import Journal
-from headrace.tune.measuring import WorkMeasurer
-from headrace.tune.report import TuneResult
-from headrace.tune.search import Search
-from headrace.tune.settings import TuneSettings, memory_of
-from headrace.tune.trials import Measurement
-from headrace.tune.tuning import Stopped, Tuning
 
 #: Nothing takes time but made-up kernels and copies to the device, of 2 ms each.
 FREE = Costs(
@@ -455,7 +455,7 @@ QUICK = ["--steps", "2", "--repeats", "2", "--warmup", "1", "--compare", "2", "-
 # Dies, as if by SIGKILL, once the journal has so many lines.
 DIES = """
 import os, sys
-from headrace.metrics import MetricsLog
+from headrace.runs.metrics import MetricsLog
 lines, written, write = int(sys.argv.pop(1)), [], MetricsLog.write
 def counted(self, *args, **values):
     write(self, *args, **values)

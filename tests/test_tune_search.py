@@ -12,13 +12,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.bench.tune.candidates import Candidate, Space
+from headrace.bench.tune.report import sentences_of
+from headrace.bench.tune.search import NothingRuns, Outcome, Progress, Search
+from headrace.bench.tune.trials import LEAST_NOISE, Measurement, noise_of
 from headrace.device import open_device
 from headrace.plan import PRESETS, LoaderPlan, Plan
 from headrace.testing import FakeDevice
-from headrace.tune.candidates import Candidate, Space
-from headrace.tune.report import sentences_of
-from headrace.tune.search import NothingRuns, Outcome, Progress, Search
-from headrace.tune.trials import LEAST_NOISE, Measurement, noise_of
 
 EAGER = ("baseline", "interval", "event", "streams4", "pipeline")
 Cost = Callable[[Candidate], float]

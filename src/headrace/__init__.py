@@ -17,65 +17,75 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.buckets import BucketBatches, Buckets, PadToBuckets
-    from headrace.busy import BusyWindow
-    from headrace.capturing import GraphReport
-    from headrace.compiling import CompileReport
-    from headrace.deferred import DeferredScalars, DeferredValues
-    from headrace.device import Device, Event, Stream, available_devices, open_device
-    from headrace.ema import Ema
-    from headrace.engine import Engine
+    from headrace.data import BucketBatches, Buckets, PadToBuckets, Prefetcher, prefetch
+    from headrace.device import (
+        Device,
+        Event,
+        Ledger,
+        LedgerStatistics,
+        Span,
+        Stream,
+        StreamManager,
+        Timeline,
+        WaitStatistics,
+        available_devices,
+        open_device,
+    )
+    from headrace.engine import (
+        CompileReport,
+        DeferredScalars,
+        DeferredValues,
+        Ema,
+        Engine,
+        EpochResult,
+        EpochStatistics,
+        GraphReport,
+        RunAhead,
+        StepInfo,
+    )
     from headrace.errors import HeadraceError
-    from headrace.ledger import Ledger, LedgerStatistics, WaitStatistics
-    from headrace.loop import StepInfo
-    from headrace.monitor import Monitor, UseSample
     from headrace.plan import PRESETS, LoaderPlan, Plan, PlanFile, load_plan
-    from headrace.prefetcher import Prefetcher, prefetch
-    from headrace.results import EpochResult, EpochStatistics
-    from headrace.runahead import RunAhead
-    from headrace.streams import StreamManager
-    from headrace.timeline import Span, Timeline
-    from headrace.watchdog import Watchdog
+    from headrace.runs import BusyWindow, Monitor, UseSample, Watchdog
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "BucketBatches": "buckets",
-    "Buckets": "buckets",
-    "BusyWindow": "busy",
-    "CompileReport": "compiling",
-    "DeferredScalars": "deferred",
-    "DeferredValues": "deferred",
+    "BucketBatches": "data",
+    "Buckets": "data",
+    "BusyWindow": "runs",
+    "CompileReport": "engine",
+    "DeferredScalars": "engine",
+    "DeferredValues": "engine",
     "Device": "device",
-    "Ema": "ema",
+    "Ema": "engine",
     "Engine": "engine",
-    "EpochResult": "results",
-    "EpochStatistics": "results",
+    "EpochResult": "engine",
+    "EpochStatistics": "engine",
     "Event": "device",
-    "GraphReport": "capturing",
+    "GraphReport": "engine",
     "HeadraceError": "errors",
-    "Ledger": "ledger",
-    "LedgerStatistics": "ledger",
+    "Ledger": "device",
+    "LedgerStatistics": "device",
     "LoaderPlan": "plan",
-    "Monitor": "monitor",
+    "Monitor": "runs",
     "PRESETS": "plan",
-    "PadToBuckets": "buckets",
+    "PadToBuckets": "data",
     "Plan": "plan",
     "PlanFile": "plan",
-    "Prefetcher": "prefetcher",
-    "RunAhead": "runahead",
-    "Span": "timeline",
-    "StepInfo": "loop",
+    "Prefetcher": "data",
+    "RunAhead": "engine",
+    "Span": "device",
+    "StepInfo": "engine",
     "Stream": "device",
-    "StreamManager": "streams",
-    "Timeline": "timeline",
-    "UseSample": "monitor",
-    "WaitStatistics": "ledger",
-    "Watchdog": "watchdog",
+    "StreamManager": "device",
+    "Timeline": "device",
+    "UseSample": "runs",
+    "WaitStatistics": "device",
+    "Watchdog": "runs",
     "available_devices": "device",
     "load_plan": "plan",
     "open_device": "device",
-    "prefetch": "prefetcher",
+    "prefetch": "data",
 }
 
 __all__ = [

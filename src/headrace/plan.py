@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from headrace.errors import PlanError
-from headrace.records import (
+from headrace.schema import (
     Checked,
     choice,
     listed,
@@ -30,7 +30,7 @@ from headrace.records import (
     shown,
     whole,
 )
-from headrace.tables import text_table
+from headrace.text_table import text_table
 
 _MANY = 1_000_000
 #: The environment variable that replaces every engine's plan.

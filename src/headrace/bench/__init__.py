@@ -7,3 +7,47 @@
 
 A work is a function that returns model, optimizer, loss and loader (`work`); `finding` looks it up.
 """
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.bench.entries import entries_of, plans_here
+    from headrace.bench.finding import find_work
+    from headrace.bench.peers import peers_of
+    from headrace.bench.runner import Bench
+    from headrace.bench.text import text_of
+    from headrace.bench.tune.settings import TuneSettings
+    from headrace.bench.tune.tuning import Stopped, Tuning
+
+_HOMES = {
+    "Bench": "runner",
+    "Stopped": "tune.tuning",
+    "TuneSettings": "tune.settings",
+    "Tuning": "tune.tuning",
+    "entries_of": "entries",
+    "find_work": "finding",
+    "peers_of": "peers",
+    "plans_here": "entries",
+    "text_of": "text",
+}
+
+__all__ = [
+    "Bench",
+    "Stopped",
+    "TuneSettings",
+    "Tuning",
+    "entries_of",
+    "find_work",
+    "peers_of",
+    "plans_here",
+    "text_of",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -19,8 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from headrace.bench.resnet import ResNet
 from headrace.bench.work import Training, Unit, Work, settable, work_of
 from headrace.errors import WorkOptionError
-from headrace.translation.model import EOS, ModelSettings, Translator
-from headrace.translation.objective import translation_loss
+from headrace.translation import EOS, ModelSettings, Translator, translation_loss
 
 Draw = Callable[[torch.Generator], tuple[Tensor, ...]]
 

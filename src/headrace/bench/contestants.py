@@ -12,8 +12,8 @@ from typing import Any, Literal, TypeVar
 from headrace.bench.entries import Entry
 from headrace.bench.record import Equal, Sample, TimelineRecord
 from headrace.bench.ways import Stretch, Way, free, is_out_of_memory, told
-from headrace.busy import BusyWindow
 from headrace.device import Device
+from headrace.runs import BusyWindow
 
 Result = TypeVar("Result")
 log = logging.getLogger("headrace")

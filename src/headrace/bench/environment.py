@@ -11,7 +11,7 @@ import torch
 import headrace
 from headrace.bench.record import Environment
 from headrace.device import Device
-from headrace.doctor import driver_version, usable_cores
+from headrace.runs import driver_version, usable_cores
 
 
 def environment_of(device: Device, command: str) -> Environment:

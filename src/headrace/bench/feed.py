@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from headrace.data import end_workers
 from headrace.errors import BenchError
-from headrace.loading import end_workers
 
 
 class Feed:

@@ -13,8 +13,8 @@ from typing import Any
 from headrace.bench.builtin import BUILT_IN
 from headrace.bench.work import Work, work_of
 from headrace.errors import BenchError
-from headrace.records import listed, nearest
-from headrace.sites import line_of_error
+from headrace.schema import listed, nearest
+from headrace.source_lines import line_of_error
 
 
 def find_work(named: str, options: Mapping[str, Any] | None = None, *, small: bool = False) -> Work:

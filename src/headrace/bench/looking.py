@@ -10,10 +10,8 @@ from contextlib import contextmanager
 from headrace.bench.contestants import Contestant
 from headrace.bench.record import Sample, SpanRecord, TimelineRecord
 from headrace.bench.ways import Stretch, Way
-from headrace.busy import BusyWindow
-from headrace.device import Device
-from headrace.monitor import Monitor, UseSample
-from headrace.timeline import Span, Timeline
+from headrace.device import Device, Span, Timeline
+from headrace.runs import BusyWindow, Monitor, UseSample
 
 _MOST_WATCHED_STEPS = 5_000
 _SETTLING_S = 0.3  # the driver's figure for use is a mean over some tenths of a second

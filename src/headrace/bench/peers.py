@@ -22,11 +22,11 @@ from torch.utils.data import DataLoader, IterableDataset
 from headrace.bench.feed import Feed
 from headrace.bench.ways import Stretch, Way, timed
 from headrace.bench.work import Training, Work, seed_all
+from headrace.data import prefetch
 from headrace.device import Device
+from headrace.engine import autocast
 from headrace.errors import BenchError
-from headrace.prefetcher import prefetch
-from headrace.records import listed, nearest
-from headrace.step import autocast
+from headrace.schema import listed, nearest
 
 _LEAD_IN = 3
 

@@ -19,9 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from headrace.device import packed, unpacked
 from headrace.errors import BenchError
-from headrace.records import listed, quoted
-from headrace.timeline import packed, unpacked
+from headrace.schema import listed, quoted
 
 KIND, VERSION = "headrace bench", 1
 Agreement = Literal["reference", "identical", "within", "unequal", "not compared"]

@@ -8,15 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from headrace.bench.contestants import Contestant
-from headrace.bench.record import (
-    Gpu,
-    Noise,
-    Row,
-    Spread,
-    StreamFigures,
-    WaitFigures,
-    Waits,
-)
+from headrace.bench.record import Gpu, Noise, Row, Spread, StreamFigures, WaitFigures, Waits
 from headrace.bench.ways import Stretch
 from headrace.bench.work import Unit
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.bench.record import AS_SET, BenchResult, Row
-from headrace.tables import filled, text_table
+from headrace.text_table import filled, text_table
 
 _NONE = "–"
 

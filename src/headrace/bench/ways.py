@@ -13,10 +13,9 @@ from headrace.bench.entries import Entry
 from headrace.bench.feed import Feed
 from headrace.bench.work import Training, Work
 from headrace.device import Device
-from headrace.engine import Engine
+from headrace.engine import Engine, EpochResult
 from headrace.errors import BenchError
-from headrace.results import EpochResult
-from headrace.sites import line_of_error
+from headrace.source_lines import line_of_error
 
 
 @dataclass(frozen=True, slots=True)

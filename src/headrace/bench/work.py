@@ -25,11 +25,11 @@ import numpy as np
 import torch
 
 from headrace.device import Device
+from headrace.engine import LossFunction
 from headrace.errors import BenchError, HeadraceError, WorkOptionError
 from headrace.plan import LoaderPlan
-from headrace.records import listed, nearest, quoted
-from headrace.sites import is_users, line_of_error
-from headrace.step import LossFunction
+from headrace.schema import listed, nearest, quoted
+from headrace.source_lines import is_users, line_of_error
 
 Unit = Literal["samples", "tokens"]
 PARTS = ("model", "optimizer", "loss", "loader")

@@ -20,10 +20,9 @@ import torch
 
 from headrace.checkpoint import durable, folders, states, tensorfile
 from headrace.checkpoint.durable import FileDigest
+from headrace.device import Ledger
 from headrace.errors import CheckpointError
-from headrace.ledger import Ledger
-from headrace.ranks import Ranks
-from headrace.wrapped import is_sharded, local, place
+from headrace.parallel import Ranks, is_sharded, local, place
 
 _REASON = "checkpoint_ranks"
 

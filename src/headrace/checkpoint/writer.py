@@ -16,7 +16,7 @@ from headrace.checkpoint.folders import require_counts, write_checkpoint
 from headrace.checkpoint.snapshot import Snapshot, reserve_staging
 from headrace.device import Device
 from headrace.errors import ClosedError
-from headrace.ranks import SINGLE, Ranks
+from headrace.parallel import SINGLE, Ranks
 
 log = logging.getLogger("headrace")
 

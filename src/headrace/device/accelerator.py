@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from headrace.device.base import Device, Event, MemoryFigures, Stream
+from headrace.device.ledger import Ledger
 from headrace.errors import DeviceError
-from headrace.ledger import Ledger
 
 # Streams belong to the process, not to a Device object: PyTorch hands them out from a pool of 32
 # a priority, after which they alias, and memory freed on one is not reused on another.

@@ -17,11 +17,11 @@ from typing import TypeVar
 import torch
 
 from headrace.device.graph import Graph, Obstacle
+from headrace.device.ledger import Ledger
 from headrace.device.pinned import PinnedPool
 from headrace.device.sensors import Sensors
 from headrace.device.trace import Trace, traced
 from headrace.errors import CaptureError, DeviceError, DeviceMismatchError, EventNotRecordedError
-from headrace.ledger import Ledger
 
 Result = TypeVar("Result")
 

@@ -9,9 +9,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from headrace.device.base import Device, Event, MemoryFigures, Stream
+from headrace.device.ledger import Ledger
 from headrace.device.trace import Trace
 from headrace.errors import DeviceError
-from headrace.ledger import Ledger
 
 
 class CpuStream(Stream):

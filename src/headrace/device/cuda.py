@@ -15,11 +15,11 @@ from headrace.device import kineto
 from headrace.device.accelerator import AcceleratorDevice
 from headrace.device.base import Result
 from headrace.device.graph import Graph, Obstacle
-from headrace.device.hostuse import HostUse
+from headrace.device.host_activity import HostUse
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
 from headrace.errors import CaptureError
-from headrace.sites import Site
+from headrace.source_lines import Site
 
 _USE_EVERY_NS = 1_000_000_000
 _MARKER_CYCLES = 1000

@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from dataclasses import dataclass
 
-from headrace.sites import Site
+from headrace.source_lines import Site
 
 
 class Graph(abc.ABC):

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from headrace.timeline import Kind, Span
+from headrace.device.timeline import Kind, Span
 
 _autograd: Any = torch.autograd  # whose stubs leave out what is asked of it here
 # A kernel that nobody trains with; put on each known stream in turn, it tells by its place in the

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from headrace.timeline import Span, Timeline
+from headrace.device.timeline import Span, Timeline
 
 if TYPE_CHECKING:
     from headrace.device.base import Device

@@ -6,9 +6,9 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
+from headrace.device import Kind, Span, unpacked
 from headrace.errors import ReportError
 from headrace.report.fields import Fields
-from headrace.timeline import Kind, Span, unpacked
 
 KINDS: tuple[Kind, ...] = ("kernel", "copy", "wait", "host")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ReportError
-from headrace.records import quoted
+from headrace.schema import quoted
 
 _MOST_BYTES = 1 << 30
 

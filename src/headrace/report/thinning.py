@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import groupby
 
-from headrace.timeline import Span
+from headrace.device import Span
 
 Point = tuple[float, float]
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from headrace.device import Kind, Timeline
 from headrace.report.bench_result import KINDS, StoredTimeline
 from headrace.report.charts import Cell, Cells, as_table, percent, table
 from headrace.report.figures import ms, number, share, tick, ticks
 from headrace.report.markup import Markup, json_script, shown_text, tag
 from headrace.report.thinning import coverage, fewer_spans
-from headrace.timeline import Kind, Timeline
 
 _MOST_SPANS = 6_000  # of one plan
 _MOST_OF_ALL = 60_000

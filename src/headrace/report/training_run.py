@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import ReportError
-from headrace.metrics import read_metrics
-from headrace.records import read_yaml
 from headrace.report.bench_result import StreamUse
 from headrace.report.fields import Fields, read_json
-from headrace.rundir import RunFolder
+from headrace.runs import RunFolder, read_metrics
+from headrace.schema import read_yaml
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ import logging
 import re
 from pathlib import Path
 
+from headrace.device import Timeline
 from headrace.errors import HeadraceError, ReportError
 from headrace.report.bench_page import bench_page
 from headrace.report.bench_result import bench_result
@@ -14,8 +15,7 @@ from headrace.report.train_page import train_page
 from headrace.report.training_run import training_run
 from headrace.report.tune_page import tune_page
 from headrace.report.tune_result import tune_result
-from headrace.rundir import replace_file
-from headrace.timeline import Timeline
+from headrace.runs import replace_file
 
 log = logging.getLogger("headrace")
 _VERSION = 1

@@ -8,11 +8,26 @@ or, without pytest, `with FakeDevice() as device: …`.
 
 from __future__ import annotations
 
-from headrace.testing.costs import Costs
-from headrace.testing.fake import FakeDevice
-from headrace.testing.faults import Hang
-from headrace.testing.races import Access, HiddenWait, Race
-from headrace.testing.streams import FakeEvent, FakeStream
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from headrace.testing.costs import Costs
+    from headrace.testing.fake import FakeDevice
+    from headrace.testing.faults import Hang
+    from headrace.testing.races import Access, HiddenWait, Race
+    from headrace.testing.streams import FakeEvent, FakeStream
+
+_HOMES = {
+    "Access": "races",
+    "Costs": "costs",
+    "FakeDevice": "fake",
+    "FakeEvent": "streams",
+    "FakeStream": "streams",
+    "Hang": "faults",
+    "HiddenWait": "races",
+    "Race": "races",
+}
 
 __all__ = [
     "Access",
@@ -24,3 +39,9 @@ __all__ = [
     "HiddenWait",
     "Race",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import Variable
 
-from headrace.sites import Site
+from headrace.source_lines import Site
 from headrace.testing import followed, graphs
 from headrace.testing.checker import Clock, join, storage_key
 from headrace.testing.operators import tensors

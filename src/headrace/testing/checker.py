@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from headrace.sites import Site
+from headrace.source_lines import Site
 from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from headrace.timeline import Kind
+from headrace.device import Kind
 
 _NS_PER_US = 1_000
 

@@ -13,11 +13,20 @@ from typing import Literal
 
 import torch
 
-from headrace.device.base import Device, MemoryFigures, Result, Stream
-from headrace.device.graph import Graph, Obstacle
-from headrace.device.trace import Trace
+from headrace.device import (
+    Device,
+    Graph,
+    Kind,
+    MemoryFigures,
+    Obstacle,
+    Result,
+    Span,
+    Stream,
+    Timeline,
+    Trace,
+)
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
-from headrace.sites import Site, users_line
+from headrace.source_lines import Site, users_line
 from headrace.testing import autograd, faults, followed, graphs, host_threads
 from headrace.testing.checker import Actor, Clock, join
 from headrace.testing.costs import Costs
@@ -25,7 +34,6 @@ from headrace.testing.dispatch_mode import DispatchMode
 from headrace.testing.function_mode import Call, FunctionMode
 from headrace.testing.races import HiddenWait, Launch, Race, calling_site, report
 from headrace.testing.streams import FakeEvent, FakeStream
-from headrace.timeline import Kind, Span, Timeline
 
 _NS_PER_US = 1_000
 

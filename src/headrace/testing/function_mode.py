@@ -23,7 +23,7 @@ from headrace.testing.operators import tensors
 from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
-    from headrace.device.graph import Obstacle
+    from headrace.device import Obstacle
     from headrace.testing.fake import FakeDevice
     from headrace.testing.graphs import Tape
 

@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from headrace.device.base import Result
-from headrace.device.graph import Graph, Obstacle
+from headrace.device import Graph, Obstacle, Result
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
 from headrace.testing import followed
 from headrace.testing.checker import storage_key

@@ -16,13 +16,12 @@ from typing import Any
 
 import torch
 
-from headrace.device.base import Device
-from headrace.ledger import Ledger
+from headrace.device import Device, Ledger
 from headrace.testing import followed
 from headrace.testing.checker import Actor, Checker, Clock, join
 
 # Locks made by these modules, and by those below them, are no hand-over between the user's threads.
-_UNTRACED_CALLERS = ("headrace.ledger", "headrace.device", "headrace.testing", "logging", "torch")
+_UNTRACED_CALLERS = ("headrace.device", "headrace.testing", "logging", "torch")
 
 untraced_rlock = _thread.RLock
 

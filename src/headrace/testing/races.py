@@ -13,8 +13,8 @@ from types import FrameType
 
 import torch
 
-from headrace.sites import Site
-from headrace.timeline import Kind
+from headrace.device import Kind
+from headrace.source_lines import Site
 
 _PACKAGE = Path(__file__).resolve().parent.parent
 # Frames that are never "the place": PyTorch's, the seam's, the checker's, the standard library's.
@@ -23,7 +23,6 @@ _PASSED_OVER = (
     str(Path(torch.__file__).resolve().parent) + os.sep,
     str(_PACKAGE / "testing") + os.sep,
     str(_PACKAGE / "device") + os.sep,
-    str(_PACKAGE / "streams.py"),
     "<frozen ",
 )
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from headrace.device.base import Event, Stream
+from headrace.device import Event, Stream
 from headrace.testing import graphs
 from headrace.testing.checker import Clock, join
 

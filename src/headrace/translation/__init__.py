@@ -14,22 +14,25 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.translation.assembly import prepared_for
     from headrace.translation.batching import BatchPlan
-    from headrace.translation.corpus import Corpus, read_corpus
-    from headrace.translation.model import MODEL_PRESETS, ModelSettings, Translator
+    from headrace.translation.corpus import Corpus, read_corpus, read_pairs
+    from headrace.translation.model import EOS, MODEL_PRESETS, ModelSettings, Translator
     from headrace.translation.objective import translation_loss
     from headrace.translation.outcome import TrainResult
     from headrace.translation.prepare import Prepared
     from headrace.translation.score import Scores
     from headrace.translation.search import beam_search, greedy
-    from headrace.translation.settings import TrainSettings
+    from headrace.translation.settings import SECTIONS, TrainSettings, stored_values
     from headrace.translation.trained import TrainedModel
     from headrace.translation.trainer import Trainer
 
 _HOMES = {
+    "EOS": "model",
+    "MODEL_PRESETS": "model",
+    "SECTIONS": "settings",
     "BatchPlan": "batching",
     "Corpus": "corpus",
-    "MODEL_PRESETS": "model",
     "ModelSettings": "model",
     "Prepared": "prepare",
     "Scores": "score",
@@ -40,12 +43,17 @@ _HOMES = {
     "Translator": "model",
     "beam_search": "search",
     "greedy": "search",
+    "prepared_for": "assembly",
     "read_corpus": "corpus",
+    "read_pairs": "corpus",
+    "stored_values": "settings",
     "translation_loss": "objective",
 }
 
 __all__ = [
+    "EOS",
     "MODEL_PRESETS",
+    "SECTIONS",
     "BatchPlan",
     "Corpus",
     "ModelSettings",
@@ -58,12 +66,15 @@ __all__ = [
     "Translator",
     "beam_search",
     "greedy",
+    "prepared_for",
     "read_corpus",
+    "read_pairs",
+    "stored_values",
     "translation_loss",
 ]
 
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
-        raise AttributeError(f"module 'headrace.translation' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"headrace.translation.{_HOMES[name]}"), name)
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)

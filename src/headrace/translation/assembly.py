@@ -14,13 +14,11 @@ import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
-from headrace.caches import user_cache
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import TranslationError
-from headrace.launch import own_device
+from headrace.parallel import SINGLE, Ranks, data_parallel, own_device
 from headrace.plan import LoaderPlan, Plan, load_plan
-from headrace.ranks import SINGLE, Ranks
 from headrace.translation.batching import BatchPlan, make_loader
 from headrace.translation.corpus import Progress
 from headrace.translation.grammar import builtin_sides
@@ -30,7 +28,7 @@ from headrace.translation.prepare import Prepared, prepare
 from headrace.translation.settings import TrainSettings, is_plan_file
 from headrace.translation.sources import Sides, find_sources
 from headrace.translation.trained import chosen_precision, load_weights, new_model
-from headrace.wrapped import data_parallel
+from headrace.user_cache import user_cache
 
 _GRAPH_SHAPES = 16
 

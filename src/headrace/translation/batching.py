@@ -17,10 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from headrace.buckets import Buckets
+from headrace.data import Buckets
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
-from headrace.stopping import outlive_sigterm
+from headrace.runs import outlive_sigterm
 from headrace.translation.ids import IdPairs
 
 Whole = NDArray[np.int64]

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import CorpusError
-from headrace.tables import text_table
+from headrace.text_table import text_table
 from headrace.translation.sources import Sides, Source, find_sources, records
 
 Pair = tuple[str, str]

@@ -8,7 +8,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from headrace.data import end_workers, loader_error
 from headrace.device import Device
+from headrace.engine import NonFinitePolicy
 from headrace.errors import (
     CheckpointError,
     LoaderError,
@@ -16,12 +18,10 @@ from headrace.errors import (
     OutOfMemoryError,
     TranslationError,
 )
-from headrace.loading import end_workers, loader_error
-from headrace.nonfinite import NonFinitePolicy
+from headrace.parallel import end_children
 from headrace.plan import Plan
-from headrace.rundir import RunFolder
+from headrace.runs import RunFolder, Watchdog
 from headrace.translation.settings import TrainSettings
-from headrace.watchdog import Watchdog, end_children
 
 # After these a run can be gone on with; any other error is a bug, or of its settings.
 _GOES_ON = (LoaderError, OutOfMemoryError, NonFiniteError, CheckpointError)

@@ -10,8 +10,7 @@ import torch
 
 from headrace.checkpoint import weights_from_file, weights_to_file
 from headrace.device import Device
-from headrace.ranks import Ranks
-from headrace.wrapped import whole_weights
+from headrace.parallel import Ranks, whole_weights
 
 
 @dataclass

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import TranslationError
-from headrace.rundir import RunFolder, replace_file
+from headrace.runs import RunFolder, replace_file
 from headrace.translation.score import Scores
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from headrace.errors import CorpusError
-from headrace.tables import text_table
+from headrace.text_table import text_table
 from headrace.translation.buildfolder import build_folder
 from headrace.translation.corpus import (
     Corpus,

@@ -19,8 +19,8 @@ from contextlib import closing, contextmanager
 import torch
 from torch import Tensor
 
-from headrace.deferred import DeferredScalars
 from headrace.device import Device
+from headrace.engine import DeferredScalars
 from headrace.errors import TranslationError
 from headrace.translation.model import Translator
 from headrace.translation.vocabulary import BOS, EOS, PAD

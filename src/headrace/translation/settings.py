@@ -11,15 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from headrace.errors import HeadraceError, TranslationError
-from headrace.records import (
-    Checked,
-    choice,
-    number,
-    quoted,
-    read_yaml,
-    refuse_unknown,
-    whole,
-)
+from headrace.schema import Checked, choice, number, quoted, read_yaml, refuse_unknown, whole
 
 if TYPE_CHECKING:
     from headrace.translation.model import ModelSettings

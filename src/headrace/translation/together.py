@@ -5,14 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from headrace.device import Device
+from headrace.device import Device, Ledger
 from headrace.engine import Engine
-from headrace.ledger import Ledger
-from headrace.metrics import MetricsLog, NoMetrics
-from headrace.progress import Gauges, Progress, silent_console
-from headrace.ranks import Ranks
-from headrace.rundir import RunFolder, replace_file, shared_folder
-from headrace.runmonitor import RunMonitor
+from headrace.parallel import Ranks
+from headrace.runs import (
+    Gauges,
+    MetricsLog,
+    NoMetrics,
+    Progress,
+    RunFolder,
+    RunMonitor,
+    replace_file,
+    shared_folder,
+    silent_console,
+)
 from headrace.translation.score import Scores, score
 from headrace.translation.settings import PLAN_FILE, TrainSettings, is_plan_file
 from headrace.translation.trained import TrainedModel

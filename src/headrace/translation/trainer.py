@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
-from headrace.deferred import DeferredValues
-from headrace.device import open_device
+from headrace.device import Ledger, open_device
+from headrace.engine import DeferredValues, EpochResult
 from headrace.errors import (
     CheckpointError,
     HeadraceError,
@@ -29,15 +29,10 @@ from headrace.errors import (
     StepError,
     TranslationError,
 )
-from headrace.launch import own_device
-from headrace.ledger import Ledger
+from headrace.parallel import SINGLE, Agreement, Ranks, own_device, spread_of
 from headrace.plan import Plan, in_force
-from headrace.progress import Gauges
-from headrace.ranks import SINGLE, Agreement, Ranks
 from headrace.report import try_report
-from headrace.results import EpochResult
-from headrace.rundir import RunFolder
-from headrace.stopping import StopRequests
+from headrace.runs import Gauges, RunFolder, StopRequests
 from headrace.translation import guards
 from headrace.translation.assembly import assemble, check_files, prepared_for
 from headrace.translation.guards import Guards
@@ -54,7 +49,6 @@ from headrace.translation.together import (
     translate_and_score,
 )
 from headrace.translation.trained import TrainedModel, load_weights, save_vocabularies, whole_copy
-from headrace.wrapped import spread_of
 
 log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0

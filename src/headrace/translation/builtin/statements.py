@@ -10,12 +10,7 @@ from headrace.translation.builtin import circumstances as cs
 from headrace.translation.builtin import lexicon as lx
 from headrace.translation.builtin.clauses import Sentence, be, do
 from headrace.translation.builtin.lexicon import Subject
-from headrace.translation.builtin.numerals import (
-    article,
-    chinese_number,
-    counted,
-    english_number,
-)
+from headrace.translation.builtin.numerals import article, chinese_number, counted, english_number
 from headrace.translation.builtin.phrases import (
     Phrase,
     any_noun,

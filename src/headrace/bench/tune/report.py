@@ -1,0 +1,191 @@
+"""What a search found: a record for a file, a table of all that was tried, sentences, a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from headrace.bench.tune.search import Outcome
+from headrace.bench.tune.trials import Trial
+from headrace.plan import LoaderPlan, Plan
+from headrace.runs import yaml_text
+from headrace.text_table import filled, text_table
+
+KIND, VERSION = "headrace tune", 1
+_ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")
+_NAMED = 3
+_UNQUIET = 0.05
+
+
+@dataclass(frozen=True)
+class TuneResult:
+    """The end of a search. `work`, `environment` and `settings` are plain values."""
+
+    work: dict[str, Any]
+    environment: dict[str, Any]
+    settings: dict[str, Any]
+    outcome: Outcome
+
+    @property
+    def plan(self) -> Plan:
+        return self.outcome.winner.candidate.plan
+
+    @property
+    def loader(self) -> LoaderPlan:
+        return self.outcome.winner.candidate.loader
+
+    @property
+    def sentences(self) -> list[str]:
+        return sentences_of(self.outcome, str(self.work.get("unit", "samples")))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        outcome = self.outcome
+        return {
+            "kind": KIND,
+            "version": VERSION,
+            "work": self.work,
+            "environment": self.environment,
+            "settings": self.settings,
+            "trials": [_trial(trial) for trial in outcome.trials],
+            "winner": {
+                "id": outcome.winner.number,
+                "name": outcome.winner.candidate.name,
+                "plan": self.plan.to_dict(),
+                "loader": dataclasses.asdict(self.loader),
+            },
+            "noise_share": outcome.noise,
+            "cut_short": outcome.cut_short,
+            "sentences": self.sentences,
+        }
+
+    def text(self) -> str:
+        """The table of all that was tried, the best first, and what to make of it."""
+        fastest = self.outcome.winner.ms_per_unit or 1.0
+        rows = [
+            (
+                trial.candidate.name,
+                "" if trial.ms_per_step is None else f"{trial.ms_per_step:,.2f}",
+                "" if trial.ms_per_unit is None else f"{trial.ms_per_unit / fastest:.2f} ×",
+                "" if not trial.rungs else f"{_runs(trial)} × {trial.longest}",
+                "" if not trial.peak_memory_bytes else f"{trial.peak_memory_bytes / 2**30:.2f} GiB",
+                trial.status or "",
+                trial.why,
+            )
+            for trial in sorted(self.outcome.trials, key=_place)
+        ]
+        columns = ("tried", "ms a step", "time", "runs × steps", "memory", "", "why")
+        told = [filled(sentence) for sentence in self.sentences]
+        return "\n".join([text_table(columns, rows, right=columns[1:5]), "", *told])
+
+    def plan_yaml(self) -> str:
+        """The winner, as `load_plan`, `headrace train --plan` and `Engine` read it."""
+        winner = self.outcome.winner
+        preset, plan = Plan.preset(winner.candidate.base).to_dict(), self.plan.to_dict()
+        fields = {k: v for k, v in plan.items() if k != "name" and v != preset[k]}
+        loader = {k: v for k, v in dataclasses.asdict(self.loader).items() if v is not None}
+        content: dict[str, Any] = {"plan": {"preset": winner.candidate.base, **fields}}
+        if loader:
+            content["loader"] = loader
+        told = f"{self.work.get('name')} on {self.environment.get('device_name')}"
+        head = f"# headrace tune, {told}\n" + "".join(f"# {line}\n" for line in self.sentences)
+        return head + yaml_text(content)
+
+
+def _trial(trial: Trial) -> dict[str, Any]:
+    candidate = trial.candidate
+    return {
+        "id": trial.number,
+        "name": candidate.name,
+        "plan": candidate.plan.to_dict(),
+        "loader": dataclasses.asdict(candidate.loader),
+        "changed": candidate.changed,
+        "rungs": [{"steps": steps, "ms_per_step": ms} for steps, ms in trial.rungs.items()],
+        "ms_per_step": trial.ms_per_step,
+        "units_per_step": trial.units_per_step,
+        "ms_per_unit": trial.ms_per_unit,
+        "status": trial.status,
+        "why": trial.why,
+        "peak_memory_bytes": trial.peak_memory_bytes,
+    }
+
+
+def _place(trial: Trial) -> tuple[int, float, int]:
+    value = trial.ms_per_unit
+    return (
+        _ORDER.index(trial.status or "kept"),
+        float("inf") if value is None else value,
+        trial.number,
+    )
+
+
+def _runs(trial: Trial) -> int:
+    return len(trial.rungs[trial.longest])
+
+
+def sentences_of(outcome: Outcome, unit: str) -> list[str]:
+    """What to take and why, in plain words."""
+    winner, first = outcome.winner, outcome.first
+    return [
+        _taken(outcome, winner, first, unit),
+        *_ties(outcome),
+        *_unquiet(outcome.noise),
+        *_without_room([t for t in outcome.trials if t.status == "out of memory"]),
+        *_broken([t for t in outcome.trials if t.status == "failed"]),
+        *(["The time was up before all had been tried: there may be better."] * outcome.cut_short),
+    ]
+
+
+def _taken(outcome: Outcome, winner: Trial, first: Trial, unit: str) -> str:
+    name, base = winner.candidate.name, first.candidate.name
+    if winner is first:
+        if sum(bool(trial.rungs) for trial in outcome.trials) == 1:
+            return f"Take {name}: nothing else was measured."
+        so = "" if outcome.cut_short else ", so there is nothing to be gained here"
+        return (
+            f"Take {name}: nothing that was tried is faster by more than noise "
+            f"({outcome.noise:.1%}){so}."
+        )
+    assert winner.ms_per_step is not None
+    assert winner.ms_per_unit is not None
+    ratio = (first.ms_per_unit or winner.ms_per_unit) / winner.ms_per_unit
+    per_s = winner.units_per_step / winner.ms_per_step * 1e3
+    return (
+        f"Take {name}: {winner.ms_per_step:,.2f} ms a step, {per_s:,.0f} {unit}/s, {ratio:.2f} "
+        f"times as fast as {base} ({first.ms_per_step:,.2f} ms a step)."
+    )
+
+
+def _ties(outcome: Outcome) -> list[str]:
+    same = [t.candidate.name for t in outcome.trials if t.status == "same as winner"]
+    if not same:
+        return []
+    return [
+        f"The same within noise ({outcome.noise:.1%}): {_some(same)}; "
+        f"{outcome.winner.candidate.name} is the simplest."
+    ]
+
+
+def _unquiet(noise: float) -> list[str]:
+    if noise <= _UNQUIET:
+        return []
+    return [
+        f"Here runs of one and the same plan differ by {noise:.0%}: smaller gains cannot be seen. "
+        "Longer runs (--steps) or a machine with nothing else to do would show them."
+    ]
+
+
+def _without_room(trials: list[Trial]) -> list[str]:
+    if not trials:
+        return []
+    return [f"Out of memory: {_some([trial.candidate.name for trial in trials])}."]
+
+
+def _broken(trials: list[Trial]) -> list[str]:
+    return [f"{trial.candidate.name} failed: {trial.why}." for trial in trials[:_NAMED]]
+
+
+def _some(names: list[str]) -> str:
+    shown = "; ".join(names[:_NAMED])
+    return shown if len(names) <= _NAMED else f"{shown} and {len(names) - _NAMED} more"

@@ -1,0 +1,347 @@
+"""The search: short runs for all, longer ones for those that are left, repeats for what is close.
+
+A stage takes the best so far and what may be tried beside it. All run for a few steps; what is
+clearly behind is dropped, and of the others at most half go on to twice as many steps, twice. What
+is then close is repeated in turn until one is ahead by more than chance, or there have been enough
+repeats; of those that are the same within noise the simplest wins. Stages follow each other until
+none finds anything better.
+
+What is tried next follows from what was measured alone: given the same measurements, the search
+takes the same way. That is how an interrupted one goes on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from headrace.bench.tune.candidates import Candidate, Space
+from headrace.bench.tune.trials import (
+    LEAST_NOISE,
+    Measurement,
+    Status,
+    Trial,
+    deviation_of,
+    noise_of,
+    simplest,
+)
+
+#: How far behind the leader is clearly behind, after each rung's runs; on an unquiet machine more.
+MARGINS = (0.15, 0.07, 0.03)
+_FIRST_RUNS = 3  # of the first plan, to know how much a run differs from the next
+_MOST_KEPT = (4, 3)  # at least so many may go on from the first and second rung
+_MOST_ROUNDS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Where the search stands, for a line on the screen. `left` is an estimate, of runs; `left_s`
+    what is left of the time that it was given, if it was."""
+
+    stage: str
+    candidate: Candidate
+    steps: int
+    done: int
+    left: int
+    left_s: float | None
+    best: Trial | None
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a search ended. `noise` is the share by which two may differ by chance; `cut_short`
+    that it ended with its time."""
+
+    trials: tuple[Trial, ...]
+    winner: Trial
+    first: Trial
+    noise: float
+    cut_short: bool
+
+
+class NothingRuns(Exception):  # noqa: N818 - turned into an error that names the work
+    """Not even the first plan does. The message is its error."""
+
+
+class _TimeIsUp(Exception):  # noqa: N818 - ends the search from within
+    pass
+
+
+class Search:
+    """`measure(candidate, steps)` runs a candidate; `let_go` is told which will not run again
+    soon. The shortest runs have `steps` steps, or as many as the first plan takes `least_ms` for.
+    `budget_s` bounds what the measurements take together, and what comes between them; one that
+    was begun is finished. None: no bound."""
+
+    def __init__(
+        self,
+        space: Space,
+        measure: Callable[[Candidate, int], Measurement],
+        *,
+        steps: int = 20,
+        repeats: int = 5,
+        least_ms: float = 200.0,
+        budget_s: float | None = None,
+        let_go: Callable[[Candidate], object] = lambda candidate: None,
+        watch: Callable[[Progress], object] = lambda progress: None,
+    ) -> None:
+        self._space, self._measure, self._let_go, self._watch = space, measure, let_go, watch
+        self._steps, self._repeats, self._least_ms = steps, repeats, least_ms
+        self._rungs: list[int] = []
+        self._budget_s = math.inf if budget_s is None else budget_s
+        self._trials: dict[str, Trial] = {}
+        self._spent_s = 0.0
+        self._done = self._left = 0
+        self._stage = ""
+        self._best: Trial | None = None
+        self._same: list[Trial] = []  # as the best so far, within noise
+
+    def run(self) -> Outcome:
+        first = self._trial(self._space.first())
+        self._stage = "first"
+        self._run(first, self._steps)
+        if first.ms_per_step is None:
+            raise NothingRuns(first.why)
+        self._best = first
+        steps = max(self._steps, math.ceil(self._least_ms / first.ms_per_step))
+        self._rungs = [steps * 2**rung for rung in range(len(MARGINS))]
+        cut_short = False
+        try:
+            for _ in range(_FIRST_RUNS):
+                self._run(first, steps)
+            self._search()
+            self._compare_at_the_end(first)
+        except _TimeIsUp:
+            cut_short = True
+            self._best = self._best_so_far()
+            self._keep_first_unless_behind(first)
+        return self._outcome(first, cut_short)
+
+    def _search(self) -> None:
+        """Go through the stages until a whole round of them changes nothing."""
+        unchanged = 0
+        stages = self._space.stages()
+        for turn in range(_MOST_ROUNDS * len(stages)):
+            self._stage = stages[turn % len(stages)]
+            assert self._best is not None
+            before = self._best
+            self._best = self._contest(self._space.around(self._stage, before.candidate))
+            unchanged = unchanged + 1 if self._best is before else 0
+            if unchanged >= len(stages):
+                return
+
+    # --- one stage -------------------------------------------------------------------------------
+
+    def _contest(self, candidates: Sequence[Candidate]) -> Trial:
+        """The best of these. The best so far is one of them, and runs again beside them: only what
+        ran at about the same time can be compared."""
+        best = self._best
+        assert best is not None
+        trials = [self._trial(candidate) for candidate in candidates]
+        # What lost in an earlier stage was measured then: it is not tried again.
+        racing = [best, *(t for t in trials if t is not best and not t.rungs and t.status is None)]
+        if len(racing) == 1:
+            return best
+        for trial in racing:
+            trial.mark()
+        for rung, steps in enumerate(self._rungs):
+            self._estimate(len(racing), rung)
+            racing = self._those_left(self._run_all(racing, steps), rung, steps)
+            if len(racing) == 1:
+                return self._won(racing[0], [])
+        return self._repeat_what_is_close(racing)
+
+    def _won(self, winner: Trial, same: list[Trial]) -> Trial:
+        self._same = [*self._same, *same] if winner is self._best else same
+        for trial in same:
+            self._end(trial, "kept", f"the same as {winner.candidate.name} within noise")
+        return winner
+
+    def _run_all(self, racing: Sequence[Trial], steps: int) -> list[Trial]:
+        """Run each once; returns those that did."""
+        for trial in racing:
+            self._run(trial, steps)
+        left = [trial for trial in racing if trial.runs]
+        return left or [self._second_best()]
+
+    def _those_left(self, racing: list[Trial], rung: int, steps: int) -> list[Trial]:
+        """Drop what is clearly behind; of the rest the fastest half stay, or a few."""
+        ranked = _ranked(racing, steps)
+        leader, most = ranked[0], len(ranked)
+        # Of two runs of the same, one would be as far behind in one case out of twenty.
+        margin = max(MARGINS[rung], 2 * math.sqrt(2) * self._deviation())
+        if rung < len(_MOST_KEPT):
+            most = max(_MOST_KEPT[rung], math.ceil(len(ranked) / 2))
+        left = []
+        for place, trial in enumerate(ranked):
+            behind = _behind(trial, leader, steps)
+            if behind > margin:
+                why = f"{behind:.0%} behind {leader.candidate.name} over {steps} steps"
+                self._end(trial, "dropped", why)
+            elif place >= most:
+                why = f"not among the {most} fastest over {steps} steps ({behind:.1%} behind)"
+                self._end(trial, "dropped", why)
+            else:
+                left.append(trial)
+        return left
+
+    def _deviation(self) -> float:
+        """How much a run differs from the next, as a share."""
+        return deviation_of(
+            times for trial in self._trials.values() for times in trial.rungs.values()
+        )
+
+    def _repeat_what_is_close(self, racing: list[Trial]) -> Trial:
+        steps = self._rungs[-1]
+        while len(racing) > 1:
+            fewest = min(len(trial.recent(steps)) for trial in racing)
+            if fewest >= min(3, self._repeats):
+                racing = self._those_within_noise(racing, steps)
+            if fewest >= self._repeats or (fewest >= 3 and self._are_level(racing, steps)):
+                break
+            if len(racing) > 1:
+                self._left = max(self._left, len(racing))
+                racing = self._run_all(racing, steps)
+        chosen = simplest(racing)
+        return self._won(chosen, [trial for trial in racing if trial is not chosen])
+
+    def _are_level(self, racing: list[Trial], steps: int) -> bool:
+        """Whether it does not matter which is taken, and more repeats would only take time."""
+        ranked = _ranked(racing, steps)
+        return _behind(ranked[-1], ranked[0], steps) <= LEAST_NOISE
+
+    def _those_within_noise(self, racing: list[Trial], steps: int) -> list[Trial]:
+        leader = _ranked(racing, steps)[0]
+        noise = noise_of(trial.recent(steps) for trial in racing)
+        left = []
+        for trial in racing:
+            behind = _behind(trial, leader, steps)
+            if behind > noise:
+                why = f"{behind:.1%} behind {leader.candidate.name}; noise {noise:.1%}"
+                self._end(trial, "kept", why)
+            else:
+                left.append(trial)
+        return left
+
+    def _compare_at_the_end(self, first: Trial) -> None:
+        """The winner and the first plan in turn, so that what is gained is measured well; if that
+        is no more than noise, the first plan will do."""
+        best, steps = self._best, self._rungs[-1]
+        assert best is not None
+        self._stage = "last comparison"
+        if best is first:
+            return
+        first.mark()
+        best.mark()
+        for left in range(min(3, self._repeats), 0, -1):
+            self._left = 2 * left
+            self._run(first, steps)
+            self._run(best, steps)
+            if not (first.runs and best.runs):
+                self._best = best if best.runs else self._second_best()
+                return
+        noise = noise_of([first.recent(steps), best.recent(steps)])
+        if _behind(first, best, steps) <= noise:
+            self._best = self._won(first, [best])
+
+    # --- single runs -----------------------------------------------------------------------------
+
+    def _trial(self, candidate: Candidate) -> Trial:
+        return self._trials.setdefault(candidate.key, Trial(len(self._trials), candidate))
+
+    def _run(self, trial: Trial, steps: int) -> None:
+        if self._best is not None and self._spent_s >= self._budget_s:
+            raise _TimeIsUp
+        left_s = self._budget_s - self._spent_s
+        self._watch(
+            Progress(
+                self._stage,
+                trial.candidate,
+                steps,
+                self._done,
+                self._left,
+                None if math.isinf(left_s) else max(0.0, left_s),
+                self._best,
+            )
+        )
+        found = self._measure(trial.candidate, steps)
+        self._spent_s += found.took_s
+        self._done += 1
+        self._left = max(0, self._left - 1)
+        trial.add(steps, found)
+        if not trial.runs:
+            self._let_go(trial.candidate)
+
+    def _end(self, trial: Trial, status: Status, why: str) -> None:
+        trial.end(status, why)
+        self._let_go(trial.candidate)
+
+    def _estimate(self, racing: int, rung: int) -> None:
+        """Runs that are probably left: this stage's, then those of the stages after it."""
+        stages = self._space.stages()
+        later = stages[stages.index(self._stage) + 1 :]
+        assert self._best is not None
+        ahead = [len(self._space.around(stage, self._best.candidate)) for stage in later]
+        rest = [len(MARGINS) - rung, *([len(MARGINS)] * len(ahead))]
+        self._left = sum(
+            _halved(count, rungs) for count, rungs in zip([racing, *ahead], rest, strict=True)
+        )
+
+    # --- the end ---------------------------------------------------------------------------------
+
+    def _best_so_far(self) -> Trial:
+        """Where the time was up in the midst of a stage: by the longest runs that all still in the
+        race have, not by who of them happened to run first after those."""
+        racing = [trial for trial in self._trials.values() if trial.in_race and trial.longest]
+        if not racing:
+            return self._second_best()
+        steps = min(trial.longest for trial in racing)
+        fastest = min(trial.value(steps) for trial in racing)
+        noise = max(MARGINS[-1], noise_of(trial.recent(steps) for trial in racing))
+        return simplest([t for t in racing if t.value(steps) <= fastest * (1 + noise)])
+
+    def _keep_first_unless_behind(self, first: Trial) -> None:
+        """They were not compared side by side: what is gained must be more than any run may be off
+        by chance, or the first plan will do."""
+        best = self._best
+        if best is first or best is None or not first.runs:
+            return
+        assert best.ms_per_unit is not None
+        assert first.ms_per_unit is not None
+        runs = [times for trial in self._trials.values() for times in trial.rungs.values()]
+        if first.ms_per_unit / best.ms_per_unit - 1 <= noise_of(runs, repeats=1):
+            self._best = self._won(first, [best])
+
+    def _second_best(self) -> Trial:
+        """Where the best so far has failed after all."""
+        running = [trial for trial in self._trials.values() if trial.runs and trial.rungs]
+        if not running:
+            raise NothingRuns(next(t.why for t in self._trials.values() if not t.runs))
+        return min(running, key=lambda trial: (-trial.longest, trial.ms_per_unit))
+
+    def _outcome(self, first: Trial, cut_short: bool) -> Outcome:
+        winner = self._best
+        assert winner is not None
+        measured = [t for t in self._trials.values() if t.rungs or t.status is not None]
+        every_length = [times for trial in measured for times in trial.rungs.values()]
+        noise = noise_of(every_length, len(winner.rungs[winner.longest]))
+        winner.end("winner", "")
+        for trial in self._same:
+            trial.end("same as winner", f"within noise ({noise:.1%}); the winner is simpler")
+        for trial in measured:
+            if trial.status is None:
+                trial.end("kept", "")
+        return Outcome(tuple(measured), winner, first, noise, cut_short)
+
+
+def _ranked(trials: Iterable[Trial], steps: int) -> list[Trial]:
+    return sorted(trials, key=lambda trial: (trial.value(steps), trial.number))
+
+
+def _behind(trial: Trial, leader: Trial, steps: int) -> float:
+    return trial.value(steps) / leader.value(steps) - 1
+
+
+def _halved(count: int, rungs: int) -> int:
+    return sum(math.ceil(count / 2**rung) for rung in range(rungs))

@@ -1,0 +1,99 @@
+"""What a search is told: one record, the same in `config.yaml` and the flags."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from headrace.errors import HeadraceError, TuneError
+from headrace.plan import PRESETS
+from headrace.schema import Checked, choice, listed, nearest, number, quoted, refuse_unknown, whole
+
+_SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 1 << 10, "mib": 1 << 20, "gib": 1 << 30, "tib": 1 << 40}
+_LISTS = ("plans", "workers", "batch_sizes")
+
+
+@dataclass(frozen=True, slots=True)
+class TuneSettings(Checked):
+    """Settings of a search. Whatever is None follows from the machine."""
+
+    error: ClassVar[type[HeadraceError]] = TuneError
+
+    work: str = choice("translation", "translation, resnet, mlp, or your_module:make_work")
+    options: tuple[tuple[str, Any], ...] = choice((), "options of the work")
+    plans: tuple[str, ...] | None = choice(None, "presets to start from; none: all that run here")
+    workers: tuple[int, ...] | None = choice(None, "numbers of loading processes to try")
+    batch_sizes: tuple[int, ...] = choice((), "batch sizes to try; none: the work's own alone")
+    memory_cap: str | None = choice(None, "device memory a plan may take, as in 40GB or 50%")
+    steps: int = whole(20, 1, 1 << 20, "steps of the shortest runs")
+    repeats: int = whole(5, 1, 1000, "runs of what is close")
+    warmup: int = whole(10, 1, 1 << 20, "steps of each before its first run")
+    compare: int = whole(10, 0, 1 << 20, "steps whose losses are compared; 0: none")
+    tolerance: float = number(0.01, 0, 1, "relative difference allowed where bits must differ")
+    minutes: float | None = number(None, 0, 1e6, "time for the whole search; none: as it takes")
+    precision: str | None = choice(
+        None, "fp32, tf32, bf16 or fp16; none: float32 as PyTorch is set"
+    )
+    device: str = choice("auto", "auto, cpu, cuda, cuda:1, …")
+    seed: int = whole(0, 0, 1 << 62, "of weights, batches and dropout")
+
+    def __post_init__(self) -> None:
+        Checked.__post_init__(self)
+        for name in self.plans or ():
+            if name not in PRESETS:
+                raise TuneError(
+                    f"plans: no plan {quoted(name)}{nearest(name, PRESETS)}; known: "
+                    f"{listed(PRESETS)}"
+                )
+        if self.plans is not None and not self.plans:
+            raise TuneError("plans: none was named; expected one or more")
+        for name, least in (("workers", 0), ("batch_sizes", 1)):
+            for value in getattr(self, name) or ():
+                if type(value) is not int or value < least:
+                    raise TuneError(
+                        f"{name}: {quoted(value)}: expected a whole number, {least} or more"
+                    )
+        if self.precision not in (None, "fp32", "tf32", "bf16", "fp16"):
+            raise TuneError(
+                f"precision = {quoted(self.precision)}: expected fp32, tf32, bf16 or fp16"
+            )
+        if self.memory_cap is not None:
+            memory_of(self.memory_cap, 1 << 40)
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any], *, where: str = "settings") -> TuneSettings:
+        """Settings from plain values, as `to_dict` gives them."""
+        refuse_unknown(values, cls.field_names(), where, TuneError)
+        given = dict(values)
+        for name in _LISTS:
+            if isinstance(given.get(name), list):
+                given[name] = tuple(given[name])
+        if isinstance(given.get("options"), Mapping):
+            given["options"] = tuple(given["options"].items())
+        try:
+            return cls(**given)
+        except TuneError as problem:
+            raise TuneError(f"{where}: {problem}") from None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values."""
+        found = {name: getattr(self, name) for name in self.field_names()}
+        for name in _LISTS:
+            found[name] = None if found[name] is None else list(found[name])
+        return found | {"options": dict(self.options)}
+
+
+def memory_of(text: str, total_bytes: int) -> int:
+    """Bytes of a size such as 40GB, 512MiB or 50% (of `total_bytes`)."""
+    found = _SIZE.fullmatch(text)
+    value = float(found[1]) if found else 0.0
+    unit = found[2].lower() if found else ""
+    if unit == "%" and 0 < value <= 100:
+        return int(total_bytes * value / 100)
+    if value <= 0 or unit not in _UNITS:
+        raise TuneError(f"memory_cap = {quoted(text)}: expected a size like 40GB, 512MiB or 50%")
+    return int(value * _UNITS[unit])

@@ -1,0 +1,280 @@
+"""A search in a folder of its own: begun, interrupted, gone on with, ended.
+
+    result = Tuning.create(TuneSettings(work="resnet")).run()
+
+The folder has `config.yaml` (the settings), `journal.jsonl` (every measurement), and at the end
+`plan.yaml` (the winner), `result.json` and `table.txt`.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from headrace.bench.environment import environment_of
+from headrace.bench.finding import find_work
+from headrace.bench.tune import search
+from headrace.bench.tune.candidates import Candidate, Space
+from headrace.bench.tune.journal import Journal
+from headrace.bench.tune.measuring import WorkMeasurer
+from headrace.bench.tune.report import TuneResult
+from headrace.bench.tune.settings import TuneSettings, memory_of
+from headrace.bench.tune.trials import Measurement
+from headrace.bench.work import Work
+from headrace.device import Device, open_device
+from headrace.errors import TuneError
+from headrace.plan import refuse_replaced_plans
+from headrace.runs import Progress, RunFolder, StopRequests, replace_file, usable_cores
+from headrace.schema import read_yaml
+
+if TYPE_CHECKING:
+    from headrace.bench.tune.trials import Trial
+
+log = logging.getLogger("headrace")
+_PLAIN_EVERY_S = 10.0
+
+
+class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
+    """A signal ended the search. `signal` is its name."""
+
+    def __init__(self, signal: str) -> None:
+        super().__init__(signal)
+        self.signal = signal
+
+
+class Tuning:
+    """One search. Make it with `create` or `resume`."""
+
+    def __init__(
+        self,
+        settings: TuneSettings,
+        folder: RunFolder,
+        *,
+        device: Device | None = None,
+        command: str = "",
+        quiet: bool = False,
+    ) -> None:
+        self.settings, self.folder = settings, folder
+        self._device = device if device is not None else open_device(settings.device)
+        self._command, self._quiet = command, quiet
+
+    @classmethod
+    def create(
+        cls,
+        settings: TuneSettings,
+        *,
+        project: Path = Path("runs/tune"),
+        name: str | None = None,
+        **options: Any,
+    ) -> Tuning:
+        """A new search. What can be told to be wrong is told before there is a folder."""
+        find_work(settings.work, dict(settings.options))
+        if options.get("device") is None:
+            open_device(settings.device)
+        folder = RunFolder.create(project, name, parts=())
+        folder.write_config(settings.to_dict())
+        return cls(settings, folder, **options)
+
+    @classmethod
+    def resume(cls, run: Path, **options: Any) -> Tuning:
+        """The search of a folder, to go on with."""
+        folder = RunFolder.open(run)
+        content = read_yaml(folder.config, TuneError)
+        return cls(TuneSettings.from_dict(content, where=str(folder.config)), folder, **options)
+
+    def run(self) -> TuneResult:
+        """Search to the end. Raises `Stopped` when a signal asks for that: nothing that was
+        measured is lost, `resume` goes on from there."""
+        refuse_replaced_plans("tune")
+        settings, device = self.settings, self._device
+        options = dict(settings.options)
+        work = find_work(settings.work, options, small=not device.asynchronous)
+        space = self._space(work)
+        environment = asdict(environment_of(device, self._command))
+        with (
+            self.folder.locked(),
+            Progress(1, self._quiet) as progress,
+            StopRequests() as stop,
+            self._measurer(work, space) as measurer,
+            Journal(
+                self.folder.path / "journal.jsonl",
+                _unless_stopped(measurer.measure, stop),
+                _machine(work, environment),
+            ) as journal,
+        ):
+            if work.options != find_work(settings.work, options).options:
+                progress.message(f"no GPU: a smaller {work.name}, {work.description}")
+            if settings.memory_cap is not None and not device.asynchronous:
+                progress.message(f"memory_cap: nothing counts what is allocated on {device}")
+            if journal.stored:
+                progress.message(f"going on after {journal.stored} measurements")
+                if settings.minutes is not None:
+                    progress.message(
+                        f"its {settings.minutes:g} minutes, those before included, are in "
+                        f"{self.folder.config}"
+                    )
+            watch = _Watch(progress.status, journal)
+            try:
+                outcome = search.Search(
+                    space,
+                    journal.measure,
+                    steps=settings.steps,
+                    repeats=settings.repeats,
+                    budget_s=None if settings.minutes is None else settings.minutes * 60,
+                    let_go=measurer.let_go,
+                    watch=watch,
+                ).run()
+            except search.NothingRuns as problem:
+                first = space.first().name
+                raise TuneError(f"{work.name} does not run under {first}: {problem}") from None
+        result = TuneResult(
+            {
+                "name": work.name,
+                "description": work.description,
+                "options": _plain(work.options),
+                "unit": work.unit,
+            },
+            environment,
+            settings.to_dict(),
+            outcome,
+        )
+        self._store(result)
+        return result
+
+    def _space(self, work: Work) -> Space:
+        settings = self.settings
+        if settings.batch_sizes and "batch_size" not in work.honours:
+            raise TuneError(
+                f"batch_sizes: {work.name} takes no batch size; expected a parameter batch_size"
+            )
+        if settings.workers and "workers" not in work.honours:
+            raise TuneError(
+                f"workers: {work.name} takes no number of workers; expected a parameter workers"
+            )
+        return Space.on(
+            self._device,
+            usable_cores(),
+            work.honours,
+            presets=settings.plans,
+            workers=settings.workers,
+            batch_sizes=settings.batch_sizes,
+            precision=settings.precision,
+            own_workers=_own(work, "workers"),
+            own_batch_size=_own(work, "batch_size", "batch"),
+        )
+
+    def _measurer(self, work: Work, space: Space) -> WorkMeasurer:
+        settings, cap = self.settings, self.settings.memory_cap
+        return WorkMeasurer(
+            work,
+            self._device,
+            space,
+            warmup=settings.warmup,
+            seed=settings.seed,
+            compared_steps=settings.compare,
+            tolerance=settings.tolerance,
+            memory_cap=None if cap is None else memory_of(cap, self._device.memory().total),
+        )
+
+    @property
+    def plan_file(self) -> Path:
+        return self.folder.path / "plan.yaml"
+
+    def _store(self, result: TuneResult) -> None:
+        content = json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
+        replace_file(self.folder.path / "result.json", content.encode())
+        replace_file(self.folder.path / "table.txt", (result.text() + "\n").encode())
+        replace_file(self.plan_file, result.plan_yaml().encode())
+
+
+def _unless_stopped(
+    measure: Callable[[Candidate, int], Measurement], stop: StopRequests
+) -> Callable[[Candidate, int], Measurement]:
+    def measured(candidate: Candidate, steps: int) -> Measurement:
+        if stop.requested is not None:
+            raise Stopped(stop.requested)
+        found = measure(candidate, steps)
+        # A loader's workers get the signal too, and may have died of it: not a candidate's fault.
+        if stop.requested is not None and found.ms_per_step is None:
+            raise Stopped(stop.requested)
+        return found
+
+    return measured
+
+
+def _own(work: Work, *names: str) -> int | None:
+    """What a work has by itself for the first of these parameters that it names."""
+    parameters = inspect.signature(work.build).parameters
+    for name in names:
+        known = parameters.get(name)
+        value = work.options.get(name, None if known is None else known.default)
+        if known is not None and type(value) is int:
+            return value
+    return None
+
+
+def _machine(work: Work, environment: Mapping[str, Any]) -> dict[str, Any]:
+    """What must be the same for two measurements to be compared."""
+    kept = ("device_name", "torch", "headrace", "cores")
+    return {name: environment[name] for name in kept} | {
+        "work": work.name,
+        "options": _plain(work.options),
+    }
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
+    """A work's options as JSON has them: a default of a user's may be anything."""
+    found: dict[str, Any] = json.loads(json.dumps(dict(options), default=str))
+    return found
+
+
+class _Watch:
+    """Shows where the search stands, and about how long it will take."""
+
+    def __init__(
+        self,
+        show: Callable[[str], object],
+        journal: Journal,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._show, self._journal, self._clock = show, journal, clock
+        self._began_s = self._shown_s = clock()
+        self._replayed = 0
+        self._stage = ""
+
+    def __call__(self, at: search.Progress) -> None:
+        if self._journal.is_replaying:
+            self._replayed = at.done + 1
+            return
+        now_s = self._clock()
+        new_stage = at.stage != self._stage
+        if not (sys.stderr.isatty() or new_stage or now_s - self._shown_s > _PLAIN_EVERY_S):
+            return
+        self._stage, self._shown_s = at.stage, now_s
+        done = at.done - self._replayed
+        left = ""
+        if done > 0 and at.left:
+            left_s = (now_s - self._began_s) / done * at.left
+            left_s = left_s if at.left_s is None else min(left_s, at.left_s)
+            left = f", about {_duration(left_s)} left"
+        self._show(
+            f"{at.stage.replace('_', ' ')}: {at.candidate.name}, {at.steps} steps; "
+            f"{at.done} runs{_best(at.best)}{left}"
+        )
+
+
+def _best(best: Trial | None) -> str:
+    if best is None or best.ms_per_step is None:
+        return ""
+    return f", best {best.candidate.name} at {best.ms_per_step:.2f} ms"
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"

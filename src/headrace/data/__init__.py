@@ -1,0 +1,73 @@
+"""From a loader to batches on the device.
+
+In goes any iterable of batches; out come the same batches, copied ahead of their use, with the
+place in the loader after each of them. Batches may be nested in any way (`tree.py`); lengths may be
+rounded to a few shapes (`buckets.py`); ranks are kept in step (`align.py`).
+"""
+
+from __future__ import annotations
+
+from headrace.data.align import Shares
+from headrace.data.buckets import BucketBatches, Buckets, PadToBuckets
+from headrace.data.cache import BatchCache
+from headrace.data.prefetcher import Prefetcher, PrefetchIterator, prefetch, unprefetched
+from headrace.data.rng import (
+    host_states,
+    random_states,
+    set_host_states,
+    set_random_states,
+    states_of,
+)
+from headrace.data.source import (
+    Draws,
+    Rest,
+    Skipping,
+    end_workers,
+    first_of,
+    generators_of,
+    loader_error,
+    state_keeper,
+    with_samplers,
+)
+from headrace.data.spent import UsedIterators
+from headrace.data.tree import (
+    batch_leaves,
+    flatten_batch,
+    is_plain_tensor,
+    measure_leaves,
+    moves_itself,
+    rebuild_batch,
+)
+
+__all__ = [
+    "BatchCache",
+    "BucketBatches",
+    "Buckets",
+    "Draws",
+    "PadToBuckets",
+    "PrefetchIterator",
+    "Prefetcher",
+    "Rest",
+    "Shares",
+    "Skipping",
+    "UsedIterators",
+    "batch_leaves",
+    "end_workers",
+    "first_of",
+    "flatten_batch",
+    "generators_of",
+    "host_states",
+    "is_plain_tensor",
+    "loader_error",
+    "measure_leaves",
+    "moves_itself",
+    "prefetch",
+    "random_states",
+    "rebuild_batch",
+    "set_host_states",
+    "set_random_states",
+    "state_keeper",
+    "states_of",
+    "unprefetched",
+    "with_samplers",
+]

@@ -1,0 +1,129 @@
+"""The tensors of a batch, whatever its shape: tuples, dicts, named tuples, dataclasses, objects.
+
+A batch is taken apart into leaves, and put together again around other leaves. What is no tensor,
+and holds none, stays as it is. An object with a `.to()` of its own is one leaf: it knows what of
+it may move and what must stay on the CPU (a `PackedSequence`'s `batch_sizes`, say).
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+_CONTAINERS = (dict, list, tuple)
+_TENSORS = {torch.Tensor}
+
+
+def is_plain_tensor(leaf: object) -> bool:
+    """Whether it is an ordinary dense tensor, whose bytes alone make it what it is.
+
+    Subclasses, sparse and quantized tensors, and those in an autograd graph are moved by `.to()`.
+    """
+    return (
+        type(leaf) in (torch.Tensor, torch.nn.Parameter)
+        and isinstance(leaf, torch.Tensor)
+        and leaf.layout is torch.strided
+        and not leaf.requires_grad
+        and not leaf.is_quantized
+    )
+
+
+def is_movable(leaf: object) -> bool:
+    """Whether it is a tensor, or an object that moves itself."""
+    return isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None))
+
+
+def moves_itself(leaf: object) -> bool:
+    """Whether it is moved as a whole: a tensor, or an object with `.to()`, containers or not."""
+    return is_movable(leaf) and type(leaf) not in _CONTAINERS
+
+
+def batch_leaves(batch: Any) -> Iterator[Any]:
+    """Everything in the batch that can move to a device, depth first, in a fixed order."""
+    if moves_itself(batch):
+        yield batch
+        return
+    for part in _parts(batch):
+        yield from batch_leaves(part)
+
+
+def flatten_batch(batch: Any) -> list[Any]:
+    """The `batch_leaves` as a list."""
+    if _is_flat(batch):
+        return list(batch)
+    return list(batch_leaves(batch))
+
+
+def batch_tensors(batch: Any) -> list[torch.Tensor]:
+    """The tensors among the leaves."""
+    return [leaf for leaf in batch_leaves(batch) if isinstance(leaf, torch.Tensor)]
+
+
+def rebuild_batch(batch: Any, new_leaves: Iterable[Any]) -> Any:
+    """The same batch with its `batch_leaves` replaced, one by one and in order."""
+    if _is_flat(batch):
+        return type(batch)(new_leaves)
+    supply = iter(new_leaves)
+    return _rebuild(batch, lambda leaf: next(supply))
+
+
+def measure_leaves(leaves: Iterable[Any]) -> tuple[int, int]:
+    """Of a batch's leaves: the bytes of all tensors, and how many samples they are.
+
+    Samples are counted along the first dimension of the first tensor that has one, else 1.
+    """
+    nbytes = samples = 0
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            nbytes += leaf.nbytes
+            if not samples and leaf.dim() > 0:
+                samples = leaf.shape[0]
+    return nbytes, samples or 1
+
+
+def _is_flat(batch: Any) -> bool:
+    """Whether it is a plain tuple or list of tensors: mostly so, and seen without a loop here."""
+    return type(batch) in (tuple, list) and set(map(type, batch)) == _TENSORS
+
+
+def _parts(batch: Any) -> Iterable[Any]:
+    if isinstance(batch, Mapping):
+        return batch.values()
+    if isinstance(batch, list | tuple):
+        return batch
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
+    return ()
+
+
+def _rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
+    if moves_itself(batch):
+        return change(batch)
+    if isinstance(batch, Mapping):
+        return _rebuild_mapping(batch, change)
+    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
+        return type(batch)(*[_rebuild(part, change) for part in batch])
+    if isinstance(batch, list | tuple):
+        return type(batch)([_rebuild(part, change) for part in batch])
+    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
+        # Not dataclasses.replace: fields with init=False and __post_init__ must not run again.
+        twin = copy.copy(batch)
+        for field in dataclasses.fields(batch):
+            object.__setattr__(twin, field.name, _rebuild(getattr(batch, field.name), change))
+        return twin
+    return batch
+
+
+def _rebuild_mapping(batch: Mapping[Any, Any], change: Callable[[Any], Any]) -> Any:
+    changed = {key: _rebuild(value, change) for key, value in batch.items()}
+    if type(batch) is dict:
+        return changed
+    # A subclass may want other arguments than a dict's: keep the object's kind and its extras.
+    twin: Any = copy.copy(batch)
+    for key, value in changed.items():
+        twin[key] = value
+    return twin

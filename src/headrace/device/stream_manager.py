@@ -1,0 +1,262 @@
+"""`StreamManager`: a fixed set of streams by index and by role, and the events between them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from headrace.device.base import Device, Event, Stream
+from headrace.device.opening import open_device
+from headrace.errors import ClosedError, DeviceError, StreamIndexError
+
+FEWEST_STREAMS, MOST_STREAMS = 2, 8
+
+#: Which stream each role has, by the number of streams. With fewer than four, roles share:
+#: two is transfer and compute, three gives backward its own.
+ROLES = {
+    2: {"transfer": 0, "forward": 1, "backward": 1, "transfer_next": 0},
+    3: {"transfer": 0, "forward": 1, "backward": 2, "transfer_next": 0},
+    4: {"transfer": 0, "forward": 1, "backward": 2, "transfer_next": 3},
+}
+
+
+@dataclass(frozen=True, slots=True)
+class StreamStatistics:
+    """One stream's share. `selected` counts how often it was made the current stream,
+    `records` events recorded on it, `waits` events it was made to wait for, and
+    `synchronizations` how often the host waited for all of it."""
+
+    index: int
+    name: str
+    roles: tuple[str, ...]
+    selected: int
+    records: int
+    waits: int
+    synchronizations: int
+
+
+@dataclass(frozen=True, slots=True)
+class StreamManagerStatistics:
+    """What a `StreamManager` has done so far."""
+
+    device: str
+    closed: bool
+    events_created: int
+    queries: int
+    queries_not_done: int
+    host_waits: int
+    streams: tuple[StreamStatistics, ...]
+
+
+class StreamManager:
+    """Two to eight streams on one device, by index or by role, and the events that order them.
+
+        manager = StreamManager("cuda", 4)           # or a Device
+        arrived = manager.create_event()
+        with manager.use("transfer"):
+            manager.device.copy(slot, staging)
+        manager.record_event(arrived, "transfer")
+        manager.wait_event("forward", arrived)       # the forward stream waits, the host does not
+
+    The streams are the device's own, made once: two managers on one device share them. Wrong
+    index, role or device, and use after `close`, raise an error that says what there is.
+    """
+
+    def __init__(self, device: Device | str | torch.device, streams: int = 4) -> None:
+        if isinstance(streams, bool) or not isinstance(streams, int):
+            raise DeviceError(f"streams = {streams!r}: expected a whole number")
+        if not FEWEST_STREAMS <= streams <= MOST_STREAMS:
+            raise DeviceError(f"streams = {streams}: expected {FEWEST_STREAMS} to {MOST_STREAMS}")
+        self.device = open_device(device)
+        self.roles = ROLES[min(streams, 4)]
+        names = [_stream_name(index, self.roles) for index in range(streams)]
+        self._streams = [self.device.stream(name) for name in names]
+        self._counts = [_Counts() for _ in names]
+        self._lock = threading.Lock()
+        self._thread = threading.local()
+        self._closed = False
+        self._events_created = self._queries = self._queries_not_done = self._host_waits = 0
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def get_stream(self, which: int | str) -> Stream:
+        """The stream of that index or role."""
+        return self._streams[self.index_of(which)]
+
+    def index_of(self, which: int | str) -> int:
+        """The index of a role, or the index itself once it is known to exist."""
+        self._require_open()
+        if isinstance(which, str):
+            if which not in self.roles:
+                raise StreamIndexError(
+                    f"no stream has the role {which!r}; roles: {', '.join(self.roles)}"
+                )
+            return self.roles[which]
+        if isinstance(which, bool) or not isinstance(which, int):
+            raise StreamIndexError(f"stream {which!r}: expected an index or the name of a role")
+        if not 0 <= which < len(self._streams):
+            raise StreamIndexError(
+                f"no stream {which}: this manager has {len(self._streams)}, "
+                f"0 to {len(self._streams) - 1}"
+            )
+        return which
+
+    # --- the current stream -----------------------------------------------------------------------
+
+    @contextmanager
+    def use(self, which: int | str) -> Iterator[Stream]:
+        """Send this thread's work to that stream inside the block, and back after it."""
+        index = self.index_of(which)
+        self._count(index, "selected")
+        with self.device.use(self._streams[index]) as stream:
+            yield stream
+
+    def set_current_stream(self, which: int | str) -> Stream:
+        """Send this thread's work to that stream until `restore_current_stream`."""
+        index = self.index_of(which)
+        self._count(index, "selected")
+        before = self.device.switch(self._streams[index])
+        if not hasattr(self._thread, "before"):
+            self._thread.before = before
+        return self._streams[index]
+
+    def restore_current_stream(self) -> None:
+        """Back to the stream this thread was on before its first `set_current_stream`."""
+        if not hasattr(self._thread, "before"):
+            raise DeviceError(
+                "restore_current_stream without a set_current_stream before it in this thread"
+            )
+        self.device.switch_back(self._thread.before)
+        del self._thread.before
+
+    # --- events -----------------------------------------------------------------------------------
+
+    def create_event(self, *, timing: bool = False) -> Event:
+        """A new event of this manager's device."""
+        self._require_open()
+        with self._lock:
+            self._events_created += 1
+        return self.device.event(timing=timing)
+
+    def record_event(self, event: Event, which: int | str) -> None:
+        """Put the mark at the end of that stream."""
+        index = self.index_of(which)
+        self._require_own(event)
+        event.record(self._streams[index])
+        self._count(index, "records")
+
+    def query_event(self, event: Event) -> bool:
+        """Whether the event has passed. Never blocks."""
+        self._require_open()
+        self._require_own(event)
+        done = event.query()
+        with self._lock:
+            self._queries += 1
+            self._queries_not_done += not done
+        return done
+
+    def wait_event(self, which: int | str, event: Event) -> None:
+        """Make that stream wait for the event. The host goes on."""
+        index = self.index_of(which)
+        self._require_own(event)
+        self._streams[index].wait_event(event)
+        self._count(index, "waits")
+
+    def synchronize_event(self, event: Event, reason: str = "synchronize_event") -> None:
+        """Make the host wait for the event; in the ledger under `reason`."""
+        self._require_open()
+        self._require_own(event)
+        self.device.wait(event, reason)
+        with self._lock:
+            self._host_waits += 1
+
+    # --- synchronize ------------------------------------------------------------------------------
+
+    def synchronize(self, which: int | str, reason: str = "synchronize") -> None:
+        """Make the host wait for all of that stream; in the ledger under `reason`."""
+        index = self.index_of(which)
+        self.device.synchronize(reason, self._streams[index])
+        self._count(index, "synchronizations")
+        with self._lock:
+            self._host_waits += 1
+
+    def synchronize_all(self, reason: str = "synchronize") -> None:
+        """Make the host wait for each stream in turn."""
+        self._require_open()
+        for index in range(len(self._streams)):
+            self.synchronize(index, reason)
+
+    # --- state ------------------------------------------------------------------------------------
+
+    def statistics(self) -> StreamManagerStatistics:
+        """A snapshot; also after `close`."""
+        with self._lock:
+            streams = tuple(
+                StreamStatistics(
+                    index=index,
+                    name=stream.name,
+                    roles=tuple(role for role, at in self.roles.items() if at == index),
+                    selected=counts.selected,
+                    records=counts.records,
+                    waits=counts.waits,
+                    synchronizations=counts.synchronizations,
+                )
+                for index, (stream, counts) in enumerate(
+                    zip(self._streams, self._counts, strict=True)
+                )
+            )
+            return StreamManagerStatistics(
+                device=str(self.device),
+                closed=self._closed,
+                events_created=self._events_created,
+                queries=self._queries,
+                queries_not_done=self._queries_not_done,
+                host_waits=self._host_waits,
+                streams=streams,
+            )
+
+    def close(self) -> None:
+        """Drain the streams, and refuse any use from now on. Closing twice is fine."""
+        if not self._closed:
+            self.synchronize_all("close")
+            self._closed = True
+
+    def __enter__(self) -> StreamManager:
+        self._require_open()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"the stream manager on {self.device} was used after close()")
+
+    def _require_own(self, event: Event) -> None:
+        if not isinstance(event, Event):
+            raise DeviceError(f"event = {event!r}: expected an Event; create_event() makes one")
+        self.device.require_own("an event", event.device)
+
+    def _count(self, index: int, what: str) -> None:
+        with self._lock:
+            setattr(self._counts[index], what, getattr(self._counts[index], what) + 1)
+
+
+class _Counts:
+    __slots__ = ("records", "selected", "synchronizations", "waits")
+
+    def __init__(self) -> None:
+        self.records = self.selected = self.synchronizations = self.waits = 0
+
+
+def _stream_name(index: int, roles: dict[str, int]) -> str:
+    """A stream goes by its first role; those past the fourth have none."""
+    for role, at in roles.items():
+        if at == index:
+            return role
+    return f"extra{index}"

@@ -1,0 +1,35 @@
+"""Training under a plan.
+
+In go a model, an optimizer, a loss function and a `Plan`; out come the losses of a plain loop, bit
+for bit, and what the host waited for. `engine.py` is what users call, `loop.py` one pass over a
+loader, `step.py` what is done with one batch.
+"""
+
+from __future__ import annotations
+
+from headrace.engine.compiled import CompileReport
+from headrace.engine.deferred import DeferredScalars, DeferredValues
+from headrace.engine.ema import Ema
+from headrace.engine.engine import Engine
+from headrace.engine.graphed import GraphReport
+from headrace.engine.loop import StepInfo
+from headrace.engine.nonfinite import NonFinitePolicy
+from headrace.engine.results import EpochResult, EpochStatistics
+from headrace.engine.run_ahead import RunAhead
+from headrace.engine.step import LossFunction, autocast
+
+__all__ = [
+    "CompileReport",
+    "DeferredScalars",
+    "DeferredValues",
+    "Ema",
+    "Engine",
+    "EpochResult",
+    "EpochStatistics",
+    "GraphReport",
+    "LossFunction",
+    "NonFinitePolicy",
+    "RunAhead",
+    "StepInfo",
+    "autocast",
+]

@@ -1,0 +1,110 @@
+"""What a loss function returned, checked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+import torch
+
+from headrace.device import Device
+from headrace.engine.deferred import Scalar
+from headrace.errors import StepError
+
+
+@dataclass(slots=True)
+class LossParts:
+    """The loss (a mean), what it is a mean over (1 where it was not said), and all values.
+
+    `counts` is False for a batch that stands in for one that only other ranks have.
+    """
+
+    loss: torch.Tensor
+    weight: Scalar
+    weighted: bool
+    values: dict[str, Scalar]
+    counts: bool = True
+
+    @classmethod
+    def of(
+        cls, returned: object, device: Device, *, needs_grad: bool, by: str = "the loss function"
+    ) -> LossParts:
+        """Raises `StepError` for what is no loss. `by` names the function that returned it."""
+        if isinstance(returned, torch.Tensor):
+            _check_loss(returned, device, needs_grad, by)
+            return cls(returned, 1, False, {"loss": returned})
+        if not isinstance(returned, Mapping) or "loss" not in returned:
+            raise StepError(f"{by} returned {_why_no_loss(returned)}")
+        values = dict(returned)
+        _check_loss(values["loss"], device, needs_grad, by)
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and value.numel() != 1:
+                raise StepError(
+                    f"{by} returned {name!r}, which has shape {tuple(value.shape)}: expected a "
+                    "single number, as of any metric. Leave it out, or return a mean of it"
+                )
+            if not isinstance(value, torch.Tensor | int | float):
+                raise StepError(
+                    f"{by} returned {name!r}, which is a {type(value).__name__}: expected a number"
+                )
+        return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
+
+    def numbers(self) -> dict[str, float]:
+        """The values that are Python numbers: these are not on the device."""
+        return {
+            name: float(value)
+            for name, value in self.values.items()
+            if not isinstance(value, torch.Tensor)
+        }
+
+    def without_weight(self) -> LossParts:
+        """The same, counting for nothing."""
+        return replace(self, weight=0, counts=False)
+
+
+_EXPECTED = "expected a 0-dim tensor, or a dict whose 'loss' is one"
+
+
+def _why_no_loss(returned: object) -> str:
+    """What was found in its place, and what to write."""
+    if isinstance(returned, bool | int | float):
+        return (
+            f"the number {returned!r}: {_EXPECTED}. Return the loss itself, without .item(): it is "
+            "needed for backward(), and its value is read later, without a wait"
+        )
+    if isinstance(returned, tuple | list):
+        kinds = ", ".join(type(one).__name__ for one in returned[:4])
+        return (
+            f"a {type(returned).__name__} of {len(returned)} ({kinds}): {_EXPECTED}. For more than "
+            'a loss return a dict, as {"loss": loss, "accuracy": accuracy}, whose other values '
+            "are single numbers"
+        )
+    if isinstance(returned, Mapping):
+        names = ", ".join(str(name) for name in returned) or "nothing"
+        return (
+            f"a dict without 'loss' (it has {names}): {_EXPECTED}. Name the loss 'loss'; the other "
+            "values are reported as metrics"
+        )
+    if returned is None:
+        return f"None: {_EXPECTED}. Does it end without a return?"
+    return f"{str(returned)[:200]} (a {type(returned).__name__}): {_EXPECTED}"
+
+
+def _check_loss(loss: object, device: Device, needs_grad: bool, by: str) -> None:
+    if not isinstance(loss, torch.Tensor):
+        number = " (return it without .item())" if isinstance(loss, int | float) else ""
+        raise StepError(
+            f"{by} returned a loss that is a {type(loss).__name__}: expected a 0-dim tensor{number}"
+        )
+    if loss.dim() != 0:
+        raise StepError(
+            f"{by} returned a loss that has shape {tuple(loss.shape)}: expected a single number "
+            "(reduce it with .mean())"
+        )
+    if not device.holds(loss):
+        raise StepError(f"{by} returned a loss that is on {loss.device}: expected it on {device}")
+    if needs_grad and not loss.requires_grad:
+        raise StepError(
+            f"{by} returned a loss that needs no grad, so backward() would do nothing: is every "
+            "parameter frozen, or the loss detached (.detach(), .item(), torch.no_grad())?"
+        )

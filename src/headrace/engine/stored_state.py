@@ -1,0 +1,281 @@
+"""All that an engine must know to go on as if it had never stopped, as plain values and tensors."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from headrace.checkpoint import PerRank, StoredTensor
+from headrace.engine.ema import Ema
+from headrace.engine.graphed import GraphedStep
+from headrace.engine.step import TrainingStep
+from headrace.errors import StepError
+from headrace.parallel import Ranks, bare, is_sharded, local, place, shard_like
+
+FORMAT = 4
+# What PyTorch and Python raise for the state of another model, or of no engine at all.
+_DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+
+
+def state_of(
+    step: TrainingStep,
+    ema: Ema | None,
+    graphs: GraphedStep | None,
+    position: Position,
+    left_out: int,
+) -> dict[str, Any]:
+    """The state between two batches, after so many updates were `left_out` that were not finite.
+    Tensors are the live ones: copy them before going on."""
+    schedule, scaler = step.schedule, step.scaler
+
+    def own(value: Any) -> Any:
+        return PerRank(own=value) if step.ranks.several else value
+
+    scales = None
+    if scaler is not None:
+        with step.device.ledger.waiting("scaler_state"):  # PyTorch's scaler reads it back
+            scales = scaler.state_dict()
+    return {
+        "format": FORMAT,
+        "epoch": position.epoch,
+        "batch": position.batch,
+        "own_batch": own(position.own_batch),
+        "share_ended": own(position.share_ended),
+        "loader": own(position.loader),
+        "deferred": position.deferred,
+        "epoch_loss": position.epoch_loss,
+        "left_out": left_out,
+        "random_at_start": own(position.random_at_start),
+        "generators": own(position.generators),
+        "drawn_ahead": own(position.drawn_ahead),
+        "drawn_last": own(position.drawn_last),
+        "graphs": None if graphs is None else graphs.state_dict(),
+        "ledger": step.device.ledger.state_dict(),
+        "model": dict(bare(step.model).state_dict()),
+        "optimizer": step.optimizer.state_dict(),
+        "scheduler": None if schedule is None else schedule.state_dict(),
+        "scaler": scales,
+        "ema": None if ema is None else ema.state(),
+        "step": step.state_dict(),
+        "random": own(position.random),
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where in its epochs an engine stands.
+
+    `batch` counts those *trained on*, `own_batch` those of them that this rank's loader gave (None:
+    all), and `share_ended` says that it has no more. `loader` is the loader's own state after them.
+    `deferred` are values not yet reported, and `epoch_loss` the sum of those that were, and of
+    their weights. Random states are those now, when the epoch began (also of the loader's own
+    generators), before each batch that was fetched and not trained on, and before the last one
+    trained on.
+    """
+
+    epoch: int
+    random: dict[str, Any]
+    batch: int = 0
+    own_batch: int | None = None
+    share_ended: bool = False
+    loader: Any = None
+    deferred: list[dict[str, Any]] = field(default_factory=list)
+    epoch_loss: list[float] = field(default_factory=lambda: [0.0, 0.0])
+    random_at_start: dict[str, Any] | None = None
+    generators: list[dict[str, Any]] | None = None
+    drawn_ahead: list[dict[str, Any]] = field(default_factory=list)
+    drawn_last: dict[str, Any] | None = None
+
+
+def upgraded(state: object) -> dict[str, Any]:
+    """A stored state as the present format has it."""
+    found = state.get("format") if isinstance(state, dict) else type(state).__name__
+    if not isinstance(state, dict) or type(found) is not int or not 1 <= found <= FORMAT:
+        raise StepError(
+            f"this is no engine's state of a format from 1 to {FORMAT}: found {found!r}"
+        )
+    if not isinstance(state.get("step"), dict):
+        raise StepError("this is no engine's state: it has no 'step'")
+    if found < 2:
+        added: dict[str, Any] = {"loader": None, "deferred": [], "random_at_start": None}
+        state = {**state, **added, "graphs": None, "ledger": None}
+        state["step"] = {**state["step"], "gate": None}
+    if found < 3:
+        gate = state["step"].get("gate")
+        state = {
+            **state,
+            "own_batch": None,
+            "share_ended": False,
+            "epoch_loss": [0.0, 0.0],
+            # What its gate had counted; some of it may be among the values not yet reported.
+            "left_out": 0 if gate is None or state.get("deferred") else int(gate["count"]),
+            "generators": None,
+            "drawn_ahead": [],
+        }
+    if found < 4:
+        state = {**state, "drawn_last": None}
+    return {**state, "format": FORMAT}
+
+
+def restore(
+    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+) -> None:
+    """Bring a step to `state`, all but the random generators. After an error it is of no use."""
+    with fitting():
+        _restore(state, step, ema, graphs)
+
+
+@contextmanager
+def fitting() -> Iterator[None]:
+    """What a state of another engine, or of none, raises inside the block is a `StepError`."""
+    try:
+        yield
+    except _DOES_NOT_FIT as problem:
+        what = " ".join(str(problem).split())[:200] or type(problem).__name__
+        raise StepError(f"the stored state does not fit this engine: {what}") from problem
+
+
+def _restore(
+    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+) -> None:
+    for name, part in (("scheduler", step.schedule), ("scaler", step.scaler), ("ema", ema)):
+        if (state[name] is None) != (part is None):
+            has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
+            raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
+    begun = state["step"]["in_group"]
+    if begun >= step.accumulate:
+        raise StepError(
+            f"the stored state is {begun} batches into a group: accumulate = {step.accumulate}, "
+            f"expected the number it had, more than {begun}"
+        )
+    divided_by = state["step"].get("divided_by")
+    if begun and divided_by != step.divided_by:
+        raise StepError(
+            f"the stored state is {begun} batches into a group accumulated by "
+            f"{_by(divided_by)}, and this engine accumulates by {_by(step.divided_by)}: expected "
+            "the same accumulate and accumulate_by, or a state between two updates"
+        )
+    model = bare(step.model)
+    own = model.state_dict()
+    model.load_state_dict(
+        {name: _placed(value, own.get(name)) for name, value in state["model"].items()}
+    )
+    step.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], step.optimizer))
+    if step.schedule is not None:
+        step.schedule.load_state_dict(state["scheduler"])
+    if step.scaler is not None:
+        step.scaler.load_state_dict(state["scaler"])
+        if step.scaler._scale is None:  # made by a first batch, which need not come any more
+            step.scaler._lazy_init_scale_growth_tracker(step.device.torch_device)
+    if ema is not None:
+        for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
+            average.copy_(local(_placed(stored, weight)))
+    step.load_state_dict(state["step"])
+    if graphs is not None:
+        graphs.load_state_dict(state["graphs"])
+    if state["ledger"] is not None:
+        step.device.ledger.load_state_dict(state["ledger"])
+    for name in ("epoch", "batch"):
+        if type(state[name]) is not int or state[name] < 0:
+            raise ValueError(f"{name} = {state[name]!r}: expected a whole number")
+    missing = {"left_out", *(one.name for one in fields(Position))} - state.keys()
+    if missing:
+        raise KeyError(f"it has no {', '.join(sorted(missing))}")
+
+
+def _by(divided_by: int | None) -> str:
+    return "weight" if divided_by is None else f"count ({divided_by} batches)"
+
+
+def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+    """`capturable` is about the plan and the device, not about what was learned: ours stays."""
+    groups = [dict(group) for group in state["param_groups"]]
+    for group, own in zip(groups, optimizer.param_groups, strict=False):
+        if "capturable" in own:
+            group["capturable"] = own["capturable"]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    by_parameter = {
+        number: _of_parameter(values, parameters[number])
+        if isinstance(number, int) and number < len(parameters)
+        else values
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": by_parameter, "param_groups": groups}
+
+
+def _of_parameter(values: Any, parameter: torch.Tensor) -> Any:
+    """An optimizer's state of one parameter, sharded as that one is, if at all."""
+    if not isinstance(values, dict):
+        return values
+    placed = {
+        name: _placed(value, parameter if _shape(value) == tuple(parameter.shape) else None)
+        for name, value in values.items()
+    }
+    # Its own memory: PyTorch's optimizers go on in what they are given.
+    return {
+        name: value.clone() if isinstance(value, torch.Tensor) and value is values[name] else value
+        for name, value in placed.items()
+    }
+
+
+def _shape(value: Any) -> tuple[int, ...] | None:
+    return tuple(value.shape) if isinstance(value, torch.Tensor | StoredTensor) else None
+
+
+def _placed(stored: Any, target: torch.Tensor | None) -> Any:
+    """A stored tensor as `target` is: whole, or this rank's part of it."""
+    if target is None or not is_sharded(target) or _shape(stored) != tuple(target.shape):
+        return stored.whole() if isinstance(stored, StoredTensor) else stored
+    if is_sharded(stored):
+        return stored
+    offset, shape = place(target)
+    if isinstance(stored, StoredTensor):
+        part = stored.part(offset, shape)
+    else:
+        ends = (begin + size for begin, size in zip(offset, shape, strict=True))
+        part = stored[tuple(map(slice, offset, ends))]
+    return shard_like(target, part.to(target.device))
+
+
+def own_part(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """A state with this rank's own values in it, of those that each has one of. On another number
+    of ranks each has another share: what is known of the loaders is of no use then."""
+    own = {name: _own_random(state[name], ranks) for name in ("random", "random_at_start")}
+    unknown: dict[str, Any] = {"own_batch": None, "share_ended": False, "loader": None}
+    unknown |= {"generators": None, "drawn_ahead": [], "drawn_last": None}
+    for name, value in unknown.items():
+        own[name] = _own_value(state[name], ranks, value)
+    return {**state, **own}
+
+
+def _own_value(stored: Any, ranks: Ranks, unknown: Any) -> Any:
+    if not isinstance(stored, PerRank):
+        return stored if ranks.size == 1 else unknown
+    if not stored.all:  # was never written: a state that was taken a moment ago
+        return stored.own
+    return stored.all[ranks.rank] if len(stored.all) == ranks.size else unknown
+
+
+def _own_random(stored: Any, ranks: Ranks) -> dict[str, Any] | None:
+    """What this rank is to draw from: what it drew from before or, on another number of ranks, a
+    seed that follows from the stored state and the rank."""
+    if isinstance(stored, PerRank):
+        states = list(stored.all)
+        if not states:  # was never written: a state that was taken a moment ago
+            return stored.own  # type: ignore[no-any-return]
+    else:
+        states = [stored]
+    if len(states) == ranks.size or states[0] is None:
+        own: dict[str, Any] | None = states[min(ranks.rank, len(states) - 1)]
+        return own
+    if "seed" in states[0]:
+        host = str(states[0]["seed"]).encode()
+    else:
+        host = states[0]["host"].numpy().tobytes()
+    text = host + f"rank {ranks.rank} of {ranks.size}".encode()
+    return {"seed": int.from_bytes(hashlib.sha256(text).digest()[:4], "little")}

@@ -1,0 +1,248 @@
+"""`headrace doctor`: what this machine has, what is missing, and the command that mends it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import psutil
+import torch
+
+import headrace
+from headrace.device import Device, available_devices, open_device
+from headrace.runs.probe import Probe, probe
+from headrace.text_table import text_table
+
+_SHM = Path("/dev/shm")  # noqa: S108 (a mount point that is looked at, not written to)
+_ENOUGH_SHM_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something worth knowing. A "problem" keeps Headrace from working as it should; a "note"
+    is a limit of this machine. `remedy` is a command or an action."""
+
+    level: Literal["problem", "note"]
+    what: str
+    remedy: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFacts:
+    """One device. Bytes; `measured` is None on the CPU, and when measuring was not wanted."""
+
+    name: str
+    description: str
+    total_bytes: int
+    free_bytes: int
+    measured: Probe | None
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """All that `doctor` found."""
+
+    headrace: str
+    python: str
+    platform: str
+    torch: str
+    torch_built_for: str
+    driver: str | None
+    cpu_cores: int
+    usable_cores: int
+    memory_bytes: int
+    devices: tuple[DeviceFacts, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def healthy(self) -> bool:
+        return not any(finding.level == "problem" for finding in self.findings)
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**asdict(self), "healthy": self.healthy}
+
+    def text(self) -> str:
+        """The diagnosis for a person to read."""
+        rows: list[tuple[str, str]] = [
+            ("headrace", self.headrace),
+            ("python", f"{self.python} on {self.platform}"),
+            ("torch", f"{self.torch}, built for {self.torch_built_for}"),
+            ("GPU driver", self.driver or "none"),
+            ("CPU", f"{self.usable_cores} of {self.cpu_cores} cores usable"),
+            ("memory", _gib(self.memory_bytes)),
+        ]
+        for device in self.devices:
+            rows.append(("device", f"{device.name}: {device.description}"))
+            rows.append(("", f"{_gib(device.free_bytes)} of {_gib(device.total_bytes)} free"))
+            if device.measured is not None:
+                rows += [("", line) for line in _measured_lines(device.measured)]
+        lines = [text_table(("", "found"), rows), ""]
+        for finding in self.findings:
+            lines += [f"{finding.level}: {finding.what}", f"  mend it: {finding.remedy}"]
+        lines.append("All is well." if not self.findings else "")
+        return "\n".join(lines).rstrip()
+
+
+def diagnose(*, measure: bool = True) -> Diagnosis:
+    """Look at the machine. With `measure`, each accelerator is also timed (about two seconds)."""
+    opened = [open_device(name) for name in available_devices()]
+    devices = tuple(_facts(device, measure) for device in opened)
+    driver = driver_version()
+    return Diagnosis(
+        headrace=headrace.__version__,
+        python=platform.python_version(),
+        platform=f"{platform.system()} {platform.machine()}",
+        torch=torch.__version__,
+        torch_built_for=_built_for(),
+        driver=driver,
+        cpu_cores=psutil.cpu_count() or 1,
+        usable_cores=usable_cores(),
+        memory_bytes=psutil.virtual_memory().total,
+        devices=devices,
+        findings=tuple(_findings(devices, driver)),
+    )
+
+
+def _facts(device: Device, measure: bool) -> DeviceFacts:
+    memory = device.memory()
+    return DeviceFacts(
+        name=str(device),
+        description=device.description(),
+        total_bytes=memory.total,
+        free_bytes=memory.free,
+        measured=probe(device) if measure and device.asynchronous else None,
+    )
+
+
+def _findings(devices: tuple[DeviceFacts, ...], driver: str | None) -> list[Finding]:
+    found = [
+        *_accelerator_findings(devices, driver),
+        *_machine_findings(devices),
+    ]
+    return sorted(found, key=lambda finding: finding.level != "problem")
+
+
+def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) -> list[Finding]:
+    if len(devices) > 1:
+        slow = [d for d in devices if d.measured and d.measured.overlap_share < 0.5]
+        return [
+            Finding(
+                "note",
+                f"on {device.name} copies hardly overlap compute: prefetching gains little there",
+                "see whether another program uses the GPU (nvidia-smi), then try again",
+            )
+            for device in slow
+        ]
+    if driver is not None:
+        return [
+            Finding(
+                "problem",
+                f"there is an NVIDIA driver ({driver}) but this PyTorch "
+                f"(built for {_built_for()}) sees no GPU",
+                "pip install --force-reinstall torch   # a build with CUDA",
+            )
+        ]
+    if _built_for() != "the CPU only":
+        return [
+            Finding(
+                "problem",
+                f"PyTorch was built for {_built_for()} but no driver answers",
+                "install the GPU's driver; in a container, start it with the GPU passed through",
+            )
+        ]
+    return [
+        Finding(
+            "note",
+            "no GPU: every plan runs, on the CPU, and none is faster than another",
+            "run it on a machine with a GPU and a PyTorch built for it",
+        )
+    ]
+
+
+def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[Finding]:
+    found = []
+    if len(devices) > 1 and importlib.util.find_spec("pynvml") is None:
+        found.append(
+            Finding("note", "GPU use cannot be sampled without NVML", "pip install nvidia-ml-py")
+        )
+    if _SHM.is_dir() and shutil.disk_usage(_SHM).total < _ENOUGH_SHM_BYTES:
+        found.append(
+            Finding(
+                "note",
+                f"shared memory is small ({_gib(shutil.disk_usage(_SHM).total)}): loader workers "
+                "may die with a bus error",
+                "docker run --shm-size=8g …   or load with 0 workers",
+            )
+        )
+    if len(devices) == 1 and not _cpu_bf16_works():
+        found.append(
+            Finding(
+                "note",
+                "bf16 crashes PyTorch on this CPU, which announces AMX and then refuses it",
+                "export ONEDNN_MAX_CPU_ISA=AVX512_CORE",
+            )
+        )
+    return found
+
+
+def _cpu_bf16_works() -> bool:
+    """Try it in another process: where it does not work, it kills the process."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if not cpuinfo.exists() or "amx_bf16" not in cpuinfo.read_text(errors="replace"):
+        return True
+    attempt = (
+        "import torch; x = torch.ones(32, 32, dtype=torch.bfloat16); "
+        "torch.nn.functional.linear(x, x)"
+    )
+    done = subprocess.run([sys.executable, "-c", attempt], capture_output=True, check=False)  # noqa: S603 (our own words)
+    return done.returncode == 0
+
+
+def driver_version() -> str | None:
+    try:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return None
+    try:
+        version = pynvml.nvmlSystemGetDriverVersion()
+        return version.decode() if isinstance(version, bytes) else str(version)
+    finally:
+        pynvml.nvmlShutdown()
+
+
+def _built_for() -> str:
+    if torch.version.cuda is not None:
+        return f"CUDA {torch.version.cuda}"
+    if torch.version.hip is not None:
+        return f"ROCm {torch.version.hip}"
+    return "XPU" if torch.xpu._is_compiled() else "the CPU only"
+
+
+def usable_cores() -> int:
+    """Cores this process may run on: a container often has fewer than the machine."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _measured_lines(measured: Probe) -> list[str]:
+    return [
+        f"host to device {measured.pinned_to_device_gb_per_s:.1f} GB/s pinned, "
+        f"{measured.pageable_to_device_gb_per_s:.1f} pageable",
+        f"device to host {measured.device_to_pinned_gb_per_s:.1f} GB/s pinned",
+        f"copies overlap compute: {measured.overlap_share:.0%}",
+        f"launching a kernel takes the host {measured.launch_us:.1f} µs",
+    ]
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / (1 << 30):.1f} GiB"

@@ -1,0 +1,318 @@
+"""Run folders: one for each training run, with all that it read and wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import os
+import platform
+import re
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from headrace.errors import RunError
+from headrace.schema import read_yaml
+
+try:
+    import fcntl
+except ImportError:  # no flock here: two runs in one folder are not noticed
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger("headrace")
+
+_LONGEST_NAME = 200  # bytes; file systems end at 255
+# Separators, what Windows reads as a drive, and what cannot be seen (line ends, surrogates, NUL).
+_NOT_IN_NAMES = re.compile(r"[/\\:\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Where a run keeps its files.
+
+        folder = RunFolder.create(name="small")          # runs/train/small
+        with folder.locked():
+            folder.write_config({...})
+
+    `weights` and `state` are folders, `events` TensorBoard's.
+    """
+
+    path: Path
+
+    @classmethod
+    def create(
+        cls,
+        project: str | Path = Path("runs/train"),
+        name: str | None = None,
+        *,
+        parts: tuple[str, ...] = ("weights", "state"),
+    ) -> RunFolder:
+        """A new folder in `project`: `name`, or the first free of exp, exp2, exp3, …; in it the
+        folders `parts`.
+
+        Two runs that start at once get two folders.
+        """
+        if name is not None:
+            _require_name(name)
+        if Path(project).is_file():
+            raise RunError(f"{project}: is a file; expected the folder that runs are made in")
+        try:
+            Path(project).mkdir(parents=True, exist_ok=True)
+            path = _first_free(Path(project)) if name is None else _new(Path(project), name)
+            folder = cls(path)
+            for part in parts:
+                (path / part).mkdir()
+        except (OSError, ValueError) as problem:
+            raise RunError(
+                f"{project}: no run folder can be made there ({_why(problem)})"
+            ) from problem
+        return folder
+
+    @classmethod
+    def open(cls, path: str | Path) -> RunFolder:
+        """The folder of an earlier run, to go on with it."""
+        folder = cls(Path(path))
+        try:
+            if not folder.config.is_file():
+                raise RunError(_no_run(folder.path))
+            folder._require_inside()
+        except (OSError, ValueError) as problem:
+            raise RunError(f"{path}: cannot be opened ({_why(problem)})") from problem
+        return folder
+
+    def _require_inside(self) -> None:
+        """A folder of somebody else's making must not lead what is written elsewhere."""
+        inside = self.path.resolve()
+        for entry in self.path.iterdir():
+            if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
+                raise RunError(
+                    f"{entry}: leads out of the run's folder, to {entry.resolve()}; expected what "
+                    "a run writes to lie in it (the folder itself may be a link)"
+                )
+
+    @property
+    def name(self) -> str:
+        return self.path.name
+
+    @property
+    def config(self) -> Path:
+        return self.path / "config.yaml"
+
+    @property
+    def weights(self) -> Path:
+        return self.path / "weights"
+
+    @property
+    def state(self) -> Path:
+        return self.path / "state"
+
+    @property
+    def metrics(self) -> Path:
+        return self.path / "metrics.jsonl"
+
+    @property
+    def events(self) -> Path:
+        return self.path / "tensorboard"
+
+    @property
+    def report(self) -> Path:
+        return self.path / "report.html"
+
+    def write_config(self, config: Mapping[str, Any]) -> None:
+        """Write `config.yaml`: plain values only. A reader sees the old file or the new one."""
+        try:
+            text = yaml_text(config).encode()
+        except (yaml.YAMLError, RecursionError, UnicodeEncodeError) as problem:
+            raise RunError(
+                f"{self.config}: the configuration cannot be written as YAML ({problem}); "
+                "expected dicts, lists, strings, numbers, true, false and null"
+            ) from problem
+        replace_file(self.config, text)
+
+    def read_config(self) -> dict[str, Any]:
+        """What `config.yaml` says."""
+        return dict(read_yaml(self.config, RunError))
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Nobody else can lock the folder inside the block. The lock goes with the process."""
+        file = _lock(self.path)
+        try:
+            yield
+        finally:
+            if not file.closed:  # as it is in a forked worker
+                # A worker forked a moment ago may not have closed its copy yet.
+                if fcntl is not None:
+                    with contextlib.suppress(OSError):
+                        fcntl.flock(file, fcntl.LOCK_UN)
+                file.close()
+
+
+def shared_folder(path: Path) -> RunFolder:
+    """A folder that another rank has just made."""
+    if not RunFolder(path).config.is_file():
+        raise RunError(
+            f"{path}: another rank has made it, and it is not seen here: expected a folder on a "
+            "file system that all nodes share (--project)"
+        )
+    return RunFolder(path)
+
+
+def yaml_text(content: Mapping[str, Any]) -> str:
+    """Plain values as YAML for people: in their order, nothing by reference."""
+    text: str = yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file beside `path` and rename it: at no time is there half a file."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        try:
+            with beside.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            beside.replace(path)
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError as problem:
+        raise RunError(f"{path}: cannot be written ({problem.strerror})") from problem
+
+
+class _PlainDumper(yaml.SafeDumper):
+    """A value that stands in two places is written twice: no anchors in a file for people."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
+    # Unquoted, PyYAML writes these as line ends and reads them as blanks.
+    style = '"' if any(end in text for end in "\x85\u2028\u2029") else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
+
+
+_PlainDumper.add_representer(str, _text)
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def _require_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        wrong = "it is empty" if name == "" else "it is no text"
+    elif _NOT_IN_NAMES.search(name):
+        wrong = "it has a separator, a colon or a character that cannot be seen in it"
+    elif name.startswith("."):
+        wrong = "it begins with a dot"
+    elif name != name.strip():
+        wrong = "it begins or ends with a blank"
+    elif len(name.encode()) > _LONGEST_NAME:
+        wrong = f"it is longer than {_LONGEST_NAME} bytes"
+    else:
+        return
+    shown = repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:80]}…"
+    raise RunError(
+        f"{shown} cannot be a run's name: {wrong}; expected the plain name of a folder, "
+        "like 'small' or 'lr=3e-4' (--project says where it is made)"
+    )
+
+
+def _first_free(project: Path) -> Path:
+    for name in itertools.chain(["exp"], (f"exp{number}" for number in itertools.count(2))):
+        try:
+            (project / name).mkdir()  # succeeds in one process only
+        except FileExistsError:
+            continue
+        return project / name
+    raise AssertionError("numbers do not end")
+
+
+def _new(project: Path, name: str) -> Path:
+    path = project / name
+    try:
+        path.mkdir()
+    except FileExistsError:
+        # `lr1e-4` must not become `lr1e-42`.
+        stem = f"{name}-" if name[-1].isdigit() else name
+        numbered = (f"{stem}{number}" for number in itertools.count(2))
+        free = next(other for other in numbered if not os.path.lexists(project / other))
+        resume = f"go on with it by --resume {path}, or " if RunFolder(path).config.exists() else ""
+        raise RunError(f"{path}: exists already; {resume}take a free name: {free}") from None
+    return path
+
+
+def _no_run(path: Path) -> str:
+    """Why `path` is no run folder, and which one may have been meant."""
+    if not path.exists():
+        return f"{path}: does not exist; expected the folder of an earlier run"
+    if path.is_dir():
+        what = f"{path}: is no run folder (it has no config.yaml)"
+        inside = [entry for entry in path.iterdir() if (entry / "config.yaml").is_file()]
+        if inside:
+            newest = max(inside, key=lambda entry: (entry / "config.yaml").stat().st_mtime)
+            return f"{what}; did you mean {newest}, its newest run?"
+    else:
+        what = f"{path}: is a file; expected the folder of an earlier run"
+    for folder in list(path.parents)[:2]:
+        if (folder / "config.yaml").is_file():
+            return f"{what}; did you mean {folder}?"
+    return what
+
+
+# --- the lock ------------------------------------------------------------------------------------
+
+_held: weakref.WeakSet[FileIO] = weakref.WeakSet()
+
+
+def _lock(folder: Path) -> FileIO:
+    """Lock the folder, for as long as what is returned is open.
+
+    The file itself stays: if it were removed, two processes could each lock one of that name.
+    """
+    path = folder / ".lock"
+    try:
+        file = FileIO(
+            os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666), "r+"
+        )
+    except OSError as problem:
+        raise RunError(f"{path}: cannot be opened ({problem.strerror})") from problem
+    try:
+        if fcntl is not None:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = file.read(200).decode(errors="replace").strip() or "another process"
+        file.close()
+        raise RunError(
+            f"{folder}: {holder} is training into it; wait for it to end, or train into a "
+            "folder of its own (--name)"
+        ) from None
+    except OSError as problem:
+        # Some network file systems have no locks. That is no reason not to train.
+        log.warning("%s: cannot be locked (%s); do not start a second run", folder, _why(problem))
+    _held.add(file)
+    file.truncate(0)
+    file.write(f"process {os.getpid()} on {platform.node()}".encode())
+    return file
+
+
+def _close_in_child() -> None:
+    """A forked loader worker shares the lock, and would hold it after the trainer has died."""
+    for file in list(_held):
+        file.close()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_close_in_child)
+
+
+def _why(problem: OSError | ValueError) -> str:
+    return (problem.strerror if isinstance(problem, OSError) else None) or str(problem)

@@ -1,0 +1,211 @@
+"""What a run measured, as it goes: one JSON object a line, and TensorBoard if wanted."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import RunError
+from headrace.runs.folder import replace_file
+
+log = logging.getLogger("headrace")
+
+
+class MetricsLog:
+    """Appends to a file of JSON lines. Each line is with the system before `write` returns.
+
+        with MetricsLog(folder.metrics, tensorboard=folder.events) as metrics:
+            metrics.write("step", 100, loss=3.2, lr=3e-4)
+            metrics.write("valid", 100, bleu=27.3)
+
+    JSON has no NaN or infinity: those become null. In TensorBoard the numbers are called
+    `step/loss` and so on. Half a line at the end of an existing file, left by a process that was
+    killed, is dropped. A line that cannot be written, because the disk is full, say, is an error,
+    or with `goes_on` a warning.
+    """
+
+    def __init__(
+        self, path: str | Path, tensorboard: str | Path | None = None, *, goes_on: bool = False
+    ) -> None:
+        self._goes_on = goes_on
+        self._path = Path(path)
+        self._events = None if tensorboard is None else _Events(Path(tensorboard))
+        try:
+            self._file = self._path.open("ab", buffering=0)
+        except OSError as problem:
+            raise RunError(f"{path}: cannot be opened ({problem.strerror})") from problem
+        self._drop_torn_line()
+
+    def __enter__(self) -> MetricsLog:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def write(self, kind: str, step: int, **values: object) -> None:
+        """Append a line. Values are plain: numbers, text, true, false, None, lists and dicts."""
+        content = {"kind": kind, "step": step} | {
+            name: _finite(value) for name, value in values.items()
+        }
+        text = json.dumps(content, allow_nan=False, ensure_ascii=False) + "\n"
+        # Half a surrogate pair is no UTF-8; as `\\udc80` it is JSON.
+        self._append(text.encode(errors="backslashreplace"))
+        if self._events is not None:
+            self._events.write(kind, step, content)
+
+    def rewind(
+        self, step: int, again: Callable[[Mapping[str, Any]], bool] = lambda content: False
+    ) -> None:
+        """Drop the lines of steps after `step`, and what else is to be written `again`."""
+        self._file.close()
+        kept: list[tuple[bytes, dict[str, Any]]] = []
+        first = step + 1  # of the steps of which something is dropped
+        for line, content in _lines(self._path):
+            number = content.get("step")
+            is_later = isinstance(number, int) and number > step
+            if not is_later and not again(content):
+                kept.append((line, content))
+            elif isinstance(number, int):
+                first = min(first, number)
+        replace_file(self._path, b"".join(line for line, _ in kept))
+        self._file = self._path.open("ab", buffering=0)
+        if self._events is not None:
+            self._events.rewind(first)
+            for _, content in kept:  # what was dropped there with it, and is not to be
+                if isinstance(content.get("step"), int) and content["step"] >= first:
+                    self._events.write(str(content.get("kind")), content["step"], content)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._events is not None:
+            self._events.close()
+
+    def _append(self, line: bytes) -> None:
+        rest, whole = memoryview(line), self._file.seek(0, os.SEEK_END)
+        try:
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as problem:
+            with suppress(OSError):
+                self._file.truncate(whole)  # no half line for the next one to be added to
+            error = RunError(f"{self._path}: cannot be written ({problem.strerror})")
+            if not self._goes_on:
+                raise error from problem
+            log.warning("%s; training goes on", error)
+
+    def _drop_torn_line(self) -> None:
+        with self._path.open("rb") as file:
+            size = end = file.seek(0, 2)
+            while end:
+                start = max(0, end - 65536)
+                file.seek(start)
+                found = file.read(end - start).rfind(b"\n")
+                if found >= 0:
+                    end = start + found + 1
+                    break
+                end = start
+        if end < size:
+            self._file.truncate(end)
+
+
+class NoMetrics:
+    """What a rank that writes none has in a `MetricsLog`'s stead."""
+
+    def __enter__(self) -> NoMetrics:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return
+
+    def write(self, kind: str, step: int, **values: object) -> None:
+        """Nothing: rank 0 does it."""
+
+    def rewind(self, step: int, again: object = None) -> None:
+        """Nothing: rank 0 does it."""
+
+
+def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
+    """The lines of a metrics file, also of one that is still being written."""
+    return (content for _, content in _lines(Path(path)))
+
+
+def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+    """Each whole line with what it says; what is no JSON object is left out, with a warning."""
+    damaged = 0
+    try:
+        with path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    continue  # the last one: torn, or not all there yet
+                try:
+                    content = json.loads(line)
+                except (ValueError, RecursionError):
+                    content = None
+                if isinstance(content, dict):
+                    yield line, content
+                else:
+                    damaged += 1
+    except OSError as problem:
+        raise RunError(f"{path}: cannot be read ({problem.strerror})") from problem
+    if damaged:
+        log.warning("%s: left out %d damaged line%s", path, damaged, "" if damaged == 1 else "s")
+
+
+class _Events:
+    """The numbers as TensorBoard events. The writer, which has a thread, is made when needed."""
+
+    def __init__(self, folder: Path) -> None:
+        try:
+            # Takes a second, so only where it is wanted.
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as problem:
+            raise RunError(
+                f"TensorBoard files were asked for but it is not installed ({problem}); "
+                "pip install tensorboard"
+            ) from problem
+        self._folder = folder
+        self._make = SummaryWriter
+        self._writer: SummaryWriter | None = None
+        self._purge_step: int | None = None
+
+    def write(self, kind: str, step: int, content: Mapping[str, Any]) -> None:
+        for name, number in _numbers(content):
+            if name not in ("step", "epoch", "at_s"):
+                self._open().add_scalar(f"{kind}/{name}", number, step)
+
+    def rewind(self, step: int) -> None:
+        """TensorBoard will not show events from `step` on that were written before now."""
+        self.close()
+        self._purge_step = step
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        self._writer = None
+
+    def _open(self) -> Any:
+        if self._writer is None:
+            self._writer = self._make(str(self._folder), purge_step=self._purge_step)
+        return self._writer
+
+
+def _numbers(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:
+    for name, value in content.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield f"{prefix}{name}", value
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
