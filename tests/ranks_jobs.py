@@ -324,8 +324,9 @@ def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, 
         engine.epoch(Unknown(mine))
     trained = 1 if left else len(batches)
     hand = new_engine(how)
-    assert hand._step is not None
-    model, optimizer, scheduler = hand.model, hand._step.optimizer, hand._step.schedule._scheduler
+    training = hand._training
+    model, optimizer = hand.model, training.parts.optimizer
+    scheduler = training.schedule._scheduler
     assert scheduler is not None
     for index in range(trained):
         ends = (index + 1) % 3 == 0 or index + 1 == trained
@@ -373,8 +374,8 @@ def talk(rank: int, size: int) -> dict[str, Any]:
 
 
 def graphs_refused(rank: int, size: int) -> list[str | None]:
-    steps = (new_engine("ddp")._step, new_engine("fsdp")._step)
-    return [graph_rules.why_not(step) for step in steps if step is not None]
+    engines = (new_engine("ddp"), new_engine("fsdp"))
+    return [graph_rules.why_not(engine._training.parts) for engine in engines]
 
 
 def deferred_waits(rank: int, size: int) -> dict[str, int]:

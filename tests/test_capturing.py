@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,11 +13,12 @@ import torch
 from conftest import needs_cuda
 from test_engine import data, loss, make_engine, make_model, same, weights
 
+from headrace.data import Cursor, Fetched
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.engine.graphed import GraphedStep
+from headrace.engine.forward import Forward
+from headrace.engine.graphed import StepGraphs
 from headrace.engine.schedules import Schedule
-from headrace.engine.step import TrainingStep
 from headrace.parallel import Ranks
 from headrace.plan import Plan
 from headrace.testing import Costs, FakeDevice
@@ -285,10 +287,10 @@ class TestFallback:
     ) -> None:
         def make(plan: Any) -> Engine:
             engine = make_engine(capturing, plan, deterministic=True)
-            assert engine._step is not None
-            optimizer = engine._step.optimizer
+            assert engine._training.parts is not None
+            optimizer = engine._training.parts.optimizer
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=300)
-            engine._step.schedule = Schedule(cycle, "step")
+            engine._training.schedule = Schedule(cycle, "step")
             return engine
 
         assert "the optimizer's betas changes from step to step" in self.run(
@@ -352,22 +354,22 @@ class TestBetweenEpochs:
 
     def test_another_learning_rate(self, capturing: Device) -> None:
         def slower(engine: Engine) -> None:
-            assert engine._step is not None
-            engine._step.optimizer.param_groups[0]["lr"] = 0.001
+            assert engine._training.parts is not None
+            engine._training.parts.optimizer.param_groups[0]["lr"] = 0.001
 
         self.both(capturing, slower)
 
     def test_another_weight_decay(self, capturing: Device) -> None:
         def heavier(engine: Engine) -> None:
-            assert engine._step is not None
-            engine._step.optimizer.param_groups[0]["weight_decay"] = 0.5
+            assert engine._training.parts is not None
+            engine._training.parts.optimizer.param_groups[0]["weight_decay"] = 0.5
 
         assert self.both(capturing, heavier).graphs.captures == 2  # type: ignore[union-attr]
 
     def test_a_checkpoint_is_loaded(self, capturing: Device) -> None:
         def reload(engine: Engine) -> None:
-            assert engine._step is not None
-            optimizer = engine._step.optimizer
+            assert engine._training.parts is not None
+            optimizer = engine._training.parts.optimizer
             optimizer.load_state_dict(optimizer.state_dict())
 
         self.both(capturing, reload)
@@ -489,12 +491,12 @@ class TestMax:
     ) -> None:
         device = open_device(device_name)
         engine = make_engine(device, "max", model=make_model(device, dropout=0.0))
-        assert engine._step is not None
+        assert engine._training.parts is not None
 
         def broken(*_: Any) -> Any:
             raise torch._dynamo.exc.InternalTorchDynamoError("broken on purpose")
 
-        engine._step.loss._compiled = broken  # type: ignore[attr-defined]
+        engine._training.parts.forward.loss._compiled = broken  # type: ignore[attr-defined]
         expected = make_engine(device, "pipeline", model=make_model(device, dropout=0.0))
         assert engine.epoch(data(20)).losses == expected.epoch(data(20)).losses
         assert "the step is not compiled and runs as it is" in caplog.text
@@ -509,26 +511,33 @@ class OnDevice(Ranks):
 
 
 def test_ddp_is_watched_after_its_first_steps(
-    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+    fake_device: FakeDevice,
 ) -> None:
     """DDP copies from the host in its second step, when it arranges its buckets, and never again:
     that is no reason against a graph."""
     model = make_model(fake_device)
     calls = []
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    step = TrainingStep(fake_device, model, optimizer, loss)
-    forward = step.forward
 
-    def copies_once(batch: Any) -> Any:
-        calls.append(1)
-        if len(calls) == 2:
-            torch.zeros(()).to(fake_device.torch_device)
-        return forward(batch)
+    class CopiesOnce(Forward):
+        def __call__(self, batch: Any, *, averages: bool = True) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                torch.zeros(()).to(fake_device.torch_device)
+            return super().__call__(batch)
 
-    monkeypatch.setattr(step, "forward", copies_once)
-    step.spread, step.ranks = "ddp", OnDevice()
-    graphed = GraphedStep(step, GRAPH)
+    engine = Engine(model, optimizer, loss, plan="baseline", device=fake_device)
+    assert engine._training.parts is not None
+    forward = CopiesOnce(
+        *(fake_device, model, optimizer, loss),
+        written=loss,
+        precision=None,
+        spread=False,
+    )
+    parts = replace(engine._training.parts, forward=forward, spread="ddp", ranks=OnDevice())
+    graphs = StepGraphs(parts, GRAPH)
     batch = tuple(part.to(fake_device.torch_device) for part in data(1)[0])
-    replays = [graphed.train(batch, lambda parts: None) for _ in range(20)]
-    assert graphed.report().why is None
-    assert replays[-1]
+    fetched = Fetched(0, batch, nbytes=0, samples=1, cursor=Cursor(1))
+    replayed = [graphs.train(fetched).replayed for _ in range(20)]
+    assert graphs.report().why is None
+    assert replayed[-1]

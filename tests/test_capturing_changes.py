@@ -29,8 +29,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def optimizer_of(engine: Engine) -> torch.optim.Optimizer:
-    assert engine._step is not None
-    return engine._step.optimizer
+    assert engine._training.parts is not None
+    return engine._training.parts.optimizer
 
 
 def both(

@@ -221,7 +221,8 @@ def is_a_bound(line: Site, calls: set[str]) -> bool:
     file = Path(line.file).name
     if file == "prefetcher.py" and calls == {"wait"}:
         return True
-    return file == "run_ahead.py" or (file == "lanes.py" and calls <= {"wait", "synchronize"})
+    bounding = file in ("host_sync.py", "feed.py") and calls <= {"wait", "synchronize"}
+    return file == "run_ahead.py" or bounding
 
 
 def complaint(scenario: Callable[[FakeDevice], object]) -> str | None:

@@ -181,8 +181,8 @@ class TestOutOfMemory:
         with FakeDevice(memory_bytes=room) as device:
             engine = make_engine(device, plan, model=wide(device), on_oom="halve", **options)
             found = engine.epoch(batches)
-            assert engine._halving is not None
-            assert engine._halving.halved == 5
+            assert engine._training.parts is not None
+            assert engine._training.parts.group.batches_in_parts == 5
         assert found.losses == pytest.approx(expected.losses, rel=1e-5)
         assert found.weights == expected.weights
         assert found.metrics == pytest.approx(expected.metrics)

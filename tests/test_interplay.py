@@ -23,16 +23,16 @@ from headrace.testing import FakeDevice
 
 def fail_once(engine: Engine, at: int) -> None:
     """Let the optimizer's step number `at` raise, before it does anything."""
-    step = engine._step
-    assert step is not None
-    real, calls = step.optimizer.step, iter(range(1, 10_000))
+    assert engine._training.parts is not None
+    optimizer = engine._training.parts.optimizer
+    real, calls = optimizer.step, iter(range(1, 10_000))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if next(calls) == at:
             raise ZeroDivisionError("once")
         return real(*args, **kwargs)
 
-    step.optimizer.step = failing  # type: ignore[method-assign]
+    optimizer.step = failing  # type: ignore[method-assign]
 
 
 class TestRandomness:
@@ -139,15 +139,15 @@ class TestGroups:
             engine.epoch(data(12))
             assert engine.graphs is not None
             assert engine.graphs.replays > 0
-            step = engine._step
-            assert step is not None
-            gathered = step.gathered
+            assert engine._training.parts is not None
+            group = engine._training.parts.group
+            gathered = group.gathered_and_used
 
             def interrupted() -> None:
-                step.gathered = gathered  # type: ignore[method-assign]
+                group.gathered_and_used = gathered  # type: ignore[method-assign]
                 raise KeyboardInterrupt
 
-            step.gathered = interrupted  # type: ignore[method-assign]
+            group.gathered_and_used = interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 engine.epoch(data(12))
         assert told == []  # the weights have moved, and no batch was counted

@@ -279,7 +279,7 @@ class TestBackwardInTheLoss:
         engine = make_engine(open_device("cpu"), loss=looking)
         engine.epoch(data(3))
         assert seen == [False, True, True]
-        optimizer: Any = engine._step.optimizer  # type: ignore[union-attr]
+        optimizer: Any = engine._training.parts.optimizer  # type: ignore[union-attr]
         assert not optimizer._optimizer_step_pre_hooks
         engine.epoch(data(2))  # another epoch's loss may be another's
         assert seen[3:] == [False, True]
@@ -689,7 +689,7 @@ class TestOthers:
 
     def test_a_rate_set_by_hand(self, device: Device) -> None:
         engine = make_engine(device, accumulate=2)
-        optimizer: Any = engine._step.optimizer  # type: ignore[union-attr]
+        optimizer: Any = engine._training.parts.optimizer  # type: ignore[union-attr]
         for info in engine.steps(data(6)):
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 / (1 + info.updates)

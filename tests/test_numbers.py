@@ -22,7 +22,6 @@ from headrace.bench import Bench, entries_of, find_work, text_of
 from headrace.bench.comparing import Comparing
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.engine.halving import HalvingStep
 from headrace.errors import StepError
 from headrace.plan import PRESETS, Plan, load_plan
 from headrace.testing import FakeDevice
@@ -137,12 +136,12 @@ class TestPrecision:
     def test_a_scaler_goes_with_fp16_alone(self) -> None:
         with FakeDevice() as device:
             engine = engine_for(device, precision=None)
-            assert engine._step is not None
-            assert engine._step.scaler is None
+            assert engine._training.parts is not None
+            assert engine._training.parts.update.scaler is None
             engine.use_plan(Plan(precision="fp16"))
-            assert engine._step.scaler is not None
+            assert engine._training.parts.update.scaler is not None
             engine.use_plan("pipeline")
-            assert engine._step.scaler is None
+            assert engine._training.parts.update.scaler is None
 
     def test_a_plan_file_may_say_none(self, tmp_path: Path) -> None:
         for text, expected in (("null", None), ("fp32", "fp32")):
@@ -497,8 +496,8 @@ class TestAccumulationByCount:
             )
             full[:] = [] if fails_at is None else [data(7, 6)[fails_at][0]]
             engine.epoch(data(7, 6))
-            assert isinstance(engine._halving, HalvingStep)
-            assert engine._halving.halved == len(full)
+            assert engine._training.parts is not None
+            assert engine._training.parts.group.batches_in_parts == len(full)
             return weights(engine)
 
         full: list[torch.Tensor] = []

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -337,12 +338,11 @@ class TestOneProcess:
         names = sorted(path.name for path in (tmp_path / "step-00000001").iterdir())
         assert names == ["state.json", "tensors.safetensors"]
 
-    def test_fp16_under_fsdp_is_refused(self) -> None:
+    def test_fp16_under_fsdp_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = jobs.new_engine("plain")
-        assert engine._step is not None
-        engine._step.spread = "fsdp"
+        monkeypatch.setattr("headrace.engine.build.spread_of", lambda model: "fsdp")
         with pytest.raises(StepError, match="use bf16"):
-            engine._step.set_precision("fp16")
+            engine.use_plan(replace(engine.plan, precision="fp16"))
 
 
 @pytest.mark.gpu

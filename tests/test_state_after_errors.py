@@ -20,7 +20,7 @@ from headrace.data.source import TimedIterator
 from headrace.device import Device, open_device
 from headrace.engine import Engine, StepInfo
 from headrace.engine.deferred import _Block
-from headrace.engine.kept_buffers import KeptBuffers
+from headrace.engine.restoring import KeptBuffers
 from headrace.errors import NonFiniteError
 from headrace.testing import FakeDevice
 

@@ -7,9 +7,11 @@ rounded to a few shapes (`buckets.py`); ranks are kept in step (`align.py`).
 
 from __future__ import annotations
 
-from headrace.data.align import Shares
+from headrace.data.align import Aligned
 from headrace.data.buckets import BucketBatches, Buckets, PadToBuckets
 from headrace.data.cache import BatchCache
+from headrace.data.feed import Batches, BlockingCopies, Cursor, Feed, Fetched
+from headrace.data.loader_state import state_keeper
 from headrace.data.prefetcher import Prefetcher, PrefetchIterator, prefetch, unprefetched
 from headrace.data.rng import (
     host_states,
@@ -26,12 +28,12 @@ from headrace.data.source import (
     first_of,
     generators_of,
     loader_error,
-    state_keeper,
     with_samplers,
 )
 from headrace.data.spent import UsedIterators
 from headrace.data.tree import (
     batch_leaves,
+    describe_batch,
     flatten_batch,
     is_plain_tensor,
     measure_leaves,
@@ -40,18 +42,24 @@ from headrace.data.tree import (
 )
 
 __all__ = [
+    "Aligned",
     "BatchCache",
+    "Batches",
+    "BlockingCopies",
     "BucketBatches",
     "Buckets",
+    "Cursor",
     "Draws",
+    "Feed",
+    "Fetched",
     "PadToBuckets",
     "PrefetchIterator",
     "Prefetcher",
     "Rest",
-    "Shares",
     "Skipping",
     "UsedIterators",
     "batch_leaves",
+    "describe_batch",
     "end_workers",
     "first_of",
     "flatten_batch",

@@ -13,19 +13,32 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
-from headrace.data.source import first_state
+from headrace.data.loader_state import first_state
 from headrace.device import Ledger
 from headrace.errors import StepError
 from headrace.parallel import Ranks
 
 
-class Shares:
-    """A loader's batches, as many on each rank, and what the loop has to know of them. No more than
-    `most` are asked for. `ended` says that this rank's own came to their end before the pass began,
-    which was resumed: the loader gives the last of them, to stand in. The state of a loader that
-    keeps one is asked for here."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """What a batch is to the other ranks. `own` of the pass's batches up to this one are the
+    loader's own, and `ended` says that it has no more. A `weightless` batch only keeps the other
+    ranks company. `ends_epoch`: no rank has a batch after it."""
+
+    own: int
+    ended: bool
+    weightless: bool
+    ends_epoch: bool
+
+
+class Aligned:
+    """A loader's batches, as many on each rank. `share` says what the one given last is to the
+    others. No more than `most` are asked for. `ended` says that this rank's own came to their end
+    before the pass began, which was resumed: the loader gives the last of them, to stand in. The
+    state of a loader that keeps one is asked for here."""
 
     def __init__(
         self,
@@ -41,6 +54,7 @@ class Shares:
         self._own: int | None = 0 if ended else None  # how many the loader gave, once it has ended
         self._promised: int | None = None  # how many it says that it has
         self._last: int | None = None  # the epoch's last batch, as soon as it is known
+        self.share = Share(0, ended, False, False)
         # The loader's own, after the batch that was given last, and after the one asked for last.
         self._keeper, self._state = first_state(loader)
         self._asked_state = self._state
@@ -48,22 +62,15 @@ class Shares:
             self.state_dict = lambda: self._state
             self.load_state_dict = self._keeper.load_state_dict
 
-    def own(self, batches: int) -> int:
-        """How many of the first so many are the loader's own."""
-        return batches if self._own is None else min(self._own, batches)
-
-    def has_ended(self, batches: int) -> bool:
-        """Whether there is none of the loader's own after the first so many, asked for or not."""
-        found = None if self._own == self._most else self._own
-        return any(end is not None and batches >= end for end in (found, self._promised))
-
-    def is_stand_in(self, index: int) -> bool:
-        """Whether batch `index` only keeps the other ranks company."""
-        return self._own is not None and index >= self._own
-
-    def is_last(self, index: int) -> bool:
-        """Whether no batch comes after `index`, on any rank."""
-        return index == self._last
+    def _share_of(self, index: int) -> Share:
+        own, given = self._own, index + 1
+        found = None if own == self._most else own
+        return Share(
+            own=given if own is None else min(own, given),
+            ended=any(end is not None and given >= end for end in (found, self._promised)),
+            weightless=own is not None and index >= own,
+            ends_epoch=index == self._last,
+        )
 
     def __iter__(self) -> Iterator[Any]:
         self._promised = 0 if self._ended else _length(self._loader)
@@ -100,11 +107,11 @@ class Shares:
         self, own: Iterator[Any], batch: Any, promised: int, count: int
     ) -> Iterator[Any]:
         self._last = count - 1
-        for _ in range(count):
+        for index in range(count):
             batch = next(own, batch) if self._own is None else batch
             if batch is None:
                 raise StepError(f"the loader has a length of {promised}, and gave no batch")
-            self._state = self._asked_state
+            self._state, self.share = self._asked_state, self._share_of(index)
             yield batch
         more = next(own, None) if self._own is None else None
         self._state = self._asked_state
@@ -123,7 +130,7 @@ class Shares:
             batch, some = self._next(own, here)  # one ahead: `here` may be the last
             if not some:
                 self._last = index
-            self._state = state
+            self._state, self.share = state, self._share_of(index)
             yield here
             index += 1
         self._state = self._asked_state

@@ -21,8 +21,10 @@ from typing import Any, Self
 
 import torch
 
+from headrace.data.align import Share
 from headrace.data.cache import BatchCache
-from headrace.data.source import Draws, Source, state_keeper
+from headrace.data.loader_state import state_keeper
+from headrace.data.source import Draws, Source
 from headrace.data.transfer import Sender
 from headrace.data.tree import batch_tensors, flatten_batch, measure_leaves, rebuild_batch
 from headrace.device import Device, Event, Stream, open_device
@@ -112,6 +114,11 @@ class Prefetcher:
     def __iter__(self) -> PrefetchIterator:
         return PrefetchIterator(self)
 
+    def draws_to_repeat(self) -> list[dict[str, Any]]:
+        """Of a resumed pass: the generators' states before batches that are still to be drawn as
+        they were drawn before."""
+        return [] if self.draws is None else [*self.draws.again]
+
     def __getattr__(self, name: str) -> Any:
         """The loader's public attributes, where this class has none of that name."""
         # Not by `self.loader`: a copy that is being made has none yet.
@@ -154,8 +161,9 @@ class StatefulPrefetcher(Prefetcher):
 
 
 @dataclass(slots=True)
-class _Slot:
-    """A batch under way: `ready` passes when its copy is done; None if nothing was copied."""
+class Slot:
+    """A batch under way: `ready` passes when its copy is done; None if nothing was copied. The
+    loader's own state is that after the batch, the generators' that before it was asked for."""
 
     batch: Any
     ready: Event | None
@@ -163,6 +171,7 @@ class _Slot:
     samples: int
     loader_state: Any = None
     drawn_from: dict[str, Any] | None = None
+    share: Share | None = None
 
 
 class PrefetchIterator:
@@ -176,7 +185,7 @@ class PrefetchIterator:
         self._settings = settings
         self._device = settings.device
         self._owner = settings.owner or settings.device.current_stream()
-        self._under_way: deque[_Slot] = deque()
+        self._under_way: deque[Slot] = deque()
         self._source: Source | None = None
         self._error: BaseException | None = None
         self._pulled = 0
@@ -185,10 +194,6 @@ class PrefetchIterator:
         self._sender = Sender(
             self._device, self._owner, pin=settings.pin, runs_on_owner=settings.runs_on_owner
         )
-        self.delivered = 0
-        self.last_nbytes = self.last_samples = 0
-        self._last_drawn_from: dict[str, Any] | None = None
-        self._earlier_drawn_from: dict[str, Any] | None = None  # before the one before the last
         self._unsent_drawn_from: dict[str, Any] | None = None
         self._end_drawn_from: dict[str, Any] | None = None
         #: Where the host's generators stood before a batch that drew and then could not be had.
@@ -213,6 +218,10 @@ class PrefetchIterator:
         return self
 
     def __next__(self) -> Any:
+        return self.take().batch
+
+    def take(self) -> Slot:
+        """The next batch, with what is known of it. Raises `StopIteration` at the end."""
         if not self._has_begun:
             self.begun()
         while self._source is not None and len(self._under_way) <= self._settings.depth:
@@ -235,11 +244,8 @@ class PrefetchIterator:
             self._hand_over(slot)
         if self._source is not None and not self._under_way:
             self._source.tell_last()
-        self.delivered += 1
-        self.last_nbytes, self.last_samples = slot.nbytes, slot.samples
-        self._earlier_drawn_from = self._last_drawn_from
-        self.loader_state, self._last_drawn_from = slot.loader_state, slot.drawn_from
-        return slot.batch
+        self.loader_state = slot.loader_state
+        return slot
 
     def has_more(self, *, ask: bool) -> bool:
         """Whether another batch, or an error, comes after the one handed out last. With a depth of
@@ -248,17 +254,12 @@ class PrefetchIterator:
             self._pull()
         return bool(self._under_way) or self._source is not None or self._error is not None
 
-    def drawn_ahead(self, used: int) -> list[dict[str, Any]]:
-        """Where the host's generators stood before each batch that was fetched, of those after the
-        first `used` (the last that was handed out may not have been), and before the end."""
-        handed_out = [self._last_drawn_from] if self.delivered > used else []
+    def drawn_ahead(self) -> list[dict[str, Any]]:
+        """Where the host's generators stood before each batch that was fetched and not handed out
+        yet, and before the end."""
         under_way = (slot.drawn_from for slot in self._under_way)
-        found = [*handed_out, *under_way, self._unsent_drawn_from, self._end_drawn_from]
+        found = [*under_way, self._unsent_drawn_from, self._end_drawn_from]
         return [states for states in found if states is not None]
-
-    def drawn_last(self, used: int) -> dict[str, Any] | None:
-        """Where they stood before the last of the first `used` batches was asked for."""
-        return self._earlier_drawn_from if self.delivered > used else self._last_drawn_from
 
     def close(self) -> None:
         """Drop the batches under way and the loader's iterator."""
@@ -298,6 +299,7 @@ class PrefetchIterator:
             self._end_with(problem)
             return
         slot.loader_state, slot.drawn_from = source.state, source.drawn_from
+        slot.share = source.share
         self._under_way.append(slot)
         self._pulled += 1
 
@@ -309,14 +311,14 @@ class PrefetchIterator:
         if source is not None:
             source.close()
 
-    def _send(self, batch: Any) -> _Slot:
+    def _send(self, batch: Any) -> Slot:
         leaves, cache = flatten_batch(batch), self._settings.cache
         nbytes, samples = measure_leaves(leaves)
         kept = None if cache is None else cache.find(batch)
         if kept is not None:
-            return _Slot(kept, None, nbytes, samples)
+            return Slot(kept, None, nbytes, samples)
         if not self._device.asynchronous:
-            return _Slot(self._moved(batch, leaves), None, nbytes, samples)
+            return Slot(self._moved(batch, leaves), None, nbytes, samples)
         mark = self._free_mark()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
         arriving, was_copied = self._sender.send(leaves, transfer, mark)
@@ -332,7 +334,7 @@ class PrefetchIterator:
             raise
         if cache is not None:
             cache.keep(batch, on_device)
-        return _Slot(on_device, mark if was_copied else None, nbytes, samples)
+        return Slot(on_device, mark if was_copied else None, nbytes, samples)
 
     def _moved(self, batch: Any, leaves: list[Any]) -> Any:
         """On a device that copies nothing: the batch itself, if all of it is there already."""
@@ -358,7 +360,7 @@ class PrefetchIterator:
         been handed out by then, and it keeps no staging memory from being lent."""
         return self._settings.depth < _MOST_COPIES and not self._sender.staged
 
-    def _hand_over(self, slot: _Slot) -> None:
+    def _hand_over(self, slot: Slot) -> None:
         assert slot.ready is not None
         reader = self._settings.owner or self._device.current_stream()
         reader.wait_event(slot.ready)
@@ -381,9 +383,9 @@ class _NotingIterator(PrefetchIterator):
             self._note()
         return self
 
-    def __next__(self) -> Any:
+    def take(self) -> Slot:
         try:
-            return super().__next__()
+            return super().take()
         finally:
             self._note()
 

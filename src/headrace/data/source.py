@@ -16,14 +16,15 @@ import queue
 import re
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from headrace.data.align import Aligned, Share
+from headrace.data.loader_state import first_state, state_keeper
 from headrace.data.rng import drawing_from, have_moved, host_states
 from headrace.device import Device, Stream
 from headrace.errors import LoaderError, StepError
@@ -32,9 +33,6 @@ log = logging.getLogger("headrace")
 _SAY_EVERY_S = 5.0
 _MOST_SAMPLERS = 8
 _END = object()
-# By id: loaders whose `state_dict()` has worked, and those that were said to keep no state.
-_keeping: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-_stateless: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 
 
 class Draws:
@@ -88,6 +86,7 @@ class Source:
         draws: Draws | None = None,
     ) -> None:
         self._keeper, self.state = first_state(loader)
+        self._aligned = loader if isinstance(loader, Aligned) else None
         self._end_flag = EndFlag.of(loader)
         self._draws = draws
         self.drawn_from: dict[str, Any] | None = None
@@ -133,6 +132,11 @@ class Source:
         return self._keeper is not None
 
     @property
+    def share(self) -> Share | None:
+        """Of several ranks: what the batch returned last is to the others."""
+        return None if self._aligned is None else self._aligned.share
+
+    @property
     def gave_last(self) -> bool:
         """Whether the batch returned last is known to be the last one."""
         return self._end_flag is not None and self._end_flag.held_back
@@ -174,47 +178,6 @@ class EndFlag:
     def raise_again(self) -> None:
         if self.held_back:
             self._loader.end_of_dataloader = True
-
-
-def state_keeper(loader: Any) -> Any | None:
-    """The loader, if it has the methods of one that keeps a state, as `StatefulDataLoader` does.
-    Whether it does keep one, only `first_state` tells."""
-    methods = ("state_dict", "load_state_dict")
-    return loader if all(callable(getattr(loader, name, None)) for name in methods) else None
-
-
-def first_state(loader: Any) -> tuple[Any | None, Any]:
-    """Ask a loader for its state when a pass begins. Returns the loader, if it keeps one, and the
-    state.
-
-    Loaders prepared by Accelerate or the Hugging Face Trainer have a `state_dict` that raises,
-    unless they were made with `use_stateful_dataloader=True`. So a loader whose very first
-    `state_dict()` raises keeps no state; if it has worked before, the error is raised.
-    """
-    keeper = state_keeper(loader)
-    if keeper is None:
-        return None, None
-    itself = getattr(keeper.state_dict, "__self__", keeper)  # not a wrapper made for this pass
-    try:
-        state = keeper.state_dict()
-    except Exception as problem:
-        if id(itself) in _keeping:
-            raise
-        if id(itself) not in _stateless:
-            log.info(
-                "%s.state_dict() raised %s: this loader is taken to keep no state of its own",
-                type(itself).__name__,
-                f"{type(problem).__name__}: {problem}",
-            )
-            _remember(_stateless, itself)
-        return None, None
-    _remember(_keeping, itself)
-    return keeper, state
-
-
-def _remember(loaders: weakref.WeakValueDictionary[int, Any], loader: Any) -> None:
-    with suppress(TypeError):  # of classes whose objects cannot be referred to weakly
-        loaders[id(loader)] = loader
 
 
 def with_samplers(loader: Any) -> list[Any]:

@@ -85,6 +85,15 @@ def measure_leaves(leaves: Iterable[Any]) -> tuple[int, int]:
     return nbytes, samples or 1
 
 
+def describe_batch(batch: Any) -> str:
+    """A batch in words: the shapes of its tensors, and its bytes."""
+    leaves = flatten_batch(batch)
+    shapes = [f"{tuple(leaf.shape)}" for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
+    nbytes, _ = measure_leaves(leaves)
+    return f"{', '.join(shapes[:4])}{more} ({nbytes / 1e6:,.1f} MB)"
+
+
 def _is_flat(batch: Any) -> bool:
     """Whether it is a plain tuple or list of tensors: mostly so, and seen without a loop here."""
     return type(batch) in (tuple, list) and set(map(type, batch)) == _TENSORS

@@ -11,12 +11,15 @@ from headrace.engine.compiled import CompileReport
 from headrace.engine.deferred import DeferredScalars, DeferredValues
 from headrace.engine.ema import Ema
 from headrace.engine.engine import Engine
+from headrace.engine.forward import LossFunction, autocast
 from headrace.engine.graphed import GraphReport
-from headrace.engine.loop import StepInfo
 from headrace.engine.nonfinite import NonFinitePolicy
 from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.run_ahead import RunAhead
-from headrace.engine.step import LossFunction, autocast
+from headrace.engine.stages import Progress
+
+#: The older name of `Progress`.
+StepInfo = Progress
 
 __all__ = [
     "CompileReport",
@@ -29,6 +32,7 @@ __all__ = [
     "GraphReport",
     "LossFunction",
     "NonFinitePolicy",
+    "Progress",
     "RunAhead",
     "StepInfo",
     "autocast",

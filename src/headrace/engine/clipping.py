@@ -24,9 +24,14 @@ from headrace.parallel import bare, is_sharded, local
 
 class Clipping:
     def __init__(
-        self, device: Device, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+        self,
+        device: Device,
+        model: torch.nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_norm: float,
     ) -> None:
         self._device, self._model, self._optimizer = device, model, optimizer
+        self.max_norm = max_norm
         self._models: dict[int, torch.Tensor] | None = None
         self._outside: dict[str, torch.Tensor] = {}
 
@@ -34,8 +39,8 @@ class Clipping:
         """The model may have been given other parameters since."""
         self._models = None
 
-    def clip(self, most: float, *, divided: bool) -> torch.Tensor:
-        """Scale all gradients so that their norm is `most` at most; the norm before. `divided`:
+    def clip(self, *, divided: bool) -> torch.Tensor:
+        """Scale all gradients so that their norm is `max_norm` at most; the norm before. `divided`:
         they were divided by what their group weighs."""
         models = self._look()
         own = [p for group in self._optimizer.param_groups for p in group["params"]]
@@ -43,7 +48,7 @@ class Clipping:
             self._require_clear(divided, {id(p) for p in own})
         parameters = [*models.values(), *(p for p in own if id(p) not in models)]
         # Of shards too this is the norm of the whole: PyTorch sums it over ranks.
-        return local(torch.nn.utils.clip_grad_norm_(parameters, most))
+        return local(torch.nn.utils.clip_grad_norm_(parameters, self.max_norm))
 
     def gradients_outside(self) -> dict[str, torch.Tensor]:
         """By name, what has added up of parameters that the optimizer does not have."""

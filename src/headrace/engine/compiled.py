@@ -26,7 +26,7 @@ from typing import Any, Literal
 import torch
 
 from headrace.device import Device
-from headrace.engine.step import LossFunction, TrainingStep
+from headrace.engine.forward import LossFunction
 from headrace.user_cache import user_cache
 
 log = logging.getLogger("headrace")
@@ -122,16 +122,15 @@ class CompiledLoss:
         )
 
 
-def loss_of(step: TrainingStep) -> LossFunction:
-    """The step's loss function as the user wrote it."""
-    return step.loss.plain if isinstance(step.loss, CompiledLoss) else step.loss
+def loss_of(loss: LossFunction) -> LossFunction:
+    """A loss function as the user wrote it."""
+    return loss.plain if isinstance(loss, CompiledLoss) else loss
 
 
 @contextmanager
-def loss_as(step: TrainingStep, mode: Literal["plain", "compiled"]) -> Iterator[None]:
-    """Inside the block the step's loss function, if it is one to be compiled, runs as it was
-    written, or as it was compiled before."""
-    loss = step.loss
+def loss_as(loss: LossFunction, mode: Literal["plain", "compiled"]) -> Iterator[None]:
+    """Inside the block the loss function, if it is one to be compiled, runs as it was written, or
+    as it was compiled before."""
     if not isinstance(loss, CompiledLoss):
         yield
         return

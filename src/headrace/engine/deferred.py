@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from headrace.device import Device, PinnedBuffer, Stream, open_device
-from headrace.errors import DeferredError
+from headrace.errors import DeferredError, StepError
 from headrace.parallel import SINGLE, Ranks, Sum
 
 Scalar = torch.Tensor | float | int
@@ -79,6 +79,11 @@ class DeferredScalars:
 
     def push(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
         """Keep this step's values on the device, to be read back with the others."""
+        self.add(step, values)
+        self.send_full()
+
+    def add(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
+        """The first half of `push`: keep this step's values on the device."""
         # A dict nearly always: asking for any Mapping is slower.
         named = values if isinstance(values, (dict, Mapping)) else {"loss": values}
         tensors, numbers = [], {}
@@ -97,7 +102,10 @@ class DeferredScalars:
             self.flush()
             block = self._filling = self._take_block(_Layout.of(numbers, tensors))
         block.add(step, numbers, tensors)
-        if len(block.entries) == self._every:
+
+    def send_full(self) -> None:
+        """The second half of `push`: send a full block on its way."""
+        if self._filling is not None and len(self._filling.entries) == self._every:
             self.flush()
 
     def flush(self) -> None:
@@ -143,14 +151,6 @@ class DeferredScalars:
             self._idle.append(self._filling)
             self._filling = None
 
-    def forget(self, step: int) -> None:
-        """Leave out what was pushed last, if it is that step's, which came to nothing."""
-        blocks = [*self._under_way, *([self._filling] if self._filling else [])]
-        if blocks and blocks[-1].entries and blocks[-1].entries[-1][0] == step:
-            blocks[-1].entries.pop()
-            if self._filling is not None and not self._filling.entries:
-                self.abandon()
-
     def state(self) -> list[dict[str, Any]]:
         """What was pushed and not yet handed out, as plain values and the device's own tensors:
         nothing is waited for. `restored` makes values of it again."""
@@ -185,6 +185,49 @@ class DeferredScalars:
         return _Block(self._device, self._every, layout)
 
 
+class SummedScalars:
+    """The scalars of several ranks: each value is the mean over all of them, by weight."""
+
+    def __init__(self, scalars: DeferredScalars, device: Device) -> None:
+        self._scalars, self._device = scalars, device
+
+    def add(self, step: int, values: Mapping[str, Scalar]) -> None:
+        self._scalars.add(step, _to_be_summed(values, self._device))
+
+    def send_full(self) -> None:
+        self._scalars.send_full()
+
+    def ready(self) -> list[DeferredValues]:
+        return [_as_means(summed) for summed in self._scalars.ready()]
+
+    def drain(self, reason: str = "losses") -> list[DeferredValues]:
+        return [_as_means(summed) for summed in self._scalars.drain(reason)]
+
+    def state(self) -> list[dict[str, Any]]:
+        if self.pending:
+            raise StepError(
+                "values of earlier batches are not summed over ranks yet: expected engine.settle() "
+                "on all ranks before a state is taken"
+            )
+        return []
+
+    @property
+    def pending(self) -> int:
+        return self._scalars.pending
+
+    def awaits(self) -> bool:
+        return self._scalars.awaits()
+
+    def flush(self) -> None:
+        self._scalars.flush()
+
+    def abandon(self) -> None:
+        self._scalars.abandon()
+
+    def close(self) -> None:
+        self._scalars.close()
+
+
 def to_be_restored(entries: Iterable[DeferredValues]) -> list[dict[str, Any]]:
     """Values that have come back, as `DeferredScalars.state` has them."""
     return [
@@ -207,9 +250,7 @@ def restored(state: Iterable[Mapping[str, Any]], device: Device) -> list[Deferre
     return entries
 
 
-def to_be_summed(
-    values: Mapping[str, Scalar], weight: Scalar, device: Device
-) -> dict[str, torch.Tensor]:
+def _to_be_summed(values: Mapping[str, Scalar], device: Device) -> dict[str, torch.Tensor]:
     """What ranks add up, to have means by weight: each value times its weight, and the weight."""
     dtype = torch.float32 if device.torch_device.type == "mps" else torch.float64
 
@@ -218,14 +259,14 @@ def to_be_summed(
             return value.detach().to(dtype).reshape(())
         return torch.full((), float(value), dtype=dtype, device=device.torch_device)
 
-    total = number(weight)
+    total = number(values.get("weight", 1))
     numbers = {name: number(value) for name, value in values.items() if name != "weight"}
     # The loss of nothing is often 0/0.
     shares = {name: torch.where(total > 0, one * total, 0.0) for name, one in numbers.items()}
     return shares | {"weight": total}
 
 
-def as_means(summed: DeferredValues) -> DeferredValues:
+def _as_means(summed: DeferredValues) -> DeferredValues:
     """The means, of what ranks have added up."""
     weight = summed.values["weight"]
     values = {

@@ -15,27 +15,34 @@ import torch
 
 from headrace.data import BatchCache, UsedIterators, unprefetched
 from headrace.device import Device, open_device
-from headrace.engine import graph_rules, stored_state
-from headrace.engine.compiled import CompiledLoss, CompileReport
+from headrace.engine import memory_error, stored_state
+from headrace.engine.build import (
+    ModelTraining,
+    OwnTraining,
+    PassOptions,
+    Training,
+    graph_report,
+    open_pass,
+)
+from headrace.engine.compiled import CompileReport
 from headrace.engine.deferred import DeferredValues
 from headrace.engine.ema import Ema
-from headrace.engine.graphed import GraphedStep, GraphReport
-from headrace.engine.halving import HalvingStep, require_halvable
-from headrace.engine.kept_buffers import KeptBuffers
-from headrace.engine.loop import Loop, StepInfo
+from headrace.engine.forward import LossFunction
+from headrace.engine.graphed import GraphReport
+from headrace.engine.loop import Observers, Pass
 from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
-from headrace.engine.one_batch import Custom, Evaluation, StepFunction, Training
-from headrace.engine.results import EpochResult, Start
-from headrace.engine.resume import Place, tell_epoch
+from headrace.engine.results import EpochResult
+from headrace.engine.resume import Place, Start, tell_epoch
 from headrace.engine.schedules import Every, Scheduler
-from headrace.engine.step import LossFunction, TrainingStep
+from headrace.engine.stages import Progress
+from headrace.engine.step import StepFunction
 from headrace.errors import StepError
-from headrace.parallel import SINGLE, Ranks, bare, evaluating, where
+from headrace.parallel import Ranks, bare, evaluating, where
 from headrace.plan import PLAN_VARIABLE, Plan, in_force
 from headrace.source_lines import users_line
 
 log = logging.getLogger("headrace")
-Steps = Generator[StepInfo, None, None]
+Steps = Generator[Progress, None, None]
 
 
 class Engine:
@@ -51,7 +58,7 @@ class Engine:
     update, or each epoch with `scheduler_every="epoch"`; timm's decide that by `t_in_epochs`.
     Optimizers and schedulers may have been prepared by Accelerate. `precision` overrides the
     plan's; where neither names one, the model computes in float32 with PyTorch's TF32 switches as
-    they are. `on_step(info)` is called after each batch with a `StepInfo`, `on_epoch(result)` after
+    they are. `on_step(info)` is called after each batch with a `Progress`, `on_epoch(result)` after
     each epoch with an `EpochResult`. `on_values(step, values)` is called once for each batch, in
     order, as soon as its values are on the host: also after a `break` or an error.
 
@@ -91,39 +98,40 @@ class Engine:
         on_nonfinite: str = "report",
         on_oom: Literal["raise", "halve"] = "raise",
         loader_timeout: float = 0,
-        on_step: Callable[[StepInfo], object] | None = None,
+        on_step: Callable[[Progress], object] | None = None,
         on_values: Callable[[int, dict[str, float]], object] | None = None,
         on_epoch: Callable[[EpochResult], object] | None = None,
         on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
-        self._set_up(plan, device or where(model), precision, deterministic, nvtx)
-        self.model = model
-        self.ema = None if ema_decay is None else Ema(model, ema_decay)
-        self.on_step, self.on_values, self.on_epoch = on_step, on_values, on_epoch
-        self._on_error, self._loader_timeout = on_error, loader_timeout
+        device = open_device(device or where(model))
         policy = NonFinitePolicy.of(on_nonfinite)
-        self._non_finite = NonFiniteWatch(policy, self.device)
-        self._step: TrainingStep | None = TrainingStep(
-            self.device,
+        training = ModelTraining(
+            device,
             model,
             optimizer,
             loss,
-            precision=self.plan.precision,
             clip_norm=clip_norm,
             accumulate=accumulate,
             accumulate_by=accumulate_by,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
-            ema=self.ema,
-            non_finite=policy,
+            ema_decay=ema_decay,
+            policy=policy,
+            restores=on_error is not None,
+            on_oom=on_oom,
         )
-        if on_error is not None and not self.ranks.several:
-            self._step.buffers = KeptBuffers(model)
-        if on_oom not in ("raise", "halve"):
-            raise StepError(f"on_oom = {on_oom!r}: expected 'raise' or 'halve'")
-        self._halving: HalvingStep | None = HalvingStep(self._step) if on_oom == "halve" else None
-        self._loss = loss
-        self._follow_plan()
+        self._set_up(
+            training,
+            device,
+            plan,
+            precision=precision,
+            deterministic=deterministic,
+            nvtx=nvtx,
+            policy=policy,
+            loader_timeout=loader_timeout,
+            on_error=on_error,
+        )
+        self.on_step, self.on_values, self.on_epoch = on_step, on_values, on_epoch
 
     @classmethod
     def from_step(
@@ -134,66 +142,53 @@ class Engine:
         plan: Plan | str | Path | Mapping[str, Any] = "pipeline",
         deterministic: bool = False,
         nvtx: bool = False,
-        on_step: Callable[[StepInfo], object] | None = None,
+        on_step: Callable[[Progress], object] | None = None,
         on_values: Callable[[int, dict[str, float]], object] | None = None,
         on_epoch: Callable[[EpochResult], object] | None = None,
     ) -> Engine:
         """An engine around a step of your own (two optimizers, a GAN): `step(batch)` does all of
         it, on one stream, and returns what is to be reported, as a loss function does, or None.
         Prefetch, deferral, run-ahead and host waits are the plan's."""
-        engine = cls.__new__(cls)
-        engine._set_up(plan, device, None, deterministic, nvtx)
-        engine._step, engine._custom = None, step
+        engine, device = cls.__new__(cls), open_device(device)
+        training = OwnTraining(device, step)
+        engine._set_up(training, device, plan, deterministic=deterministic, nvtx=nvtx)
         engine.on_step, engine.on_values, engine.on_epoch = on_step, on_values, on_epoch
-        engine._follow_plan()
         return engine
 
     def _set_up(
-        self, plan: Any, device: Any, precision: str | None, deterministic: bool, nvtx: bool
+        self,
+        training: Training,
+        device: Device,
+        plan: Any,
+        *,
+        precision: str | None = None,
+        deterministic: bool,
+        nvtx: bool,
+        policy: NonFinitePolicy = NonFinitePolicy("report"),  # noqa: B008 - frozen
+        loader_timeout: float = 0,
+        on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
-        self._precision = precision
-        self._told_of_other_plan = False
+        self.device, self._training = device, training
+        self._precision, self._deterministic, self._nvtx = precision, deterministic, nvtx
+        self._said: set[str] = set()
         self.plan = self._own(Plan.of(plan))
         self._next_plan: Plan | None = None
-        self.device = open_device(device)
         self.epochs = 0
         self.last_result: EpochResult | None = None
-        self._custom: StepFunction | None = None
-        self._deterministic = deterministic
-        self._nvtx = nvtx
-        self._graphed: GraphedStep | None = None
-        self._running: Loop | None = None
+        self._on_error, self._loader_timeout = on_error, loader_timeout
+        self._non_finite = NonFiniteWatch(policy, device)
+        self._running: Pass | None = None
         self._stepped: weakref.ref[Steps] | None = None
-        self._place = Place(self.device)
-        self._cache: BatchCache | None = None
-        self._halving = self._on_error = self.ema = None
-        self._non_finite = NonFiniteWatch(NonFinitePolicy("report"), self.device)
-        self._loader_timeout = 0.0
+        self._place = Place(device)
         self._iterators = UsedIterators()
-        self._said_eval = False
+        self._cache: BatchCache | None = None
+        self._follow_plan()
 
     def _follow_plan(self) -> None:
         """Set up what the plan asks for, or say why it is not there."""
-        plan, step = self.plan, self._step
+        plan = self.plan
         self._cache = BatchCache(plan.cache_batches) if plan.cache_batches else None
-        if self._halving is not None:
-            require_halvable(step, plan)
-        if step is not None:
-            step.set_precision(plan.precision)
-            compiles = plan.compile and self.device.compiles
-            step.loss = CompiledLoss(self._loss, self.device) if compiles else self._loss
-            if plan.graphs == "off" or not self.device.captures:
-                graph_rules.release(step)
-            else:
-                self._graphed = GraphedStep(step, plan)
-        if plan.graphs != "off" and self._graphed is None:
-            whose = f"{self.device} captures no graphs" if step is not None else "it is your own"
-            self.device.say_once(
-                f"graphs: {whose}",
-                "plan %s: the step's kernels are launched one by one, not as a graph: %s",
-                plan.name,
-                whose,
-            )
+        self._training.follow(plan)
         report = self.compiled
         if report is not None and report.why is not None:
             self.device.say_once(
@@ -202,6 +197,23 @@ class Engine:
                 plan.name,
                 report.why,
             )
+
+    @property
+    def model(self) -> torch.nn.Module:
+        """The model that is trained."""
+        if not isinstance(self._training, ModelTraining):
+            raise AttributeError("an engine made from a step has no model")
+        return self._training.model
+
+    @property
+    def ema(self) -> Ema | None:
+        """The averaged weights, if they are kept."""
+        return self._training.ema if isinstance(self._training, ModelTraining) else None
+
+    def _with_a_state(self) -> ModelTraining:
+        if not isinstance(self._training, ModelTraining):
+            raise StepError("an engine made from a step keeps no state: the step's is your own")
+        return self._training
 
     # --- what is called --------------------------------------------------------------------------
 
@@ -216,7 +228,7 @@ class Engine:
         trained on before is in `last_result`. `max_steps` counts from here on, also then.
         """
         run = self._training_run(loader, max_steps, first_batch)
-        with self._reported(run, loader), closing(run.run()) as steps:
+        with self._reported(run, loader), closing(iter(run)) as steps:
             for _ in steps:
                 pass
             self._require_batches(run, loader, max_steps)
@@ -225,7 +237,7 @@ class Engine:
     def steps(
         self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
     ) -> Steps:
-        """The same as `epoch`, but the loop is the caller's: a `StepInfo` after each batch.
+        """The same as `epoch`, but the loop is the caller's: a `Progress` after each batch.
 
         Every value is handed out once, in order: the last info is held back until all have
         arrived. After a `break`, those still under way go to `on_values` and `last_result`.
@@ -250,10 +262,11 @@ class Engine:
         run = self._training_run(loader, max_steps, first_batch)
         self._stepped = itself[0]
         try:
-            with self._reported(run, loader), closing(run.run()) as steps:
+            with self._reported(run, loader), closing(iter(run)) as steps:
                 while self._advanced(run, steps):
-                    with run.lanes.given_back():  # also if it leaves: an update may be to come
-                        yield run.info()
+                    # Also if it leaves: an update may be to come.
+                    with run.stages.lanes.given_back():
+                        yield run.progress
                 self._require_batches(run, loader, max_steps)
         except GeneratorExit:
             self._finish(run)
@@ -279,20 +292,23 @@ class Engine:
 
         Tensors are the live ones: copy them before going on.
         """
-        if self._step is None:
-            raise StepError("an engine made from a step keeps no state: the step's is your own")
+        training = self._with_a_state()
         position = self._place.position(self.epochs, self._running)
-        left_out = self._non_finite.skipped
-        return stored_state.state_of(self._step, self.ema, self._graphed, position, left_out)
+        return stored_state.state_of(
+            training.parts,
+            training.schedule,
+            training.graphs,
+            position,
+            left_out=self._non_finite.skipped,
+        )
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
         """Go back to a stored state. Returns how many batches of epoch `epochs` it had trained on;
         the next `epoch(loader)` goes on after them."""
-        if self._step is None:
-            raise StepError("an engine made from a step keeps no state: the step's is your own")
+        training = self._with_a_state()
         self._end_other_loop()
         state = stored_state.upgraded(state)
-        stored_state.restore(state, self._step, self.ema, self._graphed)
+        stored_state.restore(state, training.parts, training.schedule, training.graphs)
         with stored_state.fitting():
             own = self._place.checked(stored_state.own_part(state, self.ranks))
             self._non_finite.skipped, self.epochs = int(own["left_out"]), own["epoch"]
@@ -301,13 +317,16 @@ class Engine:
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> EpochResult:
         """The loss and metrics over a loader, without gradients, under the same plan."""
-        if self._step is None:
+        if not isinstance(self._training, ModelTraining):
             raise StepError("evaluate needs a model and a loss: this engine was made from a step")
         if self._running is not None:
-            self._running.keep_peak()
+            self._running.tally.keep_peak()
         with evaluating(self.model), self.device.ledger.apart():
-            run = self._loop(loader, Evaluation(self._step))
-            with closing(run.run()) as steps:
+            lanes, step = self._training.evaluation(self.plan, annotate=self._nvtx)
+            silent = Observers(None, NonFiniteWatch(NonFinitePolicy("report"), self.device))
+            options = self._pass_options(loader_timeout=0)
+            run = open_pass(options, loader, lanes, step, silent, Start(), epoch=self.epochs)
+            with closing(iter(run)) as steps:
                 for _ in steps:
                     pass
             self._require_batches(run, loader, None)
@@ -324,7 +343,6 @@ class Engine:
     def _change_plan(self) -> None:
         if self._next_plan is not None:
             self.close()
-            self._graphed = None
             self.plan, self._next_plan = self._next_plan, None
             self._follow_plan()
 
@@ -334,8 +352,8 @@ class Engine:
         if self._precision is not None and self._precision != plan.precision:
             plan = replace(plan, precision=self._precision)  # type: ignore[arg-type]
         used = in_force(plan)
-        if used != plan and not self._told_of_other_plan:
-            self._told_of_other_plan = True
+        if used != plan and PLAN_VARIABLE not in self._said:
+            self._said.add(PLAN_VARIABLE)
             log.warning(
                 "%s is set: this engine runs under plan %s instead of %s",
                 PLAN_VARIABLE,
@@ -347,41 +365,36 @@ class Engine:
     @property
     def updates(self) -> int:
         """Optimizer steps since the engine was made, those of a restored state included."""
-        return 0 if self._step is None else self._step.updates
+        parts = self._training.parts
+        return 0 if parts is None else parts.group.updates
 
     @property
     def ranks(self) -> Ranks:
         """The processes that the model is spread over; those of a plain model are one."""
-        return SINGLE if self._step is None else self._step.ranks
+        return self._training.ranks
 
     @property
     def is_between_updates(self) -> bool:
         """Whether no accumulation group is open: with several ranks, when a state may be taken."""
-        return self._step is None or not self._step.group_is_open
+        parts = self._training.parts
+        return parts is None or not parts.group.is_open
 
     @property
     def graphs(self) -> GraphReport | None:
         """What became of the plan's graphs; None if it has none, or the device cannot."""
-        return None if self._graphed is None else self._graphed.report()
+        return graph_report(self._training)
 
     @property
     def compiled(self) -> CompileReport | None:
         """Whether the step runs as compiled code, and why not; None if the plan does not ask for
         that."""
-        if not self.plan.compile:
-            return None
-        if self._step is None:
-            return CompileReport(compiled=False, why="it is your own (Engine.from_step)")
-        loss = self._step.loss
-        if isinstance(loss, CompiledLoss):
-            return loss.report()
-        return CompileReport(compiled=False, why=f"Headrace compiles nothing for {self.device}")
+        return self._training.compiled if self.plan.compile else None
 
     def close(self) -> None:
         """Let go of the device memory that the plan holds: graphs and cached batches. The engine
         may be used on."""
-        if self._graphed is not None:
-            self._graphed.close()
+        if self._training.graphs is not None:
+            self._training.graphs.close()
         if self._cache is not None:
             self._cache = BatchCache(self.plan.cache_batches)
 
@@ -389,7 +402,7 @@ class Engine:
 
     def _training_run(
         self, loader: Iterable[Any], max_steps: int | None, first: int | None
-    ) -> Loop:
+    ) -> Pass:
         self._end_other_loop()
         self._change_plan()
         self._look_at_mode()
@@ -397,45 +410,53 @@ class Engine:
         tell_epoch(loader, self.epochs)
         try:
             loader, start = self._place.begin(loader, first)
-            return self._begun(loader, max_steps, start)
+            return self._open(loader, max_steps, start)
         except BaseException:
             self._place.not_begun()
             raise
 
-    def _begun(self, loader: Iterable[Any], max_steps: int | None, start: Start) -> Loop:
-        options: dict[str, Any] = {
-            "start": start,
-            "on_step": self.on_step,
-            "on_values": self.on_values,
-            "on_error": self._on_error,
-            "non_finite": self._non_finite,
-            "loader_timeout": self._loader_timeout,
-        }
-        step = self._step
-        if step is None:
-            assert self._custom is not None
-            options |= {"most": max_steps, "needs_tensors": False}
-            return self._loop(loader, Custom(self._custom), **options)
-        for part in (step, self._graphed, step.buffers):
-            if part is not None:
-                part.begin_epoch()
-        most = None if max_steps is None else step.batches_for(max_steps)
-        train = Training(step, self._graphed, self._halving, self._place.note_batch)
-        return self._loop(loader, train, most=most, step=step, **options)
+    def _open(self, loader: Iterable[Any], max_steps: int | None, start: Start) -> Pass:
+        training = self._training
+        training.begin_epoch()
+        lanes = training.lanes(self.plan, annotate=self._nvtx)
+        observers = Observers(
+            training.schedule, self._non_finite, self.on_values, self.on_step, self._on_error
+        )
+        return open_pass(
+            self._pass_options(self._loader_timeout),
+            loader,
+            lanes,
+            training.step(lanes),
+            observers,
+            start,
+            epoch=self.epochs,
+            limit=None if max_steps is None else training.batches_for(max_steps),
+            parts=training.parts,
+        )
+
+    def _pass_options(self, loader_timeout: float) -> PassOptions:
+        return PassOptions(
+            self.device,
+            self.plan,
+            self.ranks,
+            self._cache,
+            self._deterministic,
+            loader_timeout,
+        )
 
     def _look_at_mode(self) -> None:
         """Say once that a model in eval mode is trained as it is: without dropout, say."""
-        if self._step is None or self._said_eval:
+        if not isinstance(self._training, ModelTraining) or "eval" in self._said:
             return
         if not any(module.training for module in bare(self.model).modules()):
-            self._said_eval = True
+            self._said.add("eval")
             log.warning(
                 "the model is in eval mode in the training loop at %s, so dropout is off and batch "
                 "norm uses its running means: call model.train() before it, unless that is meant",
                 users_line(),
             )
 
-    def _require_batches(self, run: Loop, loader: Iterable[Any], most: int | None) -> None:
+    def _require_batches(self, run: Pass, loader: Iterable[Any], most: int | None) -> None:
         """After a pass: an iterator without a batch may have been used up by an earlier one."""
         if not run.has_trained and most != 0:
             self._iterators.require_batches(loader)
@@ -450,31 +471,24 @@ class Engine:
         if self._running is not None:
             raise StepError("a training loop of this engine is under way: expected it to end first")
 
-    def _loop(
-        self, loader: Iterable[Any], run_batch: Callable[[Loop, int, Any], None], **options: Any
-    ) -> Loop:
-        return Loop(
-            loader,
-            run_batch,
-            device=self.device,
-            plan=self.plan,
-            epoch=self.epochs,
-            cache=self._cache,
-            deterministic=self._deterministic,
-            nvtx=self._nvtx,
-            ranks=self.ranks,
-            **options,
-        )
-
     @contextmanager
-    def _reported(self, run: Loop, loader: Iterable[Any]) -> Iterator[None]:
+    def _reported(self, run: Pass, loader: Iterable[Any]) -> Iterator[None]:
         """Whatever ends the loop, its result is kept."""
         self._running, failed = run, True
         try:
             yield
             failed = False
         except torch.OutOfMemoryError as problem:
-            raise run.out_of_memory(problem, self.graphs) from problem
+            graphs = self.graphs
+            raise memory_error.explained(
+                problem,
+                device=self.device,
+                plan=self.plan,
+                parts=self._training.parts,
+                batch=run.tally.failed,
+                largest=run.tally.largest,
+                graph_bytes=0 if graphs is None else graphs.memory_bytes,
+            ) from problem
         finally:
             self._running = None
             if run.has_trained:  # also if it was left: the loader's other batches may be all gone
@@ -483,22 +497,24 @@ class Engine:
             if run.ended:
                 self.last_result = self._result_of(run)
 
-    def _result_of(self, run: Loop) -> EpochResult:
-        return replace(run.result(), compiled=self.compiled)
+    def _result_of(self, run: Pass) -> EpochResult:
+        result = run.tally.result(run.progress, self.plan.name, run.stages.recorder.entries)
+        return replace(result, compiled=self.compiled)
 
-    def _finish(self, run: Loop) -> EpochResult:
+    def _finish(self, run: Pass) -> EpochResult:
         """Count the epoch that was just reported as done."""
         result = self.last_result
         assert result is not None
         self.epochs += 1
         self._change_plan()
-        if self._step is not None:
-            self._step.end_epoch(self.epochs, run.loss.mean)
+        if self._training.schedule is not None:
+            mean_loss = run.stages.recorder.loss().mean
+            self._training.schedule.tell_epoch(self.epochs, mean_loss)
         if self.on_epoch is not None:
             self.on_epoch(result)
         return result
 
-    def _advanced(self, run: Loop, steps: Iterator[None]) -> bool:
+    def _advanced(self, run: Pass, steps: Iterator[Progress]) -> bool:
         """One batch more, on the stream the loop began on, whatever is current by now."""
-        with self.device.use(run.lanes.caller):
+        with self.device.use(run.stages.lanes.caller):
             return next(steps, run) is not run

@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from headrace.engine.learning_rates import LearningRates
-from headrace.engine.step import TrainingStep
+from headrace.engine.step import Parts
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = (
@@ -31,43 +31,43 @@ _GLOBAL_HOOKS = (
 _NO_SETTINGS = ("params", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
-def why_not(step: TrainingStep) -> str | None:
+def why_not(parts: Parts) -> str | None:
     """Why this step cannot be captured, as far as that can be told without running it."""
-    name = type(step.optimizer).__name__
-    spread = _why_not_spread(step)
+    name = type(parts.optimizer).__name__
+    spread = _why_not_spread(parts)
     if spread is not None:
         return spread
-    for group in step.optimizer.param_groups:
+    for group in parts.optimizer.param_groups:
         known = "capturable" in group or group.get("fused") or name == "SGD"
         if not known:
             return (
                 f"{name} may count its steps on the host: an optimizer can be captured if it has "
                 "`capturable` among its settings, is made with fused=True, or is SGD"
             )
-    if step.scaler is not None and not step.scales_on_device:
+    if parts.update.scaler is not None and not parts.update.scales_on_device:
         return (
             f"fp16 with {name} reads back after every step whether a gradient was infinite: make "
             "the optimizer with fused=True, or use bf16"
         )
-    if step.gate is not None and not step.scales_on_device:
+    if parts.update.guard is not None and not parts.update.scales_on_device:
         return (
             f"on_nonfinite with {name} reads back before every update whether to leave it out: "
             "make the optimizer with fused=True"
         )
-    for where, hook in _hooks(step.model, step.optimizer):
+    for where, hook in _hooks(parts.model, parts.optimizer):
         if not _is_torchs(hook):
             return f"a hook {where} would not run in a replay: {_place(hook)}"
     return None
 
 
-def _why_not_spread(step: TrainingStep) -> str | None:
+def _why_not_spread(parts: Parts) -> str | None:
     """PyTorch captures DDP's steps, over NCCL and after some warm-up, and no other kind's."""
-    if step.spread == "fsdp":
+    if parts.spread == "fsdp":
         return "FSDP2 gathers and frees weights from the host as it goes: that cannot be captured"
-    if step.spread == "ddp":
-        if not step.ranks.on_device:
+    if parts.spread == "ddp":
+        if not parts.ranks.on_device:
             return "DDP's gradients are averaged by the hosts here, not by NCCL on the device"
-        if step.accumulate > 1:
+        if parts.group.size > 1:
             return (
                 "under DDP with accumulation a group's batches differ: only the last averages "
                 "gradients"
@@ -83,31 +83,31 @@ class Prepared:
     and undone if that comes to nothing.
     """
 
-    def __init__(self, step: TrainingStep) -> None:
-        self._step, self._rates = step, step.rates
-        groups: list[dict[str, Any]] = step.optimizer.param_groups
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._rates = parts, parts.update.rates
+        groups: list[dict[str, Any]] = parts.optimizer.param_groups
         self._plain = [g for g in groups if "capturable" in g and not g["capturable"]]
         for group in self._plain:
             group["capturable"] = True
         #: The counts, and products of counts, that lay on the host.
         self._counts: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        for state in step.optimizer.state.values():
+        for state in parts.optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0:
                     self._counts.append((state, name, value))
-        if any(not step.device.holds(value) for _, _, value in self._counts):
-            with step.device.ledger.waiting("capture"):  # once: a copy from ordinary host memory
+        if any(not parts.device.holds(value) for _, _, value in self._counts):
+            with parts.device.ledger.waiting("capture"):  # once: a copy from ordinary host memory
                 for state, name, value in self._counts:
-                    state[name] = value.to(step.device.torch_device)
+                    state[name] = value.to(parts.device.torch_device)
         # It would warn that steps run uncaptured: some are meant to.
-        step.optimizer._warned_capturable_if_run_uncaptured = True
-        by_tensor = _takes_rates_as_tensors(step)
-        step.rates = LearningRates(step.device, step.optimizer) if by_tensor else None
+        parts.optimizer._warned_capturable_if_run_uncaptured = True
+        by_tensor = _takes_rates_as_tensors(parts)
+        parts.update.rates = LearningRates(parts.device, parts.optimizer) if by_tensor else None
 
     @property
     def is_undone(self) -> bool:
         """Whether a state of a plain optimizer has been loaded since, or a group added."""
-        groups = self._step.optimizer.param_groups
+        groups = self._parts.optimizer.param_groups
         return not all(group.get("capturable", True) for group in groups)
 
     def undo(self) -> None:
@@ -116,39 +116,40 @@ class Prepared:
             group["capturable"] = False
         for state, name, value in self._counts:
             state[name] = value
-        self._step.rates = self._rates
+        self._parts.update.rates = self._rates
 
 
-def _takes_rates_as_tensors(step: TrainingStep) -> bool:
-    groups = step.optimizer.param_groups
+def _takes_rates_as_tensors(parts: Parts) -> bool:
+    groups = parts.optimizer.param_groups
     return all("capturable" in group or group.get("fused") for group in groups)
 
 
-def release(step: TrainingStep) -> None:
+def release(parts: Parts) -> None:
     """Let go of what only graphs need. An optimizer that has trained as a capturable one stays
     that: it would count on from another number."""
-    step.rates = None
-    if step.keeps_gradients:
-        step.keeps_gradients = False
-        if not step.group_is_open:
-            forget_gradients(step, keep=set())
+    parts.update.rates = None
+    if parts.group.keeps_gradients:
+        parts.group.keeps_gradients = False
+        if not parts.group.is_open:
+            forget_gradients(parts, keep=set())
 
 
-def forget_gradients(step: TrainingStep, *, keep: set[int]) -> None:
+def forget_gradients(parts: Parts, *, keep: set[int]) -> None:
     """Of parameters that no batch of this group has reached: their gradients are zeros that were
     kept, and an optimizer goes on moving what has a gradient, be it zero."""
-    for parameter in step.parameters():
+    for parameter in parts.group.parameters():
         if id(parameter) not in keep:
             parameter.grad = None
 
 
-def settings(step: TrainingStep) -> tuple[Hashable, ...]:
+def settings(parts: Parts) -> tuple[Hashable, ...]:
     """The settings that a graph would keep as they were when it was captured: the optimizer's,
     and ours."""
-    by_tensor = _takes_rates_as_tensors(step)
-    decay = None if step.ema is None else step.ema.decay
-    frozen: list[tuple[str, Any]] = [("clip_norm", step.clip_norm), ("ema_decay", decay)]
-    for group in step.optimizer.param_groups:
+    by_tensor = _takes_rates_as_tensors(parts)
+    decay = None if parts.update.ema is None else parts.update.ema.decay
+    clip_norm = None if parts.update.clipping is None else parts.update.clipping.max_norm
+    frozen: list[tuple[str, Any]] = [("clip_norm", clip_norm), ("ema_decay", decay)]
+    for group in parts.optimizer.param_groups:
         for name, value in group.items():
             if name in _NO_SETTINGS or (name == "lr" and by_tensor):
                 continue
@@ -162,26 +163,26 @@ def changed_setting(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
     return str(next(differing, "the number of groups"))
 
 
-def tensors_of(step: TrainingStep) -> list[torch.Tensor]:
+def tensors_of(parts: Parts) -> list[torch.Tensor]:
     """All memory that a graph of this step uses and that is there before and after it."""
     found: dict[int, torch.Tensor] = {}
-    for tensor in (*step.model.parameters(), *step.parameters(), *step.model.buffers()):
+    for tensor in (*parts.model.parameters(), *parts.group.parameters(), *parts.model.buffers()):
         found[id(tensor)] = tensor
-        if step.keeps_gradients and tensor.grad is not None:
+        if parts.group.keeps_gradients and tensor.grad is not None:
             found[id(tensor.grad)] = tensor.grad
-    for state in step.optimizer.state.values():
+    for state in parts.optimizer.state.values():
         values = state.values() if isinstance(state, dict) else ()
         found |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
-    if step.ema is not None:
-        found |= {id(average): average for average in step.ema.averages}
+    if parts.update.ema is not None:
+        found |= {id(average): average for average in parts.update.ema.averages}
     return list(found.values())
 
 
-def addresses(step: TrainingStep) -> tuple[Hashable, ...]:
+def addresses(parts: Parts) -> tuple[Hashable, ...]:
     """Where all that memory lies, and what else a graph was captured with. Another value means
     that the graph is of yesterday's model or optimizer."""
-    memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors_of(step))
-    modules = tuple((id(module), module.training) for module in step.model.modules())
+    memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors_of(parts))
+    modules = tuple((id(module), module.training) for module in parts.model.modules())
     return (memory, modules)
 
 
@@ -189,23 +190,23 @@ class Kept:
     """What stands before a capture and must stand after it, since nothing of it has run: gradients,
     the optimizer's state, buffers and tensors that modules hold, the scaler's notes."""
 
-    def __init__(self, step: TrainingStep) -> None:
-        self._step = step
-        parameters = {id(p): p for p in (*step.model.parameters(), *step.parameters())}
+    def __init__(self, parts: Parts) -> None:
+        self._parts = parts
+        parameters = {id(p): p for p in (*parts.model.parameters(), *parts.group.parameters())}
         self._gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
-        self._state = {key: dict(value) for key, value in step.optimizer.state.items()}
+        self._state = {key: dict(value) for key, value in parts.optimizer.state.items()}
         self._modules = [
             (module, dict(module._buffers), _tensor_attributes(module))
-            for module in step.model.modules()
+            for module in parts.model.modules()
         ]
         self._scaler = None
-        if step.scaler is not None:
-            notes = step.scaler._per_optimizer_states
+        if parts.update.scaler is not None:
+            notes = parts.update.scaler._per_optimizer_states
             self._scaler = {key: dict(value) for key, value in notes.items()}
 
     def state_changed(self) -> bool:
         """Whether the optimizer has made or replaced part of its state."""
-        state = self._step.optimizer.state
+        state = self._parts.optimizer.state
         if state.keys() != self._state.keys():
             return True
         return any(_differ(state[key], before) for key, before in self._state.items())
@@ -228,7 +229,7 @@ class Kept:
     def restore(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        state = self._step.optimizer.state
+        state = self._parts.optimizer.state
         state.clear()
         state.update(self._state)
         for module, buffers, attributes in self._modules:
@@ -237,8 +238,8 @@ class Kept:
             for name in _tensor_attributes(module).keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
-        if self._step.scaler is not None and self._scaler is not None:
-            notes = self._step.scaler._per_optimizer_states
+        if self._parts.update.scaler is not None and self._scaler is not None:
+            notes = self._parts.update.scaler._per_optimizer_states
             notes.clear()
             notes.update(self._scaler)
 

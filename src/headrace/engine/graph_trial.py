@@ -20,6 +20,7 @@ class Trial:
     launch_ms: list[float] = field(default_factory=list)
     replay_ms: list[float] = field(default_factory=list)
     pays: bool | None = None
+    decision: str | None = None
 
     def takes(self, key: Hashable, replay: bool) -> bool:
         if self.pays is not None or (self.key is not None and key != self.key):
@@ -41,7 +42,8 @@ class Trial:
         eager, launch = statistics.median(self.one_by_one_ms), statistics.median(self.launch_ms)
         replay = statistics.median(self.replay_ms)
         self.pays = replay < eager * (1 - _WORTH_IT)
-        return (
+        self.decision = (
             f"a step takes {eager:.2f} ms launched kernel by kernel ({launch:.2f} ms of it on the "
             f"host) and {replay:.2f} ms as a graph: {'' if self.pays else 'no '}graphs are used"
         )
+        return self.decision

@@ -11,7 +11,6 @@ by one, as if no graph had been asked for, and the log says why, once.
 from __future__ import annotations
 
 import logging
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -19,31 +18,25 @@ from typing import Any
 
 import torch
 
-from headrace.data import flatten_batch, host_states, set_host_states
+from headrace.data import Fetched, flatten_batch, host_states, set_host_states
 from headrace.engine import graph_rules
-from headrace.engine.compiled import CompiledLoss, loss_as, loss_of
+from headrace.engine.compiled import CompiledLoss, loss_as
 from headrace.engine.graph_cache import Captured, GraphCache, signature
 from headrace.engine.graph_trial import TRIAL_STEPS, Trial
+from headrace.engine.graph_values import FrozenValues
+from headrace.engine.graph_watch import StepWatch
+from headrace.engine.group import Phase
 from headrace.engine.loss_parts import LossParts
-from headrace.engine.python_state import PythonState
-from headrace.engine.step import TrainingStep
-from headrace.engine.step_trace import StepTrace, Storage, Tracing, storages
+from headrace.engine.stages import Finished, Launched
+from headrace.engine.step import EagerStep, Parts
+from headrace.engine.step_trace import Tracing, storages
 from headrace.errors import CaptureError
-from headrace.parallel import bare
 from headrace.plan import Plan
 from headrace.source_lines import line_of_error
 
 log = logging.getLogger("headrace")
-Report = Callable[[LossParts], None]
 
-# Settings that change oftener than every so many batches leave a graph no use.
-_STEADY_BATCHES = 10
-_MOST_CHANGES = 3
 _DDP_WARM_UP = 11
-# Two batches of a shape in a row must do the same: so many are compared before it is given up.
-_MOST_WATCHED = 6
-# A batch's operations take memory to remember: shapes of which one batch was watched so far.
-_MOST_REMEMBERED = 8
 _SOME_ONLY = "some parameters get gradients from some batches only"
 
 
@@ -64,98 +57,111 @@ class GraphReport:
 
 
 class GraphedStep:
-    """Trains on a batch by replaying its shape's graph, or one by one where there is none."""
+    """A step that replays a batch's graph, or launches it one by one where there is none. A batch
+    that only keeps other ranks company is left to the `eager` step."""
 
-    def __init__(self, step: TrainingStep, plan: Plan) -> None:
-        self._step = step
-        self._device = step.device
-        self._plan = plan
+    def __init__(self, eager: EagerStep, graphs: StepGraphs) -> None:
+        self._eager, self._graphs = eager, graphs
+
+    def __call__(self, fetched: Fetched) -> Launched:
+        if fetched.weightless:
+            return self._eager(fetched)
+        lanes = self._eager.lanes
+        with lanes.on(lanes.forward, "step"):
+            return self._graphs.train(fetched)
+
+    def finish(self) -> Finished | None:
+        if self._eager.parts.group.is_open:
+            lanes = self._eager.lanes
+            with lanes.on(lanes.backward):
+                self._graphs.forget_unreached()
+        return self._eager.finish()
+
+    def recover(self, counted: tuple[int, int]) -> bool:
+        return self._eager.recover(counted)
+
+
+class StepGraphs:
+    """The graphs of one training step under one plan; they stay from pass to pass."""
+
+    def __init__(self, parts: Parts, plan: Plan) -> None:
+        self._parts, self._plan_name = parts, plan.name
         self._trial = Trial() if plan.graphs == "auto" else None
         # DDP arranges its buckets anew, and measures itself, in its first steps: after those, a
         # step is what it will be. A loss that is compiled, is so with its first batch.
-        compiles = isinstance(step.loss, CompiledLoss)
-        warm_up = (_DDP_WARM_UP if step.spread == "ddp" else 0) + compiles
+        compiles = isinstance(parts.forward.loss, CompiledLoss)
+        warm_up = (_DDP_WARM_UP if parts.spread == "ddp" else 0) + compiles
         self._watch_after = plan.graph_after + warm_up
-        self._watch_from = max(self._watch_after - 1, 1 + compiles)
+        self._watch = StepWatch(max(self._watch_after - 1, 1 + compiles), self._watch_after)
         after = self._watch_after + (TRIAL_STEPS if self._trial is not None else 0)
+        device = parts.device
         self._graphs: GraphCache[LossParts] = GraphCache(
-            self._device, most=plan.graph_shapes, after=after
+            device, most=plan.graph_shapes, after=after
         )
-        self._updates: GraphCache[None] = GraphCache(self._device, most=1, after=0)
-        self._settings: tuple[Hashable, ...] | None = None
+        self._updates: GraphCache[None] = GraphCache(device, most=1, after=0)
+        self._values = FrozenValues(parts)
+        # With what graphs were captured: where memory lay, what must not be freed, and (with
+        # accumulation) the parameters that each graph reaches.
         self._addresses: tuple[Hashable, ...] | None = None
         self._held: list[torch.Tensor] = []
-        self._reached_by: dict[Hashable, frozenset[int]] = {}  # parameters each graph reaches
-        self._since_change = self._changes = 0
-        self._replays = self._one_by_one = 0
-        self._key: Hashable = None
-        # What the loss function can read besides the batch, and what its last runs computed.
-        self._python: PythonState | None = None
-        self._traces: dict[int, StepTrace] = {}  # by a shape's hash
-        self._differences: Counter[int] = Counter()
-        # Shapes of which two batches did the same, and what else they read.
-        self._agreed: dict[int, list[torch.Tensor]] = {}
-        self._made: set[Storage] = set()
-        # Gradients that nobody clears, of parameters that the optimizer does not have.
-        self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._reached_by: dict[Hashable, frozenset[int]] = {}
         self._prepared: graph_rules.Prepared | None = None
-        self._decision: str | None = None
+        self._replays = self._one_by_one = 0
         self._why: str | None = None
-        step.before_last_update = self._forget_unreached
-        obstacle = graph_rules.why_not(step)
+        obstacle = graph_rules.why_not(parts)
         if obstacle is not None:
             self._give_up(obstacle)
 
-    def train(self, batch: Any, report: Report) -> bool:
-        """Train on one batch, on the current stream. Whether it was a replay."""
-        captured = self._captured(batch) if self._why is None else None
-        if captured is not None:
-            self._replays += 1
-            self._replay(captured, batch, report)
-            return True
-        self._one_by_one += 1
-        if self._why is None and self._is_to_be_watched():
-            self._watch(batch, report)
-        else:
-            self._launch(batch, report)
-        return False
+    def train(self, fetched: Fetched) -> Launched:
+        """Train on one batch, on the current stream."""
+        batch = fetched.batch
+        key = self._look(batch) if self._why is None else None
+        captured = None if key is None else self._captured(key, batch)
+        if key is None or captured is None:
+            self._one_by_one += 1
+            watched = key is not None and self._why is None and self._is_to_be_watched(key)
+            return self._launch_watched(key, fetched) if watched else self._launch(key, fetched)
+        self._replays += 1
+        return self._replay(key, captured, fetched)
 
     def begin_epoch(self) -> None:
         """Graphs of memory that is not the model's or the optimizer's any more are dropped."""
         if self._why is not None:
             return
-        obstacle = graph_rules.why_not(self._step)
+        obstacle = graph_rules.why_not(self._parts)
         if obstacle is not None:
             self._give_up(obstacle)
-        elif self._addresses is not None and graph_rules.addresses(self._step) != self._addresses:
+        elif self._addresses is not None and graph_rules.addresses(self._parts) != self._addresses:
             self._forget_graphs()
-            self._python = None  # other modules have other attributes
-            for parameter in self._step.parameters():
+            self._values.look_anew()
+            for parameter in self._parts.group.parameters():
                 if not parameter.requires_grad:
                     parameter.grad = None  # one of zeros would still be updated, by its momentum
 
     def state_dict(self) -> dict[str, Any]:
         """What `graphs="auto"` has decided: measured anew, it might decide otherwise."""
-        pays = None if self._trial is None else self._trial.pays
+        trial = self._trial
         return {
-            "pays": pays,
-            "decision": self._decision,
+            "pays": None if trial is None else trial.pays,
+            "decision": None if trial is None else trial.decision,
             "prepared": self._prepared is not None,
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Also: the optimizer has another state, and the settings that came with it."""
+        group, trial = self._parts.group, self._trial
         self._drop_graphs()
-        self._step.reached = self._with_gradients() if self._step.group_is_open else set()
+        group.reached = self._with_gradients() if group.is_open else set()
         # An optimizer that had been made capturable goes on as one, as all did in older states.
         if state is not None and state.get("prepared", self._why is None):
-            self._prepared = graph_rules.Prepared(self._step)
+            self._prepared = graph_rules.Prepared(self._parts)
         elif self._prepared is not None:
-            self._prepared, self._step.rates = None, None
-        pays = None if state is None else state["pays"]
-        if self._trial is not None and pays is not None and self._why is None:
-            self._trial.pays, self._decision = pays, state["decision"] if state else None
-            self._follow_decision(self._trial)
+            self._prepared, self._parts.update.rates = None, None
+        if trial is None or state is None or self._why is not None:
+            return
+        if state["pays"] is not None:
+            trial.pays, trial.decision = state["pays"], state["decision"]
+            self._follow(trial)
 
     def report(self) -> GraphReport:
         return GraphReport(
@@ -166,7 +172,7 @@ class GraphedStep:
             one_by_one=self._one_by_one,
             memory_bytes=self._graphs.memory_bytes + self._updates.memory_bytes,
             why=self._why,
-            decision=self._decision,
+            decision=None if self._trial is None else self._trial.decision,
         )
 
     def close(self) -> None:
@@ -175,143 +181,122 @@ class GraphedStep:
 
     # --- one batch --------------------------------------------------------------------------------
 
-    def _captured(self, batch: Any) -> Captured[LossParts] | None:
-        """The graph for this batch, made now if it is due."""
+    def _look(self, batch: Any) -> Hashable | None:
+        """Before a batch: the key of its graph; None if there is to be none. Graphs that were
+        captured with other values are dropped."""
         try:
-            self._look_at_settings()
-            self._key = signature(batch)
-            captured = self._graphs.find(self._key)
-            if captured is None and self._is_due():
-                captured = self._capture(batch)  # None: not yet
+            if self._prepared is not None and self._prepared.is_undone:
+                self._forget_graphs()
+                self._prepared = graph_rules.Prepared(self._parts)
+            if self._values.look():
+                self._forget_graphs()
+            return signature(batch)
         except CaptureError as problem:
             self._give_up(_told(problem))
             return None
-        return captured
 
-    def _is_due(self) -> bool:
-        agreed = hash(self._key) in self._agreed
-        return agreed and self._graphs.is_due(self._key) and self._step.updates > 0
+    def _captured(self, key: Hashable, batch: Any) -> Captured[LossParts] | None:
+        """The graph for this batch, made now if it is due."""
+        captured = self._graphs.find(key)
+        if captured is not None or not self._is_due(key):
+            return captured
+        try:
+            return self._capture(key, batch)  # None: not yet
+        except CaptureError as problem:
+            self._give_up(_told(problem))
+            return None
 
-    def _launch(self, batch: Any, report: Report, tracing: Tracing | None = None) -> None:
-        step, traced = self._step, tracing or nullcontext()
-        with self._timed(replay=False):
+    def _is_due(self, key: Hashable) -> bool:
+        agreed = self._watch.has_agreed(hash(key))
+        return agreed and self._graphs.is_due(key) and self._parts.group.updates > 0
+
+    def _is_to_be_watched(self, key: Hashable) -> bool:
+        return self._watch.wants(hash(key), self._graphs.uses(key))
+
+    def _launch(
+        self, key: Hashable | None, fetched: Fetched, tracing: Tracing | None = None
+    ) -> Launched:
+        parts, traced = self._parts, tracing or nullcontext()
+        group = parts.group
+        with self._timed(key, replay=False):
+            group.averaged = fetched.ends_epoch or group.fills_next
             with traced:
-                parts = step.forward(batch)
-            if step.gate is None:
-                report(parts)
+                loss = parts.forward(fetched.batch, averages=group.averaged)
             if tracing is not None:
-                tracing.forward_ends(parts.numbers())
-            with self._noting_reached() if step.keeps_gradients else nullcontext(), traced:
-                step.backward(parts)
-            if updated := step.group_is_full:
-                self._forget_unreached()
-                step.update()
-            if step.gate is not None:
-                report(step.gate.marked(parts, updated=updated))
+                tracing.forward_ends(loss.numbers())
+            loss = loss.unaliased()
+            parts.begin()
+            group.phase = Phase.GATHERING
+            with self._noting_reached() if group.keeps_gradients else nullcontext(), traced:
+                parts.gather(loss)
+            group.gathered()
+            if updated := group.is_full:
+                self.forget_unreached()
+                parts.use()
+        return parts.launched(fetched, loss, updated=updated)
 
-    # --- before a capture: would a graph repeat what the step does? -------------------------------
-
-    def _is_to_be_watched(self) -> bool:
-        uses, key = self._graphs.uses(self._key), hash(self._key)
-        if key in self._agreed or uses < self._watch_from:
-            return False
-        # A loader that never repeats a shape must not be watched for ever.
-        return (
-            key in self._traces or uses >= self._watch_after or len(self._traces) < _MOST_REMEMBERED
-        )
-
-    def _watch(self, batch: Any, report: Report) -> None:
+    def _launch_watched(self, key: Hashable, fetched: Fetched) -> Launched:
         """Train on a batch, and look for what a graph could not repeat."""
-        tracing = Tracing(self._device, until=GraphedStep._launch.__code__)
-        known = storages([*self._known(), *flatten_batch(batch)])
-        with loss_as(self._step, "plain"), self._device.watch() as obstacles:
-            self._launch(batch, report, tracing)
-        # A shape's first batch may be the one in which something is set up, once for all.
-        is_first = self._graphs.uses(self._key) == 1
+        device = self._parts.device
+        tracing = Tracing(device, until=StepGraphs._launch.__code__)
+        known = storages([*self._known(), *flatten_batch(fetched.batch)])
+        with loss_as(self._parts.forward.loss, "plain"), device.watch() as obstacles:
+            launched = self._launch(key, fetched, tracing)
+        is_first = self._graphs.uses(key) == 1
         if obstacles:
-            if not is_first:
-                self._give_up("; ".join(dict.fromkeys(map(str, obstacles[:3]))))
-            return
-        trace = tracing.trace
-        known |= storages(self._known())
-        trace.read = {one: read for one, read in trace.read.items() if one not in known}
-        for storage, read in trace.read.items():
-            if storage in self._made:
-                where = "" if read.line is None else f" at {read.line}"
-                self._give_up(
-                    f"the step reads{where} a tensor that it made for an earlier batch, and a "
-                    "graph would go on with the old one: keep one tensor, and write to it in place"
-                )
-                return
-        if not is_first:
-            self._made = {one for one in self._made | trace.survivors() if not one.expired()}
-        self._compare(trace)
-
-    def _compare(self, trace: StepTrace) -> None:
-        """With the batch of this shape before. Two that did the same may be captured."""
-        key = hash(self._key)
-        before = self._traces.pop(key, None)
-        difference = None if before is None else trace.difference(before)
-        if before is not None and difference is None:
-            self._agreed[key] = [read.tensor for read in trace.read.values()]
-            return
-        if difference is not None:
-            self._differences[key] += 1
-            if self._differences[key] == _MOST_WATCHED - 1:
-                self._give_up(f"the step is not the same for each batch: {difference}")
-                return
-        if len(self._traces) == _MOST_REMEMBERED:
-            self._traces.pop(next(iter(self._traces)))
-        self._traces[key] = trace
+            why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
+        else:
+            known |= storages(self._known())
+            why = self._watch.learn(hash(key), tracing.trace, known, first=is_first)
+        if why is not None:
+            self._give_up(why)
+        return launched
 
     def _known(self) -> list[torch.Tensor]:
         """Tensors that a step may read: they stay where they are, or it is noticed."""
-        step = self._step
-        found = [*graph_rules.tensors_of(step), *step.own_tensors()]
-        for parameter in (*step.model.parameters(), *step.parameters()):
+        parts = self._parts
+        found = [*graph_rules.tensors_of(parts), *parts.own_tensors()]
+        for parameter in (*parts.model.parameters(), *parts.group.parameters()):
             if parameter.grad is not None:
                 found.append(parameter.grad)
-        return found + (self._python.tensors() if self._python is not None else [])
+        return found + self._values.tensors()
 
-    def _replay(self, captured: Captured[LossParts], batch: Any, report: Report) -> None:
-        step = self._step
-        with self._timed(replay=True):
-            step.begin()
-            if step.rates is not None:
-                step.rates.write()
-            step.tear()
-            parts = captured.replay(flatten_batch(batch))
-            if step.gate is None:
-                report(parts)
-            step.gathered()
-            updated = step.group_is_full
-            if step.accumulate == 1:
-                step.applied()
+    def _replay(self, key: Hashable, captured: Captured[LossParts], fetched: Fetched) -> Launched:
+        parts, group = self._parts, self._parts.group
+        with self._timed(key, replay=True):
+            parts.begin()
+            parts.update.write_rates()
+            group.phase = Phase.UPDATING if group.size == 1 else Phase.GATHERING
+            loss = captured.replay(flatten_batch(fetched.batch))
+            if group.size == 1:
+                updated = True
+                group.gathered_and_used()
             else:
-                self._step.reached |= self._reached_by[self._key]
-                if updated:
-                    self._forget_unreached()
+                group.gathered()
+                group.reached |= self._reached_by[key]
+                if updated := group.is_full:
+                    self.forget_unreached()
                     self._update()
-            if step.gate is not None:
-                report(step.gate.marked(parts, updated=updated))
+            launched = parts.launched(fetched, loss, updated=updated, replayed=True)
         if self._trial is not None and self._trial.is_over():
-            self._decide(self._trial)
+            log.info("plan %s: %s", self._plan_name, self._trial.decide())
+            self._follow(self._trial)
+        return launched
 
     def _update(self) -> None:
         """The update at the end of a group, a graph of its own."""
-        step = self._step
+        parts, group = self._parts, self._parts.group
         if self._why is not None:
-            step.update()
+            parts.use()
             return
-        if step.rates is not None:
-            step.rates.write()
+        parts.update.write_rates()
         # Gradients that this graph knows nothing of would be neither used nor cleared.
-        key = tuple(p.grad.data_ptr() if p.grad is not None else 0 for p in step.parameters())
+        key = tuple(p.grad.data_ptr() if p.grad is not None else 0 for p in group.parameters())
         update = self._updates.find(key)
         if update is None:
-            kept = graph_rules.Kept(step)
+            kept = graph_rules.Kept(parts)
             try:
-                update = self._updates.capture(key, (), lambda _: step.apply())
+                update = self._updates.capture(key, (), lambda _: parts.update(group))
                 if kept.state_changed():
                     self._updates.drop(key)
                     update = None
@@ -320,26 +305,27 @@ class GraphedStep:
             finally:
                 kept.restore()
         if update is None:
-            step.update()
+            parts.use()
         else:
+            group.phase = Phase.UPDATING
             update.replay([])
-            step.applied()
+            group.used()
 
     # --- capture ----------------------------------------------------------------------------------
 
-    def _capture(self, batch: Any) -> Captured[LossParts] | None:
+    def _capture(self, key: Hashable, batch: Any) -> Captured[LossParts] | None:
         """A graph of the step on this batch; None if the step first has to run as it is, because
         it would make something that stays, such as the optimizer's state of a parameter."""
-        step = self._step
-        obstacle = graph_rules.why_not(step)
+        parts, group = self._parts, self._parts.group
+        obstacle = graph_rules.why_not(parts)
         if obstacle is not None:
             raise CaptureError(obstacle)
-        if step.accumulate > 1 and not self._gradients_are_kept():
+        if group.size > 1 and not self._gradients_are_kept():
             return None
         with self._preparing() as succeeded:
-            kept = graph_rules.Kept(step)
+            kept = graph_rules.Kept(parts)
             try:
-                captured = self._graphs.capture(self._key, batch, self._device_part)
+                captured = self._graphs.capture(key, batch, self._device_part)
                 replaced = kept.replaced()
                 if replaced is not None:
                     raise CaptureError(
@@ -347,27 +333,22 @@ class GraphedStep:
                         "with the old one: write to it in place"
                     )
                 if kept.state_changed():
-                    self._graphs.drop(self._key)
+                    self._graphs.drop(key)
                     return None
-                if step.keeps_gradients and (
-                    kept.gradients_changed() or self._step.reached != self._with_gradients()
+                if group.keeps_gradients and (
+                    kept.gradients_changed() or group.reached != self._with_gradients()
                 ):
                     raise CaptureError(_SOME_ONLY)
-                self._reached_by[self._key] = frozenset(self._step.reached)
+                self._reached_by[key] = frozenset(group.reached)
             finally:
                 kept.restore()
-                self._step.reached.clear()
-            if self._python is not None and (changed := self._python.changed_so_far()):
-                raise CaptureError(str(changed))
+                group.reached.clear()
+            self._values.require_unchanged()
             succeeded()
-        self._addresses = graph_rules.addresses(step)
-        self._settings = graph_rules.settings(step)
-        own = {id(p) for p in step.parameters()}
-        self._outside = [
-            (p, p.grad) for p in step.model.parameters() if p.grad is not None and id(p) not in own
-        ]
+        self._addresses = graph_rules.addresses(parts)
+        self._values.captured()
         # A graph must not outlive its memory.
-        self._held += [*self._known(), *self._agreed[hash(self._key)]]
+        self._held += [*self._known(), *self._watch.read_by(hash(key))]
         return captured
 
     @contextmanager
@@ -375,9 +356,8 @@ class GraphedStep:
         """Inside the block the step can be captured. Unless what is yielded is called, all is then
         as before: the optimizer, the host's random generators, and what the loss function keeps."""
         drawn_from, succeeded = host_states(), []
-        prepared = graph_rules.Prepared(self._step) if self._prepared is None else None
-        if self._step.rates is not None:
-            self._step.rates.write()
+        prepared = graph_rules.Prepared(self._parts) if self._prepared is None else None
+        self._parts.update.write_rates()
         try:
             yield lambda: succeeded.append(True)
         finally:
@@ -385,62 +365,63 @@ class GraphedStep:
                 self._prepared = self._prepared or prepared
             else:
                 set_host_states(drawn_from)
-                if self._python is not None:
-                    self._python.put_back()
+                self._values.put_back()
                 if prepared is not None:
                     prepared.undo()
+
+    def _device_part(self, batch: Any) -> LossParts:
+        """What a graph repeats: all of a step, or with accumulation all but the update."""
+        parts, group = self._parts, self._parts.group
+        with loss_as(parts.forward.loss, "compiled"):
+            loss = parts.forward(batch)
+        # As they are now: a metric may be a view of a weight, which the update changes.
+        values = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in loss.values.items()
+        }
+        if group.size == 1:
+            parts.gather(loss)
+            parts.update(group)
+        else:
+            with self._noting_reached():
+                parts.gather(loss)
+        return replace(loss, loss=loss.loss.detach(), values=values)
 
     # --- accumulation: gradients that keep their memory -------------------------------------------
 
     def _gradients_are_kept(self) -> bool:
         """Whether a group is about to begin with all its gradients in place, at zero."""
-        step, state = self._step, self._step.optimizer.state
-        if step.group_is_open:
+        group, state = self._parts.group, self._parts.optimizer.state
+        if group.is_open:
             return False
-        if not step.keeps_gradients:
-            step.keeps_gradients = True  # from this group on: it makes them
-            self._step.reached.clear()
+        if not group.keeps_gradients:
+            group.keeps_gradients = True  # from this group on: it makes them
+            group.reached.clear()
             return False
         return not any(
-            p.grad is None and p.requires_grad and state.get(p) for p in step.parameters()
+            p.grad is None and p.requires_grad and state.get(p) for p in group.parameters()
         )
 
-    def _forget_unreached(self) -> None:
+    def forget_unreached(self) -> None:
         """Before an update: a gradient that is kept cannot say that no batch has reached it. Where
         that happens, none are kept any more."""
-        if self._step.keeps_gradients and self._step.reached != self._with_gradients():
-            graph_rules.forget_gradients(self._step, keep=self._step.reached)
+        group = self._parts.group
+        if group.keeps_gradients and group.reached != self._with_gradients():
+            graph_rules.forget_gradients(self._parts, keep=group.reached)
             self._give_up(_SOME_ONLY)
-        self._step.reached.clear()
+        group.reached.clear()
 
     def _with_gradients(self) -> set[int]:
-        return {id(p) for p in self._step.parameters() if p.grad is not None}
-
-    def _device_part(self, batch: Any) -> LossParts:
-        """What a graph repeats: all of a step, or with accumulation all but the update."""
-        step = self._step
-        with loss_as(step, "compiled"):
-            parts = step.forward(batch)
-        # As they are now: a metric may be a view of a weight, which the update changes.
-        values = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in parts.values.items()
-        }
-        if step.accumulate == 1:
-            step.gather(parts)
-            step.apply()
-        else:
-            with self._noting_reached():
-                step.gather(parts)
-        return replace(parts, loss=parts.loss.detach(), values=values)
+        return {id(p) for p in self._parts.group.parameters() if p.grad is not None}
 
     @contextmanager
     def _noting_reached(self) -> Iterator[None]:
         """Note the parameters that backward gives a gradient: which, must not depend on the batch,
         since a gradient that is kept cannot say that there was none."""
+        group = self._parts.group
         handles = [
-            p.register_post_accumulate_grad_hook(lambda p: self._step.reached.add(id(p)))
-            for p in self._step.parameters()
+            p.register_post_accumulate_grad_hook(lambda p: group.reached.add(id(p)))
+            for p in group.parameters()
             if p.requires_grad
         ]
         try:
@@ -449,64 +430,29 @@ class GraphedStep:
             for handle in handles:
                 handle.remove()
 
-    def _look_at_settings(self) -> None:
-        """Drop graphs that were captured with other numbers. If numbers change all the time, there
-        is no use for graphs."""
-        step, before = self._step, self._settings
-        if self._prepared is not None and self._prepared.is_undone:
-            self._forget_graphs()
-            self._prepared = graph_rules.Prepared(step)
-        settings = graph_rules.settings(step)
-        self._since_change += 1
-        if self._python is None:
-            self._python = PythonState(step.device, loss_of(step), bare(step.model))
-            if (iterator := self._python.iterator()) is not None:
-                name, line = iterator
-                where = "" if line is None else f" ({line})"
-                raise CaptureError(
-                    f"the loss function draws from the iterator {name}{where}, and a graph would "
-                    "repeat what it drew at capture: let the loader draw from it, for each batch"
-                )
-        changed = self._python.changed()
-        if any(parameter.grad is not gradient for parameter, gradient in self._outside):
-            self._forget_graphs()  # the user cleared them: a graph would write to the old ones
-        if settings == before and changed is None:
-            return
-        if before is not None:
-            self._changes += self._since_change < _STEADY_BATCHES
-            if self._changes == _MOST_CHANGES:
-                raise CaptureError(
-                    str(changed)
-                    if changed is not None
-                    else f"the optimizer's {graph_rules.changed_setting(before, settings)} changes "
-                    "from step to step, and a graph keeps it as it was (a scheduler's "
-                    "cycle_momentum, say; SGD's lr needs fused=True)"
-                )
-            self._forget_graphs()
-        self._settings, self._since_change = settings, 0
+    # --- when graphs are dropped ------------------------------------------------------------------
 
     def _give_up(self, why: str) -> None:
         """From now on, one by one."""
         self._why = why
         self._drop_graphs()
-        graph_rules.release(self._step)
-        self._device.say_once(
+        graph_rules.release(self._parts)
+        self._parts.device.say_once(
             f"graphs: {why}",
             "plan %s: the step's kernels are launched one by one, not as a graph: %s",
-            self._plan.name,
+            self._plan_name,
             why,
         )
 
     def _forget_graphs(self) -> None:
         """Drop all graphs, and watch each shape anew."""
         self._drop_graphs()
-        self._agreed.clear()
-        self._traces.clear()
+        self._watch.forget()
 
     def _drop_graphs(self) -> None:
         self._graphs.close()
-        self._outside = []
         self._updates.close()
+        self._values.drop_graphs()
         self._addresses = None
         self._held = []
         self._reached_by.clear()
@@ -514,16 +460,14 @@ class GraphedStep:
     # --- graphs="auto" ----------------------------------------------------------------------------
 
     @contextmanager
-    def _timed(self, *, replay: bool) -> Iterator[None]:
+    def _timed(self, key: Hashable | None, *, replay: bool) -> Iterator[None]:
         """Time the step in the block, alone on the device, if the trial still wants it."""
-        trial, device = self._trial, self._device
-        warmed_up = replay or self._graphs.uses(self._key) > self._watch_after
-        if (
-            trial is None
-            or self._why is not None
-            or not warmed_up
-            or not trial.takes(self._key, replay)
-        ):
+        trial, device = self._trial, self._parts.device
+        if trial is None or key is None or self._why is not None:
+            yield
+            return
+        warmed_up = replay or self._graphs.uses(key) > self._watch_after
+        if not warmed_up or not trial.takes(key, replay):
             yield
             return
         device.synchronize("auto_graphs")
@@ -531,18 +475,13 @@ class GraphedStep:
         yield
         launched = device.ledger.now_ns()
         device.synchronize("auto_graphs")
-        trial.add(self._key, replay, launched - start, device.ledger.now_ns() - start)
+        trial.add(key, replay, launched - start, device.ledger.now_ns() - start)
 
-    def _decide(self, trial: Trial) -> None:
-        self._decision = trial.decide()
-        log.info("plan %s: %s", self._plan.name, self._decision)
-        self._follow_decision(trial)
-
-    def _follow_decision(self, trial: Trial) -> None:
+    def _follow(self, trial: Trial) -> None:
         if not trial.pays:
-            self._why = self._decision
+            self._why = trial.decision
             self._drop_graphs()
-            graph_rules.release(self._step)
+            graph_rules.release(self._parts)
 
 
 def _told(problem: CaptureError) -> str:

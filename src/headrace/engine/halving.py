@@ -10,27 +10,23 @@ is taken for a mean over the batch's rows. Halves that do not fit are halved aga
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headrace.data import flatten_batch, is_plain_tensor, rebuild_batch
-from headrace.device import Device
+from headrace.data import Fetched, flatten_batch, is_plain_tensor, rebuild_batch
 from headrace.engine.deferred import Scalar
-from headrace.engine.lanes import Lanes
 from headrace.engine.loss_parts import LossParts
-from headrace.engine.step import TrainingStep
+from headrace.engine.stages import Finished, Launched
+from headrace.engine.step import EagerStep
 from headrace.errors import StepError
 from headrace.plan import Plan
 
 
-def require_halvable(step: TrainingStep | None, plan: Plan) -> None:
+def require_halvable(model: torch.nn.Module, plan: Plan) -> None:
     """Raise `StepError` where two halves would not be the same step, or could not be agreed on."""
-    if step is None:
-        raise StepError("on_oom = 'halve': the step is your own, and cannot be cut in two")
-    for name, module in step.model.named_modules():
+    for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             raise StepError(
                 f"on_oom = 'halve': {name or 'the model'} is a {type(module).__name__}, whose mean "
@@ -55,120 +51,109 @@ def require_halvable(step: TrainingStep | None, plan: Plan) -> None:
 class _Done:
     """A part that was trained on, and what it weighs in the batch's means."""
 
-    parts: LossParts
+    loss: LossParts
     weight: Scalar
 
 
 class HalvingStep:
-    """Trains on a batch on the lanes of a loop: whole if it fits, else in parts."""
+    """Trains on a batch whole if it fits, else in parts."""
 
-    def __init__(self, step: TrainingStep) -> None:
-        self._step = step
-        self._device: Device = step.device
-        #: Batches that did not fit whole.
-        self.halved = 0
+    def __init__(self, eager: EagerStep) -> None:
+        self._eager, self._parts, self._lanes = eager, eager.parts, eager.lanes
 
-    def train(
-        self,
-        batch: Any,
-        lanes: Lanes,
-        report: Callable[[LossParts], None],
-    ) -> None:
-        step = self._step
-        step.begin()
+    def __call__(self, fetched: Fetched) -> Launched:
+        parts, lanes = self._parts, self._lanes
+        group, guard = parts.group, parts.update.guard
+        parts.begin()
         kept = self._set_aside()
         with lanes.on(lanes.backward):
-            weight = None if step.weight.value is None else step.weight.value.clone()
-            seen = None if step.gate is None else step.gate.seen()
+            weight = None if group.weight.value is None else group.weight.value.clone()
+            seen = None if guard is None else guard.seen()
         try:
-            done = self._passes(batch, lanes, rows=None, of=None)
+            done = self._passes(fetched.batch, rows=None, of=None)
         except BaseException:  # the group is as it was: this batch is not in it
             self._put_back(kept)
             with lanes.on(lanes.backward):
-                step.weight.set(weight)
-                if step.gate is not None:
-                    step.gate.forget(seen)
+                group.weight.set(weight)
+                if guard is not None:
+                    guard.forget(seen)
             raise
         if len(done) > 1:
-            self.halved += 1
             with lanes.on(lanes.backward):
-                step.join_parts()
-        self._add_back(lanes, kept)
+                group.join_parts()
+        self._add_back(kept)
         with lanes.on(lanes.backward, "backward"):
-            step.gathered()
-            if updated := step.group_is_full:
-                step.update()
+            group.gathered()
+            if updated := group.is_full:
+                parts.use()
         lanes.backward_to_forward()
         with lanes.on(lanes.forward):
-            parts = done[0].parts if len(done) == 1 else _together(done)
-            report(parts if step.gate is None else step.gate.marked(parts, updated=updated))
+            loss = done[0].loss if len(done) == 1 else _together(done)
+        return parts.launched(fetched, loss, updated=updated)
 
-    def _passes(
-        self,
-        batch: Any,
-        lanes: Lanes,
-        *,
-        rows: int | None,
-        of: int | None,
-    ) -> list[_Done]:
+    def finish(self) -> Finished | None:
+        return self._eager.finish()
+
+    def recover(self, counted: tuple[int, int]) -> bool:
+        return self._eager.recover(counted)
+
+    def _passes(self, batch: Any, *, rows: int | None, of: int | None) -> list[_Done]:
         """Gather the gradients of `batch`, which is `rows` rows of a batch of `of`."""
+        parts, lanes = self._parts, self._lanes
         share = None if rows is None or of is None else rows / of
         kept = self._set_aside()
         problem = ""
         try:
             with lanes.on(lanes.forward, "forward"):
-                parts = self._step.forward(batch)
+                loss = parts.forward(batch).unaliased()
             lanes.forward_to_backward()
             with lanes.on(lanes.backward, "backward"):
-                self._step.gather(parts, share)
+                parts.gather(loss, share)
             lanes.backward_to_forward()
         except torch.OutOfMemoryError as found:
             # Not to be kept: its traceback holds all that the step had allocated so far.
             problem = str(found)
         if not problem:
-            self._add_back(lanes, kept)
-            weight = share if share is not None and not parts.weighted else parts.weight
-            return [_Done(_detached(parts), weight)]
-        parts = None  # type: ignore[assignment]
+            self._add_back(kept)
+            weight = share if share is not None and not loss.weighted else loss.weight
+            return [_Done(_detached(loss), weight)]
+        loss = None  # type: ignore[assignment]
         self._put_back(kept)
         halves = split(batch)
         if halves is None:
             raise torch.OutOfMemoryError(problem)
-        self._device.say_once(
+        parts.device.say_once(
             "halved",
             "a batch found no memory on %s and is trained on in two halves; so will others, "
             "which costs time: smaller batches do not",
-            self._device,
+            parts.device,
         )
-        self._device.release_unused()
+        parts.device.release_unused()
         total = of or sum(count for count, _ in halves)
-        return [
-            done
-            for count, half in halves
-            for done in self._passes(half, lanes, rows=count, of=total)
-        ]
+        return [done for count, half in halves for done in self._passes(half, rows=count, of=total)]
 
     # --- gradients of what was trained on before ------------------------------------------------
 
     def _set_aside(self) -> list[torch.Tensor | None] | None:
         """A backward that fails leaves gradients half added to: so they are not there meanwhile."""
-        kept = [p.grad for p in self._step.parameters()]
+        kept = [p.grad for p in self._parts.group.parameters()]
         if all(gradient is None for gradient in kept):
             return None
-        for parameter in self._step.parameters():
+        for parameter in self._parts.group.parameters():
             parameter.grad = None
         return kept
 
     def _put_back(self, kept: list[torch.Tensor | None] | None) -> None:
-        parameters = self._step.parameters()
+        parameters = self._parts.group.parameters()
         for parameter, gradient in zip(parameters, kept or [None] * len(parameters), strict=True):
             parameter.grad = gradient
 
-    def _add_back(self, lanes: Lanes, kept: list[torch.Tensor | None] | None) -> None:
+    def _add_back(self, kept: list[torch.Tensor | None] | None) -> None:
         if kept is None:
             return
+        lanes = self._lanes
         with lanes.on(lanes.backward), torch.no_grad():
-            for parameter, gradient in zip(self._step.parameters(), kept, strict=True):
+            for parameter, gradient in zip(self._parts.group.parameters(), kept, strict=True):
                 if gradient is not None and parameter.grad is not None:
                     gradient.add_(parameter.grad)
                 if gradient is not None:
@@ -194,24 +179,24 @@ def split(batch: Any) -> list[tuple[int, Any]] | None:
     return halves
 
 
-def _detached(parts: LossParts) -> LossParts:
+def _detached(loss: LossParts) -> LossParts:
     values = {
         name: value.detach() if isinstance(value, torch.Tensor) else value
-        for name, value in parts.values.items()
+        for name, value in loss.values.items()
     }
-    return LossParts(parts.loss.detach(), parts.weight, parts.weighted, values)
+    return LossParts(loss.loss.detach(), loss.weight, loss.weighted, values)
 
 
 def _together(done: list[_Done]) -> LossParts:
     """What the whole batch would have reported: means by weight, and the weights' sum."""
-    first = done[0].parts
+    first = done[0].loss
     total = sum(one.weight for one in done)
     values: dict[str, Scalar] = {}
     for name in first.values:
         if name == "weight":
             values[name] = total
         else:
-            values[name] = sum(one.parts.values[name] * one.weight for one in done) / total
+            values[name] = sum(one.loss.values[name] * one.weight for one in done) / total
     loss = values["loss"]
     assert isinstance(loss, torch.Tensor)
     return LossParts(loss, total if first.weighted else 1, first.weighted, values)

@@ -1,4 +1,4 @@
-"""Which stream each part of a step runs on under a plan, the edges between them, and its waits.
+"""Which stream each part of a step runs on under a plan, and the edges between them.
 
 pipeline      transfer | the caller's stream (forward, backward, update) | losses
 baseline, interval, event
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from headrace.data import PrefetchIterator
-from headrace.device import Device, Event, Stream, StreamManager
+from headrace.device import Device, Stream, StreamManager
 from headrace.plan import Plan
 
 _THERE_ALREADY = nullcontext()
@@ -31,8 +30,6 @@ class Lanes:
         self._device = device
         self._annotate = annotate
         self.caller = device.current_stream()
-        #: Whether copies are to block the host.
-        self.blocking = plan.prefetch_depth == 0
         self._split = split
         self._forwarded, self._updated = device.event(), device.event()
         if plan.sync == "none":
@@ -78,11 +75,6 @@ class Lanes:
         finally:
             self.take_over()
 
-    def wait_for_copy(self, feed: PrefetchIterator) -> None:
-        """Where copies are to block: of the batch that is about to be used."""
-        used = self.transfers[(feed.delivered - 1) % len(self.transfers)]
-        self._device.synchronize("copy", used)
-
     def forward_to_backward(self) -> None:
         if self._split:
             self._forwarded.record(self.forward)
@@ -95,41 +87,3 @@ class Lanes:
 
     def _own(self) -> set[Stream]:
         return {self.forward, self.backward} - {self.caller}
-
-
-class HostSync:
-    """The plan's host waits: after every batch, or every so many, by stream or by event."""
-
-    def __init__(self, device: Device, plan: Plan, lanes: Lanes) -> None:
-        self._device = device
-        self._plan = plan
-        self._lanes = lanes
-        self._every = 1 if plan.sync == "batch" else plan.sync_every
-        self._events: list[Event] = []
-        self._synchronized = 0
-
-    def after_batch(self, index: int) -> None:
-        if self._plan.sync == "event":
-            self._mark()
-        if (index + 1) % self._every == 0:
-            self._wait(index + 1)
-
-    def at_end(self, batches: int) -> None:
-        """Also after the last batch, if it was not just done."""
-        if batches > self._synchronized:
-            self._wait(batches)
-
-    def _mark(self) -> None:
-        """An event for this batch; a look, without waiting, at which earlier ones have passed."""
-        event = self._device.event()
-        event.record(self._lanes.backward)
-        self._events = [earlier for earlier in self._events if not earlier.query()]
-        self._events.append(event)
-
-    def _wait(self, batches: int) -> None:
-        if self._plan.sync == "event":
-            self._device.wait(self._events[-1], "sync")
-            self._events.clear()
-        else:
-            self._device.synchronize("sync", self._lanes.backward)
-        self._synchronized = batches

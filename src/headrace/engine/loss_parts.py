@@ -57,9 +57,20 @@ class LossParts:
             if not isinstance(value, torch.Tensor)
         }
 
-    def without_weight(self) -> LossParts:
+    def weightless(self) -> LossParts:
         """The same, counting for nothing."""
-        return replace(self, weight=0, counts=False)
+        return replace(self, weight=0, counts=False, values={**self.values, "weight": 0})
+
+    def unaliased(self) -> LossParts:
+        """The same, with values of their own: values are read after the update, and a metric may
+        be a view of a weight. What a computation with gradients returned is new memory."""
+        copies = {
+            name: value.detach().clone()
+            for name, value in self.values.items()
+            if isinstance(value, torch.Tensor)
+            and (value.grad_fn is None or value._base is not None)
+        }
+        return replace(self, values={**self.values, **copies}) if copies else self
 
 
 _EXPECTED = "expected a 0-dim tensor, or a dict whose 'loss' is one"

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
-from headrace.data import flatten_batch, measure_leaves
 from headrace.device import Device
-from headrace.engine.step import TrainingStep
+from headrace.engine.step import Parts
 from headrace.errors import OutOfMemoryError
 from headrace.plan import Plan
 
@@ -19,58 +17,49 @@ def explained(
     *,
     device: Device,
     plan: Plan,
-    step: TrainingStep | None,
+    parts: Parts | None,
     batch: str | None,
     largest: str | None,
     graph_bytes: int,
 ) -> OutOfMemoryError:
     """The error that says so. `batch` is the one that did not fit, `largest` one that did."""
     memory = device.memory()
-    held = _held(step, graph_bytes)
+    held = _held(parts, graph_bytes)
     rest = memory.allocated - sum(held.values())
     if rest > 0:
         held["activations, batches and others"] = rest
-    parts = ", ".join(f"{what} {_mb(nbytes)}" for what, nbytes in held.items() if nbytes)
+    shares = ", ".join(f"{what} {_mb(nbytes)}" for what, nbytes in held.items() if nbytes)
     lines = [
         f"{device} has no memory left for batch {batch}"
         if batch is not None
         else f"{device} has no memory left for the next batch",
         f"the largest that fitted was {largest}" if largest else "none fitted before",
-        f"allocated {_mb(memory.allocated)} of {_mb(memory.total)} ({parts}), kept for reuse "
+        f"allocated {_mb(memory.allocated)} of {_mb(memory.total)} ({shares}), kept for reuse "
         f"{_mb(memory.reserved - memory.allocated)}, free {_mb(memory.free)}",
-        f"to change: {'; '.join(_remedies(memory.reserved - memory.allocated, plan, step))}",
+        f"to change: {'; '.join(_remedies(memory.reserved - memory.allocated, plan, parts))}",
         f"PyTorch says: {str(problem).strip().splitlines()[0] if str(problem).strip() else '-'}",
     ]
     return OutOfMemoryError(". ".join(lines))
 
 
-def described(batch: Any) -> str:
-    """A batch in words: the shapes of its tensors, and its bytes."""
-    leaves = flatten_batch(batch)
-    shapes = [f"{tuple(leaf.shape)}" for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
-    nbytes, _ = measure_leaves(leaves)
-    return f"{', '.join(shapes[:4])}{more} ({_mb(nbytes)})"
-
-
-def _held(step: TrainingStep | None, graph_bytes: int) -> dict[str, int]:
+def _held(parts: Parts | None, graph_bytes: int) -> dict[str, int]:
     """Bytes by what holds them, as far as it is the engine's own."""
     held = {"graphs": graph_bytes}
-    if step is None:
+    if parts is None:
         return held
-    parameters = step.parameters()
+    parameters = parts.group.parameters()
     states = [
         value
-        for state in step.optimizer.state.values()
+        for state in parts.optimizer.state.values()
         if isinstance(state, dict)
         for value in state.values()
         if isinstance(value, torch.Tensor)
     ]
     return {
-        "weights": _nbytes([*step.model.parameters(), *step.model.buffers()]),
+        "weights": _nbytes([*parts.model.parameters(), *parts.model.buffers()]),
         "gradients": _nbytes([p.grad for p in parameters if p.grad is not None]),
         "optimizer": _nbytes(states),
-        "averages": 0 if step.ema is None else _nbytes(step.ema.averages),
+        "averages": 0 if parts.update.ema is None else _nbytes(parts.update.ema.averages),
         **held,
     }
 
@@ -79,9 +68,9 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _remedies(kept: int, plan: Plan, step: TrainingStep | None) -> list[str]:
+def _remedies(kept: int, plan: Plan, parts: Parts | None) -> list[str]:
     found = ["smaller batches, with accumulate for the same update"]
-    if step is not None and plan.graphs == "off":
+    if parts is not None and plan.graphs == "off":
         found.append("on_oom='halve', which trains on such a batch in two halves")
     if plan.precision in (None, "fp32", "tf32"):
         found.append("precision='bf16'")

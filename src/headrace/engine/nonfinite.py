@@ -16,14 +16,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from headrace.device import Device
 from headrace.engine.deferred import DeferredValues
-from headrace.engine.loss_parts import LossParts
 from headrace.errors import NonFiniteError, StepError
 from headrace.parallel import SINGLE, Ranks
 
@@ -105,7 +104,7 @@ class NonFiniteWatch:
             self._device.say_once(f"non-finite {where}", "%s at %s%s", what, where, left_out)
 
 
-class Gate:
+class UpdateGuard:
     """The device's part: whether the next update is to be left out. All of it can be captured."""
 
     def __init__(self, device: Device, most: int, on_device: bool) -> None:
@@ -147,7 +146,7 @@ class Gate:
 
     @contextmanager
     def before(self, optimizer: Any) -> Iterator[bool]:
-        """Inside the block a fused optimizer does nothing where the gate is shut. Yields whether
+        """Inside the block a fused optimizer does nothing where the guard is shut. Yields whether
         `step()` is to be called at all."""
         if not self._on_device:
             with self._device.ledger.waiting("non_finite"):
@@ -160,14 +159,9 @@ class Gate:
         finally:
             del optimizer.found_inf
 
-    def marked(self, parts: LossParts, *, updated: bool) -> LossParts:
-        """What is to be reported of a batch, with whether its update was left out."""
-        skipped = self._shut if updated else self._never
-        return replace(parts, values={**parts.values, SKIPPED: skipped})
-
-    def last_update(self) -> dict[str, torch.Tensor]:
-        """Of a group whose batches were all reported before it was known to be the last."""
-        return {SKIPPED: self._shut}
+    def told(self, *, updated: bool) -> dict[str, torch.Tensor]:
+        """A value of the batch launched last: whether its update was left out, if it had one."""
+        return {SKIPPED: self._shut if updated else self._never}
 
     def seen(self) -> torch.Tensor:
         """What was seen of the group so far, to `forget` what comes after."""

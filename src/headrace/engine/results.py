@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from headrace.data import Draws
 from headrace.device import LedgerStatistics
 from headrace.engine.compiled import CompileReport
-from headrace.engine.deferred import DeferredValues
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,113 +76,6 @@ class EpochResult:
     def to_json(self) -> str:
         """One JSON object. JSON has no NaN or infinity: those become null."""
         return json.dumps(_finite(self.to_dict()), allow_nan=False)
-
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What was counted on the way through a loader. `restored` of the values that came back are
-    of batches before it, whose time is not counted here."""
-
-    epoch: int
-    plan: str
-    device: str
-    batches: int
-    updates: int
-    replays: int
-    samples: int
-    weighted: bool
-    restored: int
-    elapsed_s: float
-    peak_memory_bytes: int
-
-
-def epoch_result(
-    counted: Pass, entries: Sequence[DeferredValues], waits: LedgerStatistics
-) -> EpochResult:
-    """Put together what was counted and what came back from the device."""
-    losses = tuple(entry.values["loss"] for entry in entries if "loss" in entry.values)
-    weights = tuple(entry.values.get("weight", 1.0) for entry in entries)
-    elapsed_s = max(counted.elapsed_s, 1e-9)
-    data_ms = waits["data"].total_ms
-    statistics = EpochStatistics(
-        batches=counted.batches,
-        updates=counted.updates,
-        replays=counted.replays,
-        samples=counted.samples,
-        elapsed_s=counted.elapsed_s,
-        batches_per_s=counted.batches / elapsed_s,
-        updates_per_s=counted.updates / elapsed_s,
-        samples_per_s=counted.samples / elapsed_s,
-        weight_per_s=sum(weights[counted.restored :]) / elapsed_s if counted.weighted else None,
-        host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / 1e3 / elapsed_s),
-        data_wait_share=min(1.0, data_ms / 1e3 / elapsed_s),
-        peak_memory_bytes=counted.peak_memory_bytes,
-    )
-    return EpochResult(
-        epoch=counted.epoch,
-        plan=counted.plan,
-        device=counted.device,
-        losses=losses,
-        weights=weights,
-        mean_loss=weighted_mean(entries, "loss"),
-        metrics={name: weighted_mean(entries, name) for name in _metric_names(entries)},
-        non_finite=tuple(entry.step for entry in entries if "loss" in entry.non_finite),
-        waits=waits,
-        statistics=statistics,
-    )
-
-
-def weighted_mean(entries: Sequence[DeferredValues], name: str) -> float:
-    """The mean of `name` over the batches that gave it, by weight; NaN over none."""
-    return NOTHING.plus(entries, name).mean
-
-
-@dataclass(frozen=True, slots=True)
-class WeightedSum:
-    """Values × weights, and weights, added up batch by batch: in parts it is the same sum."""
-
-    total: float = 0.0
-    weight: float = 0.0
-
-    def plus(self, entries: Iterable[DeferredValues], name: str) -> WeightedSum:
-        """With what the batches gave under `name`, too."""
-        total, weight = self.total, self.weight
-        for entry in entries:
-            if name in entry.values:
-                share = entry.values.get("weight", 1.0)
-                # A batch of weight 0 has nothing in it: its loss is often 0/0.
-                total += entry.values[name] * share if share else 0.0
-                weight += share
-        return WeightedSum(total, weight)
-
-    @property
-    def mean(self) -> float:
-        """NaN over nothing."""
-        return self.total / self.weight if self.weight else math.nan
-
-
-NOTHING = WeightedSum()
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Where in its epoch a pass begins: at batch `first`, which is the loader's first. Of those
-    before, `own` were this rank's, which has no more if it has `ended` (the others only stood in).
-    `loader` is the loader's own state there, if it keeps one. `pending` are values that were not
-    reported yet, and `loss` is the sum of those that were."""
-
-    first: int = 0
-    own: int = 0
-    ended: bool = False
-    loader: Any = None
-    pending: tuple[DeferredValues, ...] = ()
-    loss: WeightedSum = NOTHING
-    draws: Draws | None = None
-
-
-def _metric_names(entries: Sequence[DeferredValues]) -> list[str]:
-    names = dict.fromkeys(name for entry in entries for name in entry.values)
-    return [name for name in names if name not in ("loss", "weight")]
 
 
 def _finite(value: Any) -> Any:

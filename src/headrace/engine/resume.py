@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
 
 from headrace.data import (
+    Cursor,
     Draws,
     Rest,
     Skipping,
@@ -33,11 +34,24 @@ from headrace.data import (
 )
 from headrace.device import Device
 from headrace.engine.deferred import DeferredValues, restored
-from headrace.engine.loop import Loop
-from headrace.engine.results import Start, WeightedSum
+from headrace.engine.loop import Pass
 from headrace.engine.stored_state import Position
+from headrace.engine.weighted_sum import NOTHING, WeightedSum
 
 log = logging.getLogger("headrace")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where in its epoch a pass begins: at batch `first`, which is the loader's first. `cursor` is
+    where the loader stands. `pending` are values that were not handed out yet, and `loss` is the
+    sum of those that were. `draws` are to be repeated."""
+
+    first: int = 0
+    cursor: Cursor = Cursor(0)  # noqa: RUF009 - frozen
+    pending: tuple[DeferredValues, ...] = ()
+    loss: WeightedSum = NOTHING
+    draws: Draws | None = None
 
 
 class Place:
@@ -54,8 +68,6 @@ class Place:
         self._random_at_start: dict[str, Any] | None = None
         self._generators: list[torch.Generator] | None = None  # None: no loader has begun yet
         self._generators_at_start: list[dict[str, Any]] = []
-        # In a pass: a batch's number, and where generators stood before it.
-        self._before: tuple[int, dict[str, Any]] | None = None
         # Between two passes: the loader's own state.
         self._loader_between: Any = None
 
@@ -98,7 +110,7 @@ class Place:
         """An epoch's loader from the right batch on, and what there is of the batches before. With
         `first`, the loader is there already."""
         state, self._restored = self._restored, None
-        self._resumed, self._before = state, None
+        self._resumed = state
         if state is not None and state["random_at_start"] is not None:
             set_random_states(self._device, state["random_at_start"])
         self._generators = generators_of(loader)
@@ -109,7 +121,8 @@ class Place:
         self._random_at_start = random_states(self._device)
         self._generators_at_start = states_of(self._generators)
         if state is None:
-            return loader, Start(first or 0, own=first or 0, draws=Draws(loader))
+            begin = first or 0
+            return loader, Start(begin, Cursor(begin), draws=Draws(loader))
         draws = Draws(loader, state["drawn_ahead"], state["drawn_last"], begun=self._draw_on)
         own = state["batch"] if state["own_batch"] is None else state["own_batch"]
         if first is None:
@@ -120,17 +133,15 @@ class Place:
             own = first
         return loader, Start(
             state["batch"],
-            own,
-            ended=state["share_ended"],
-            loader=state["loader"],
+            Cursor(own, state["share_ended"], state["loader"], draws.last),
             pending=tuple(restored(state["deferred"], self._device)),
             loss=WeightedSum(*state["epoch_loss"]),
             draws=draws,
         )
 
-    def end(self, run: Loop, *, failed: bool) -> None:
+    def end(self, run: Pass, *, failed: bool) -> None:
         """A pass has ended. One that fails before its first batch leaves the place as it was."""
-        self._loader_between = run.loader_after
+        self._loader_between = run.stages.feed.end_state
         if failed and not run.has_trained:
             self.not_begun()
         self._resumed = None
@@ -165,39 +176,40 @@ class Place:
 
     # --- where it is ------------------------------------------------------------------------------
 
-    def note_batch(self, run: Loop) -> None:
-        """A batch is about to be trained on: if it fails, the state is that before it."""
-        self._before = (run.trained, random_states(self._device))
-
-    def position(self, epoch: int, run: Loop | None) -> Position:
+    def position(self, epoch: int, run: Pass | None) -> Position:
         random = self._random or random_states(self._device)
-        if run is not None and run.fed is None:
-            return self._before_the_pass(epoch)
-        if run is not None and run.fed is not None:
-            ahead, failed = run.drawn_ahead(), run.fed.failed_drawn_from
-            if self._before is not None and self._before[0] == run.trained:
-                random = self._before[1]  # a batch was begun, and not trained on
-                ahead += [] if failed is None else [failed]
-            elif failed is not None:
-                random = random | failed  # what a batch drew that could not be had
-            return Position(
-                epoch,
-                random,
-                batch=run.trained,
-                own_batch=run.own,
-                share_ended=run.own_has_ended,
-                loader=run.loader_state,
-                deferred=run.deferred_state(),
-                epoch_loss=[run.loss.total, run.loss.weight],
-                random_at_start=self._random_at_start,
-                generators=self._generators_at_start,
-                drawn_ahead=ahead,
-                drawn_last=run.drawn_last(),
-            )
+        if run is not None:
+            return self._in_a_pass(epoch, run, random)
         if self._restored is not None:
             return _position_of(self._restored, random)
         generators = None if self._generators is None else states_of(self._generators)
         return Position(epoch, random, loader=self._loader_between, generators=generators)
+
+    def _in_a_pass(self, epoch: int, run: Pass, random: dict[str, Any]) -> Position:
+        feed, recorder, progress = run.stages.feed, run.stages.recorder, run.progress
+        if not feed.has_begun:
+            return self._before_the_pass(epoch)
+        cursor, failed = progress.cursor, feed.failed_drawn_from
+        ahead = feed.drawn_ahead(cursor)
+        if failed is not None and feed.is_ahead_of(cursor):
+            ahead = [*ahead, failed]
+        elif failed is not None:
+            random = random | failed  # what a batch drew that could not be had
+        loss = recorder.loss()
+        return Position(
+            epoch,
+            random,
+            batch=progress.batches,
+            own_batch=cursor.own,
+            share_ended=cursor.ended,
+            loader=cursor.loader,
+            deferred=recorder.state(),
+            epoch_loss=[loss.total, loss.weight],
+            random_at_start=self._random_at_start,
+            generators=self._generators_at_start,
+            drawn_ahead=ahead,
+            drawn_last=cursor.drawn_from,
+        )
 
     def _before_the_pass(self, epoch: int) -> Position:
         """If its loader could not begin, whatever that drew until then."""

@@ -49,6 +49,9 @@ class RunAhead:
         self._flying.append((event, self._admitted_bytes))
         self._bytes += self._admitted_bytes
 
+    def finish(self) -> None:
+        """After the last step. A window has nothing to wait for then; a plan's host sync may."""
+
     @property
     def in_flight(self) -> int:
         """Steps launched and not known to be done; looked at only when the window is full."""

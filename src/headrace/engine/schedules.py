@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NoReturn, Protocol
 
 import torch
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
@@ -39,32 +39,42 @@ class Schedule:
     def __init__(self, scheduler: Any, every: Every) -> None:
         self._scheduler, self._every = scheduler, every
 
+    def tell_update(self, updates: int) -> None:
+        """The optimizer has made its `updates`-th update, and it was counted."""
+        try:
+            self.after_update(updates)
+        except Exception as problem:
+            self._raise(problem, f"update {updates:,}")
+
+    def tell_epoch(self, epochs: int, mean_loss: float) -> None:
+        """The `epochs`-th epoch has ended."""
+        try:
+            self.after_epoch(epochs, mean_loss)
+        except Exception as problem:
+            self._raise(problem, f"epoch {epochs:,}")
+
     def after_update(self, updates: int) -> None:
-        """The optimizer has made its `updates`-th update."""
         if self._every == "step":
             self._scheduler.step()
 
     def after_epoch(self, epochs: int, mean_loss: float) -> None:
-        """The `epochs`-th epoch has ended."""
         if self._every == "epoch":
             self._scheduler.step()
 
-    def explained(self, problem: Exception, after: str) -> Exception:
-        """What to raise for an error of its `step()`, `after` an update or an epoch: the error
-        itself, or a `StepError` that says what the scheduler was made for, if it has run out."""
+    def _raise(self, problem: Exception, after: str) -> NoReturn:
+        """An error of its `step()`, `after` an update or an epoch; or a `StepError` that says what
+        the scheduler was made for, if it has run out."""
         name = type(self._scheduler).__name__
         steps = _steps_of(self._scheduler) if isinstance(problem, ValueError) else None
         if steps is None:
             problem.add_note(f"raised by the {name}'s step() after {after}")
-            return problem
-        found = StepError(
+            raise problem
+        raise StepError(
             f"the scheduler ({name}) ran out after {after}, in the loop at {users_line()}: it was "
             f"made for {steps:,} steps ({problem}). All updates so far were made. Make the "
             "scheduler with total_steps = epochs × updates per epoch; an epoch has "
             "len(loader) / accumulate updates, rounded up"
-        )
-        found.__cause__ = problem
-        return found
+        ) from problem
 
     def state_dict(self) -> dict[str, Any]:
         state: dict[str, Any] = self._scheduler.state_dict()

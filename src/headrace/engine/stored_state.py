@@ -11,9 +11,10 @@ from typing import Any
 import torch
 
 from headrace.checkpoint import PerRank, StoredTensor
-from headrace.engine.ema import Ema
-from headrace.engine.graphed import GraphedStep
-from headrace.engine.step import TrainingStep
+from headrace.engine.graphed import StepGraphs
+from headrace.engine.group import Phase
+from headrace.engine.schedules import Schedule
+from headrace.engine.step import Parts
 from headrace.errors import StepError
 from headrace.parallel import Ranks, bare, is_sharded, local, place, shard_like
 
@@ -23,22 +24,22 @@ _DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeErro
 
 
 def state_of(
-    step: TrainingStep,
-    ema: Ema | None,
-    graphs: GraphedStep | None,
+    parts: Parts,
+    schedule: Schedule | None,
+    graphs: StepGraphs | None,
     position: Position,
     left_out: int,
 ) -> dict[str, Any]:
     """The state between two batches, after so many updates were `left_out` that were not finite.
     Tensors are the live ones: copy them before going on."""
-    schedule, scaler = step.schedule, step.scaler
+    ema, scaler = parts.update.ema, parts.update.scaler
 
     def own(value: Any) -> Any:
-        return PerRank(own=value) if step.ranks.several else value
+        return PerRank(own=value) if parts.ranks.several else value
 
     scales = None
     if scaler is not None:
-        with step.device.ledger.waiting("scaler_state"):  # PyTorch's scaler reads it back
+        with parts.device.ledger.waiting("scaler_state"):  # PyTorch's scaler reads it back
             scales = scaler.state_dict()
     return {
         "format": FORMAT,
@@ -55,15 +56,36 @@ def state_of(
         "drawn_ahead": own(position.drawn_ahead),
         "drawn_last": own(position.drawn_last),
         "graphs": None if graphs is None else graphs.state_dict(),
-        "ledger": step.device.ledger.state_dict(),
-        "model": dict(bare(step.model).state_dict()),
-        "optimizer": step.optimizer.state_dict(),
+        "ledger": parts.device.ledger.state_dict(),
+        "model": dict(bare(parts.model).state_dict()),
+        "optimizer": parts.optimizer.state_dict(),
         "scheduler": None if schedule is None else schedule.state_dict(),
         "scaler": scales,
         "ema": None if ema is None else ema.state(),
-        "step": step.state_dict(),
+        "step": _step_state(parts),
         "random": own(position.random),
     }
+
+
+def _step_state(parts: Parts) -> dict[str, Any]:
+    """Where the step stands in its accumulation group. A guard's notes of a group that came to
+    nothing are not to count."""
+    group, clipping, guard = parts.group, parts.update.clipping, parts.update.guard
+    begun = group.phase is Phase.CLEAN
+    return {
+        **group.state_dict(),
+        "outside": {} if clipping is None else clipping.gradients_outside(),
+        "gate": None if guard is None else guard.state_dict(begun=begun),
+    }
+
+
+def _restore_step(state: dict[str, Any], parts: Parts) -> None:
+    clipping, guard = parts.update.clipping, parts.update.guard
+    if guard is not None:
+        guard.load_state_dict(state["gate"])
+    parts.group.load_state_dict(state)
+    if clipping is not None:
+        clipping.set_gradients_outside(state.get("outside") or {})
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,11 +145,11 @@ def upgraded(state: object) -> dict[str, Any]:
 
 
 def restore(
-    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+    state: dict[str, Any], parts: Parts, schedule: Schedule | None, graphs: StepGraphs | None
 ) -> None:
     """Bring a step to `state`, all but the random generators. After an error it is of no use."""
     with fitting():
-        _restore(state, step, ema, graphs)
+        _restore(state, parts, schedule, graphs)
 
 
 @contextmanager
@@ -141,45 +163,46 @@ def fitting() -> Iterator[None]:
 
 
 def _restore(
-    state: dict[str, Any], step: TrainingStep, ema: Ema | None, graphs: GraphedStep | None
+    state: dict[str, Any], parts: Parts, schedule: Schedule | None, graphs: StepGraphs | None
 ) -> None:
-    for name, part in (("scheduler", step.schedule), ("scaler", step.scaler), ("ema", ema)):
+    group, scaler, ema = parts.group, parts.update.scaler, parts.update.ema
+    for name, part in (("scheduler", schedule), ("scaler", scaler), ("ema", ema)):
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
             raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
     begun = state["step"]["in_group"]
-    if begun >= step.accumulate:
+    if begun >= group.size:
         raise StepError(
-            f"the stored state is {begun} batches into a group: accumulate = {step.accumulate}, "
+            f"the stored state is {begun} batches into a group: accumulate = {group.size}, "
             f"expected the number it had, more than {begun}"
         )
     divided_by = state["step"].get("divided_by")
-    if begun and divided_by != step.divided_by:
+    if begun and divided_by != group.divided_by:
         raise StepError(
             f"the stored state is {begun} batches into a group accumulated by "
-            f"{_by(divided_by)}, and this engine accumulates by {_by(step.divided_by)}: expected "
+            f"{_by(divided_by)}, and this engine accumulates by {_by(group.divided_by)}: expected "
             "the same accumulate and accumulate_by, or a state between two updates"
         )
-    model = bare(step.model)
+    model = bare(parts.model)
     own = model.state_dict()
     model.load_state_dict(
         {name: _placed(value, own.get(name)) for name, value in state["model"].items()}
     )
-    step.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], step.optimizer))
-    if step.schedule is not None:
-        step.schedule.load_state_dict(state["scheduler"])
-    if step.scaler is not None:
-        step.scaler.load_state_dict(state["scaler"])
-        if step.scaler._scale is None:  # made by a first batch, which need not come any more
-            step.scaler._lazy_init_scale_growth_tracker(step.device.torch_device)
+    parts.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], parts.optimizer))
+    if schedule is not None:
+        schedule.load_state_dict(state["scheduler"])
+    if scaler is not None:
+        scaler.load_state_dict(state["scaler"])
+        if scaler._scale is None:  # made by a first batch, which need not come any more
+            scaler._lazy_init_scale_growth_tracker(parts.device.torch_device)
     if ema is not None:
         for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
             average.copy_(local(_placed(stored, weight)))
-    step.load_state_dict(state["step"])
+    _restore_step(state["step"], parts)
     if graphs is not None:
         graphs.load_state_dict(state["graphs"])
     if state["ledger"] is not None:
-        step.device.ledger.load_state_dict(state["ledger"])
+        parts.device.ledger.load_state_dict(state["ledger"])
     for name in ("epoch", "batch"):
         if type(state[name]) is not int or state[name] < 0:
             raise ValueError(f"{name} = {state[name]!r}: expected a whole number")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from headrace.parallel.children import end_children
 from headrace.parallel.models import (
+    Spread,
     bare,
     data_parallel,
     evaluating,
@@ -31,6 +32,7 @@ __all__ = [
     "SINGLE",
     "Agreement",
     "Ranks",
+    "Spread",
     "Sum",
     "bare",
     "data_parallel",

@@ -1,18 +1,51 @@
-"""What a forward changes besides its result (batch norm's means, say): if a batch fails, it goes
-back.
+"""A batch that fails leaves nothing behind: for those who want to store the state then.
 
-Which buffers change is told by their versions, which PyTorch counts: before an epoch's first batch
-all are kept, later on those that some batch has changed. Batch norm's kernels do not count, so what
-has the names of its buffers is always kept.
+What a forward changes besides its result (batch norm's means, say) goes back, and so do the random
+generators. Which buffers change is told by their versions, which PyTorch counts: before an epoch's
+first batch all are kept, later on those that some batch has changed. Batch norm's kernels do not
+count, so what has the names of its buffers is always kept.
 """
 
 from __future__ import annotations
 
 import operator
+from typing import Any
 
 import torch
 
+from headrace.data import Fetched, random_states, set_random_states
+from headrace.device import Device
+from headrace.engine.lanes import Lanes
+from headrace.engine.stages import Finished, Launched, Step
+
 _UNCOUNTED = ("running_mean", "running_var", "num_batches_tracked")
+
+
+class RestoringStep:
+    """A step, around which buffers and random generators are kept."""
+
+    def __init__(self, step: Step, buffers: KeptBuffers, device: Device, lanes: Lanes) -> None:
+        self._step, self._buffers, self._device, self._lanes = step, buffers, device, lanes
+        self._random: dict[str, Any] | None = None  # before the batch under way
+
+    def __call__(self, fetched: Fetched) -> Launched:
+        with self._lanes.on(self._lanes.forward):
+            self._buffers.keep()
+        self._random = random_states(self._device)
+        launched = self._step(fetched)
+        self._random = None
+        return launched
+
+    def finish(self) -> Finished | None:
+        return self._step.finish()
+
+    def recover(self, counted: tuple[int, int]) -> bool:
+        whole, random = self._step.recover(counted), self._random
+        if random is None:  # no batch was under way
+            return whole
+        self._random = None
+        set_random_states(self._device, random)
+        return self._buffers.put_back() and whole
 
 
 class KeptBuffers:
