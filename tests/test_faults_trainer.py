@@ -40,9 +40,9 @@ from headrace.errors import (
 )
 from headrace.runs import MetricsLog, RunFolder, StopRequests, read_metrics
 from headrace.translation import Trainer, TrainSettings
-from headrace.translation.batching import PaddedBatches
+from headrace.translation.corpus.batches import PaddedBatches
 from headrace.translation.guards import Guards
-from headrace.translation.objective import TranslationLoss
+from headrace.translation.loss import TranslationLoss
 
 pytestmark = pytest.mark.unsanitized
 _KILLED = "killed by signal: Killed|exited unexpectedly"  # whichever of the two PyTorch sees first
@@ -191,7 +191,7 @@ class TestDisk:
 
         trainer = new(corpus, tmp_path, "run")
         with monkeypatch.context() as patch:
-            patch.setattr("headrace.translation.keeping.weights_to_file", full)
+            patch.setattr("headrace.translation.weights.weights_to_file", full)
             with pytest.raises(CheckpointError, match="No space left"):
                 trainer.run()
         assert resumed(trainer.folder.path, corpus) == whole

@@ -39,9 +39,9 @@ from headrace.errors import HeadraceError
 from headrace.plan import Plan, load_plan
 from headrace.runs import MetricsLog, RunFolder, read_metrics
 from headrace.translation import Trainer, TrainSettings, guards, read_corpus, read_pairs
-from headrace.translation.outcome import stored_result
-from headrace.translation.prepare import load_prepared, prepare
-from headrace.translation.vocabulary import Vocabulary
+from headrace.translation.corpus.prepare import load_prepared, prepare
+from headrace.translation.corpus.vocabulary import Vocabulary
+from headrace.translation.result import stored_result
 
 TARGETS = 9
 ASKED = int(os.environ.get("HEADRACE_FUZZ", "0"))

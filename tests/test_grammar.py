@@ -12,13 +12,18 @@ from hypothesis import strategies as st
 
 from headrace.errors import CorpusError
 from headrace.translation import Corpus
-from headrace.translation.builtin import circumstances as cs
-from headrace.translation.builtin import lexicon as lx
-from headrace.translation.builtin import statements
-from headrace.translation.builtin.numerals import article, chinese_number, counted, english_number
-from headrace.translation.builtin.phrases import quantity
-from headrace.translation.corpus import clean
-from headrace.translation.grammar import builtin_corpus, sentence
+from headrace.translation.corpus.corpus import clean
+from headrace.translation.corpus.toy import circumstances as cs
+from headrace.translation.corpus.toy import lexicon as lx
+from headrace.translation.corpus.toy import statements
+from headrace.translation.corpus.toy.generator import builtin_corpus, sentence
+from headrace.translation.corpus.toy.numerals import (
+    article,
+    chinese_number,
+    counted,
+    english_number,
+)
+from headrace.translation.corpus.toy.phrases import quantity
 
 
 @pytest.fixture(scope="module")

@@ -23,8 +23,8 @@ from headrace.plan import load_plan
 from headrace.runs import read_metrics
 from headrace.testing import FakeDevice
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
-from headrace.translation.assembly import assemble
-from headrace.translation.trained import load_weights
+from headrace.translation.build import assemble
+from headrace.translation.saved_model import load_weights
 
 SMALL: dict[str, Any] = {
     "src": "en",
@@ -524,7 +524,7 @@ def test_another_plan_from_the_environment_keeps_the_batches(
 ) -> None:
     """With graphs the batches have few shapes: also if HEADRACE_PLAN leaves the graphs out."""
     with FakeDevice() as fake:
-        monkeypatch.setattr("headrace.translation.assembly.open_device", lambda name: fake)
+        monkeypatch.setattr("headrace.translation.build.open_device", lambda name: fake)
         settings = TrainSettings.from_dict(
             SMALL | {"data": [str(corpus)], "plan": "graph", "shapes": None, "precision": "fp32"}
         )

@@ -20,8 +20,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.errors import TranslationError
-from headrace.translation.vocabulary import EOS as EOS
-from headrace.translation.vocabulary import PAD as PAD
+from headrace.translation.corpus.vocabulary import EOS as EOS
+from headrace.translation.corpus.vocabulary import PAD as PAD
 
 
 def _setting(default: object, low: float, high: float, meaning: str) -> Any:

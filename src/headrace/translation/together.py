@@ -19,9 +19,9 @@ from headrace.runs import (
     shared_folder,
     silent_console,
 )
+from headrace.translation.saved_model import TrainedModel
 from headrace.translation.score import Scores, score
 from headrace.translation.settings import PLAN_FILE, TrainSettings, is_plan_file
-from headrace.translation.trained import TrainedModel
 
 
 def new_folder(ranks: Ranks, settings: TrainSettings, project: Path, name: str | None) -> RunFolder:

@@ -34,10 +34,15 @@ from headrace.plan import Plan, in_force
 from headrace.report import try_report
 from headrace.runs import Gauges, RunFolder, StopRequests
 from headrace.translation import guards
-from headrace.translation.assembly import assemble, check_files, prepared_for
+from headrace.translation.build import assemble, check_files, prepared_for
 from headrace.translation.guards import Guards
-from headrace.translation.keeping import KeptWeights
-from headrace.translation.outcome import Sums, TrainResult, is_of_an_end_after, stored_result
+from headrace.translation.result import Sums, TrainResult, is_of_an_end_after, stored_result
+from headrace.translation.saved_model import (
+    TrainedModel,
+    load_weights,
+    save_vocabularies,
+    whole_copy,
+)
 from headrace.translation.settings import TrainSettings
 from headrace.translation.together import (
     batches_left,
@@ -48,7 +53,7 @@ from headrace.translation.together import (
     new_progress,
     translate_and_score,
 )
-from headrace.translation.trained import TrainedModel, load_weights, save_vocabularies, whole_copy
+from headrace.translation.weights import KeptWeights
 
 log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import CorpusError
-from headrace.translation.corpus import Pair, Progress
-from headrace.translation.vocabulary import BOS, EOS, Vocabulary
+from headrace.translation.corpus.corpus import Pair, Progress
+from headrace.translation.corpus.vocabulary import BOS, EOS, Vocabulary
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]

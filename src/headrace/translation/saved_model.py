@@ -18,12 +18,12 @@ from headrace.engine import autocast
 from headrace.errors import TranslationError
 from headrace.parallel import whole_weights
 from headrace.runs import RunFolder
-from headrace.translation.corpus import clean
+from headrace.translation.corpus.corpus import clean
+from headrace.translation.corpus.vocabulary import Vocabulary
+from headrace.translation.decode import translate_ids
 from headrace.translation.model import EOS, Translator
 from headrace.translation.score import Scores, score
-from headrace.translation.search import translate_ids
 from headrace.translation.settings import TrainSettings
-from headrace.translation.vocabulary import Vocabulary
 
 Watch = Callable[[int, int], object]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")

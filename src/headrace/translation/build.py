@@ -19,15 +19,15 @@ from headrace.engine import Engine
 from headrace.errors import TranslationError
 from headrace.parallel import SINGLE, Ranks, data_parallel, own_device
 from headrace.plan import LoaderPlan, Plan, load_plan
-from headrace.translation.batching import BatchPlan, make_loader
-from headrace.translation.corpus import Progress
-from headrace.translation.grammar import builtin_sides
+from headrace.translation.corpus.batches import BatchPlan, make_loader
+from headrace.translation.corpus.corpus import Progress
+from headrace.translation.corpus.prepare import Prepared, prepare
+from headrace.translation.corpus.sources import Sides, find_sources
+from headrace.translation.corpus.toy.generator import builtin_sides
+from headrace.translation.loss import constant, inverse_sqrt, noam, translation_loss
 from headrace.translation.model import Translator
-from headrace.translation.objective import constant, inverse_sqrt, noam, translation_loss
-from headrace.translation.prepare import Prepared, prepare
+from headrace.translation.saved_model import chosen_precision, load_weights, new_model
 from headrace.translation.settings import TrainSettings, is_plan_file
-from headrace.translation.sources import Sides, find_sources
-from headrace.translation.trained import chosen_precision, load_weights, new_model
 from headrace.user_cache import user_cache
 
 _GRAPH_SHAPES = 16

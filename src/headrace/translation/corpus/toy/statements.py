@@ -6,12 +6,17 @@ import calendar
 import datetime
 import random
 
-from headrace.translation.builtin import circumstances as cs
-from headrace.translation.builtin import lexicon as lx
-from headrace.translation.builtin.clauses import Sentence, be, do
-from headrace.translation.builtin.lexicon import Subject
-from headrace.translation.builtin.numerals import article, chinese_number, counted, english_number
-from headrace.translation.builtin.phrases import (
+from headrace.translation.corpus.toy import circumstances as cs
+from headrace.translation.corpus.toy import lexicon as lx
+from headrace.translation.corpus.toy.clauses import Sentence, be, do
+from headrace.translation.corpus.toy.lexicon import Subject
+from headrace.translation.corpus.toy.numerals import (
+    article,
+    chinese_number,
+    counted,
+    english_number,
+)
+from headrace.translation.corpus.toy.phrases import (
     Phrase,
     any_noun,
     definite,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import random
 
-from headrace.translation.builtin import circumstances as cs
-from headrace.translation.builtin import lexicon as lx
-from headrace.translation.builtin.lexicon import Verb
-from headrace.translation.builtin.phrases import (
+from headrace.translation.corpus.toy import circumstances as cs
+from headrace.translation.corpus.toy import lexicon as lx
+from headrace.translation.corpus.toy.lexicon import Verb
+from headrace.translation.corpus.toy.phrases import (
     Phrase,
     any_noun,
     definite,

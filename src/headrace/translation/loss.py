@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from headrace.errors import TranslationError
-from headrace.translation.vocabulary import PAD
+from headrace.translation.corpus.vocabulary import PAD
 
 # How much of the logits is there in float32 at any moment: 256 MB, 2,048 tokens of 32,000 ids.
 _CHUNK_ELEMENTS = 1 << 26

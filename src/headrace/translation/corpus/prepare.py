@@ -16,8 +16,8 @@ from typing import Any
 
 from headrace.errors import CorpusError
 from headrace.text_table import text_table
-from headrace.translation.buildfolder import build_folder
-from headrace.translation.corpus import (
+from headrace.translation.corpus.atomic_folder import build_folder
+from headrace.translation.corpus.corpus import (
     Corpus,
     Pair,
     Progress,
@@ -25,10 +25,10 @@ from headrace.translation.corpus import (
     counts_table,
     read_sources,
 )
-from headrace.translation.grammar import GRAMMAR_VERSION, builtin_corpus
-from headrace.translation.ids import IdPairs, write_ids
-from headrace.translation.sources import Sides, Source, find_sources
-from headrace.translation.vocabulary import LEAST_SIZE, Vocabulary
+from headrace.translation.corpus.encoded import IdPairs, write_ids
+from headrace.translation.corpus.sources import Sides, Source, find_sources
+from headrace.translation.corpus.toy.generator import GRAMMAR_VERSION, builtin_corpus
+from headrace.translation.corpus.vocabulary import LEAST_SIZE, Vocabulary
 
 FORMAT = "headrace prepared text"
 FORMAT_VERSION = 1

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from headrace.errors import CorpusError
 from headrace.text_table import text_table
-from headrace.translation.sources import Sides, Source, find_sources, records
+from headrace.translation.corpus.sources import Sides, Source, find_sources, records
 
 Pair = tuple[str, str]
 # Told what is being done, how much of it is done, and how much there is (0: not known).

@@ -10,8 +10,8 @@ from __future__ import annotations
 import random
 
 from headrace.errors import CorpusError
-from headrace.translation.builtin import clauses, statements
-from headrace.translation.corpus import Corpus, Pair, SplitCounts
+from headrace.translation.corpus.corpus import Corpus, Pair, SplitCounts
+from headrace.translation.corpus.toy import clauses, statements
 
 # Changes whenever the sentences do, so that nothing prepared from older ones is taken for them.
 GRAMMAR_VERSION = 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
-from headrace.translation.builtin import circumstances as cs
-from headrace.translation.builtin import lexicon as lx
-from headrace.translation.builtin.lexicon import Noun, Subject
-from headrace.translation.builtin.numerals import article, counted, english_number
+from headrace.translation.corpus.toy import circumstances as cs
+from headrace.translation.corpus.toy import lexicon as lx
+from headrace.translation.corpus.toy.lexicon import Noun, Subject
+from headrace.translation.corpus.toy.numerals import article, counted, english_number
 
 
 @dataclass(frozen=True, slots=True)
