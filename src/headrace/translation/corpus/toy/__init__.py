@@ -1,1 +1,1 @@
-"""The built-in grammar, from words to sentences; `translation.grammar` makes a corpus of them."""
+"""The built-in corpus: `lexicon` holds words, `sentences` the grammar; `generator` draws pairs."""
