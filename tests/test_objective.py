@@ -18,7 +18,7 @@ from headrace.errors import TranslationError
 from headrace.translation import EOS, translation_loss
 from headrace.translation import loss as loss_module
 from headrace.translation.corpus.vocabulary import BOS, PAD
-from headrace.translation.loss import constant, inverse_sqrt, noam
+from headrace.translation.schedules import constant, inverse_sqrt, noam
 
 
 class Given(nn.Module):

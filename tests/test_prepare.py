@@ -24,7 +24,8 @@ from headrace.translation.corpus import prepare as prepare_module
 from headrace.translation.corpus.atomic_folder import build_folder
 from headrace.translation.corpus.corpus import SplitCounts, clean
 from headrace.translation.corpus.encoded import IdPairs, write_ids
-from headrace.translation.corpus.prepare import load_prepared, prepare
+from headrace.translation.corpus.prepare import prepare
+from headrace.translation.corpus.prepared import load_prepared
 from headrace.translation.corpus.toy.generator import builtin_corpus
 from headrace.translation.corpus.vocabulary import BOS, Vocabulary
 

@@ -14,10 +14,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.translation.build import prepared_for
     from headrace.translation.corpus.batches import BatchPlan
     from headrace.translation.corpus.corpus import Corpus, read_corpus, read_pairs
-    from headrace.translation.corpus.prepare import Prepared
+    from headrace.translation.corpus.prepare import prepared_for
+    from headrace.translation.corpus.prepared import Prepared
     from headrace.translation.decode import beam_search, greedy
     from headrace.translation.loss import translation_loss
     from headrace.translation.model import EOS, MODEL_PRESETS, ModelSettings, Translator
@@ -34,7 +34,7 @@ _HOMES = {
     "BatchPlan": "corpus.batches",
     "Corpus": "corpus.corpus",
     "ModelSettings": "model",
-    "Prepared": "corpus.prepare",
+    "Prepared": "corpus.prepared",
     "Scores": "score",
     "TrainResult": "result",
     "TrainSettings": "settings",
@@ -43,7 +43,7 @@ _HOMES = {
     "Translator": "model",
     "beam_search": "decode",
     "greedy": "decode",
-    "prepared_for": "build",
+    "prepared_for": "corpus.prepare",
     "read_corpus": "corpus.corpus",
     "read_pairs": "corpus.corpus",
     "stored_values": "settings",

@@ -10,7 +10,8 @@ from __future__ import annotations
 import random
 
 from headrace.errors import CorpusError
-from headrace.translation.corpus.corpus import Corpus, Pair, SplitCounts
+from headrace.translation.corpus.corpus import Corpus, SplitCounts
+from headrace.translation.corpus.sources import Pair
 from headrace.translation.corpus.toy import sentences
 
 # Changes whenever the sentences do, so that nothing prepared from older ones is taken for them.
