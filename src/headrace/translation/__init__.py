@@ -5,7 +5,9 @@
     result = Trainer.create(TrainSettings(preset="tiny", epochs=5)).run()
     print(result.scores)
 
-`headrace train`, `evaluate`, `translate` and `prepare` are these. Names are loaded when used.
+In go files of parallel text and `TrainSettings`; out come a run's folder, its scores and a
+`TrainedModel`. `trainer.py` tells a run from top to bottom, with `corpus/` for its data and
+`build.py` for its parts. Names are loaded when used.
 """
 
 from __future__ import annotations

@@ -177,10 +177,10 @@ class Trainer:
                     stopped = loop.train(first_batch)
                 if stopped is None:
                     result = _score(parts, folder, kept, progress, metrics)
+                    _close_unneeded(writer)
                 else:
+                    writer.close()
                     result = TrainResult(folder, stopped, engine.updates)
-                _close(writer, result)
-                if stopped is not None:
                     progress.final(
                         f"stopped by {stopped} after {engine.updates:,} updates; "
                         f"{_how_to_resume(folder)}"
@@ -523,13 +523,11 @@ def _score(
     return result
 
 
-def _close(writer: CheckpointWriter, result: TrainResult) -> None:
-    """Wait for the last checkpoint. A run that is finished does not need it."""
+def _close_unneeded(writer: CheckpointWriter) -> None:
+    """Close the writer of a finished run: if its last checkpoint failed, nobody needs it."""
     try:
         writer.close()
     except CheckpointError as problem:
-        if result.stopped is not None:
-            raise
         log.warning("%s", problem)
 
 
