@@ -14,8 +14,13 @@ from hypothesis import strategies as st
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
 from headrace.translation import BatchPlan, Prepared
-from headrace.translation.batching import EpochBatches, PaddedBatches, PlannedSampler, make_loader
-from headrace.translation.prepare import prepare
+from headrace.translation.corpus.batches import (
+    EpochBatches,
+    PaddedBatches,
+    PlannedSampler,
+    make_loader,
+)
+from headrace.translation.corpus.prepare import prepare
 
 LENGTHS = st.lists(st.tuples(st.integers(2, 60), st.integers(3, 60)), min_size=1, max_size=200)
 CUTS = st.sampled_from(

@@ -22,7 +22,7 @@ from headrace.runs import BusyWindow, MetricsLog, RunMonitor, read_metrics
 from headrace.runs.busy_window import BusyProbe
 from headrace.testing import Costs, FakeDevice
 from headrace.translation import TrainSettings
-from headrace.translation.together import batches_left
+from headrace.translation.observers import batches_left
 
 MS = 1_000_000
 

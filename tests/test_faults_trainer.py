@@ -40,9 +40,9 @@ from headrace.errors import (
 )
 from headrace.runs import MetricsLog, RunFolder, StopRequests, read_metrics
 from headrace.translation import Trainer, TrainSettings
-from headrace.translation.batching import PaddedBatches
-from headrace.translation.guards import Guards
-from headrace.translation.objective import TranslationLoss
+from headrace.translation.corpus.batches import PaddedBatches
+from headrace.translation.loss import TranslationLoss
+from headrace.translation.trainer import EpochLoss, leave_overdue
 
 pytestmark = pytest.mark.unsanitized
 _KILLED = "killed by signal: Killed|exited unexpectedly"  # whichever of the two PyTorch sees first
@@ -191,7 +191,7 @@ class TestDisk:
 
         trainer = new(corpus, tmp_path, "run")
         with monkeypatch.context() as patch:
-            patch.setattr("headrace.translation.keeping.weights_to_file", full)
+            patch.setattr("headrace.translation.weights.weights_to_file", full)
             with pytest.raises(CheckpointError, match="No space left"):
                 trainer.run()
         assert resumed(trainer.folder.path, corpus) == whole
@@ -344,15 +344,15 @@ class TestStopping:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        count, seen = Trainer._count, []
+        count, seen = EpochLoss.count, []
 
-        def counted(self: Trainer, come_back: Any) -> None:
+        def counted(self: EpochLoss, come_back: Any) -> None:
             seen.append(1)
             if len(seen) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
             count(self, come_back)
 
-        monkeypatch.setattr(Trainer, "_count", counted)
+        monkeypatch.setattr(EpochLoss, "count", counted)
         for code, expected in (("zero", 0), ("signal", 143)):
             seen.clear()
             trainer = new(corpus, tmp_path, code, stop_code=code, grace=60)
@@ -365,9 +365,9 @@ class TestStopping:
         self, corpus: Path, tmp_path: Path, whole: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As systemd sends it, and Slurm: the workers stay for as long as batches are needed."""
-        count, seen = Trainer._count, []
+        count, seen = EpochLoss.count, []
 
-        def counted(self: Trainer, come_back: Any) -> None:
+        def counted(self: EpochLoss, come_back: Any) -> None:
             seen.append(1)
             if len(seen) == 3:
                 ours = [os.getpid(), *(c.pid for c in psutil.Process().children(recursive=True))]
@@ -377,7 +377,7 @@ class TestStopping:
             count(self, come_back)
 
         with monkeypatch.context() as patch:
-            patch.setattr(Trainer, "_count", counted)
+            patch.setattr(EpochLoss, "count", counted)
             result = new(corpus, tmp_path, "run", workers=2, save_every=1000).run()
         assert result.stopped == "SIGTERM"
         assert latest_checkpoint(result.folder.state) is not None
@@ -416,8 +416,8 @@ class TestStopping:
         codes: list[int] = []
         told: list[str] = []
         monkeypatch.setattr(os, "_exit", codes.append)
-        monkeypatch.setattr("headrace.translation.guards.end_children", lambda: None)
-        Guards(TrainSettings(grace=7), RunFolder(tmp_path / "run"), told.append).overdue()
+        monkeypatch.setattr("headrace.translation.trainer.end_children", lambda: None)
+        leave_overdue(7, RunFolder(tmp_path / "run"), told.append)
         assert codes == [143]
         assert "7 s after SIGTERM" in told[0]
         assert "--resume" in told[0]

@@ -38,10 +38,12 @@ from headrace.device import open_device
 from headrace.errors import HeadraceError
 from headrace.plan import Plan, load_plan
 from headrace.runs import MetricsLog, RunFolder, read_metrics
-from headrace.translation import Trainer, TrainSettings, guards, read_corpus, read_pairs
-from headrace.translation.outcome import stored_result
-from headrace.translation.prepare import load_prepared, prepare
-from headrace.translation.vocabulary import Vocabulary
+from headrace.translation import Trainer, TrainSettings, read_corpus, read_pairs
+from headrace.translation.build import check_policies
+from headrace.translation.corpus.prepare import prepare
+from headrace.translation.corpus.prepared import load_prepared
+from headrace.translation.corpus.vocabulary import Vocabulary
+from headrace.translation.result import stored_result
 
 TARGETS = 9
 ASKED = int(os.environ.get("HEADRACE_FUZZ", "0"))
@@ -134,7 +136,7 @@ def test_settings(how: list[Any]) -> None:
         found = read_or_refused(lambda: TrainSettings.read(file))
         if found is not None:
             read_or_refused(found.model)
-            read_or_refused(lambda: guards.check(found, Plan.of(found.plan)))
+            read_or_refused(lambda: check_policies(found, Plan.of(found.plan)))
             assert TrainSettings.from_dict(yaml.safe_load(yaml.safe_dump(found.to_dict()))) == found
 
 

@@ -12,13 +12,17 @@ from hypothesis import strategies as st
 
 from headrace.errors import CorpusError
 from headrace.translation import Corpus
-from headrace.translation.builtin import circumstances as cs
-from headrace.translation.builtin import lexicon as lx
-from headrace.translation.builtin import statements
-from headrace.translation.builtin.numerals import article, chinese_number, counted, english_number
-from headrace.translation.builtin.phrases import quantity
-from headrace.translation.corpus import clean
-from headrace.translation.grammar import builtin_corpus, sentence
+from headrace.translation.corpus.corpus import clean
+from headrace.translation.corpus.toy import lexicon as lx
+from headrace.translation.corpus.toy import sentences
+from headrace.translation.corpus.toy.generator import builtin_corpus, sentence
+from headrace.translation.corpus.toy.lexicon import (
+    article,
+    chinese_number,
+    counted,
+    english_number,
+)
+from headrace.translation.corpus.toy.sentences import quantity
 
 
 @pytest.fixture(scope="module")
@@ -143,9 +147,9 @@ def test_no_two_numbers_are_written_alike() -> None:
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_dates_are_of_the_calendar(seed: int) -> None:
-    zh, en = statements.date(random.Random(seed))
+    zh, en = sentences.date(random.Random(seed))
     month, day = map(int, re.search(r"(\d+)月(\d+)日", zh).groups())  # type: ignore[union-attr]
-    assert f"{cs.MONTHS[month - 1]} {day}" in en
+    assert f"{lx.MONTHS[month - 1]} {day}" in en
     year = re.search(r"(\d{4})年", zh)
     if year:
         date = datetime.date(int(year[1]), month, day)
@@ -153,13 +157,13 @@ def test_dates_are_of_the_calendar(seed: int) -> None:
         weekday = re.search("星期(.)", zh)
         if weekday:
             assert "一二三四五六天".index(weekday[1]) == date.weekday()
-            assert en.endswith(cs.WEEKDAYS[date.weekday()])
+            assert en.endswith(lx.WEEKDAYS[date.weekday()])
 
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**9))
 def test_times_name_the_same_minute(seed: int) -> None:
-    zh, en = statements.clock(random.Random(seed))
+    zh, en = sentences.clock(random.Random(seed))
     numbers = {chinese_number(n): n for n in range(1, 60)} | {"两": 2}
     hour, rest = re.search("[早上下晚][上午]([^点]+)点(一刻|半|三刻|零?[^分]+分)?", zh).groups()  # type: ignore[union-attr]
     minute = {"一刻": 15, "半": 30, "三刻": 45, None: 0}.get(rest, -1)

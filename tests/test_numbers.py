@@ -26,7 +26,7 @@ from headrace.errors import StepError
 from headrace.plan import PRESETS, Plan, load_plan
 from headrace.testing import FakeDevice
 from headrace.translation import TrainSettings
-from headrace.translation.assembly import _plans
+from headrace.translation.build import _plans
 
 EXACT = [name for name in PRESETS if name != "max"]
 Model = Callable[[Device], nn.Module]

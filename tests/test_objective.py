@@ -15,9 +15,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from headrace.errors import TranslationError
-from headrace.translation import EOS, objective, translation_loss
-from headrace.translation.objective import constant, inverse_sqrt, noam
-from headrace.translation.vocabulary import BOS, PAD
+from headrace.translation import EOS, translation_loss
+from headrace.translation import loss as loss_module
+from headrace.translation.corpus.vocabulary import BOS, PAD
+from headrace.translation.schedules import constant, inverse_sqrt, noam
 
 
 class Given(nn.Module):
@@ -99,24 +100,24 @@ class TestLoss:
     def test_chunks_change_nothing(self, monkeypatch: Any, rows_a_chunk: int) -> None:
         trg = targets(4, 6, 9, seed=3)
         logits = torch.randn(4, 5, 9, dtype=torch.float64)
-        monkeypatch.setattr(objective, "_CHUNK_ELEMENTS", rows_a_chunk * 9 + 1)
+        monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", rows_a_chunk * 9 + 1)
         model = Given(logits)
         found = translation_loss()(model, (trg, trg))
         found["loss"].backward()
         theirs = logits.clone().requires_grad_()
         ids = trg[:, 1:].flatten()
-        smoothed, nll = objective._plain_sums(theirs.flatten(0, 1), ids, 0.1)
+        smoothed, nll = loss_module._plain_sums(theirs.flatten(0, 1), ids, 0.1)
         (smoothed / ids.ne(PAD).sum()).backward()
         torch.testing.assert_close(found["loss"], smoothed / ids.ne(PAD).sum())
         torch.testing.assert_close(found["nll"], nll / ids.ne(PAD).sum())
         torch.testing.assert_close(model.logits.grad, theirs.grad)
 
     def test_its_gradient_is_right(self, monkeypatch: Any) -> None:
-        monkeypatch.setattr(objective, "_CHUNK_ELEMENTS", 21)
+        monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 21)
         ids = torch.tensor([4, PAD, 6, EOS, PAD])
         logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(
-            lambda some: objective._ChunkedSums.apply(some, ids, 0.2)[0], (logits,)
+            lambda some: loss_module._ChunkedSums.apply(some, ids, 0.2)[0], (logits,)
         )
 
     def test_bf16_logits_are_summed_in_float32(self) -> None:
@@ -134,7 +135,7 @@ class TestLoss:
 
     def test_nothing_of_the_logits_size_in_float32(self, monkeypatch: Any) -> None:
         """The chunks are the only float32 there is."""
-        monkeypatch.setattr(objective, "_CHUNK_ELEMENTS", 10 * 50)
+        monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 10 * 50)
         sizes: list[int] = []
 
         class Watch(torch.utils._python_dispatch.TorchDispatchMode):

@@ -20,13 +20,14 @@ from hypothesis import strategies as st
 
 from headrace.errors import CorpusError
 from headrace.translation import EOS, Prepared, read_corpus
-from headrace.translation import prepare as prepare_module
-from headrace.translation.buildfolder import build_folder
-from headrace.translation.corpus import SplitCounts, clean
-from headrace.translation.grammar import builtin_corpus
-from headrace.translation.ids import IdPairs, write_ids
-from headrace.translation.prepare import load_prepared, prepare
-from headrace.translation.vocabulary import BOS, Vocabulary
+from headrace.translation.corpus import prepare as prepare_module
+from headrace.translation.corpus.atomic_folder import build_folder
+from headrace.translation.corpus.corpus import SplitCounts, clean
+from headrace.translation.corpus.encoded import IdPairs, write_ids
+from headrace.translation.corpus.prepare import prepare
+from headrace.translation.corpus.prepared import load_prepared
+from headrace.translation.corpus.toy.generator import builtin_corpus
+from headrace.translation.corpus.vocabulary import BOS, Vocabulary
 
 PAIRS = builtin_corpus(size=600).splits["train"]
 TINY = [
@@ -337,7 +338,7 @@ def test_an_error_leaves_nothing_behind(tmp_path: Path) -> None:
 DYING = """
 import os, sys
 from pathlib import Path
-from headrace.translation.prepare import prepare
+from headrace.translation.corpus.prepare import prepare
 
 def die(stage, done, total):
     if stage == sys.argv[3]:

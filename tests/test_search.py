@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from headrace.device import Device, open_device
 from headrace.errors import TranslationError
 from headrace.testing import FakeDevice
-from headrace.translation import EOS, ModelSettings, Translator, beam_search, greedy, search
-from headrace.translation.search import translate_ids
-from headrace.translation.vocabulary import BOS, PAD, UNK
+from headrace.translation import EOS, ModelSettings, Translator, beam_search, decode, greedy
+from headrace.translation.corpus.vocabulary import BOS, PAD, UNK
+from headrace.translation.decode import translate_ids
 
 CPU = open_device("cpu")
 SETTINGS = ModelSettings(8, 2, 1, 1, 8, 0.1, max_length=40)
@@ -266,7 +266,7 @@ class TestStopping:
     def test_more_steps_change_nothing(self, monkeypatch: Any, every: int) -> None:
         model = make(5, 9, eos=1.0)
         expected = beam_search(model, sources(6, 5), CPU), greedy(model, sources(6, 5), CPU)
-        monkeypatch.setattr(search, "_ASK_EVERY", every)
+        monkeypatch.setattr(decode, "_ASK_EVERY", every)
         found = beam_search(model, sources(6, 5), CPU), greedy(model, sources(6, 5), CPU)
         assert found == expected
 

@@ -23,8 +23,9 @@ from headrace.plan import load_plan
 from headrace.runs import read_metrics
 from headrace.testing import FakeDevice
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
-from headrace.translation.assembly import assemble
-from headrace.translation.trained import load_weights
+from headrace.translation.build import build_run
+from headrace.translation.trainer import EpochLoss
+from headrace.translation.weights import load_weights
 
 SMALL: dict[str, Any] = {
     "src": "en",
@@ -177,16 +178,16 @@ class TestResume:
     ) -> None:
         expected = new(corpus, tmp_path, "whole", save_every=1e6).run()
         trainer = new(corpus, tmp_path, "stopped", save_every=1e6)
-        note = Trainer._count
+        note = EpochLoss.count
         seen: list[int] = []
 
-        def count(self: Trainer, come_back: Any) -> None:
+        def count(self: EpochLoss, come_back: Any) -> None:
             seen.append(1)
             if len(seen) == 5:
                 os.kill(os.getpid(), number)
             note(self, come_back)
 
-        monkeypatch.setattr(Trainer, "_count", count)
+        monkeypatch.setattr(EpochLoss, "count", count)
         stopped = trainer.run()
         monkeypatch.undo()
         assert (stopped.stopped, stopped.scores) == (number.name, None)
@@ -456,14 +457,14 @@ def test_memory_is_flat_over_5000_steps(
     (tmp_path / "many.tsv").write_text(
         "".join(f"{n} and {n % 7}\t{n} und {n % 7}\n" for n in range(5200)), encoding="utf-8"
     )
-    process, count = psutil.Process(), Trainer._count
+    process, count = psutil.Process(), EpochLoss.count
     resident: list[int] = []
 
-    def counted(self: Trainer, come_back: Any) -> None:
+    def counted(self: EpochLoss, come_back: Any) -> None:
         resident.append(process.memory_info().rss)
         count(self, come_back)
 
-    monkeypatch.setattr(Trainer, "_count", counted)
+    monkeypatch.setattr(EpochLoss, "count", counted)
     settings = {**SMALL, "width": 8, "sentences": 1, "epochs": 1, "save_every": 1e6}
     settings |= {"data": str(tmp_path / "many.tsv"), "vocabulary": 400}
     trainer = Trainer.create(
@@ -486,7 +487,7 @@ def test_how_many_graphs(
         SMALL | {"data": [str(corpus)], "plan": str(path) if stored else "graph", "shapes": shapes}
     )
     data = prepared_for(settings, corpus / "cache")
-    assert assemble(settings, data).plan.graph_shapes == most
+    assert build_run(settings, data).plan.graph_shapes == most
 
 
 def test_a_plan_file_is_kept_with_the_run(corpus: Path, tmp_path: Path) -> None:
@@ -524,14 +525,14 @@ def test_another_plan_from_the_environment_keeps_the_batches(
 ) -> None:
     """With graphs the batches have few shapes: also if HEADRACE_PLAN leaves the graphs out."""
     with FakeDevice() as fake:
-        monkeypatch.setattr("headrace.translation.assembly.open_device", lambda name: fake)
+        monkeypatch.setattr("headrace.translation.build.open_device", lambda name: fake)
         settings = TrainSettings.from_dict(
             SMALL | {"data": [str(corpus)], "plan": "graph", "shapes": None, "precision": "fp32"}
         )
         data = prepared_for(settings, corpus / "cache")
         if other is not None:
             monkeypatch.setenv("HEADRACE_PLAN", other)
-        parts = assemble(settings, data)
+        parts = build_run(settings, data)
     assert parts.plan == parts.engine.plan
     assert parts.plan.name == (other or "graph")
     buckets = parts.loader.sampler._plan.buckets

@@ -15,8 +15,8 @@ from headrace.engine import Engine
 from headrace.errors import TranslationError
 from headrace.testing import FakeDevice
 from headrace.translation import EOS, MODEL_PRESETS, ModelSettings, Translator, translation_loss
+from headrace.translation.corpus.vocabulary import BOS, PAD
 from headrace.translation.model import sinusoids
-from headrace.translation.vocabulary import BOS, PAD
 
 SMALL = ModelSettings(16, 4, 2, 2, 24, 0.0, max_length=20)
 TINY = SMALL.but(encoder_layers=1, decoder_layers=1, dropout=0.1)  # the fake device takes its time

@@ -31,7 +31,8 @@ from headrace.engine import Engine
 from headrace.errors import BenchError, HeadraceError, RunError, TuneError
 from headrace.plan import LoaderPlan, Plan, load_plan
 from headrace.testing import Costs, FakeDevice
-from headrace.translation import Trainer, TrainSettings
+from headrace.translation import Trainer, TrainSettings, prepared_for
+from headrace.translation.build import build_run
 
 #: Nothing takes time but made-up kernels and copies to the device, of 2 ms each.
 FREE = Costs(
@@ -585,7 +586,8 @@ def test_train_takes_the_plan(tmp_path: Path) -> None:
     })  # fmt: skip
     trainer = Trainer.create(settings, project=tmp_path, cache=tmp_path / "cache", quiet=True)
     assert trainer.run().updates == 2
-    assert trainer._plan.prefetch_depth == 4
+    data = prepared_for(trainer.settings, tmp_path / "cache")
+    assert build_run(trainer.settings, data).plan.prefetch_depth == 4
 
 
 @pytest.mark.gpu

@@ -5,7 +5,9 @@
     result = Trainer.create(TrainSettings(preset="tiny", epochs=5)).run()
     print(result.scores)
 
-`headrace train`, `evaluate`, `translate` and `prepare` are these. Names are loaded when used.
+In go files of parallel text and `TrainSettings`; out come a run's folder, its scores and a
+`TrainedModel`. `trainer.py` tells a run from top to bottom, with `corpus/` for its data and
+`build.py` for its parts. Names are loaded when used.
 """
 
 from __future__ import annotations
@@ -14,40 +16,40 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.translation.assembly import prepared_for
-    from headrace.translation.batching import BatchPlan
-    from headrace.translation.corpus import Corpus, read_corpus, read_pairs
+    from headrace.translation.corpus.batches import BatchPlan
+    from headrace.translation.corpus.corpus import Corpus, read_corpus, read_pairs
+    from headrace.translation.corpus.prepare import prepared_for
+    from headrace.translation.corpus.prepared import Prepared
+    from headrace.translation.decode import beam_search, greedy
+    from headrace.translation.loss import translation_loss
     from headrace.translation.model import EOS, MODEL_PRESETS, ModelSettings, Translator
-    from headrace.translation.objective import translation_loss
-    from headrace.translation.outcome import TrainResult
-    from headrace.translation.prepare import Prepared
+    from headrace.translation.result import TrainResult
+    from headrace.translation.saved_model import TrainedModel
     from headrace.translation.score import Scores
-    from headrace.translation.search import beam_search, greedy
     from headrace.translation.settings import SECTIONS, TrainSettings, stored_values
-    from headrace.translation.trained import TrainedModel
     from headrace.translation.trainer import Trainer
 
 _HOMES = {
     "EOS": "model",
     "MODEL_PRESETS": "model",
     "SECTIONS": "settings",
-    "BatchPlan": "batching",
-    "Corpus": "corpus",
+    "BatchPlan": "corpus.batches",
+    "Corpus": "corpus.corpus",
     "ModelSettings": "model",
-    "Prepared": "prepare",
+    "Prepared": "corpus.prepared",
     "Scores": "score",
-    "TrainResult": "outcome",
+    "TrainResult": "result",
     "TrainSettings": "settings",
-    "TrainedModel": "trained",
+    "TrainedModel": "saved_model",
     "Trainer": "trainer",
     "Translator": "model",
-    "beam_search": "search",
-    "greedy": "search",
-    "prepared_for": "assembly",
-    "read_corpus": "corpus",
-    "read_pairs": "corpus",
+    "beam_search": "decode",
+    "greedy": "decode",
+    "prepared_for": "corpus.prepare",
+    "read_corpus": "corpus.corpus",
+    "read_pairs": "corpus.corpus",
     "stored_values": "settings",
-    "translation_loss": "objective",
+    "translation_loss": "loss",
 }
 
 __all__ = [

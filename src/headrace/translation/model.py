@@ -20,8 +20,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.errors import TranslationError
-from headrace.translation.vocabulary import EOS as EOS
-from headrace.translation.vocabulary import PAD as PAD
+from headrace.translation.corpus.vocabulary import EOS as EOS
+from headrace.translation.corpus.vocabulary import PAD as PAD
+from headrace.translation.corpus.vocabulary import Vocabulary
 
 
 def _setting(default: object, low: float, high: float, meaning: str) -> Any:
@@ -95,6 +96,13 @@ class DecoderState:
     mask: Tensor  # (sentences, 1, 1, source length)
     seen: Tensor  # (1, 1, 1, length); True: written already
     at: Tensor  # (1,): the position of the next token
+
+
+def new_model(settings: ModelSettings, vocabularies: tuple[Vocabulary, Vocabulary]) -> Translator:
+    """A model for these vocabularies (one object if they are joint), with weights drawn from the
+    current random state."""
+    source, target = vocabularies
+    return Translator(settings, len(source), len(target), joint=source is target)
 
 
 class Translator(nn.Module):

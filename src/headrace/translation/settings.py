@@ -14,6 +14,7 @@ from headrace.errors import HeadraceError, TranslationError
 from headrace.schema import Checked, choice, number, quoted, read_yaml, refuse_unknown, whole
 
 if TYPE_CHECKING:
+    from headrace.device import Device
     from headrace.translation.model import ModelSettings
 
 _MANY = 1 << 40
@@ -165,6 +166,13 @@ def stored_values(path: str | Path) -> dict[str, Any]:
 def is_plan_file(plan: str) -> bool:
     """Whether a plan is a file, not a preset's name."""
     return plan.endswith((".yaml", ".yml"))
+
+
+def chosen_precision(wanted: str, device: Device) -> str:
+    """What "auto" means here: bf16 where the device is fast at it."""
+    if wanted != "auto":
+        return wanted
+    return "bf16" if device.has_fast_bf16() else "fp32"
 
 
 def _plain(value: Any) -> Any:

@@ -21,7 +21,7 @@ from headrace.data import Buckets
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
 from headrace.runs import outlive_sigterm
-from headrace.translation.ids import IdPairs
+from headrace.translation.corpus.encoded import IdPairs
 
 Whole = NDArray[np.int64]
 # Pairs are sorted by length within pools of so many batches: enough for little padding, and the

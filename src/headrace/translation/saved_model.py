@@ -12,18 +12,18 @@ from pathlib import Path
 
 import torch
 
-from headrace.checkpoint import weights_from_file
 from headrace.device import Device, open_device
 from headrace.engine import autocast
 from headrace.errors import TranslationError
-from headrace.parallel import whole_weights
+from headrace.parallel import Ranks, whole_weights
 from headrace.runs import RunFolder
-from headrace.translation.corpus import clean
-from headrace.translation.model import EOS, Translator
+from headrace.translation.corpus.corpus import clean
+from headrace.translation.corpus.vocabulary import Vocabulary
+from headrace.translation.decode import translate_ids
+from headrace.translation.model import EOS, Translator, new_model
 from headrace.translation.score import Scores, score
-from headrace.translation.search import translate_ids
-from headrace.translation.settings import TrainSettings
-from headrace.translation.vocabulary import Vocabulary
+from headrace.translation.settings import TrainSettings, chosen_precision
+from headrace.translation.weights import load_weights
 
 Watch = Callable[[int, int], object]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
@@ -48,7 +48,7 @@ class TrainedModel:
         settings = TrainSettings.read(folder.config)
         where = open_device(device)
         vocabularies = load_vocabularies(folder.path / "vocabulary", settings.joint)
-        model = new_model(settings, vocabularies)
+        model = new_model(settings.model(), vocabularies)
         path = folder.weights / f"{weights}.safetensors" if "." not in weights else Path(weights)
         load_weights(model, path)
         model = model.to(where.torch_device).eval()
@@ -85,12 +85,6 @@ class TrainedModel:
         return scores, found
 
 
-def new_model(settings: TrainSettings, vocabularies: tuple[Vocabulary, Vocabulary]) -> Translator:
-    """A model for these vocabularies, with weights drawn from the current random state."""
-    source, target = vocabularies
-    return Translator(settings.model(), len(source), len(target), joint=settings.joint)
-
-
 def whole_copy(
     settings: TrainSettings,
     vocabularies: tuple[Vocabulary, Vocabulary],
@@ -100,31 +94,20 @@ def whole_copy(
     """A model of its own with all weights of one that is sharded over ranks: all of them have to
     ask for it. No random number is drawn."""
     drawn = torch.get_rng_state()
-    copy = new_model(settings, vocabularies).to(device.torch_device)
+    copy = new_model(settings.model(), vocabularies).to(device.torch_device)
     torch.set_rng_state(drawn)
     copy.load_state_dict(whole_weights(model))
     return copy
 
 
-def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """Weights from a file, or from a run's folder (its best); what does not fit is named."""
-    if path.is_dir():
-        path = RunFolder.open(path).weights / "best.safetensors"
-    if not path.exists():
-        there = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors")))
-        if not there and (path.parent.parent / "config.yaml").exists():
-            there = "none yet: a run has weights when its first epoch has ended"
-        raise TranslationError(f"{path}: is not there; there is {there or 'none beside it'}")
-    stored, own = weights_from_file(path), model.state_dict()
-    for name in sorted(stored.keys() | own.keys()):
-        found = tuple(stored[name].shape) if name in stored else "nothing"
-        wanted = tuple(own[name].shape) if name in own else "nothing"
-        if found != wanted:
-            raise TranslationError(
-                f"{path}: {name} is {found}, the model has {wanted}: expected weights of a model "
-                "of the same size and vocabularies"
-            )
-    model.load_state_dict(stored)
+def score_on_ranks(
+    model: TrainedModel, pairs: Sequence[tuple[str, str]], beam: int, ranks: Ranks
+) -> tuple[Scores, list[str]]:
+    """Translate and score `pairs`, each rank its share of them; all ranks get the same result."""
+    mine = model.translate([src for src, _ in pairs[ranks.rank :: ranks.size]], beam=beam)
+    shares = ranks.gathered(mine, model.device.ledger)
+    found = [shares[at % ranks.size][at // ranks.size] for at in range(len(pairs))]
+    return score(found, [trg for _, trg in pairs], language=model.settings.trg), found
 
 
 def load_vocabularies(folder: Path, joint: bool) -> tuple[Vocabulary, Vocabulary]:
@@ -147,10 +130,3 @@ def save_vocabularies(folder: Path, vocabularies: tuple[Vocabulary, Vocabulary])
     source.save(folder / "src.model")
     if target is not source:
         target.save(folder / "trg.model")
-
-
-def chosen_precision(wanted: str, device: Device) -> str:
-    """What "auto" means here: bf16 where the device is fast at it."""
-    if wanted != "auto":
-        return wanted
-    return "bf16" if device.has_fast_bf16() else "fp32"

@@ -1,4 +1,4 @@
-"""The weights that a run keeps: the last, the best, and its last epochs', to be averaged."""
+"""The weight files of a run: the last, the best, and its last epochs', to be averaged."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ import torch
 
 from headrace.checkpoint import weights_from_file, weights_to_file
 from headrace.device import Device
+from headrace.errors import TranslationError
 from headrace.parallel import Ranks, whole_weights
+from headrace.runs import RunFolder
 
 
 @dataclass
@@ -24,6 +26,10 @@ class KeptWeights:
     ranks: Ranks
     average_last: int
     best: dict[str, Any] = field(default_factory=dict)
+
+    def restore(self, best: dict[str, Any]) -> None:
+        """Go on with what a checkpoint says of the best."""
+        self.best = best
 
     def keep(self, epoch: int, found: dict[str, float]) -> None:
         """The weights as they are after an epoch, which was worth what was `found` of it."""
@@ -64,3 +70,24 @@ class KeptWeights:
             name: torch.stack([one[name].double() for one in stored]).mean(0).to(value.dtype)
             for name, value in stored[0].items()
         }
+
+
+def load_weights(model: torch.nn.Module, path: Path) -> None:
+    """Weights from a file, or from a run's folder (its best); what does not fit is named."""
+    if path.is_dir():
+        path = RunFolder.open(path).weights / "best.safetensors"
+    if not path.exists():
+        there = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors")))
+        if not there and (path.parent.parent / "config.yaml").exists():
+            there = "none yet: a run has weights when its first epoch has ended"
+        raise TranslationError(f"{path}: is not there; there is {there or 'none beside it'}")
+    stored, own = weights_from_file(path), model.state_dict()
+    for name in sorted(stored.keys() | own.keys()):
+        found = tuple(stored[name].shape) if name in stored else "nothing"
+        wanted = tuple(own[name].shape) if name in own else "nothing"
+        if found != wanted:
+            raise TranslationError(
+                f"{path}: {name} is {found}, the model has {wanted}: expected weights of a model "
+                "of the same size and vocabularies"
+            )
+    model.load_state_dict(stored)

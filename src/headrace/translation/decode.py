@@ -22,8 +22,8 @@ from torch import Tensor
 from headrace.device import Device
 from headrace.engine import DeferredScalars
 from headrace.errors import TranslationError
+from headrace.translation.corpus.vocabulary import BOS, EOS, PAD
 from headrace.translation.model import Translator
-from headrace.translation.vocabulary import BOS, EOS, PAD
 
 #: Steps from one question "is every sentence done?" to the next, and from question to answer.
 _ASK_EVERY, _ANSWER_AFTER = 4, 2

@@ -1,6 +1,6 @@
 """The built-in corpus: a small Chinese-English grammar, so that training can be tried with no data.
 
-Every pair is generated, from the words and rules in `builtin/`. No person wrote or said these
+Every pair is generated, from the words and rules beside this file. No person wrote or said these
 sentences: they are correct, plain and much alike. A model trained on them has learned this
 grammar, and its score says nothing about translating real text.
 """
@@ -10,8 +10,9 @@ from __future__ import annotations
 import random
 
 from headrace.errors import CorpusError
-from headrace.translation.builtin import clauses, statements
-from headrace.translation.corpus import Corpus, Pair, SplitCounts
+from headrace.translation.corpus.corpus import Corpus, SplitCounts
+from headrace.translation.corpus.sources import Pair
+from headrace.translation.corpus.toy import sentences
 
 # Changes whenever the sentences do, so that nothing prepared from older ones is taken for them.
 GRAMMAR_VERSION = 1
@@ -21,23 +22,23 @@ _MOST_WORDS = 14
 
 # How often each kind of sentence is tried. Those with fewer variations run dry sooner.
 _KINDS = {
-    clauses.told: 30,
-    clauses.asked: 16,
-    clauses.modal: 14,
-    clauses.progressive: 8,
-    statements.going: 6,
-    statements.there_is: 6,
-    statements.date: 5,
-    statements.clock: 4,
-    statements.price: 7,
-    statements.quality: 4,
-    statements.comparison: 5,
-    statements.people_compared: 5,
-    statements.age: 3,
-    statements.weather: 2,
-    statements.duration: 3,
-    statements.request: 3,
-    statements.identity: 2,
+    sentences.told: 30,
+    sentences.asked: 16,
+    sentences.modal: 14,
+    sentences.progressive: 8,
+    sentences.going: 6,
+    sentences.there_is: 6,
+    sentences.date: 5,
+    sentences.clock: 4,
+    sentences.price: 7,
+    sentences.quality: 4,
+    sentences.comparison: 5,
+    sentences.people_compared: 5,
+    sentences.age: 3,
+    sentences.weather: 2,
+    sentences.duration: 3,
+    sentences.request: 3,
+    sentences.identity: 2,
 }
 
 

@@ -1,4 +1,4 @@
-"""From a run's settings to what it is made of: corpus, model, engine, loaders."""
+"""Builds a run from its settings and its corpus: device, model, engine and loaders."""
 
 from __future__ import annotations
 
@@ -15,81 +15,73 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 
 from headrace.device import Device, open_device
-from headrace.engine import Engine
+from headrace.engine import Engine, NonFinitePolicy
 from headrace.errors import TranslationError
 from headrace.parallel import SINGLE, Ranks, data_parallel, own_device
-from headrace.plan import LoaderPlan, Plan, load_plan
-from headrace.translation.batching import BatchPlan, make_loader
-from headrace.translation.corpus import Progress
-from headrace.translation.grammar import builtin_sides
-from headrace.translation.model import Translator
-from headrace.translation.objective import constant, inverse_sqrt, noam, translation_loss
-from headrace.translation.prepare import Prepared, prepare
-from headrace.translation.settings import TrainSettings, is_plan_file
-from headrace.translation.sources import Sides, find_sources
-from headrace.translation.trained import chosen_precision, load_weights, new_model
-from headrace.user_cache import user_cache
+from headrace.plan import LoaderPlan, Plan, in_force, load_plan
+from headrace.translation.corpus.batches import BatchPlan, make_loader
+from headrace.translation.corpus.prepared import Prepared
+from headrace.translation.loss import translation_loss
+from headrace.translation.model import Translator, new_model
+from headrace.translation.schedules import constant, inverse_sqrt, noam
+from headrace.translation.settings import TrainSettings, chosen_precision, is_plan_file
+from headrace.translation.weights import load_weights
 
 _GRAPH_SHAPES = 16
 
 
 @dataclass(frozen=True)
-class Assembly:
-    """A run, ready to train. `plan` is the engine's: it has the precision that was chosen."""
+class RunParts:
+    """A run, ready to train."""
 
+    settings: TrainSettings
+    data: Prepared
+    ranks: Ranks
     device: Device
-    plan: Plan
-    model: Translator  # without what the engine has around it
+    model: Translator  # without DDP around it
     engine: Engine
     loader: Any  # a DataLoader whose sampler is a PlannedSampler
     valid: DataLoader[Any]
 
+    @property
+    def plan(self) -> Plan:
+        """The engine's, with the precision that was chosen."""
+        return self.engine.plan
 
-def check_files(settings: TrainSettings) -> None:
-    """See whether the files that a run is to begin with are there, without reading them."""
+
+def check_settings(settings: TrainSettings) -> None:
+    """Raise what building a run would raise, as far as that is known without its corpus."""
+    settings.model()
+    check_policies(settings, in_force(Plan.of(settings.plan)))
+    open_device(own_device(settings.device))
     if settings.weights is not None and not Path(settings.weights).exists():
         raise TranslationError(f"weights: {settings.weights} is not there")
-    sides = Sides(settings.src, settings.trg)
-    if settings.data:
-        find_sources(_paths(settings), sides)
-    else:
-        builtin_sides(settings.src, settings.trg)
 
 
-def prepared_for(
-    settings: TrainSettings, cache: Path | None = None, progress: Progress | None = None
-) -> Prepared:
-    """The corpus of a run's settings, encoded; made now if it is not in the cache."""
-    return prepare(
-        _paths(settings) if settings.data else None,
-        src=settings.src,
-        trg=settings.trg,
-        vocabulary_size=settings.vocabulary,
-        joint=settings.joint,
-        max_length=settings.max_length,
-        skip_bad=settings.skip_bad,
-        cache=cache if cache is not None else user_cache() / "text",
-        progress=progress,
-    )
+def check_policies(settings: TrainSettings, plan: Plan) -> None:
+    """Raise for `on_nonfinite` and `on_oom` policies that no run has, or none under this plan."""
+    NonFinitePolicy.of(settings.on_nonfinite)
+    if settings.on_oom == "halve" and plan.graphs != "off":
+        raise TranslationError(
+            f"on_oom = halve: plan {plan.name} has graphs, whose memory is taken when they are "
+            "captured: expected a plan without"
+        )
 
 
-def _paths(settings: TrainSettings) -> Path | list[Path]:
-    paths = [Path(path) for path in settings.data]
-    return paths[0] if len(paths) == 1 else paths
-
-
-def assemble(
+def build_run(
     settings: TrainSettings,
     data: Prepared,
-    on_error: Callable[[BaseException], object] | None = None,
     ranks: Ranks = SINGLE,
-) -> Assembly:
-    """Everything in its first state: weights follow from the seed, or from `settings.weights`."""
+    *,
+    on_error: Callable[[BaseException], object] | None = None,
+) -> RunParts:
+    """Everything in its first state: weights follow from the seed, or from `settings.weights`.
+    `on_error` is the engine's."""
     device = open_device(own_device(settings.device))
     plan, loader = _plans(settings, device)
     batches = _batches(settings, data, plan, loader, device)
     torch.manual_seed(settings.seed)
-    model = new_model(settings, data.vocabularies)
+    model = new_model(settings.model(), data.vocabularies)
     if settings.weights is not None:
         load_weights(model, Path(settings.weights))
     model = model.to(device.torch_device).train()
@@ -120,8 +112,8 @@ def assemble(
         loader_timeout=0 if loader.workers else settings.loader_timeout,
         on_error=on_error,
     )
-    plan = engine.plan  # HEADRACE_PLAN may have replaced it; batches stay as they were
-    pin, share = plan.pin and device.asynchronous, (ranks.rank, ranks.size)
+    # HEADRACE_PLAN may have replaced the plan; batches stay as they were.
+    pin, share = engine.plan.pin and device.asynchronous, (ranks.rank, ranks.size)
     timeout_s, splits = settings.loader_timeout, data.splits
     training = make_loader(
         splits["train"],
@@ -133,7 +125,7 @@ def assemble(
     )
     in_order = BatchPlan(splits["valid"].lengths, sentences=settings.sentences, shuffle=False)
     valid = make_loader(splits["valid"], in_order, LoaderPlan(workers=0), pin=pin, share=share)
-    return Assembly(device, plan, model, engine, training, valid)
+    return RunParts(settings, data, ranks, device, model, engine, training, valid)
 
 
 def spread_over(

@@ -15,8 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import CorpusError
-from headrace.translation.corpus import Pair, Progress
-from headrace.translation.vocabulary import BOS, EOS, Vocabulary
+from headrace.translation.corpus.sources import OnProgress, Pair
+from headrace.translation.corpus.vocabulary import BOS, EOS, Vocabulary
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
@@ -105,7 +105,7 @@ def write_ids(
     *,
     max_length: int,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> int:
     """Encode `pairs` into files that `IdPairs` opens; returns how many were too long and left out.
 

@@ -10,80 +10,65 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import CorpusError
-from headrace.text_table import text_table
-from headrace.translation.buildfolder import build_folder
-from headrace.translation.corpus import (
-    Corpus,
-    Pair,
-    Progress,
-    SplitCounts,
-    counts_table,
-    read_sources,
+from headrace.translation.corpus.atomic_folder import build_folder
+from headrace.translation.corpus.corpus import Corpus, read_sources
+from headrace.translation.corpus.encoded import write_ids
+from headrace.translation.corpus.prepared import (
+    FORMAT,
+    FORMAT_VERSION,
+    META_FILE,
+    SCORED,
+    Prepared,
+    load_prepared,
+    read_meta,
 )
-from headrace.translation.grammar import GRAMMAR_VERSION, builtin_corpus
-from headrace.translation.ids import IdPairs, write_ids
-from headrace.translation.sources import Sides, Source, find_sources
-from headrace.translation.vocabulary import LEAST_SIZE, Vocabulary
+from headrace.translation.corpus.sources import OnProgress, Pair, Sides, Source, find_sources
+from headrace.translation.corpus.toy.generator import (
+    GRAMMAR_VERSION,
+    builtin_corpus,
+    builtin_sides,
+)
+from headrace.translation.corpus.vocabulary import LEAST_SIZE, Vocabulary
+from headrace.translation.settings import TrainSettings
+from headrace.user_cache import user_cache
 
-FORMAT = "headrace prepared text"
-FORMAT_VERSION = 1
 # With more pieces whole phrases of so small a language become pieces, and nothing is learned.
 BUILTIN_VOCABULARY = 1000
-_META = "prepared.json"
-_SCORED = ("valid", "test")
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """A prepared folder, open: the encoded splits, the vocabularies (src, trg; one object if they
-    are joint), the settings it was made with, and what became of every pair."""
+def check_data(settings: TrainSettings) -> None:
+    """Raise unless the files of a run's corpus are there. They are not read."""
+    sides = Sides(settings.src, settings.trg)
+    if settings.data:
+        find_sources(_paths(settings), sides)
+    else:
+        builtin_sides(settings.src, settings.trg)
 
-    folder: Path
-    splits: dict[str, IdPairs]
-    vocabularies: tuple[Vocabulary, Vocabulary]
-    counts: dict[str, SplitCounts]
-    settings: dict[str, Any]
 
-    @property
-    def joint(self) -> bool:
-        return self.vocabularies[0] is self.vocabularies[1]
+def prepared_for(
+    settings: TrainSettings, cache: Path | None = None, progress: OnProgress | None = None
+) -> Prepared:
+    """The corpus of a run's settings, encoded; made now if it is not in the cache."""
+    return prepare(
+        _paths(settings) if settings.data else None,
+        src=settings.src,
+        trg=settings.trg,
+        vocabulary_size=settings.vocabulary,
+        joint=settings.joint,
+        max_length=settings.max_length,
+        skip_bad=settings.skip_bad,
+        cache=cache if cache is not None else user_cache() / "text",
+        progress=progress,
+    )
 
-    def texts(self, split: str) -> list[Pair]:
-        """The text of `valid` or `test`, pairs that are too long to train on included."""
-        if split not in _SCORED or split not in self.splits:
-            there = " and ".join(repr(name) for name in _SCORED if name in self.splits)
-            raise CorpusError(f"no text of {split!r} is kept in {self.folder}; there is {there}")
-        sides = []
-        for side in ("src", "trg"):
-            path = self.folder / f"{split}.{side}.txt"
-            try:
-                sides.append(path.read_bytes().decode("utf-8").split("\n")[:-1])
-            except (OSError, UnicodeDecodeError) as problem:
-                raise CorpusError(f"{path}: cannot be read ({problem})") from problem
-        if len(sides[0]) != len(sides[1]):
-            raise CorpusError(f"{self.folder}: the text of {split} has sides of different lengths")
-        return list(zip(*sides, strict=True))
 
-    def table(self) -> str:
-        """What was prepared, as text."""
-        rows = [
-            (split, len(ids), *ids.tokens, *_longest(ids)) for split, ids in self.splits.items()
-        ]
-        columns = ("split", "pairs", "src tokens", "trg tokens", "longest src", "longest trg")
-        src, trg = (f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
-        pieces = f"{src}, joint" if self.joint else f"{src} src, {trg} trg"
-        return "\n".join(
-            (
-                counts_table(self.counts),
-                text_table(columns, rows),
-                f" vocabulary: {pieces}; {self.settings['src']} to {self.settings['trg']}",
-            )
-        )
+def _paths(settings: TrainSettings) -> Path | list[Path]:
+    paths = [Path(path) for path in settings.data]
+    return paths[0] if len(paths) == 1 else paths
 
 
 def prepare(
@@ -97,7 +82,7 @@ def prepare(
     skip_bad: bool = False,
     cache: Path,
     workers: int | None = None,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Prepared:
     """The ids of `data` (None: the built-in corpus), from the cache if they were made before.
 
@@ -144,50 +129,13 @@ def prepare(
     return load_prepared(folder)
 
 
-def load_prepared(folder: Path) -> Prepared:
-    """Open a folder that `prepare` made. Every file must be there, in its full size."""
-    folder = Path(folder)
-    meta = _read_meta(folder)
-    try:
-        return _opened(folder, meta)
-    except (KeyError, TypeError, AttributeError, ValueError, OSError) as problem:
-        if isinstance(problem, CorpusError):
-            raise
-        raise CorpusError(f"{folder / _META}: is damaged ({problem!r}); prepare it again") from None
-
-
-def _opened(folder: Path, meta: Mapping[str, Any]) -> Prepared:
-    for name, size in meta["files"].items():
-        if name != Path(name).name:
-            raise CorpusError(f"{folder / _META}: names {name!r}; expected files of its folder")
-        path = folder / name
-        found = path.stat().st_size if path.is_file() else None
-        if found != size:
-            there = "is not there" if found is None else f"has {found:,} bytes"
-            raise CorpusError(f"{path}: {there}; expected {size:,} bytes. Prepare it again")
-    settings = meta["settings"]
-    if settings["joint"]:
-        both = Vocabulary.load(folder / "joint.model")
-        vocabularies = both, both
-    else:
-        vocabularies = (
-            Vocabulary.load(folder / "src.model"),
-            Vocabulary.load(folder / "trg.model"),
-        )
-    counts = {split: SplitCounts(**count) for split, count in meta["counts"].items()}
-    splits = {split: IdPairs(folder, split) for split in counts}
-    for ids in splits.values():
-        ids.require_ids_below(len(vocabularies[0]), len(vocabularies[1]))
-    return Prepared(folder, splits, vocabularies, counts, settings)
-
-
 def _build(
     folder: Path,
     corpus: Corpus,
     settings: Mapping[str, Any],
     key: str,
     workers: int | None,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> None:
     vocabularies = _train_vocabularies(corpus.splits["train"], settings, progress)
     names = ("joint",) if settings["joint"] else ("src", "trg")
@@ -212,7 +160,7 @@ def _build(
                 f"max_length = {settings['max_length']}: leaves none of {len(pairs):,} pairs of "
                 f"{split}; expected some to be no longer, in tokens"
             )
-        if split in _SCORED:
+        if split in SCORED:
             for side, name in enumerate(("src", "trg")):
                 text = "".join(f"{pair[side]}\n" for pair in pairs)
                 (folder / f"{split}.{name}.txt").write_bytes(text.encode("utf-8"))
@@ -225,11 +173,11 @@ def _build(
         "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
     }
     text = json.dumps(meta, indent=1, ensure_ascii=False)
-    (folder / _META).write_text(text, encoding="utf-8")
+    (folder / META_FILE).write_text(text, encoding="utf-8")
 
 
 def _train_vocabularies(
-    train: list[Pair], settings: Mapping[str, Any], progress: Progress | None
+    train: list[Pair], settings: Mapping[str, Any], progress: OnProgress | None
 ) -> tuple[Vocabulary, Vocabulary]:
     size = settings["vocabulary_size"]
     steps = 1 if settings["joint"] else 2
@@ -267,39 +215,8 @@ def _file_hash(path: Path) -> str:
         raise CorpusError(f"{path}: cannot be read ({problem.strerror})") from problem
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
-    path = folder / _META
-    try:
-        meta = json.loads(path.read_bytes())
-    except OSError as problem:
-        raise CorpusError(
-            f"{path}: cannot be read ({problem.strerror}); expected a folder made by prepare()"
-        ) from problem
-    except (ValueError, RecursionError) as problem:
-        raise CorpusError(f"{path}: is not JSON ({problem}); prepare it again") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise CorpusError(f"{path}: is not of Headrace; expected a folder made by prepare()")
-    if meta.get("version") != FORMAT_VERSION:
-        raise CorpusError(
-            f"{path}: is of version {meta.get('version')}; expected {FORMAT_VERSION}. "
-            "Prepare it again"
-        )
-    settings = meta.get("settings")
-    whole = isinstance(settings, dict) and {"src", "trg", "joint"} <= set(settings)
-    if not whole or not {"key", "counts", "files"} <= set(meta):
-        raise CorpusError(f"{path}: is damaged; prepare it again")
-    return meta
-
-
 def _usable(folder: Path, key: str) -> bool:
     try:
-        return _read_meta(folder)["key"] == key and bool(load_prepared(folder))
+        return read_meta(folder)["key"] == key and bool(load_prepared(folder))
     except CorpusError:
         return False
-
-
-def _longest(ids: IdPairs) -> tuple[int, int]:
-    if not len(ids):
-        return 0, 0
-    src, trg = ids.lengths.max(axis=0)
-    return int(src), int(trg)

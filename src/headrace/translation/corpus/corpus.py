@@ -10,17 +10,20 @@ import dataclasses
 import hashlib
 import heapq
 import unicodedata
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import CorpusError
 from headrace.text_table import text_table
-from headrace.translation.sources import Sides, Source, find_sources, records
-
-Pair = tuple[str, str]
-# Told what is being done, how much of it is done, and how much there is (0: not known).
-Progress = Callable[[str, int, int], None]
+from headrace.translation.corpus.sources import (
+    OnProgress,
+    Pair,
+    Sides,
+    Source,
+    find_sources,
+    records,
+)
 
 # Without a valid split this share of train is held out, up to so many pairs.
 HELD_OUT_SHARE = 0.02
@@ -71,7 +74,7 @@ def read_corpus(
     src: str,
     trg: str,
     skip_bad: bool = False,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Corpus:
     """Read a file, a pair of files, or a folder of them; `sources.py` knows the formats."""
     sides = Sides(src, trg)
@@ -98,7 +101,7 @@ def read_sources(
     sides: Sides,
     *,
     skip_bad: bool = False,
-    progress: Progress | None = None,
+    progress: OnProgress | None = None,
 ) -> Corpus:
     """Read what `find_sources` found, clean it, and see to it that the splits do not overlap."""
     splits: dict[str, list[Pair]] = {}
@@ -152,7 +155,7 @@ def _read_split(
     parts: Sequence[Source],
     sides: Sides,
     skip_bad: bool,
-    progress: Progress | None,
+    progress: OnProgress | None,
 ) -> tuple[list[Pair], SplitCounts]:
     pairs: list[Pair] = []
     read = malformed = empty = 0

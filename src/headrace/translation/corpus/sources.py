@@ -18,6 +18,10 @@ from typing import Any
 
 from headrace.errors import CorpusError
 
+#: The same sentence in both languages: (src, trg).
+Pair = tuple[str, str]
+#: Called with what is being done, how much of it is done, and how much there is (0: not known).
+OnProgress = Callable[[str, int, int], None]
 # Called with each malformed record's description: raises it, or counts it.
 Bad = Callable[[str], None]
 
@@ -104,7 +108,7 @@ def find_sources(data: Path | Sequence[Path], sides: Sides) -> dict[str, list[So
     return splits
 
 
-def records(source: Source, sides: Sides, bad: Bad) -> Iterator[tuple[str, str] | None]:
+def records(source: Source, sides: Sides, bad: Bad) -> Iterator[Pair | None]:
     """The pairs of a source as they stand there; None for each one that `bad` was told of."""
     if source.format == "text":
         return _text_records(source, bad)
@@ -207,7 +211,7 @@ def _text(line: bytes, where: str, bad: Bad) -> str | None:
         return None
 
 
-def _text_records(source: Source, bad: Bad) -> Iterator[tuple[str, str] | None]:
+def _text_records(source: Source, bad: Bad) -> Iterator[Pair | None]:
     lengths = [0, 0]
     for number, lines in enumerate(itertools.zip_longest(*map(_lines, source.files)), 1):
         lengths = [n + (line is not None) for n, line in zip(lengths, lines, strict=True)]
@@ -227,7 +231,7 @@ def _text_records(source: Source, bad: Bad) -> Iterator[tuple[str, str] | None]:
         )
 
 
-def _tsv_records(path: Path, sides: Sides, bad: Bad) -> Iterator[tuple[str, str] | None]:
+def _tsv_records(path: Path, sides: Sides, bad: Bad) -> Iterator[Pair | None]:
     src, trg, width = 0, 1, 2
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
@@ -253,7 +257,7 @@ def _tsv_records(path: Path, sides: Sides, bad: Bad) -> Iterator[tuple[str, str]
             yield columns[src], columns[trg]
 
 
-def _json_records(path: Path, sides: Sides, bad: Bad) -> Iterator[tuple[str, str] | None]:
+def _json_records(path: Path, sides: Sides, bad: Bad) -> Iterator[Pair | None]:
     lines = list(_lines(path))
     if not any(line.strip() for line in lines):
         return
@@ -273,7 +277,7 @@ def _json_records(path: Path, sides: Sides, bad: Bad) -> Iterator[tuple[str, str
         yield _pair(record, sides, f"{path}: record {number}", bad)
 
 
-def _jsonl_records(path: Path, sides: Sides, bad: Bad) -> Iterator[tuple[str, str] | None]:
+def _jsonl_records(path: Path, sides: Sides, bad: Bad) -> Iterator[Pair | None]:
     for number, line in enumerate(_lines(path), 1):
         if not line.strip():
             continue
@@ -294,7 +298,7 @@ def _jsonl_records(path: Path, sides: Sides, bad: Bad) -> Iterator[tuple[str, st
             yield _pair(record, sides, where, bad) if text is not None else None
 
 
-def _pair(record: Any, sides: Sides, where: str, bad: Bad) -> tuple[str, str] | None:
+def _pair(record: Any, sides: Sides, where: str, bad: Bad) -> Pair | None:
     if isinstance(record, dict):
         by_side = {sides.of(key): key for key in reversed(record)}
         if "src" not in by_side or "trg" not in by_side:

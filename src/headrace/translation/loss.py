@@ -1,4 +1,4 @@
-"""What a translation model is trained for: the loss, and the learning rates.
+"""The loss of a translation model: cross-entropy with label smoothing, over real target tokens.
 
 The loss of a token is torch's `cross_entropy` with `label_smoothing`: of the wanted distribution
 1 - smoothing stands on the right id and smoothing is spread evenly over all ids, the right one and
@@ -7,7 +7,6 @@ the special ones too. Padding is not counted.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +14,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
 
 from headrace.errors import TranslationError
-from headrace.translation.vocabulary import PAD
+from headrace.translation.corpus.vocabulary import PAD
 
 # How much of the logits is there in float32 at any moment: 256 MB, 2,048 tokens of 32,000 ids.
 _CHUNK_ELEMENTS = 1 << 26
@@ -42,7 +39,9 @@ class TranslationLoss:
     smoothing: float = 0.1
 
     def __post_init__(self) -> None:
-        _check_number("smoothing", self.smoothing, low=0, below=1)
+        value = self.smoothing
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1:
+            raise TranslationError(f"smoothing = {value!r}: expected a number from 0, below 1")
 
     def __call__(self, model: Any, batch: Any) -> dict[str, Tensor]:
         src, trg = batch
@@ -110,75 +109,3 @@ class _ChunkedSums(torch.autograd.Function):
 def _chunks(tensor: Tensor, logits: Tensor) -> tuple[Tensor, ...]:
     pieces: tuple[Tensor, ...] = tensor.split(max(1, _CHUNK_ELEMENTS // logits.size(1)))
     return pieces
-
-
-# --- learning rates -------------------------------------------------------------------------------
-
-
-def noam(optimizer: Optimizer, width: int, warmup: int, factor: float = 1.0) -> LambdaLR:
-    """The first Transformer's: factor · width^-½ · min(step^-½, step · warmup^-1½), steps from 1.
-
-    It is `inverse_sqrt` with a peak of factor / √(width · warmup).
-    """
-    _check_whole("width", width, low=1)
-    _check_whole("warmup", warmup, low=1)
-    _check_number("factor", factor, low=0)
-    return inverse_sqrt(optimizer, warmup, peak=factor / math.sqrt(width * warmup))
-
-
-def inverse_sqrt(optimizer: Optimizer, warmup: int, peak: float) -> LambdaLR:
-    """Up in a line to `peak` at step `warmup`, then down with the root of the step."""
-    _check_whole("warmup", warmup, low=1)
-    return _schedule(optimizer, peak, InverseSqrt(warmup))
-
-
-def constant(optimizer: Optimizer, warmup: int, peak: float) -> LambdaLR:
-    """Up in a line to `peak` at step `warmup`, and there it stays; with 0, from the start."""
-    _check_whole("warmup", warmup, low=0)
-    return _schedule(optimizer, peak, Constant(warmup))
-
-
-@dataclass  # no slots, and not frozen: LambdaLR keeps its `__dict__` as state
-class InverseSqrt:
-    """The share of the peak that an update has. They are counted from 0: the first is 1/warmup."""
-
-    warmup: int
-
-    def __call__(self, updates: int) -> float:
-        step = updates + 1
-        return min(step / self.warmup, math.sqrt(self.warmup / step))
-
-
-@dataclass
-class Constant:
-    """The share of the peak that an update has, counted from 0."""
-
-    warmup: int
-
-    def __call__(self, updates: int) -> float:
-        return min(1.0, (updates + 1) / self.warmup) if self.warmup else 1.0
-
-
-def _schedule(optimizer: Optimizer, peak: float, share: InverseSqrt | Constant) -> LambdaLR:
-    """Every group of the optimizer gets the same rate, whatever it was made with: a schedule says
-    what a rate is, not by how much to multiply another."""
-    _check_number("peak", peak, low=0)
-    for group in optimizer.param_groups:
-        if isinstance(group["lr"], Tensor):
-            group["lr"].fill_(peak)
-        else:
-            group["lr"] = peak
-        group["initial_lr"] = peak
-    return LambdaLR(optimizer, share)
-
-
-def _check_whole(name: str, value: object, *, low: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise TranslationError(f"{name} = {value!r}: expected a whole number from {low}")
-
-
-def _check_number(name: str, value: object, *, low: float, below: float = math.inf) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not low <= value < below:  # type: ignore[operator]
-        top = "" if below == math.inf else f", below {below}"
-        raise TranslationError(f"{name} = {value!r}: expected a number from {low}{top}")

@@ -1,0 +1,141 @@
+"""A prepared corpus on disk: encoded splits, vocabularies, and the text that is to be scored."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import CorpusError
+from headrace.text_table import text_table
+from headrace.translation.corpus.corpus import SplitCounts, counts_table
+from headrace.translation.corpus.encoded import IdPairs
+from headrace.translation.corpus.sources import Pair
+from headrace.translation.corpus.vocabulary import Vocabulary
+
+FORMAT = "headrace prepared text"
+FORMAT_VERSION = 1
+META_FILE = "prepared.json"
+#: Splits whose text is kept beside their ids, to be scored.
+SCORED = ("valid", "test")
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A prepared folder, open: the encoded splits, the vocabularies (src, trg; one object if they
+    are joint), the settings it was made with, and what became of every pair."""
+
+    folder: Path
+    splits: dict[str, IdPairs]
+    vocabularies: tuple[Vocabulary, Vocabulary]
+    counts: dict[str, SplitCounts]
+    settings: dict[str, Any]
+
+    @property
+    def joint(self) -> bool:
+        return self.vocabularies[0] is self.vocabularies[1]
+
+    def texts(self, split: str) -> list[Pair]:
+        """The text of `valid` or `test`, pairs that are too long to train on included."""
+        if split not in SCORED or split not in self.splits:
+            there = " and ".join(repr(name) for name in SCORED if name in self.splits)
+            raise CorpusError(f"no text of {split!r} is kept in {self.folder}; there is {there}")
+        sides = []
+        for side in ("src", "trg"):
+            path = self.folder / f"{split}.{side}.txt"
+            try:
+                sides.append(path.read_bytes().decode("utf-8").split("\n")[:-1])
+            except (OSError, UnicodeDecodeError) as problem:
+                raise CorpusError(f"{path}: cannot be read ({problem})") from problem
+        if len(sides[0]) != len(sides[1]):
+            raise CorpusError(f"{self.folder}: the text of {split} has sides of different lengths")
+        return list(zip(*sides, strict=True))
+
+    def table(self) -> str:
+        """What was prepared, as text."""
+        rows = [
+            (split, len(ids), *ids.tokens, *_longest(ids)) for split, ids in self.splits.items()
+        ]
+        columns = ("split", "pairs", "src tokens", "trg tokens", "longest src", "longest trg")
+        src, trg = (f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
+        pieces = f"{src}, joint" if self.joint else f"{src} src, {trg} trg"
+        return "\n".join(
+            (
+                counts_table(self.counts),
+                text_table(columns, rows),
+                f" vocabulary: {pieces}; {self.settings['src']} to {self.settings['trg']}",
+            )
+        )
+
+
+def load_prepared(folder: Path) -> Prepared:
+    """Open a folder that `prepare` made. Every file must be there, in its full size."""
+    folder = Path(folder)
+    meta = read_meta(folder)
+    try:
+        return _opened(folder, meta)
+    except (KeyError, TypeError, AttributeError, ValueError, OSError) as problem:
+        if isinstance(problem, CorpusError):
+            raise
+        raise CorpusError(
+            f"{folder / META_FILE}: is damaged ({problem!r}); prepare it again"
+        ) from None
+
+
+def _opened(folder: Path, meta: Mapping[str, Any]) -> Prepared:
+    for name, size in meta["files"].items():
+        if name != Path(name).name:
+            raise CorpusError(f"{folder / META_FILE}: names {name!r}; expected files of its folder")
+        path = folder / name
+        found = path.stat().st_size if path.is_file() else None
+        if found != size:
+            there = "is not there" if found is None else f"has {found:,} bytes"
+            raise CorpusError(f"{path}: {there}; expected {size:,} bytes. Prepare it again")
+    settings = meta["settings"]
+    if settings["joint"]:
+        both = Vocabulary.load(folder / "joint.model")
+        vocabularies = both, both
+    else:
+        vocabularies = (
+            Vocabulary.load(folder / "src.model"),
+            Vocabulary.load(folder / "trg.model"),
+        )
+    counts = {split: SplitCounts(**count) for split, count in meta["counts"].items()}
+    splits = {split: IdPairs(folder, split) for split in counts}
+    for ids in splits.values():
+        ids.require_ids_below(len(vocabularies[0]), len(vocabularies[1]))
+    return Prepared(folder, splits, vocabularies, counts, settings)
+
+
+def read_meta(folder: Path) -> dict[str, Any]:
+    """What `prepared.json` says: settings, counts, files, and the key of what it was made from."""
+    path = folder / META_FILE
+    try:
+        meta = json.loads(path.read_bytes())
+    except OSError as problem:
+        raise CorpusError(
+            f"{path}: cannot be read ({problem.strerror}); expected a folder made by prepare()"
+        ) from problem
+    except (ValueError, RecursionError) as problem:
+        raise CorpusError(f"{path}: is not JSON ({problem}); prepare it again") from None
+    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+        raise CorpusError(f"{path}: is not of Headrace; expected a folder made by prepare()")
+    if meta.get("version") != FORMAT_VERSION:
+        raise CorpusError(
+            f"{path}: is of version {meta.get('version')}; expected {FORMAT_VERSION}. "
+            "Prepare it again"
+        )
+    settings = meta.get("settings")
+    whole = isinstance(settings, dict) and {"src", "trg", "joint"} <= set(settings)
+    if not whole or not {"key", "counts", "files"} <= set(meta):
+        raise CorpusError(f"{path}: is damaged; prepare it again")
+    return meta
+
+
+def _longest(ids: IdPairs) -> tuple[int, int]:
+    if not len(ids):
+        return 0, 0
+    src, trg = ids.lengths.max(axis=0)
+    return int(src), int(trg)

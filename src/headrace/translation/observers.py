@@ -1,0 +1,137 @@
+"""What watches a run: the progress line, the metrics file, the monitor and the watchdog.
+
+Rank 0 shows and writes for all ranks; the watchdog watches each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from headrace.device import Device
+from headrace.engine import Engine, StepInfo
+from headrace.parallel import Ranks
+from headrace.runs import (
+    Gauges,
+    MetricsLog,
+    NoMetrics,
+    Progress,
+    RunFolder,
+    RunMonitor,
+    Watchdog,
+    silent_console,
+)
+from headrace.translation.settings import TrainSettings
+
+
+@dataclass(frozen=True)
+class Observers:
+    """The observers of one run, each told of epochs and steps as they come."""
+
+    device: Device
+    progress: Progress
+    gauges: EpochGauges
+    metrics: MetricsLog | NoMetrics
+    watchdog: Watchdog
+    monitor: RunMonitor
+
+    def epoch_begins(
+        self, epoch: int, batches: int, *, first_batch: int, limit: int | None
+    ) -> None:
+        """An epoch of `batches` begins at `first_batch`; the run ends after `limit` more."""
+        self.progress.epoch_begins(epoch, batches, first_batch=first_batch, most=limit)
+        self.gauges.epoch_begins(self.device, self.monitor)
+        self.watchdog.progress(f"epoch {epoch} begun at batch {first_batch}")
+
+    def on_step(self, info: StepInfo, updates: int, *, left_in_run: int, left: int) -> None:
+        """A batch was trained on; so many are left in the run, and in this epoch."""
+        self.progress.on_step(info)
+        self.monitor.on_step(updates, left_in_run, left)
+
+    def steps_end(self, updates: int) -> None:
+        """An epoch's last step is over: until the next epoch no step is expected."""
+        self.watchdog.pause()
+        self.monitor.end_epoch(updates)
+
+
+class EpochGauges:
+    """The gauges of the progress line, which is shown before there is a device to read them from:
+    empty until the first epoch begins."""
+
+    def __init__(self) -> None:
+        self._read: Callable[[], Gauges] = Gauges
+
+    def __call__(self) -> Gauges:
+        return self._read()
+
+    def epoch_begins(self, device: Device, monitor: RunMonitor) -> None:
+        self._read = partial(_gauges, device, monitor, device.ledger.now_ns())
+
+
+def _gauges(device: Device, monitor: RunMonitor, begun_ns: int) -> Gauges:
+    """What ledger and device say of the epoch that began at `begun_ns`."""
+    ledger = device.ledger
+    elapsed_ms = max(1e-3, (ledger.now_ns() - begun_ns) / 1e6)
+    waits = ledger.epoch_statistics()
+    data_ms = waits["data"].total_ms
+    return Gauges(
+        memory_bytes=device.peak_memory() or None,
+        data_wait_share=min(1.0, data_ms / elapsed_ms),
+        host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / elapsed_ms),
+        gpu_use_share=monitor.gpu_share(),
+    )
+
+
+def new_progress(
+    settings: TrainSettings, ranks: Ranks, quiet: bool, gauges: EpochGauges
+) -> Progress:
+    epochs = settings.epochs
+    if ranks.is_first:
+        return Progress(epochs, quiet, gauges=gauges)
+    return Progress(epochs, quiet=True, console=silent_console())
+
+
+def new_metrics(settings: TrainSettings, ranks: Ranks, folder: RunFolder) -> MetricsLog | NoMetrics:
+    if not ranks.is_first:
+        return NoMetrics()
+    events = folder.events if settings.tensorboard else None
+    return MetricsLog(folder.metrics, events, goes_on=True)
+
+
+def new_watchdog(
+    settings: TrainSettings, ranks: Ranks, folder: RunFolder, device: Device
+) -> Watchdog:
+    """Reports hung steps; each rank has a file of its own."""
+    name = "hang.txt" if ranks.is_first else f"hang-rank-{ranks.rank}.txt"
+    return Watchdog(device, settings.hang_after, file=folder.path / name, abort=settings.hang_abort)
+
+
+def new_monitor(
+    settings: TrainSettings,
+    ranks: Ranks,
+    folder: RunFolder,
+    metrics: MetricsLog | NoMetrics,
+    engine: Engine,
+) -> RunMonitor:
+    def replayed() -> bool:
+        graphs = engine.graphs
+        return graphs is not None and graphs.why is None and graphs.replays > 0
+
+    return RunMonitor(
+        engine.device,
+        metrics,
+        folder.metrics,
+        wanted=settings.monitor and ranks.is_first,
+        look_after=20 if engine.plan.graphs == "off" else 100,
+        replayed=replayed,
+    )
+
+
+def batches_left(settings: TrainSettings, engine: Engine, each: int, batch: int) -> int:
+    """Batches that are to come in a run of `each` an epoch, after this one."""
+    left = each * (settings.epochs - engine.epochs) - batch - 1
+    if settings.max_steps is None:
+        return left
+    in_group = (batch + 1) % settings.accumulate
+    return min(left, (settings.max_steps - engine.updates) * settings.accumulate - in_group)
