@@ -14,13 +14,13 @@ import pytest
 import torch
 
 from headrace.bench import Bench, entries_of, find_work, plans_here, text_of
-from headrace.bench.comparing import Comparing
-from headrace.bench.contestants import Contestant, Garage
-from headrace.bench.entries import noise_pair
-from headrace.bench.looking import _first_steps, _of_stretch, short_name
+from headrace.bench.contestants import Contestant, Pool
+from headrace.bench.loss_comparison import LossComparison
+from headrace.bench.observation import _first_steps, _while_timed, short_name
+from headrace.bench.plan_list import noise_pair
 from headrace.bench.record import BenchResult, Equal, Row
-from headrace.bench.ways import Stretch
-from headrace.bench.work import Training, Work, work_of
+from headrace.bench.trainable import Timing
+from headrace.bench.works.work import Training, Work, work_of
 from headrace.device import Device, Span, Timeline, open_device
 from headrace.errors import BenchError, PlanError
 from headrace.plan import PRESETS
@@ -331,7 +331,7 @@ class TestEquality:
             return Training(model, optimizer, loss, [torch.ones(2, 3)])
 
         with Compiling(check=False) as fake:
-            comparing = Comparing(
+            comparing = LossComparison(
                 work_of(make),
                 fake,
                 entries_of(["baseline"])[0],
@@ -340,7 +340,7 @@ class TestEquality:
                 tolerance=0.01,
             )
             one = Contestant("max", "plan", lambda: None, entries_of(["max"])[0])  # type: ignore[arg-type,return-value]
-            comparing.look_at(one)
+            one.compare_losses(comparing.compare)
         assert one.error is None
         assert one.equal.verdict == "not compared"
         assert "no dropout module's" in one.equal.why
@@ -408,11 +408,11 @@ class TestFailures:
                 self.name = name
                 alive.add(name)
 
-            def run(self, steps: int) -> Stretch:
+            def run(self, steps: int) -> Timing:
                 log.append((self.name, sorted(alive)))
                 if len(alive) > 1 or self.name == "glutton":
                     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\n…")
-                return Stretch(steps, 0, 1)
+                return Timing(steps, 0, 1)
 
             def losses(self, batches: Any) -> tuple[float, ...]:
                 return ()
@@ -427,20 +427,20 @@ class TestFailures:
                 alive.discard(self.name)
 
         alive: set[str] = set()
-        garage = Garage(device, 1)
+        pool = Pool(device, 1)
         modest, other, glutton = (
             Contestant(name, "plan", lambda name=name: Hungry(name))  # type: ignore[misc]
             for name in ("modest", "other", "glutton")
         )
-        assert garage.attempt(modest, lambda way: way.run(1)) is not None
-        assert garage.attempt(other, lambda way: way.run(1)) is not None
-        assert garage.was_full
-        assert garage.attempt(glutton, lambda way: way.run(1)) is None
+        assert pool.attempt(modest, lambda way: way.run(1)) is not None
+        assert pool.attempt(other, lambda way: way.run(1)) is not None
+        assert pool.was_full
+        assert pool.attempt(glutton, lambda way: way.run(1)) is None
         assert glutton.error == "out of memory: CUDA out of memory. Tried to allocate 2 GiB"
         assert modest.error is other.error is None
-        assert garage.attempt(modest, lambda way: way.run(1)) is not None
+        assert pool.attempt(modest, lambda way: way.run(1)) is not None
         assert alive == {"modest"}
-        garage.close()
+        pool.close()
         assert alive == set()
 
     def test_ctrl_c_gives_the_rows_so_far(self) -> None:
@@ -600,9 +600,9 @@ class TestNotCompiled:
         class Later:
             lead_in, trained = 0, 0
 
-            def run(self, steps: int) -> Stretch:
+            def run(self, steps: int) -> Timing:
                 self.trained += steps
-                return Stretch(steps, 0, 1)
+                return Timing(steps, 0, 1)
 
             def losses(self, batches: Any) -> tuple[float, ...]:
                 return ()
@@ -616,10 +616,10 @@ class TestNotCompiled:
             def close(self) -> None:
                 return
 
-        garage = Garage(open_device("cpu"), 2)
+        pool = Pool(open_device("cpu"), 2)
         one = Contestant("max", "plan", Later)
         for compiled in (True, False):
-            garage.attempt(one, lambda way: way.run(2))
+            pool.attempt(one, lambda way: way.run(2))
             assert one.compiled is not None
             assert one.compiled["compiled"] is compiled
 
@@ -675,13 +675,13 @@ class TestText:
 
     def test_what_ended_before_a_stretch_is_not_in_it(self) -> None:
         """A peer's last copy of the batch before, say: it began within what two clocks differ."""
-        began_ns, stretch = 1_000_000, Stretch(steps=1, start_ns=3_000_000, elapsed_ns=500_000)
+        began_ns, timing = 1_000_000, Timing(steps=1, start_ns=3_000_000, elapsed_ns=500_000)
         spans = [
             Span("default", "before", "copy", 1_900_000, 1_990_000),
             Span("default", "across", "copy", 1_990_000, 2_010_000),
             Span("default", "inside", "kernel", 2_100_000, 2_200_000),
         ]
-        found = _of_stretch(Timeline(spans), [], began_ns, stretch).spans
+        found = _while_timed(Timeline(spans), [], began_ns, timing).spans
         assert [(s.name, s.start_ns, s.end_ns) for s in found] == [
             ("across", 0, 10_000),
             ("inside", 100_000, 200_000),

@@ -6,17 +6,17 @@ import subprocess
 import sys
 from pathlib import Path
 
-from headrace.bench.alone import Alone
+from headrace.bench.machine_lock import MachineLock
 
 # Another benchmark: gets ready, says so, and measures when it is told to and may.
 OTHER = """
 import sys
 from pathlib import Path
-from headrace.bench.alone import Alone
-with Alone(lambda: print("waits", flush=True), Path(sys.argv[1])) as alone:
+from headrace.bench.machine_lock import MachineLock
+with MachineLock(lambda: print("waits", flush=True), Path(sys.argv[1])) as lock:
     print("ready", flush=True)
     sys.stdin.readline()
-    alone.begin_measuring()
+    lock.begin_measuring()
     print("measures", flush=True)
     sys.stdin.readline()
 """
@@ -91,10 +91,10 @@ def test_nobody_begins_while_one_measures_and_a_killed_one_is_not_waited_for(
 def test_where_nothing_can_be_locked_nobody_is_waited_for(tmp_path: Path) -> None:
     waited: list[str] = []
     for path in (tmp_path / "missing" / "lock", tmp_path):
-        with Alone(lambda: waited.append("waits"), path) as alone:
-            alone.begin_measuring()
+        with MachineLock(lambda: waited.append("waits"), path) as lock:
+            lock.begin_measuring()
     (tmp_path / "target").touch()
     (tmp_path / "link").symlink_to(tmp_path / "target")  # somebody else's file
-    with Alone(lambda: waited.append("waits"), tmp_path / "link") as alone:
-        alone.begin_measuring()
+    with MachineLock(lambda: waited.append("waits"), tmp_path / "link") as lock:
+        lock.begin_measuring()
     assert not waited

@@ -13,7 +13,7 @@ from conftest import needs_cuda
 from headrace.bench import Bench, entries_of, find_work, peers_of, plans_here
 from headrace.bench.peers import PEERS
 from headrace.bench.record import BenchResult
-from headrace.bench.work import Training, work_of
+from headrace.bench.works.work import Training, work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError
 

@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from headrace.bench import find_work
-from headrace.bench.builtin import BUILT_IN
-from headrace.bench.feed import Feed
-from headrace.bench.work import Training, Work, work_of
+from headrace.bench.endless_batches import EndlessBatches
+from headrace.bench.works.builtin import BUILT_IN
+from headrace.bench.works.work import Training, Work, work_of
 from headrace.data import batch_leaves, measure_leaves
 from headrace.device import Device, open_device
 from headrace.engine import Engine
@@ -50,7 +50,7 @@ class TestBuiltIn:
         for plan in ("baseline", "pipeline", "graph"):
             model, optimizer, loss, loader = small(name).make(device, pin=plan != "baseline")
             engine = Engine(model, optimizer, loss, plan=plan, device=device, deterministic=True)
-            found.append(engine.epoch(Feed(loader).take(6)).losses)
+            found.append(engine.epoch(EndlessBatches(loader).take(6)).losses)
         assert len(found[0]) == 6
         assert found[0] == found[1] == found[2]
 
@@ -62,7 +62,7 @@ class TestBuiltIn:
         plain = numbers(work.make(cpu))
         loaded = work.make(cpu, loader=LoaderPlan(workers=1, prefetch_factor=1))
         assert all(torch.equal(a, b) for a, b in zip(plain, numbers(loaded), strict=True))
-        assert Feed(loaded.loader).ahead == 1
+        assert EndlessBatches(loaded.loader).ahead == 1
 
     def test_a_loader_plan_sets_the_batch_size(self) -> None:
         made = small("mlp").make(open_device("cpu"), loader=LoaderPlan(batch_size=9))
@@ -83,7 +83,7 @@ class TestBuiltIn:
         assert (settings.encoder_layers, settings.decoder_layers, settings.dropout) == (6, 6, 0.1)
 
     def test_resnet50_has_its_parameters(self) -> None:
-        from headrace.bench.resnet import ResNet
+        from headrace.bench.works.resnet import ResNet
 
         count = sum(p.numel() for p in ResNet((3, 4, 6, 3)).parameters())
         assert count == 25_557_032  # as torchvision's
@@ -221,7 +221,7 @@ class TestUsersWork:
 
 class TestFeed:
     def test_goes_on_where_it_was_and_begins_again(self) -> None:
-        feed = Feed([1, 2, 3])
+        feed = EndlessBatches([1, 2, 3])
         assert list(feed.take(2)) == [1, 2]
         assert list(feed.take(4)) == [3, 1, 2, 3]
 
@@ -234,7 +234,7 @@ class TestFeed:
                     asked.append(number)
                     yield number
 
-        assert list(Feed(Loader()).take(3)) == [0, 1, 2]
+        assert list(EndlessBatches(Loader()).take(3)) == [0, 1, 2]
         assert asked == [0, 1, 2]
 
     def test_tells_the_sampler_its_epoch(self) -> None:
@@ -247,19 +247,19 @@ class TestFeed:
         class Loader(list[int]):
             sampler = Sampler()
 
-        list(Feed(Loader([1, 2])).take(5))
+        list(EndlessBatches(Loader([1, 2])).take(5))
         assert Sampler.epochs == [0, 1, 2]
 
     def test_an_empty_loader_is_an_error(self) -> None:
         with pytest.raises(BenchError, match="mine: its loader has no batch"):
-            list(Feed([], "mine").take(1))
+            list(EndlessBatches([], "mine").take(1))
 
     def test_closed_it_ends_the_loaders_processes(self) -> None:
         """At once: left to a garbage collection, they would hear of it late."""
         made = small("mlp").make(
             open_device("cpu"), seed=0, loader=LoaderPlan(workers=2), pin=False
         )
-        feed = Feed(made.loader)
+        feed = EndlessBatches(made.loader)
         assert len(list(feed.take(3))) == 3
         workers = made.loader._iterator._workers  # type: ignore[attr-defined]
         assert all(worker.is_alive() for worker in workers)

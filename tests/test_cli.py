@@ -43,6 +43,46 @@ def test_help_lists_the_commands() -> None:
     assert "plan" in done.stdout
 
 
+COMMANDS = ["doctor", "plan", "train", "evaluate", "translate", "prepare", "bench", "tune"]
+
+
+@pytest.mark.parametrize("arguments", [[], *([command] for command in [*COMMANDS, "report"])])
+def test_help_does_not_load_torch(arguments: list[str]) -> None:
+    """Loading it takes seconds."""
+    program = (
+        "import sys; from headrace.cli import app; "
+        "app(sys.argv[1:], standalone_mode=False); sys.exit('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments, "--help"], capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "Usage: " in done.stdout
+
+
+def test_waiting_threads_sleep_from_when_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenMP reads its wait policy when PyTorch loads it."""
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    program = """
+import os, sys
+
+class Watch:
+    def find_spec(self, name, *others):
+        if name == "torch":
+            print("policy", os.environ.get("OMP_WAIT_POLICY"), file=sys.stderr)
+
+sys.meta_path.insert(0, Watch())
+from headrace.cli import main
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "doctor", "--json", "--no-measure"],
+        capture_output=True,
+        text=True,
+    )
+    assert "policy PASSIVE" in done.stderr.splitlines()
+
+
 def test_doctor_says_what_is_here() -> None:
     done = run("doctor", "--no-measure")
     assert done.returncode == 0, done.stderr

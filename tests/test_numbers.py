@@ -19,7 +19,7 @@ from test_engine import data, loss, make_model, same, weights
 from torch import nn
 
 from headrace.bench import Bench, entries_of, find_work, text_of
-from headrace.bench.comparing import Comparing
+from headrace.bench.loss_comparison import LossComparison
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
@@ -180,7 +180,7 @@ class TestPrecision:
         as_set, strict = entries_of(["baseline"])[0], entries_of(["pipeline"], "fp32")[0]
         work = find_work("mlp", {"width": 8, "layers": 1, "batch": 4})
         with FakeDevice() as device:
-            comparing = Comparing(work, device, as_set, [], seed=0, tolerance=0.01)
+            comparing = LossComparison(work, device, as_set, [], seed=0, tolerance=0.01)
             made = work.make(device, seed=0)
             why = comparing._why_within(strict, made, compiled=False, bare=False)
         assert why == "fp32 instead of float32 as PyTorch is set"

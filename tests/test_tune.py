@@ -19,12 +19,12 @@ from headrace.bench import Stopped, TuneSettings, Tuning
 from headrace.bench.tune import search, tuning
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.journal import Journal
-from headrace.bench.tune.measuring import WorkMeasurer
-from headrace.bench.tune.report import TuneResult
+from headrace.bench.tune.measurer import WorkMeasurer
+from headrace.bench.tune.result import TuneResult
 from headrace.bench.tune.search import Search
 from headrace.bench.tune.settings import memory_of
 from headrace.bench.tune.trials import Measurement
-from headrace.bench.work import Training, Work, work_of
+from headrace.bench.works.work import Training, Work, work_of
 from headrace.cli import app
 from headrace.device import Device, open_device
 from headrace.engine import Engine

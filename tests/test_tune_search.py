@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.bench.tune.candidates import Candidate, Space
-from headrace.bench.tune.report import sentences_of
+from headrace.bench.tune.result import sentences_of
 from headrace.bench.tune.search import NothingRuns, Outcome, Progress, Search
 from headrace.bench.tune.trials import LEAST_NOISE, Measurement, noise_of
 from headrace.device import open_device

@@ -1,11 +1,12 @@
 """`headrace bench`: the same work under every plan, measured on this machine.
 
-    from headrace.bench.finding import find_work
+    from headrace.bench import find_work
 
     work = find_work("translation", {"batch": 64})          # or "your_module:make_work"
     model, optimizer, loss, loader = work.make(device, seed=0)
 
-A work is a function that returns model, optimizer, loss and loader (`work`); `finding` looks it up.
+A work is a function that returns model, optimizer, loss and loader (`works/`). `runner` measures it
+under plans and in peers, `verdict` says what to make of the figures, `tune/` searches for a plan.
 """
 
 from __future__ import annotations
@@ -14,23 +15,23 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.bench.entries import entries_of, plans_here
-    from headrace.bench.finding import find_work
     from headrace.bench.peers import peers_of
+    from headrace.bench.plan_list import entries_of, plans_here
     from headrace.bench.runner import Bench
     from headrace.bench.text import text_of
     from headrace.bench.tune.settings import TuneSettings
     from headrace.bench.tune.tuning import Stopped, Tuning
+    from headrace.bench.works.lookup import find_work
 
 _HOMES = {
     "Bench": "runner",
     "Stopped": "tune.tuning",
     "TuneSettings": "tune.settings",
     "Tuning": "tune.tuning",
-    "entries_of": "entries",
-    "find_work": "finding",
+    "entries_of": "plan_list",
+    "find_work": "works.lookup",
     "peers_of": "peers",
-    "plans_here": "entries",
+    "plans_here": "plan_list",
     "text_of": "text",
 }
 

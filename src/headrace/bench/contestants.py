@@ -1,4 +1,5 @@
-"""Those who are measured: plans and peers, and what is known of each so far."""
+"""Those who are measured: plans and peers, what is known of each so far, and the pool that they
+are kept ready in."""
 
 from __future__ import annotations
 
@@ -9,9 +10,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
-from headrace.bench.entries import Entry
+from headrace.bench.equality import ComparedLosses
+from headrace.bench.plan_list import PlanEntry
 from headrace.bench.record import Equal, Sample, TimelineRecord
-from headrace.bench.ways import Stretch, Way, free, is_out_of_memory, told
+from headrace.bench.trainable import (
+    Timing,
+    Trainable,
+    describe_error,
+    is_out_of_memory,
+    release_memory,
+)
+from headrace.bench.works.work import Unit
 from headrace.device import Device
 from headrace.runs import BusyWindow
 
@@ -21,17 +30,17 @@ log = logging.getLogger("headrace")
 
 @dataclass
 class Contestant:
-    """One row to be. `make` gives its way afresh; after an `error` it takes part no longer."""
+    """One row to be. `make` makes its trainable anew. After an `error` it takes part no longer."""
 
     name: str
     kind: Literal["plan", "peer"]
-    make: Callable[[], Way]
-    entry: Entry | None = None
+    make: Callable[[], Trainable]
+    entry: PlanEntry | None = None
     error: str | None = None
     losses: tuple[float, ...] = ()
     reference_losses: tuple[float, ...] = ()  # compared with, if not those of its own row
     equal: Equal = field(default_factory=lambda: Equal("not compared"))
-    stretches: list[Stretch] = field(default_factory=list)
+    timings: list[Timing] = field(default_factory=list)
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
     graphs: dict[str, Any] | None = None
@@ -56,8 +65,29 @@ class Contestant:
             log.removeHandler(handler)
             log.propagate = propagates
 
+    def compare_losses(
+        self, compare: Callable[[PlanEntry | None, Callable[[], Trainable]], ComparedLosses]
+    ) -> None:
+        """Fill in its losses and whether they agree with the reference's."""
+        with self.noting():
+            found = compare(self.entry, self.make)
+        if found.error is not None:
+            self.fail(found.error)
+        self.losses, self.reference_losses = found.losses, found.reference_losses
+        self.equal = found.equal
+
     def fail(self, why: str) -> None:
         self.error = why
+
+    def units_per_step(self, unit: Unit) -> float | None:
+        """Samples or tokens a step; None where nothing counted them."""
+        results = [timing.result for timing in self.timings if timing.result is not None]
+        steps = sum(result.statistics.batches for result in results)
+        if not steps:
+            return None
+        if unit == "tokens":
+            return sum(sum(result.weights) for result in results) / steps
+        return sum(result.statistics.samples for result in results) / steps
 
     @property
     def least_warm_up(self) -> int:
@@ -81,8 +111,8 @@ class _Notes(logging.Handler):
             self._one.notes.append(text)
 
 
-class Garage:
-    """The ways of all contestants, warmed up and kept side by side, so that they can take turns.
+class Pool:
+    """The trainables of all contestants, warmed up and kept side by side: they can take turns.
 
     Where their memory does not suffice, all others are let go of and made anew when their turn
     comes: slower to measure, but the figures are the same.
@@ -90,26 +120,28 @@ class Garage:
 
     def __init__(self, device: Device, warm_up: int) -> None:
         self._device, self._warm_up = device, warm_up
-        self._ways: dict[str, Way] = {}
+        self._trainables: dict[str, Trainable] = {}
         #: Whether some had to be let go of.
         self.was_full = False
 
     def attempt(
-        self, one: Contestant, action: Callable[[Way], Result], *, unless: str | None = None
+        self, one: Contestant, action: Callable[[Trainable], Result], *, unless: str | None = None
     ) -> Result | None:
-        """Do something with a contestant's way, which is made first if need be. What goes wrong is
-        its error, or, with `unless`, a note that begins so; out of memory is tried once more with
-        nobody else there."""
+        """Do something with a contestant's trainable, which is made first if need be.
+
+        What goes wrong is its error, or, with `unless`, a note that begins so; out of memory is
+        tried once more with nobody else there.
+        """
         for _ in range(2):
             try:
                 with one.noting():
                     return self._done(one, action)
             except Exception as problem:
                 full = is_out_of_memory(problem)
-                way = self._ways.get(one.name)
-                why = told(problem, None if way is None else way.trained)
+                trainable = self._trainables.get(one.name)
+                why = describe_error(problem, None if trainable is None else trainable.trained)
             # Not inside `except`: the error's traceback holds on to the memory.
-            others = [name for name in self._ways if name != one.name]
+            others = [name for name in self._trainables if name != one.name]
             self.let_go(one.name)
             if not (full and others):
                 break
@@ -123,38 +155,38 @@ class Garage:
 
     def let_go(self, *names: str) -> None:
         for name in names:
-            way = self._ways.pop(name, None)
-            if way is not None:
-                way.close()
-            del way
+            trainable = self._trainables.pop(name, None)
+            if trainable is not None:
+                trainable.close()
+            del trainable
         gc.unfreeze()
-        free(self._device)
+        release_memory(self._device)
         gc.freeze()
 
     def close(self) -> None:
-        if self._ways:
-            self.let_go(*self._ways)
+        if self._trainables:
+            self.let_go(*self._trainables)
 
-    def _done(self, one: Contestant, action: Callable[[Way], Result]) -> Result:
-        way = self._ready(one)
-        result = action(way)
+    def _done(self, one: Contestant, action: Callable[[Trainable], Result]) -> Result:
+        trainable = self._ready(one)
+        result = action(trainable)
         # Each time: a later batch may have a shape that cannot be captured, or compiled.
-        one.graphs, one.compiled = way.graphs(), way.compiled()
+        one.graphs, one.compiled = trainable.graphs(), trainable.compiled()
         return result
 
-    def _ready(self, one: Contestant) -> Way:
-        if one.name in self._ways:
-            return self._ways[one.name]
+    def _ready(self, one: Contestant) -> Trainable:
+        if one.name in self._trainables:
+            return self._trainables[one.name]
         device = self._device
         device.release_unused()
         before = device.memory()
         device.reset_peak_memory()
-        # Kept from the first: if it fails on the way, its step is known and its memory is freed.
-        way = self._ways[one.name] = one.make()
-        way.run(max(self._warm_up, one.least_warm_up))
+        # Kept before it is warmed up: if that fails, its step is known and its memory is freed.
+        trainable = self._trainables[one.name] = one.make()
+        trainable.run(max(self._warm_up, one.least_warm_up))
         if one.peak_bytes is None:
             peak, reserved = device.peak_memory(), device.memory().peak_reserved
             # Nothing is counted on the CPU.
             one.peak_bytes = peak - before.allocated if peak else None
             one.reserved_bytes = reserved - before.reserved if reserved else None
-        return way
+        return trainable

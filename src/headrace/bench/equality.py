@@ -4,11 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from headrace.bench.record import Equal
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedLosses:
+    """The losses of one contestant. `reference_losses` are those that they were compared with, if
+    not the ones in the reference's own row; `error` says why there are none."""
+
+    equal: Equal = field(default_factory=lambda: Equal("not compared"))
+    losses: tuple[float, ...] = ()
+    reference_losses: tuple[float, ...] = ()
+    error: str | None = None
 
 
 def compare(

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from headrace.bench.feed import Feed
-from headrace.bench.ways import Stretch, Way, timed
-from headrace.bench.work import Training, Work, seed_all
+from headrace.bench.endless_batches import EndlessBatches
+from headrace.bench.trainable import Timing, Trainable, timed
+from headrace.bench.works.work import Training, Work, seed_all
 from headrace.data import prefetch
 from headrace.device import Device
 from headrace.engine import autocast
@@ -37,9 +37,9 @@ class Peer:
 
     name: str
     package: str | None
-    build: Callable[[Work, Device, str | None, int], Way]
+    build: Callable[[Work, Device, str | None, int], Trainable]
 
-    def make(self, work: Work, device: Device, precision: str | None, seed: int) -> Way:
+    def make(self, work: Work, device: Device, precision: str | None, seed: int) -> Trainable:
         return self.build(work, device, precision, seed)
 
 
@@ -73,7 +73,7 @@ def _loader(batches: Iterable[Any]) -> DataLoader[Any]:
     return DataLoader(_Fed(batches), batch_size=None)
 
 
-class _PeerWay(abc.ABC):
+class _PeerTrainable(abc.ABC):
     """What peers have in common. `_train(batches, lead_in, steps)` trains on `lead_in` batches and
     then, timed, on `steps` more, and returns all losses as device tensors."""
 
@@ -83,15 +83,15 @@ class _PeerWay(abc.ABC):
     def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
         self._device, self._precision, self._seed = device, precision, seed
         self._made: Training | None = work.make(device, seed=seed, pin=True)
-        self._feed = Feed(self._made.loader, work.name)
+        self._batches = EndlessBatches(self._made.loader, work.name)
         self.trained, self._seed_next = 0, False
 
-    def run(self, steps: int) -> Stretch:
+    def run(self, steps: int) -> Timing:
         # From the loader's workers come those that they have ahead first.
-        lead_in = max(_LEAD_IN, self._feed.ahead)
+        lead_in = max(_LEAD_IN, self._batches.ahead)
         with self._device.numerics(self._precision):
-            stretch, _ = self._train(self._feed.take(lead_in + steps), lead_in, steps)
-        return stretch
+            timing, _ = self._train(self._batches.take(lead_in + steps), lead_in, steps)
+        return timing
 
     def losses(self, batches: Sequence[Any]) -> tuple[float, ...]:
         self._seed_next = True
@@ -106,13 +106,13 @@ class _PeerWay(abc.ABC):
         return None
 
     def close(self) -> None:
-        self._feed.close()
+        self._batches.close()
         self._made = None
 
     @abc.abstractmethod
     def _train(
         self, batches: Iterable[Any], lead_in: int, steps: int
-    ) -> tuple[Stretch, list[torch.Tensor]]: ...
+    ) -> tuple[Timing, list[torch.Tensor]]: ...
 
     def _loss(self, model: Any, batch: Any) -> torch.Tensor:
         assert self._made is not None
@@ -133,7 +133,7 @@ class _PeerWay(abc.ABC):
         return tuple(self._device.read_host(there.unsqueeze(0))[0])
 
 
-class ReduceOverhead(_PeerWay):
+class ReduceOverhead(_PeerTrainable):
     """`torch.compile(model, mode="reduce-overhead")` in a plain loop that copies ahead."""
 
     compiles = True
@@ -151,7 +151,7 @@ class ReduceOverhead(_PeerWay):
 
     def _train(
         self, batches: Iterable[Any], lead_in: int, steps: int
-    ) -> tuple[Stretch, list[torch.Tensor]]:
+    ) -> tuple[Timing, list[torch.Tensor]]:
         losses: list[torch.Tensor] = []
         ahead = iter(prefetch(batches, self._device))
 
@@ -175,17 +175,17 @@ class ReduceOverhead(_PeerWay):
         return loss.detach().clone()  # the next replay overwrites it
 
 
-class Lightning(_PeerWay):
+class Lightning(_PeerTrainable):
     """A LightningModule around the work, in `Trainer.fit`."""
 
     def _train(
         self, batches: Iterable[Any], lead_in: int, steps: int
-    ) -> tuple[Stretch, list[torch.Tensor]]:
+    ) -> tuple[Timing, list[torch.Tensor]]:
         import lightning
 
         _quiet("lightning.pytorch", "lightning.fabric")
         assert self._made is not None
-        made, way, device = self._made, self, self._device
+        made, peer, device = self._made, self, self._device
         losses: list[torch.Tensor] = []
         marks: list[int] = []
 
@@ -201,12 +201,12 @@ class Lightning(_PeerWay):
             def training_step(self, batch: Any, index: int) -> torch.Tensor:
                 if index == lead_in:
                     mark()
-                loss = way._loss(self.inner, batch)
+                loss = peer._loss(self.inner, batch)
                 losses.append(loss.detach())
                 return loss
 
             def on_train_batch_end(self, outputs: Any, batch: Any, index: int) -> None:
-                way.trained += 1
+                peer.trained += 1
                 if index == lead_in + steps - 1:
                     mark()
 
@@ -227,10 +227,10 @@ class Lightning(_PeerWay):
                 precision=_LIGHTNING_PRECISION[self._precision],
             )
             trainer.fit(Module(), _loader(batches))
-        return Stretch(steps, marks[0], marks[1] - marks[0]), losses
+        return Timing(steps, marks[0], marks[1] - marks[0]), losses
 
 
-class Accelerate(_PeerWay):
+class Accelerate(_PeerTrainable):
     """`Accelerator.prepare` and a loop as its guide has it."""
 
     def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
@@ -252,7 +252,7 @@ class Accelerate(_PeerWay):
 
     def _train(
         self, batches: Iterable[Any], lead_in: int, steps: int
-    ) -> tuple[Stretch, list[torch.Tensor]]:
+    ) -> tuple[Timing, list[torch.Tensor]]:
         accelerator, losses = self._accelerator, []
         loader = iter(accelerator.prepare_data_loader(_loader(batches)))
 

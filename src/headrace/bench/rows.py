@@ -9,25 +9,13 @@ from dataclasses import asdict, replace
 
 from headrace.bench.contestants import Contestant
 from headrace.bench.record import Gpu, Noise, Row, Spread, StreamFigures, WaitFigures, Waits
-from headrace.bench.ways import Stretch
-from headrace.bench.work import Unit
-
-
-def units_per_step(one: Contestant, unit: Unit) -> float | None:
-    """Samples or tokens a step; None where nothing counted them."""
-    results = [stretch.result for stretch in one.stretches if stretch.result is not None]
-    steps = sum(result.statistics.batches for result in results)
-    if not steps:
-        return None
-    if unit == "tokens":
-        return sum(sum(result.weights) for result in results) / steps
-    return sum(result.statistics.samples for result in results) / steps
+from headrace.bench.trainable import Timing
 
 
 def row_of(one: Contestant, units: float | None) -> Row:
     """The row, still without its speed-up, which needs another's."""
-    spread = spread_of(one.stretches)
-    waits, blocked_ms, data_ms = _waits(one.stretches)
+    spread = spread_of(one.timings)
+    waits, blocked_ms, data_ms = _waits(one.timings)
     notes = tuple(one.notes)
     why_not = None if one.graphs is None else one.graphs["why"]
     asked = one.entry is not None and one.entry.plan.graphs != "off" and one.error is None
@@ -94,8 +82,8 @@ def noise_of(rows: Sequence[Row], pair: tuple[str, str] | None) -> Noise | None:
     return Noise(pair[0], abs(found[1].median / found[0].median - 1))
 
 
-def spread_of(stretches: Sequence[Stretch]) -> Spread | None:
-    times = [stretch.ms_per_step for stretch in stretches]
+def spread_of(timings: Sequence[Timing]) -> Spread | None:
+    times = [timing.ms_per_step for timing in timings]
     if not times:
         return None
     return Spread(statistics.median(times), min(times), max(times), tuple(times))
@@ -116,18 +104,18 @@ def _gpu(one: Contestant, median: float) -> Gpu:
     )
 
 
-def _waits(stretches: Sequence[Stretch]) -> tuple[Waits | None, float | None, float | None]:
+def _waits(timings: Sequence[Timing]) -> tuple[Waits | None, float | None, float | None]:
     """A step's waits for the device, the time the host stood still for it, and for the loader."""
-    timed = [stretch for stretch in stretches if stretch.result is not None]
-    steps = sum(stretch.steps for stretch in timed)
+    timed = [timing for timing in timings if timing.result is not None]
+    steps = sum(timing.steps for timing in timed)
     if not steps:
         return None, None, None
     counts: dict[str, int] = {}
     times: dict[str, float] = {}
     wall_ms = data_ms = 0.0
-    for stretch in timed:
-        assert stretch.result is not None
-        ledger = stretch.result.waits
+    for timing in timed:
+        assert timing.result is not None
+        ledger = timing.result.waits
         wall_ms += ledger.wall_ms
         data_ms += ledger["data"].total_ms
         for wait in ledger.reasons:

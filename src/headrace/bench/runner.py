@@ -18,18 +18,18 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from headrace.bench import looking
-from headrace.bench.alone import Alone
-from headrace.bench.comparing import Comparing, first_batches
-from headrace.bench.contestants import Contestant, Garage
-from headrace.bench.entries import Entry, noise_pair, reference_of
+from headrace.bench import observation
+from headrace.bench.contestants import Contestant, Pool
 from headrace.bench.environment import environment_of
+from headrace.bench.loss_comparison import LossComparison, first_batches
+from headrace.bench.machine_lock import MachineLock
 from headrace.bench.peers import Peer
+from headrace.bench.plan_list import PlanEntry, noise_pair, reference_of
 from headrace.bench.record import BenchResult, Row, Settings, WorkRecord
-from headrace.bench.rows import noise_of, row_of, units_per_step, with_speedups
+from headrace.bench.rows import noise_of, row_of, with_speedups
+from headrace.bench.trainable import EngineTrainable, Timing, Trainable
 from headrace.bench.verdict import scored, verdict_of
-from headrace.bench.ways import PlannedWay, Stretch, Way
-from headrace.bench.work import Work
+from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.plan import refuse_replaced_plans
 
@@ -46,7 +46,7 @@ class Bench:
 
     work: Work
     device: Device
-    entries: Sequence[Entry]
+    entries: Sequence[PlanEntry]
     peers: Sequence[Peer] = ()
     steps: int = 20
     repeats: int = 5
@@ -65,25 +65,25 @@ class Bench:
         cannot be made at all is a `BenchError`; what goes wrong later is in the rows."""
         refuse_replaced_plans("bench")
         contestants = self._contestants()
-        garage = Garage(self.device, self.warmup)
+        pool = Pool(self.device, self.warmup)
         missing: list[str] = []
         interrupted = False
         # What is there already need not be looked at by each collection of garbage.
         gc.freeze()
         try:
-            with Alone(self._say_waiting) as alone:
+            with MachineLock(self._say_waiting) as lock:
                 self.watcher(f"making {self.work.name}", 0.0, None)
                 self._compare(contestants, self._batches())
-                self._warm_up(contestants, garage)
-                alone.begin_measuring()
-                self._time(contestants, garage)
-                self._look(contestants, garage, missing)
+                self._warm_up(contestants, pool)
+                lock.begin_measuring()
+                self._time(contestants, pool)
+                self._observe(contestants, pool, missing)
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            garage.close()
+            pool.close()
             gc.unfreeze()
-        if garage.was_full:
+        if pool.was_full:
             missing.append(
                 "all plans side by side: they did not fit into memory and were made anew for turns"
             )
@@ -103,8 +103,8 @@ class Bench:
         ]
         return [*plans, *peers]
 
-    def _planned(self, entry: Entry) -> Way:
-        return PlannedWay(self.work, self.device, entry, seed=self.seed)
+    def _planned(self, entry: PlanEntry) -> Trainable:
+        return EngineTrainable(self.work, self.device, entry, seed=self.seed)
 
     def _say_waiting(self) -> None:
         self.watcher("waiting for another benchmark on this machine", 0.0, None)
@@ -126,7 +126,7 @@ class Bench:
         if not self.compared_steps:
             return
         reference = reference_of(self.entries)
-        comparing = Comparing(
+        comparison = LossComparison(
             self.work,
             self.device,
             reference,
@@ -137,15 +137,15 @@ class Bench:
         # The reference first: if it fails, nothing can be compared, but times can still be taken.
         for at, one in enumerate(sorted(contestants, key=lambda one: one.name != reference.name)):
             self.watcher(f"losses of {one.name}", at / len(contestants), None)
-            comparing.look_at(one)
+            one.compare_losses(comparison.compare)
 
-    def _warm_up(self, contestants: Sequence[Contestant], garage: Garage) -> None:
+    def _warm_up(self, contestants: Sequence[Contestant], pool: Pool) -> None:
         for at, one in enumerate(contestants):
             if one.error is None:
                 self.watcher(f"warming up {one.name}", at / len(contestants), None)
-                garage.attempt(one, lambda way: None)
+                pool.attempt(one, lambda _: None)
 
-    def _time(self, contestants: Sequence[Contestant], garage: Garage) -> None:
+    def _time(self, contestants: Sequence[Contestant], pool: Pool) -> None:
         gc.collect()
         gc.freeze()
         began_s = time.monotonic()
@@ -153,33 +153,34 @@ class Bench:
             left_s = None
             if repeat:
                 so_far_s = time.monotonic() - began_s
-                left_s = so_far_s / repeat * (self.repeats - repeat) + self._looks_s(contestants)
+                left_s = so_far_s / repeat * (self.repeats - repeat)
+                left_s += self._observing_s(contestants)
             self.watcher(f"round {repeat + 1} of {self.repeats}", repeat / self.repeats, left_s)
             for one in _rotated(contestants, repeat):
                 if one.error is None:
-                    stretch = garage.attempt(one, self._turn)
-                    if stretch is not None:
-                        one.stretches.append(stretch)
+                    timing = pool.attempt(one, self._turn)
+                    if timing is not None:
+                        one.timings.append(timing)
 
-    def _turn(self, way: Way) -> Stretch:
-        if way.lead_in:
-            way.run(way.lead_in)
-        return way.run(self.steps)
+    def _turn(self, trainable: Trainable) -> Timing:
+        if trainable.lead_in:
+            trainable.run(trainable.lead_in)
+        return trainable.run(self.steps)
 
-    def _look(self, contestants: Sequence[Contestant], garage: Garage, missing: list[str]) -> None:
+    def _observe(self, contestants: Sequence[Contestant], pool: Pool, missing: list[str]) -> None:
         """All are watched before the first is traced: a profiler leaves something behind."""
-        timed = [one for one in contestants if one.error is None and one.stretches]
+        timed = [one for one in contestants if one.error is None and one.timings]
         for at, one in enumerate(timed if self.watched_s else ()):
             self.watcher(f"watching {one.name}", at / len(timed), None)
-            look = partial(looking.watch, one, self.device, _median_ms(one), self.watched_s)
-            garage.attempt(one, look)
+            watch = partial(observation.watch, one, self.device, _median_ms(one), self.watched_s)
+            pool.attempt(one, watch)
         for at, one in enumerate(timed):
             if one.error is not None:
                 continue
             self.watcher(f"tracing {one.name}", at / len(timed), None)
-            see = partial(looking.trace, one, self.device, _median_ms(one), self.traced_steps)
+            trace = partial(observation.trace, one, self.device, _median_ms(one), self.traced_steps)
             # A profiler that fails says nothing about the plan, which has its times already.
-            why_not = garage.attempt(one, see, unless="its work could not be traced")
+            why_not = pool.attempt(one, trace, unless="its work could not be traced")
             if why_not is not None:
                 missing.append(f"GPU busy time: {why_not}")
                 break
@@ -190,7 +191,7 @@ class Bench:
 
     # --- the result -------------------------------------------------------------------------------
 
-    def _looks_s(self, contestants: Sequence[Contestant]) -> float:
+    def _observing_s(self, contestants: Sequence[Contestant]) -> float:
         """About how long the last passes take."""
         alive = [one for one in contestants if one.error is None]
         return len(alive) * (self.watched_s + 1.0)
@@ -199,11 +200,11 @@ class Bench:
         self, contestants: Sequence[Contestant], missing: list[str], interrupted: bool
     ) -> BenchResult:
         reference = reference_of(self.entries)
-        units = {one.name: units_per_step(one, self.work.unit) for one in contestants}
+        units = {one.name: one.units_per_step(self.work.unit) for one in contestants}
         usual = units[reference.name] or next((n for n in units.values() if n), None)
         rows: list[Row] = []
         for one in contestants:
-            if interrupted and one.error is None and not one.stretches:
+            if interrupted and one.error is None and not one.timings:
                 one.fail("interrupted before it was measured")
             rows.append(row_of(one, units[one.name] or usual))
         rows = with_speedups(rows, reference.name)
@@ -245,4 +246,4 @@ def _rotated(contestants: Sequence[Contestant], repeat: int) -> Iterable[Contest
 
 
 def _median_ms(one: Contestant) -> float:
-    return statistics.median(stretch.ms_per_step for stretch in one.stretches)
+    return statistics.median(timing.ms_per_step for timing in one.timings)

@@ -1,4 +1,4 @@
-"""The command line, a file for each group of commands: they parse, call and print.
+"""The command line, a file for each command: it parses, calls and prints.
 
 In go arguments; out come results on stdout, everything else on stderr, and an exit code.
 """

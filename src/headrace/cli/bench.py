@@ -1,31 +1,31 @@
-"""`headrace bench`: parses, calls, prints."""
+"""`headrace bench`."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
+from headrace.cli.options import (
+    check_output_file,
+    parse_list,
+    parse_set_options,
+    usage_errors,
+    work_errors,
+)
 from headrace.cli.output import results_only
-from headrace.errors import BenchError, HeadraceError
 
 _WORK = """\
 translation, resnet, mlp, or your_module:make_work: a function that returns model, optimizer, loss \
 and loader."""
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    app.command()(bench)
 
 
 def bench(
@@ -98,15 +98,15 @@ def bench(
     for name, value in (("--watch", watch), ("--tolerance", tolerance)):
         if not math.isfinite(value):
             raise typer.BadParameter(f"{value}: expected a finite number", param_hint=name)
-    with typed_wrong():
+    with usage_errors():
         refuse_replaced_plans("bench")
         if out is not None:
-            check_place(out)
-        given, on, progress = options_of(options or []), open_device(device), Lines(quiet)
-        entries = entries_of(_listed(plans) or plans_here(on), precision)
-        rivals = peers_of(_listed(peers))
+            check_output_file(out)
+        given, on, progress = parse_set_options(options or []), open_device(device), Lines(quiet)
+        entries = entries_of(parse_list(plans) or plans_here(on), precision)
+        rivals = peers_of(parse_list(peers) or [])
     with results_only():
-        with named_wrong(work):
+        with work_errors(work):
             chosen = find_work(work, given, small=not on.asynchronous)
         if not on.asynchronous and chosen.options != find_work(work, given).options:
             progress.say(f"no GPU: a smaller {work}, {chosen.description}; --set makes it larger")
@@ -138,21 +138,6 @@ def bench(
         raise typer.Exit(143 if asked else 130)
     if result.failed:
         raise typer.Exit(1)
-
-
-@contextmanager
-def typed_wrong() -> Iterator[None]:
-    """What is wrong with the options ends the program with 2, as typer's own objections do."""
-    try:
-        yield
-    except HeadraceError as problem:
-        problem.exit_code = 2
-        raise
-
-
-def named_wrong(work: str) -> AbstractContextManager[None]:
-    """The same while a work is looked up; but a function of the user's may fail by itself."""
-    return nullcontext() if ":" in work else typed_wrong()
 
 
 @contextmanager
@@ -198,48 +183,6 @@ class Lines:
 
     def _to_stderr(self, text: str) -> None:
         typer.echo(text, err=True, nl=False)
-
-
-def options_of(given: list[str]) -> dict[str, Any]:
-    """`name=value`, the value read as YAML reads one."""
-    import yaml
-
-    found: dict[str, Any] = {}
-    for one in given:
-        name, equals, value = one.partition("=")
-        if not equals or not name.strip():
-            raise typer.BadParameter(f"{one}: expected name=value", param_hint="--set")
-        if name.strip() in found:
-            raise typer.BadParameter(f"{name.strip()} was given before", param_hint="--set")
-        try:
-            read = yaml.safe_load(value)
-        except yaml.YAMLError:
-            raise typer.BadParameter(
-                f"{one}: the value is not YAML; expected a number, a word or a list, in quotes if "
-                "need be",
-                param_hint="--set",
-            ) from None
-        if isinstance(read, str):
-            with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
-                read = float(read)
-        found[name.strip()] = read
-    return found
-
-
-def _listed(text: str | None) -> list[str]:
-    return [] if text is None else [word.strip() for word in text.split(",") if word.strip()]
-
-
-def check_place(out: Path) -> None:
-    """Before anything is measured for minutes."""
-    if out.is_dir():
-        raise BenchError(f"{out}: is a folder: expected a file to write the result to")
-    try:
-        out.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as problem:
-        raise BenchError(f"{out}: cannot be written ({problem.strerror})") from problem
-    if not os.access(out.parent, os.W_OK):
-        raise BenchError(f"{out}: cannot be written (no permission for its folder)")
 
 
 def _free_path(work: str, date: str) -> Path:

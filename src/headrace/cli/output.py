@@ -3,12 +3,20 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
+from typing import Any
+
+import typer
 
 _STDOUT, _STDERR = 1, 2
+
+
+def print_result(content: dict[str, Any], text: str, as_json: bool) -> None:
+    typer.echo(json.dumps(content, indent=2) if as_json else text)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: parses, calls, prints.
+"""The program: its commands, its exit codes, and how it starts and ends.
 
 Results go to stdout and everything else to stderr, so that `headrace … --json | jq` works.
 Exit codes: 0 done, 1 it failed (one line says why), 2 the command was typed wrong, 130 Ctrl-C.
@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 it failed (one line says why), 2 the command was typed wro
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from typing import Annotated, Any
@@ -15,7 +14,16 @@ import typer
 from typer.core import TyperGroup
 
 import headrace
-from headrace.cli import bench, output, report, translation, tune
+from headrace.cli import output
+from headrace.cli.bench import bench
+from headrace.cli.doctor import doctor
+from headrace.cli.evaluate import evaluate
+from headrace.cli.plan import plan
+from headrace.cli.prepare import prepare
+from headrace.cli.report import report
+from headrace.cli.train import train
+from headrace.cli.translate import translate
+from headrace.cli.tune import tune
 from headrace.errors import HeadraceError
 
 
@@ -39,8 +47,6 @@ app = typer.Typer(
     add_completion=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 
 
 def main() -> None:
@@ -72,50 +78,6 @@ def _options(
     """Keep a GPU busy during training, and show that it is."""
 
 
-@app.command()
-def doctor(
-    as_json: Json = False,
-    measure: Annotated[
-        bool, typer.Option(help="Time copies and launches on each GPU (two seconds).")
-    ] = True,
-) -> None:
-    """Say what this machine has, what is missing, and the command that mends it.
-
-    Exits with 1 when something keeps Headrace from working as it should.
-    """
-    from headrace.runs import diagnose
-
-    if measure and not as_json:
-        typer.echo("Looking at this machine …", err=True)
-    diagnosis = diagnose(measure=measure)
-    _show(diagnosis.to_dict(), diagnosis.text(), as_json)
-    if not diagnosis.healthy:
-        raise typer.Exit(1)
-
-
-@app.command()
-def plan(
-    which: Annotated[
-        str | None, typer.Argument(help="A preset's name or a plan.yaml; none: all presets.")
-    ] = None,
-    as_json: Json = False,
-) -> None:
-    """Show the plans: all presets side by side, or every field of one."""
-    from headrace.plan import PRESETS, Plan, presets_table
-
-    if which is None:
-        content = {name: preset.to_dict() for name, preset in PRESETS.items()}
-        _show(content, presets_table(), as_json)
-    else:
-        chosen = Plan.of(which)
-        _show(chosen.to_dict(), chosen.table(), as_json)
-
-
-translation.add_to(app)
-bench.add_to(app)
-tune.add_to(app)
-report.add_to(app)
-
-
-def _show(content: dict[str, Any], text: str, as_json: bool) -> None:
-    typer.echo(json.dumps(content, indent=2) if as_json else text)
+# In the order of `headrace --help`.
+for command in (doctor, plan, train, evaluate, translate, prepare, bench, tune, report):
+    app.command()(command)

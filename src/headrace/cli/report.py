@@ -1,4 +1,4 @@
-"""The command `report`: a stored result as a page to look at."""
+"""`headrace report`."""
 
 from __future__ import annotations
 
@@ -7,11 +7,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    app.command()(report)
 
 
 def report(

@@ -1,4 +1,4 @@
-"""`headrace tune`: parses, calls, prints."""
+"""`headrace tune`."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.bench import check_place, named_wrong, options_of, typed_wrong
+from headrace.cli.options import (
+    check_output_file,
+    parse_list,
+    parse_set_options,
+    require_resume_alone,
+    usage_errors,
+    work_errors,
+)
 from headrace.cli.output import results_only
-from headrace.cli.translation import require_alone
 from headrace.errors import TuneError
-
-
-def add_to(app: typer.Typer) -> None:
-    """Add the command to the program."""
-    app.command()(tune)
 
 
 def tune(
@@ -89,8 +90,8 @@ def tune(
 
     given: dict[str, Any] = {
         "work": work,
-        "options": options_of(options) if options else None,
-        "plans": _words(plans),
+        "options": parse_set_options(options) if options else None,
+        "plans": parse_list(plans),
         "workers": _numbers("workers", workers),
         "batch_sizes": _numbers("batch_sizes", batch_sizes),
         "memory_cap": memory_cap,
@@ -105,24 +106,24 @@ def tune(
         "seed": seed,
     }
     given = {key: value for key, value in given.items() if value is not None}
-    with typed_wrong():
+    with usage_errors():
         refuse_replaced_plans("tune")
         if out is not None:
-            check_place(out)
+            check_output_file(out)
     told: dict[str, Any] = {
         "command": shlex.join(["headrace", *sys.argv[1:]]),
         "quiet": quiet,
     }
     with results_only():
         if resume is not None:
-            with typed_wrong():
+            with usage_errors():
                 typed = {"set" if key == "options" else key: value for key, value in given.items()}
-                require_alone(resume, project, {"name": name, **typed}, TuneError)
+                require_resume_alone(resume, project, {"name": name, **typed}, TuneError)
             tuning = Tuning.resume(resume, **told)
         else:
-            with typed_wrong():
+            with usage_errors():
                 settings = TuneSettings.from_dict(given, where="settings")
-            with named_wrong(settings.work):
+            with work_errors(settings.work):
                 find_work(settings.work, dict(settings.options))
             runs = project or Path("runs/tune")
             tuning = Tuning.create(settings, project=runs, name=name, **told)
@@ -139,12 +140,8 @@ def tune(
     typer.echo(f"written to {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)
 
 
-def _words(text: str | None) -> list[str] | None:
-    return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
-
-
 def _numbers(name: str, text: str | None) -> list[int] | None:
-    words = _words(text)
+    words = parse_list(text)
     try:
         return None if words is None else [int(word) for word in words]
     except ValueError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from headrace.report.bench_tables import settings_list
 from headrace.report.charts import (
     Bar,
     Cell,
@@ -17,6 +16,7 @@ from headrace.report.charts import (
     meter,
     table,
 )
+from headrace.report.environment import settings_list
 from headrace.report.figures import clock, counted, number, score, seconds, share, size, words
 from headrace.report.lines import Axis, Line, line_chart, line_legend
 from headrace.report.markup import Child, Markup, tag

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from headrace.report.bench_tables import command_block, machine_list, settings_list
 from headrace.report.charts import Bar, Cell, Cells, Segment, as_table, bars, empty, legend, table
+from headrace.report.environment import command_block, machine_list, settings_list
 from headrace.report.figures import factor, moment, ms, number, share, size, times, words
 from headrace.report.markup import Child, tag
 from headrace.report.page import Section, Stat, Verdict, page

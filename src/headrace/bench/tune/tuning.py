@@ -19,15 +19,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from headrace.bench.environment import environment_of
-from headrace.bench.finding import find_work
 from headrace.bench.tune import search
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.journal import Journal
-from headrace.bench.tune.measuring import WorkMeasurer
-from headrace.bench.tune.report import TuneResult
+from headrace.bench.tune.measurer import WorkMeasurer
+from headrace.bench.tune.result import TuneResult
 from headrace.bench.tune.settings import TuneSettings, memory_of
 from headrace.bench.tune.trials import Measurement
-from headrace.bench.work import Work
+from headrace.bench.works.lookup import find_work
+from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
 from headrace.errors import TuneError
 from headrace.plan import refuse_replaced_plans

@@ -1,4 +1,4 @@
-"""Looking at contestants at work: the driver's figures over a second, and a trace of some steps."""
+"""Contestants observed at work: the driver's figures over a second, and a trace of some steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 from headrace.bench.contestants import Contestant
 from headrace.bench.record import Sample, SpanRecord, TimelineRecord
-from headrace.bench.ways import Stretch, Way
+from headrace.bench.trainable import Timing, Trainable
 from headrace.device import Device, Span, Timeline
 from headrace.runs import BusyWindow, Monitor, UseSample
 
@@ -23,12 +23,14 @@ _COMMON = re.compile(r"^void |at::native::|\(anonymous namespace\)::|c10::|cutla
 HOST = "host"
 
 
-def watch(one: Contestant, device: Device, step_ms: float, seconds: float, way: Way) -> None:
+def watch(
+    one: Contestant, device: Device, step_ms: float, seconds: float, trainable: Trainable
+) -> None:
     """Run for about so long, with an eye on the driver's figures and the CPU's."""
     steps = math.ceil(seconds * 1e3 / max(step_ms, 1e-3))
     with Monitor(device) as monitor:
         begin_ns = device.ledger.now_ns()
-        stretch = way.run(max(2, min(steps, _MOST_WATCHED_STEPS)))
+        timing = trainable.run(max(2, min(steps, _MOST_WATCHED_STEPS)))
     samples = monitor.samples()
     one.samples = tuple(
         Sample(
@@ -41,20 +43,22 @@ def watch(one: Contestant, device: Device, step_ms: float, seconds: float, way: 
         for sample in samples
     )
     # What a library does before its first step is left out, and until the figures have settled.
-    since_s = (stretch.start_ns - begin_ns) / 1e9 + _SETTLING_S
+    since_s = (timing.start_ns - begin_ns) / 1e9 + _SETTLING_S
     mean = monitor.summary(min(since_s, 0.7 * samples[-1].at_s)).mean
     one.nvml_share, one.power_w, one.cpu_share = mean.gpu_share, mean.power_w, _cores(mean)
 
 
-def trace(one: Contestant, device: Device, step_ms: float, steps: int, way: Way) -> str | None:
+def trace(
+    one: Contestant, device: Device, step_ms: float, steps: int, trainable: Trainable
+) -> str | None:
     """See each kernel and copy of some steps. Returns why not, where that cannot be."""
-    way.run(2)  # the profiler's own beginnings
+    trainable.run(2)  # the profiler's own beginnings
     with _host_waits(device) as waits, device.trace() as seen:
         begin_ns = device.ledger.now_ns()
-        stretch = way.run(steps)
+        timing = trainable.run(steps)
     if seen.timeline is None:
         return seen.missing
-    timeline = _of_stretch(seen.timeline, waits, begin_ns, stretch)
+    timeline = _while_timed(seen.timeline, waits, begin_ns, timing)
     # Shares of a step as it is without a profiler, which slows the host down.
     one.window = BusyWindow.from_timeline(
         timeline,
@@ -63,27 +67,27 @@ def trace(one: Contestant, device: Device, step_ms: float, steps: int, way: Way)
         # A peer's were counted with those of its lead-in.
         launches=seen.launches if one.kind == "plan" else None,
     )
-    one.timeline = _first_steps(timeline, stretch.ms_per_step, steps)
+    one.timeline = _first_steps(timeline, timing.ms_per_step, steps)
     return None
 
 
-def _of_stretch(
-    timeline: Timeline, waits: list[tuple[str, int, int]], begin_ns: int, stretch: Stretch
+def _while_timed(
+    timeline: Timeline, waits: list[tuple[str, int, int]], begin_ns: int, timing: Timing
 ) -> Timeline:
-    """What ran in a stretch alone, from 0 on, and the host's waits in it."""
-    from_ns = stretch.start_ns - begin_ns
+    """What ran in the steps that were timed, from 0 on, and the host's waits in them."""
+    from_ns = timing.start_ns - begin_ns
     spans = [
         Span(s.lane, s.name, s.kind, max(0, s.start_ns - from_ns), s.end_ns - from_ns)
         for s in timeline.spans
         if s.kind in ("kernel", "copy")
         # The host's clock and the device's are not quite the same.
-        and from_ns - _CLOCKS_NS <= s.start_ns <= from_ns + stretch.elapsed_ns + _CLOCKS_NS
+        and from_ns - _CLOCKS_NS <= s.start_ns <= from_ns + timing.elapsed_ns + _CLOCKS_NS
         and s.end_ns > from_ns
     ]
     spans += [
-        Span(HOST, reason, "wait", start_ns - stretch.start_ns, end_ns - stretch.start_ns)
+        Span(HOST, reason, "wait", start_ns - timing.start_ns, end_ns - timing.start_ns)
         for reason, start_ns, end_ns in waits
-        if start_ns >= stretch.start_ns and reason not in ("bench", "trace")
+        if start_ns >= timing.start_ns and reason not in ("bench", "trace")
     ]
     return Timeline(spans)
 

@@ -6,18 +6,18 @@ A pass of its own, apart from the timing: with deterministic kernels, so that bi
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from headrace.bench.contestants import Contestant
-from headrace.bench.entries import Entry
-from headrace.bench.equality import compare, remove_dropout, rounds_differently
-from headrace.bench.feed import Feed
+from headrace.bench.endless_batches import EndlessBatches
+from headrace.bench.equality import ComparedLosses, compare, remove_dropout, rounds_differently
+from headrace.bench.plan_list import PlanEntry
 from headrace.bench.record import AS_SET, Equal
-from headrace.bench.ways import PlannedWay, Way, free, told
-from headrace.bench.work import Training, Work
+from headrace.bench.trainable import EngineTrainable, Trainable, describe_error, release_memory
+from headrace.bench.works.work import Training, Work
 from headrace.device import Device
 from headrace.errors import BenchError, HeadraceError
 
@@ -36,31 +36,34 @@ class _Pass:
     draws: bool
 
 
-def first_batches(work: Work, device: Device, entry: Entry, *, seed: int, count: int) -> list[Any]:
+def first_batches(
+    work: Work, device: Device, entry: PlanEntry, *, seed: int, count: int
+) -> list[Any]:
     """A work's first batches: drawn once for everybody, whatever the order of drawing. A work that
     cannot be made, or has no batches, is an error that says where."""
-    feed: Feed | None = None
+    batches: EndlessBatches | None = None
     try:
-        feed = Feed(work.make(device, seed=seed, loader=entry.loader, pin=True).loader, work.name)
-        return list(feed.take(count))
+        made = work.make(device, seed=seed, loader=entry.loader, pin=True)
+        batches = EndlessBatches(made.loader, work.name)
+        return list(batches.take(count))
     except HeadraceError:
         raise
     except Exception as problem:
-        what = work.name if feed is None else f"the loader of {work.name}"
-        raise BenchError(f"{what} failed: {told(problem)}") from problem
+        what = work.name if batches is None else f"the loader of {work.name}"
+        raise BenchError(f"{what} failed: {describe_error(problem)}") from problem
     finally:
-        if feed is not None:
-            feed.close()
+        if batches is not None:
+            batches.close()
 
 
-class Comparing:
+class LossComparison:
     """Compares contestants with `reference`, one after the other, each alone, on `batches`."""
 
     def __init__(
         self,
         work: Work,
         device: Device,
-        reference: Entry,
+        reference: PlanEntry,
         batches: list[Any],
         *,
         seed: int,
@@ -71,74 +74,67 @@ class Comparing:
         self._passes: dict[bool, _Pass] = {}  # by whether it is without dropout
         self._deterministic = True
         self._why_not_exact = ""
-        self._way: Way | None = None  # the one that is run now
+        self._trainable: Trainable | None = None  # the one that is run now
 
-    def look_at(self, one: Contestant) -> None:
-        """Fill in its losses and whether they agree. An error is the contestant's."""
+    def compare(self, entry: PlanEntry | None, make: Callable[[], Trainable]) -> ComparedLosses:
+        """Train a contestant and compare its losses. It is the plan of `entry`, or, without one,
+        the peer that `make` gives. What goes wrong is in the result."""
         try:
-            with one.noting():
-                if one.entry is None:
-                    self._look_at_peer(one)
-                else:
-                    self._look_at_plan(one, one.entry)
+            found = self._of_peer(make) if entry is None else self._of_plan(entry)
         except Exception as problem:
-            one.fail(told(problem, None if self._way is None else self._way.trained))
-        self._way = None
-        free(self._device)
+            trained = None if self._trainable is None else self._trainable.trained
+            found = ComparedLosses(error=describe_error(problem, trained))
+        # Not inside `except`: the error's traceback holds on to the memory.
+        self._trainable = None
+        release_memory(self._device)
+        return found
 
-    def _look_at_plan(self, one: Contestant, entry: Entry) -> None:
+    def _of_plan(self, entry: PlanEntry) -> ComparedLosses:
         base = self._reference
         if entry.loader.batch_size not in (None, base.loader.batch_size):
-            one.equal = Equal("not compared", why="its plan file has another batch size")
-            return
+            return _not_compared("its plan file has another batch size")
         reference = self._pass(without_dropout=False)
-        if one.name == base.name:
-            one.losses, one.equal = reference.losses, Equal("reference")
-            return
+        if entry.name == base.name:
+            return ComparedLosses(Equal("reference"), reference.losses)
         for step, loss in enumerate(reference.losses, 1):
             if not math.isfinite(loss):
-                why = f"{base.name}'s loss is not finite at step {step}"
-                one.equal = Equal("not compared", why=why)
-                return
+                return _not_compared(f"{base.name}'s loss is not finite at step {step}")
         compiled = entry.plan.compile and self._device.compiles
         bare = compiled and reference.draws
         if bare:
             reference = self._pass(without_dropout=True)
             if reference.draws:
-                one.equal = Equal("not compared", why=_STILL_RANDOM)
-                return
+                return _not_compared(_STILL_RANDOM)
         made = self._make(entry, bare)
         why = self._why_within(entry, made, compiled, bare)
-        one.losses = self._run(entry, made, deterministic=self._deterministic and not compiled)
+        losses = self._run(entry, made, deterministic=self._deterministic and not compiled)
         if compiled:
             torch.compiler.reset()  # nothing else that is compiled is in use yet
-        if bare:
-            one.reference_losses = reference.losses
-        exact = self._deterministic and not why
-        one.equal = compare(
+        equal = compare(
             reference.losses,
-            one.losses,
-            exact=exact,
+            losses,
+            exact=self._deterministic and not why,
             tolerance=self._tolerance,
             why=why or self._why_not_exact,
         )
+        return ComparedLosses(equal, losses, reference.losses if bare else ())
 
-    def _look_at_peer(self, one: Contestant) -> None:
+    def _of_peer(self, make: Callable[[], Trainable]) -> ComparedLosses:
         """Within the tolerance: a peer's kernels are its own affair."""
         reference = self._pass(without_dropout=False)
-        way = self._way = one.make()
+        trainable = self._trainable = make()
         try:
-            if reference.draws and getattr(way, "compiles", False):
-                one.equal = Equal("not compared", why="compiled code draws other dropout masks")
-                return
-            one.losses = way.losses(self._batches)
+            if reference.draws and getattr(trainable, "compiles", False):
+                return _not_compared("compiled code draws other dropout masks")
+            losses = trainable.losses(self._batches)
         finally:
-            way.close()
-        one.equal = compare(
-            reference.losses, one.losses, exact=False, tolerance=self._tolerance, why="a peer"
+            trainable.close()
+        equal = compare(
+            reference.losses, losses, exact=False, tolerance=self._tolerance, why="a peer"
         )
+        return ComparedLosses(equal, losses)
 
-    def _why_within(self, entry: Entry, made: Training, compiled: bool, bare: bool) -> str:
+    def _why_within(self, entry: PlanEntry, made: Training, compiled: bool, bare: bool) -> str:
         """Why bits cannot be expected to be the same; empty if they can."""
         if compiled:
             return _OTHER_MASKS if bare else "compiled code rounds differently"
@@ -171,14 +167,14 @@ class Comparing:
         losses = self._run(self._reference, made, deterministic=self._deterministic)
         return _Pass(losses, not torch.equal(before, self._device.random_state()))
 
-    def _make(self, entry: Entry, without_dropout: bool) -> Training:
+    def _make(self, entry: PlanEntry, without_dropout: bool) -> Training:
         made = self._work.make(self._device, seed=self._seed, loader=entry.loader)
         if without_dropout:
             remove_dropout(made.model)
         return made
 
-    def _run(self, entry: Entry, made: Training, *, deterministic: bool) -> tuple[float, ...]:
-        way = PlannedWay(
+    def _run(self, entry: PlanEntry, made: Training, *, deterministic: bool) -> tuple[float, ...]:
+        trainable = EngineTrainable(
             self._work,
             self._device,
             entry,
@@ -186,8 +182,12 @@ class Comparing:
             deterministic=deterministic,
             training=made,
         )
-        self._way = way
+        self._trainable = trainable
         try:
-            return way.losses(self._batches)
+            return trainable.losses(self._batches)
         finally:
-            way.close()
+            trainable.close()
+
+
+def _not_compared(why: str) -> ComparedLosses:
+    return ComparedLosses(Equal("not compared", why=why))

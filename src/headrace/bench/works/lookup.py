@@ -10,8 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from headrace.bench.builtin import BUILT_IN
-from headrace.bench.work import Work, work_of
+from headrace.bench.works.builtin import BUILT_IN
+from headrace.bench.works.work import Work, work_of
 from headrace.errors import BenchError
 from headrace.schema import listed, nearest
 from headrace.source_lines import line_of_error

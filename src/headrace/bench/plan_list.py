@@ -13,14 +13,14 @@ from headrace.plan import PRESETS, LoaderPlan, Plan, load_plan
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class PlanEntry:
     """A plan to be measured, under the name that its row has."""
 
     name: str
     plan: Plan
     loader: LoaderPlan
 
-    def is_same_plan(self, other: Entry) -> bool:
+    def is_same_plan(self, other: PlanEntry) -> bool:
         return (self.plan, self.loader) == (other.plan, other.loader)
 
 
@@ -33,11 +33,11 @@ def plans_here(device: Device) -> list[str]:
     ]
 
 
-def entries_of(named: Sequence[str], precision: str | None = None) -> list[Entry]:
+def entries_of(named: Sequence[str], precision: str | None = None) -> list[PlanEntry]:
     """Each name as an entry. The second of a name is called `name#2`, and so on."""
     if not named:
         raise BenchError("no plan was named: expected one or more")
-    entries: list[Entry] = []
+    entries: list[PlanEntry] = []
     for given in named:
         name, loader = re.sub(r"#\d+$", "", given), LoaderPlan()
         if name.endswith((".yaml", ".yml")):
@@ -54,16 +54,16 @@ def entries_of(named: Sequence[str], precision: str | None = None) -> list[Entry
         while unique in taken:
             number += 1
             unique = f"{title}#{number}"
-        entries.append(Entry(unique, replace(plan, name=title), loader))
+        entries.append(PlanEntry(unique, replace(plan, name=title), loader))
     return entries
 
 
-def reference_of(entries: Sequence[Entry]) -> Entry:
+def reference_of(entries: Sequence[PlanEntry]) -> PlanEntry:
     """What the others are compared with: `baseline`, else the first."""
     return next((entry for entry in entries if entry.name == "baseline"), entries[0])
 
 
-def noise_pair(entries: Sequence[Entry]) -> tuple[Entry, Entry] | None:
+def noise_pair(entries: Sequence[PlanEntry]) -> tuple[PlanEntry, PlanEntry] | None:
     """The first plan that was entered twice."""
     for at, entry in enumerate(entries):
         for other in entries[at + 1 :]:

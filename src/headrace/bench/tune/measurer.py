@@ -8,14 +8,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
-from headrace.bench.comparing import Comparing, first_batches
-from headrace.bench.contestants import Contestant, Garage
-from headrace.bench.entries import Entry
-from headrace.bench.rows import units_per_step
+from headrace.bench.contestants import Contestant, Pool
+from headrace.bench.loss_comparison import LossComparison, first_batches
+from headrace.bench.plan_list import PlanEntry
+from headrace.bench.trainable import EngineTrainable, Timing, Trainable
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.trials import Measurement
-from headrace.bench.ways import PlannedWay, Stretch, Way
-from headrace.bench.work import Work
+from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.errors import BenchError
 from headrace.plan import Plan
@@ -50,9 +49,9 @@ class WorkMeasurer:
         self._cap = memory_cap
         self._clock = clock
         self._since_s = clock()
-        self._garage = Garage(device, warmup)
+        self._pool = Pool(device, warmup)
         self._contestants: dict[str, Contestant] = {}
-        self._comparing: dict[int | None, Comparing] = {}
+        self._comparisons: dict[int | None, LossComparison] = {}
         self._equal: dict[tuple[Plan, int | None], str | None] = {}
 
     def __enter__(self) -> WorkMeasurer:
@@ -60,7 +59,7 @@ class WorkMeasurer:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._garage.close()
+        self._pool.close()
         gc.unfreeze()
         self._device.limit_memory(None)
 
@@ -73,7 +72,7 @@ class WorkMeasurer:
     def let_go(self, candidate: Candidate) -> None:
         """Free what a candidate holds. It may be measured again, and is then made anew."""
         if candidate.key in self._contestants:
-            self._garage.let_go(candidate.key)
+            self._pool.let_go(candidate.key)
 
     def _measured(self, candidate: Candidate, steps: int) -> Measurement:
         one = self._contestants.get(candidate.key)
@@ -82,10 +81,10 @@ class WorkMeasurer:
             unequal = self._compare(one, candidate)
             if one.error is None and unequal is not None:
                 return Measurement(None, unequal=unequal)
-        stretch = self._garage.attempt(one, partial(_turn, steps)) if one.error is None else None
-        if stretch is None:
+        timing = self._pool.attempt(one, partial(_turn, steps)) if one.error is None else None
+        if timing is None:
             return _failed(one.error or "no reason is known", one.peak_bytes)
-        one.stretches = [stretch]
+        one.timings = [timing]
         # It runs, but as the plan without graphs, or without compile, does, which is tried too.
         if one.graphs is not None and one.graphs["why"] is not None:
             why = f"launched one by one, not as a graph: {one.graphs['why']}"
@@ -97,12 +96,12 @@ class WorkMeasurer:
         if self._cap is not None and peak is not None and peak > self._cap:
             why = f"takes {peak / _GIB:.2f} GiB, the cap is {self._cap / _GIB:.2f} GiB"
             return Measurement(None, peak_memory_bytes=peak, out_of_memory=why)
-        units = units_per_step(one, self._work.unit) or 1.0
-        return Measurement(stretch.ms_per_step, units, peak)
+        units = one.units_per_step(self._work.unit) or 1.0
+        return Measurement(timing.ms_per_step, units, peak)
 
     def _contestant(self, candidate: Candidate) -> Contestant:
-        entry = Entry(candidate.key, candidate.plan, candidate.loader)
-        make = partial(PlannedWay, self._work, self._device, entry, seed=self._seed)
+        entry = PlanEntry(candidate.key, candidate.plan, candidate.loader)
+        make = partial(EngineTrainable, self._work, self._device, entry, seed=self._seed)
         return Contestant(candidate.key, "plan", make, entry)
 
     def _compare(self, one: Contestant, candidate: Candidate) -> str | None:
@@ -113,35 +112,35 @@ class WorkMeasurer:
             return None
         if looked not in self._equal:
             if candidate.plan.compile:
-                self._garage.close()  # what was compiled before is forgotten on the way
-            self._look_at(one, candidate)
+                self._pool.close()  # what was compiled before is forgotten meanwhile
+            self._compare_losses(one, candidate)
             unequal = one.error is None and one.equal.verdict == "unequal"
             self._equal[looked] = one.equal.why if unequal else None
         return self._equal[looked]
 
-    def _look_at(self, one: Contestant, candidate: Candidate) -> None:
+    def _compare_losses(self, one: Contestant, candidate: Candidate) -> None:
         """Out of memory is tried once more with nobody else there."""
         for last in (False, True):
             one.error = None
             try:
-                self._comparing_with(candidate).look_at(one)
+                one.compare_losses(self._comparison_for(candidate).compare)
             except BenchError as problem:
                 if candidate.loader.batch_size is None:
                     raise  # the work itself
                 one.fail(str(problem))
             if last or one.error is None or not one.error.startswith(_NO_ROOM):
                 return
-            self._garage.close()
+            self._pool.close()
 
-    def _comparing_with(self, candidate: Candidate) -> Comparing:
+    def _comparison_for(self, candidate: Candidate) -> LossComparison:
         batch_size = candidate.loader.batch_size
-        if batch_size not in self._comparing:
+        if batch_size not in self._comparisons:
             first = self._space.baseline_of(candidate)
-            entry = Entry(first.key, first.plan, first.loader)
+            entry = PlanEntry(first.key, first.plan, first.loader)
             batches = first_batches(
                 self._work, self._device, entry, seed=self._seed, count=self._compared
             )
-            self._comparing[batch_size] = Comparing(
+            self._comparisons[batch_size] = LossComparison(
                 self._work,
                 self._device,
                 entry,
@@ -149,15 +148,15 @@ class WorkMeasurer:
                 seed=self._seed,
                 tolerance=self._tolerance,
             )
-        return self._comparing[batch_size]
+        return self._comparisons[batch_size]
 
 
-def _turn(steps: int, way: Way) -> Stretch:
+def _turn(steps: int, trainable: Trainable) -> Timing:
     gc.collect()  # not in the midst of a run
     gc.freeze()
-    if way.lead_in:
-        way.run(way.lead_in)
-    return way.run(steps)
+    if trainable.lead_in:
+        trainable.run(trainable.lead_in)
+    return trainable.run(steps)
 
 
 def _failed(error: str, peak: int | None) -> Measurement:

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
-from headrace.bench.resnet import ResNet
-from headrace.bench.work import Training, Unit, Work, settable, work_of
+from headrace.bench.works.resnet import ResNet
+from headrace.bench.works.work import Training, Unit, Work, settable, work_of
 from headrace.errors import WorkOptionError
 from headrace.translation import EOS, ModelSettings, Translator, translation_loss
 

@@ -1,5 +1,6 @@
-"""Benchmarks of one machine take turns: several may make themselves ready at a time, but while one
-measures no other does anything. Two at once would each show the other's load, not the plans'."""
+"""A lock for the machine: benchmarks take turns on it. Several may make themselves
+ready at a time, but while one measures no other does anything. Two at once would each show the
+other's load, not the plans'."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ except ImportError:  # no such locks here: two at once are not noticed
     fcntl = None
 
 
-class Alone:
+class MachineLock:
     """In the block this benchmark makes itself ready; from `begin_measuring` on it is alone.
 
     A lock on a file, which goes with the process: one in each. `on_wait` is called before waiting
@@ -29,7 +30,7 @@ class Alone:
         self._path = path if path is not None else _usual_path()
         self._file: int | None = None
 
-    def __enter__(self) -> Alone:
+    def __enter__(self) -> MachineLock:
         if fcntl is not None:
             try:
                 self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)

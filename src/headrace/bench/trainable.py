@@ -1,4 +1,4 @@
-"""Ways to train a work: under a plan here, through other libraries in `peers`."""
+"""A work that can be trained and timed: here by the engine under a plan, in `peers` by others."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, Protocol
 
 import torch
 
-from headrace.bench.entries import Entry
-from headrace.bench.feed import Feed
-from headrace.bench.work import Training, Work
+from headrace.bench.endless_batches import EndlessBatches
+from headrace.bench.plan_list import PlanEntry
+from headrace.bench.works.work import Training, Work
 from headrace.device import Device
 from headrace.engine import Engine, EpochResult
 from headrace.errors import BenchError
@@ -19,9 +19,9 @@ from headrace.source_lines import line_of_error
 
 
 @dataclass(frozen=True, slots=True)
-class Stretch:
-    """Some steps that were run, from `start_ns` of the device's ledger on. `result` is the
-    engine's, None for a peer."""
+class Timing:
+    """How long some steps took, from `start_ns` on the clock of the device's ledger. `result` is
+    the engine's, None for a peer."""
 
     steps: int
     start_ns: int
@@ -33,15 +33,15 @@ class Stretch:
         return self.elapsed_ns / 1e6 / self.steps
 
 
-class Way(Protocol):
-    """A work on its way. It is warmed up by running it; after `close` it holds no device memory."""
+class Trainable(Protocol):
+    """A work and what trains it. Running it warms it up; closed, it holds no device memory."""
 
-    #: Steps that are to be run before a stretch that is timed.
+    #: Steps to run before those that are timed.
     lead_in: int
     #: How many steps have been trained, for errors to name.
     trained: int
 
-    def run(self, steps: int) -> Stretch:
+    def run(self, steps: int) -> Timing:
         """Train on the next batches, from an idle device to an idle device."""
 
     def losses(self, batches: Sequence[Any]) -> tuple[float, ...]:
@@ -54,23 +54,23 @@ class Way(Protocol):
     def close(self) -> None: ...
 
 
-def timed(device: Device, steps: int, work: Callable[[], EpochResult | None]) -> Stretch:
+def timed(device: Device, steps: int, work: Callable[[], EpochResult | None]) -> Timing:
     """Run `work` between two waits for the device, so that all of it is in its time."""
     device.synchronize("bench")
     start_ns = device.ledger.now_ns()
     result = work()
     device.synchronize("bench")
-    return Stretch(steps, start_ns, device.ledger.now_ns() - start_ns, result)
+    return Timing(steps, start_ns, device.ledger.now_ns() - start_ns, result)
 
 
-class PlannedWay:
+class EngineTrainable:
     """A work in Headrace's engine, under a plan."""
 
     def __init__(
         self,
         work: Work,
         device: Device,
-        entry: Entry,
+        entry: PlanEntry,
         *,
         seed: int,
         deterministic: bool = False,
@@ -78,7 +78,7 @@ class PlannedWay:
     ) -> None:
         made = training or work.make(device, seed=seed, loader=entry.loader, pin=entry.plan.pin)
         self._device = device
-        self._feed: Feed | None = Feed(made.loader, work.name)
+        self._batches: EndlessBatches | None = EndlessBatches(made.loader, work.name)
         self._engine: Engine | None = Engine(
             made.model,
             made.optimizer,
@@ -87,12 +87,12 @@ class PlannedWay:
             device=device,
             deterministic=deterministic,
         )
-        self.lead_in, self.trained = self._feed.ahead, 0
+        self.lead_in, self.trained = self._batches.ahead, 0
 
-    def run(self, steps: int) -> Stretch:
-        assert self._feed is not None
-        feed = self._feed
-        return timed(self._device, steps, lambda: self._epoch(feed.take(steps)))
+    def run(self, steps: int) -> Timing:
+        assert self._batches is not None
+        batches = self._batches
+        return timed(self._device, steps, lambda: self._epoch(batches.take(steps)))
 
     def losses(self, batches: Sequence[Any]) -> tuple[float, ...]:
         return self._epoch(batches).losses
@@ -108,10 +108,10 @@ class PlannedWay:
         return None if report is None else asdict(report)
 
     def close(self) -> None:
-        if self._engine is not None and self._feed is not None:
+        if self._engine is not None and self._batches is not None:
             self._engine.close()
-            self._feed.close()
-        self._engine = self._feed = None
+            self._batches.close()
+        self._engine = self._batches = None
 
     def _epoch(self, batches: Iterable[Any]) -> EpochResult:
         engine = self._engine
@@ -125,7 +125,7 @@ class PlannedWay:
                 self.trained += result.statistics.batches
 
 
-def told(problem: BaseException, trained: int | None = None) -> str:
+def describe_error(problem: BaseException, trained: int | None = None) -> str:
     """An error as a row shows it: the step, what it is, and the user's line, if it is theirs."""
     if is_out_of_memory(problem):
         first = (str(problem).strip().splitlines() or ["no message"])[0]
@@ -150,7 +150,7 @@ def is_out_of_memory(problem: BaseException | None) -> bool:
     return False
 
 
-def free(device: Device) -> None:
-    """After a way was closed and let go of: its memory back to the device."""
+def release_memory(device: Device) -> None:
+    """Give the memory of closed trainables that nothing refers to back to the device."""
     gc.collect()
     device.release_unused()

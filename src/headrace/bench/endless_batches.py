@@ -1,4 +1,4 @@
-"""Batches without end: a loader gone through again and again, a stretch at a time."""
+"""Batches without end: a loader that is iterated over again and again."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from headrace.data import end_workers
 from headrace.errors import BenchError
 
 
-class Feed:
-    """Hands out a loader's batches in stretches, each going on where the last one ended.
+class EndlessBatches:
+    """Hands out a loader's batches, some at a time, each time from where the last one ended.
 
-    The loader's iterator lives on from stretch to stretch: workers are not started anew for each,
-    and what they have loaded ahead is not lost. `ahead` is how many batches that may be.
+    The loader's iterator lives on in between: workers are not started anew, and what they have
+    loaded ahead is not lost. `ahead` is how many batches that may be.
     """
 
     def __init__(self, loader: Iterable[Any], whose: str = "work") -> None:
