@@ -40,6 +40,7 @@ if TYPE_CHECKING:
         EpochResult,
         EpochStatistics,
         GraphReport,
+        Progress,
         RunAhead,
         StepInfo,
     )
@@ -73,6 +74,7 @@ _HOMES = {
     "Plan": "plan",
     "PlanFile": "plan",
     "Prefetcher": "data",
+    "Progress": "engine",
     "RunAhead": "engine",
     "Span": "device",
     "StepInfo": "engine",
@@ -112,6 +114,7 @@ __all__ = [
     "Plan",
     "PlanFile",
     "Prefetcher",
+    "Progress",
     "RunAhead",
     "Span",
     "StepInfo",

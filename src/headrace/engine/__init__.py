@@ -16,10 +16,7 @@ from headrace.engine.graphed import GraphReport
 from headrace.engine.nonfinite import NonFinitePolicy
 from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.run_ahead import RunAhead
-from headrace.engine.stages import Progress
-
-#: The older name of `Progress`.
-StepInfo = Progress
+from headrace.engine.stages import Progress, StepInfo
 
 __all__ = [
     "CompileReport",

@@ -65,6 +65,10 @@ class Progress:
         return Progress(self.epoch, self.batches + 1, updates, cursor, launched.standing)
 
 
+#: The older name of `Progress`.
+StepInfo = Progress
+
+
 class Step(Protocol):
     """Launches a batch, on the plan's streams."""
 
