@@ -1,12 +1,13 @@
-"""`headrace bench`: the same work under every plan, measured on this machine.
+"""`headrace bench` and `headrace tune`: the same work under every plan, measured on this machine.
+
+In goes a work, a function that returns model, optimizer, loss and loader; out come the time of a
+step under each plan, whether the losses are the same, and which plan to use. Names are loaded when
+they are used.
 
     from headrace.bench import find_work
 
     work = find_work("translation", {"batch": 64})          # or "your_module:make_work"
     model, optimizer, loss, loader = work.make(device, seed=0)
-
-A work is a function that returns model, optimizer, loss and loader (`works/`). `runner` measures it
-under plans and in peers, `verdict` says what to make of the figures, `tune/` searches for a plan.
 """
 
 from __future__ import annotations

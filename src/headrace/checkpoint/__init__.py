@@ -1,5 +1,8 @@
 """Checkpoints: folders written beside and renamed, never unpickled.
 
+In goes a state, nested dicts of tensors and plain values; out comes a folder that is whole or not
+there, from which the same state is read again, on any number of ranks.
+
     with CheckpointWriter(device, folder) as writer:
         for step, batch in enumerate(loader, 1):
             ...

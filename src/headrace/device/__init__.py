@@ -1,13 +1,16 @@
 """The seam to the hardware. Nothing else in Headrace names a kind of device.
 
-device = open_device("auto")
-transfer = device.stream("transfer", priority=-1)
-arrived = device.event()
-with device.use(transfer):
-    device.copy(slot, staging)
-    arrived.record()
-device.current_stream().wait_event(arrived)     # the device waits, the host does not
-device.wait(arrived, reason="example")          # the host waits, and the ledger knows
+In goes a device's name; out comes a `Device`, with streams, events, graphs, pinned memory, and a
+ledger that knows every wait of the host. A CPU has the same methods, and nothing to wait for.
+
+    device = open_device("auto")
+    transfer = device.stream("transfer", priority=-1)
+    arrived = device.event()
+    with device.use(transfer):
+        device.copy(slot, staging)
+        arrived.record()
+    device.current_stream().wait_event(arrived)     # the device waits, the host does not
+    device.wait(arrived, reason="example")          # the host waits, and the ledger knows
 """
 
 from __future__ import annotations

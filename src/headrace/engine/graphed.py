@@ -25,7 +25,6 @@ from headrace.engine.graph_cache import Captured, GraphCache, signature
 from headrace.engine.graph_trial import TRIAL_STEPS, Trial
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
-from headrace.engine.group import Phase
 from headrace.engine.loss_parts import LossParts
 from headrace.engine.stages import Finished, Launched
 from headrace.engine.step import EagerStep, Parts
@@ -219,14 +218,14 @@ class StepGraphs:
         parts, traced = self._parts, tracing or nullcontext()
         group = parts.group
         with self._timed(key, replay=False):
-            group.averaged = fetched.ends_epoch or group.fills_next
+            averages = group.averages(ends_epoch=fetched.ends_epoch)
             with traced:
-                loss = parts.forward(fetched.batch, averages=group.averaged)
+                loss = parts.forward(fetched.batch, averages=averages)
             if tracing is not None:
                 tracing.forward_ends(loss.numbers())
             loss = loss.unaliased()
             parts.begin()
-            group.phase = Phase.GATHERING
+            group.gathering()
             with self._noting_reached() if group.keeps_gradients else nullcontext(), traced:
                 parts.gather(loss)
             group.gathered()
@@ -266,7 +265,7 @@ class StepGraphs:
         with self._timed(key, replay=True):
             parts.begin()
             parts.update.write_rates()
-            group.phase = Phase.UPDATING if group.size == 1 else Phase.GATHERING
+            group.updating() if group.size == 1 else group.gathering()
             loss = captured.replay(flatten_batch(fetched.batch))
             if group.size == 1:
                 updated = True
@@ -307,7 +306,7 @@ class StepGraphs:
         if update is None:
             parts.use()
         else:
-            group.phase = Phase.UPDATING
+            group.updating()
             update.replay([])
             group.used()
 

@@ -75,11 +75,6 @@ class Group:
         return self.count == self.size
 
     @property
-    def fills_next(self) -> bool:
-        """Whether the next batch is the group's last."""
-        return self.count + 1 >= self.size
-
-    @property
     def weighs(self) -> bool:
         """Whether gradients are those of loss × weight, to be divided once a group."""
         return not self._by_count and (self.size > 1 or self._ranks.several)
@@ -112,6 +107,20 @@ class Group:
         if not parts.counts:
             return parts.loss * 0, weight
         return (parts.loss if self.size == 1 else parts.loss / self.size), weight
+
+    def averages(self, *, ends_epoch: bool) -> bool:
+        """Whether the next batch's backward is to average gradients over ranks: the group's last
+        one does. Noted, since a group that ends earlier has to be averaged by then."""
+        self.averaged = ends_epoch or self.count + 1 >= self.size
+        return self.averaged
+
+    def gathering(self) -> None:
+        """A backward begins."""
+        self.phase = Phase.GATHERING
+
+    def updating(self) -> None:
+        """An update begins."""
+        self.phase = Phase.UPDATING
 
     def gathered(self) -> None:
         """A batch's gradients are whole."""
@@ -147,10 +156,15 @@ class Group:
             _divide(locals_of(self.gradients()), self.weight.total())
 
     def clear(self) -> None:
-        """Begin a new group."""
+        """Let go of all gradients."""
         self._optimizer.zero_grad(set_to_none=not self.keeps_gradients)
         self.weight.clear(forget=not self.weighs)
         self.parted = False
+
+    def clear_failed(self) -> None:
+        """Clear away what a failed batch or update has left."""
+        self.clear()
+        self.phase = Phase.CLEAN
 
     def recover(self) -> bool:
         """After an error: forget gradients that it left half made. Whole ones, of batches before

@@ -55,9 +55,8 @@ class Parts:
     def begin(self) -> None:
         """Before a batch: what a failed one left of the group before is cleared away."""
         if self.group.phase is not Phase.CLEAN:
-            self.group.clear()
             self.update.forget_failed()
-            self.group.phase = Phase.CLEAN
+            self.group.clear_failed()
 
     def gather(self, parts: LossParts, share: float | None = None) -> None:
         """Add a batch's gradients to the group's: the device's part of it. `share` is how much of
@@ -78,7 +77,7 @@ class Parts:
     def use(self) -> None:
         """Update with the group's gradients, and begin a new group."""
         self.update.write_rates()
-        self.group.phase = Phase.UPDATING
+        self.group.updating()
         self.update(self.group)
         self.group.used()
 
@@ -102,14 +101,14 @@ class EagerStep:
     def __call__(self, fetched: Fetched) -> Launched:
         parts, lanes = self.parts, self.lanes
         group = parts.group
-        group.averaged = fetched.ends_epoch or group.fills_next
+        averages = group.averages(ends_epoch=fetched.ends_epoch)
         with lanes.on(lanes.forward, "forward"):
-            loss = parts.forward(fetched.batch, averages=group.averaged)
+            loss = parts.forward(fetched.batch, averages=averages)
             loss = loss.weightless() if fetched.weightless else loss.unaliased()
         lanes.forward_to_backward()
         with lanes.on(lanes.backward, "backward"):
             parts.begin()
-            group.phase = Phase.GATHERING
+            group.gathering()
             parts.gather(loss)
             group.gathered()
             if updated := group.is_full:

@@ -1,7 +1,7 @@
 """Several processes that train one model.
 
-In goes what torchrun has started and a model wrapped by DDP or FSDP2; out come `Ranks`, through
-which processes sum, agree and gather, and what differs between wrapped models. A process alone is
+In go what torchrun has started and a model wrapped by DDP or FSDP2; out come `Ranks`, through which
+processes sum, agree and gather, and what differs between wrapped models. A process alone is
 `SINGLE`: the same calls, and nothing is sent.
 """
 

@@ -1,9 +1,12 @@
 """Reports: a stored result as one HTML file that needs no network.
 
-from headrace.report import write_report
+In goes the JSON of `bench` or `tune`, or a run's folder; out comes one page with its charts, or a
+Perfetto trace. Nothing is measured here.
 
-write_report("bench.json")             # report.html beside it
-write_report("runs/train/exp")         # report.html in the run's folder
+    from headrace.report import write_report
+
+    write_report("bench.json")             # report.html beside it
+    write_report("runs/train/exp")         # report.html in the run's folder
 """
 
 from headrace.report.writing import render, try_report, write_perfetto, write_report

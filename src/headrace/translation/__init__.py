@@ -1,13 +1,12 @@
 """The reference trainer: translation with a Transformer, from raw text to a scored model.
 
+In go settings and a corpus; out comes a run's folder with weights, metrics, checkpoints and scores.
+`headrace train`, `evaluate`, `translate` and `prepare` are these. Names are loaded when used.
+
     from headrace.translation import Trainer, TrainSettings
 
     result = Trainer.create(TrainSettings(preset="tiny", epochs=5)).run()
     print(result.scores)
-
-In go files of parallel text and `TrainSettings`; out come a run's folder, its scores and a
-`TrainedModel`. `trainer.py` tells a run from top to bottom, with `corpus/` for its data and
-`build.py` for its parts. Names are loaded when used.
 """
 
 from __future__ import annotations
