@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 import collections
-import dataclasses
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
-from hypothesis import strategies as st
 
 from headrace.data import batch_leaves, is_plain_tensor, measure_leaves, rebuild_batch
 from headrace.data.tree import is_movable
-
-
-class Pair(NamedTuple):
-    src: torch.Tensor
-    trg: torch.Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Record:
-    ids: torch.Tensor
-    names: list[str]
-    length: int = dataclasses.field(init=False, default=7)
+from support.batches import Moves, Pair, Record, nested
 
 
 class Extra(dict[str, Any]):
     note = "kept"
-
-
-class Moves:
-    def __init__(self) -> None:
-        self.moved_to: Any = None
-
-    def to(self, device: Any) -> Moves:
-        twin = Moves()
-        twin.moved_to = device
-        return twin
 
 
 def doubled(batch: Any) -> Any:
@@ -111,17 +88,6 @@ def test_counting() -> None:
 def test_what_is_more_than_its_bytes_is_not_plain(leaf: Any) -> None:
     assert not is_plain_tensor(leaf)
     assert is_movable(leaf)
-
-
-nested = st.recursive(
-    st.integers(0, 9).map(lambda n: torch.full((2,), float(n))) | st.text(max_size=3) | st.none(),
-    lambda inner: (
-        st.lists(inner, max_size=3)
-        | st.lists(inner, max_size=3).map(tuple)
-        | st.dictionaries(st.text(max_size=2), inner, max_size=3)
-    ),
-    max_leaves=12,
-)
 
 
 @given(nested)

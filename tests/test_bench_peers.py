@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_cuda
 
 from headrace.bench import Bench, entries_of, find_work, peers_of, plans_here
 from headrace.bench.peers import PEERS
@@ -16,6 +15,7 @@ from headrace.bench.record import BenchResult
 from headrace.bench.work import Training, work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError
+from support.devices import needs_cuda
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}
 

@@ -14,7 +14,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from test_engine import data, make_engine
 
 from headrace.device import Device, Span, Timeline, Trace, open_device
 from headrace.device.kineto import Record, seen
@@ -23,6 +22,7 @@ from headrace.runs.busy_window import BusyProbe
 from headrace.testing import Costs, FakeDevice
 from headrace.translation import TrainSettings
 from headrace.translation.together import batches_left
+from support.engines import data, make_engine
 
 MS = 1_000_000
 

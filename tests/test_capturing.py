@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_cuda
-from test_engine import data, loss, make_engine, make_model, same, weights
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine
@@ -20,6 +18,8 @@ from headrace.engine.step import TrainingStep
 from headrace.parallel import Ranks
 from headrace.plan import Plan
 from headrace.testing import Costs, FakeDevice
+from support.devices import needs_cuda
+from support.engines import data, loss, make_engine, make_model, same, weights
 
 GRAPH = Plan.preset("graph")
 

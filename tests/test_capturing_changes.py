@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import data, loss, make_model, same, weights
 from torch import nn
 
 from headrace.device import Device, open_device
@@ -15,6 +14,7 @@ from headrace.engine import Engine
 from headrace.errors import StepError
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
+from support.engines import data, loss, make_model, same, weights
 
 GRAPH = Plan.preset("graph").but(graph_after=1)
 Optimizer = Callable[[Any], torch.optim.Optimizer]

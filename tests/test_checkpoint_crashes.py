@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_checkpoint import contents, example, flip, names, same
 
 from headrace.checkpoint import durable, latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
+from support.checkpoints import SAVES, contents, example, flip, names, same
+from support.places import TESTS
 
 # --- crashes --------------------------------------------------------------------------------------
 
-
-# The steps that are there, and the one that is saved.
-SAVES = {"one more": ([1, 2, 3], 4), "the same again": ([1, 2], 2)}
 
 # For every n, a child process does one save and dies in its n-th call that changes the disk, a
 # write being done in half. Leaves one folder each.
@@ -27,8 +25,7 @@ CRASHES = """
 import os, shutil, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_checkpoint import example
-from test_checkpoint_crashes import SAVES
+from support.checkpoints import SAVES, example
 from headrace.checkpoint import save_checkpoint
 
 def die_at(n):
@@ -70,7 +67,7 @@ for name, (steps, step) in SAVES.items():
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("crashed")
-    command = [sys.executable, "-c", CRASHES, Path(__file__).parent, folder]
+    command = [sys.executable, "-c", CRASHES, TESTS, folder]
     subprocess.run(list(map(str, command)), check=True, timeout=100)
     return folder
 

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_checkpoint import example, flip, names, same, truncate
 
 from headrace.checkpoint import folders, latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
+from support.checkpoints import example, flip, names, same, truncate
 
 
 def edit_json(path: Path, **changes: Any) -> None:

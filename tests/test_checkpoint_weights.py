@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint import DTYPES, names, on, raw, same, truncate
 
 from headrace.checkpoint import save_checkpoint, weights_from_file, weights_to_file
 from headrace.checkpoint.tensorfile import DTYPE_NAMES
 from headrace.device import Device
 from headrace.errors import CheckpointError
+from support.checkpoints import DTYPES, names, on, raw, same, truncate
 
 
 def test_weights_round_trip(tmp_path: Path, device: Device) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_checkpoint import contents, names, on
 
 from headrace.checkpoint import (
     CheckpointWriter,
@@ -22,6 +21,7 @@ from headrace.checkpoint import (
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.errors import CheckpointError, ClosedError, EventNotRecordedError
 from headrace.testing import Costs, FakeDevice
+from support.checkpoints import contents, names, on
 
 
 def test_the_weights_may_be_overwritten_at_once(tmp_path: Path, device: Device) -> None:

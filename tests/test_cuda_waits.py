@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import data, make_engine
 
 from headrace.device import Device, open_device
+from support.engines import data, make_engine
 
 pytestmark = [
     pytest.mark.gpu,

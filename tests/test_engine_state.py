@@ -12,43 +12,17 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_engine import EAGER, data, loss, make_model, same, weights
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
 from headrace.testing import Costs, FakeDevice
-
-BATCHES = data(13)
-
-
-def make(device: Device, plan: str, **options: Any) -> Engine:
-    model = make_model(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.97)
-    return Engine(
-        model,
-        optimizer,
-        loss,
-        plan=plan,
-        device=device,
-        scheduler=schedule,
-        ema_decay=0.9,
-        deterministic=True,
-        **options,
-    )
+from support.engines import EAGER, data, loss, make_model, same, weights
+from support.scheduled_engines import BATCHES, make, uninterrupted
 
 
 def clone(state: Any) -> Any:
     return copy.deepcopy(state)
-
-
-def uninterrupted(device: Device, plan: str, epochs: int, **options: Any) -> Any:
-    torch.manual_seed(3)
-    engine = make(device, plan, **options)
-    torch.manual_seed(4)
-    losses = [value for _ in range(epochs) for value in engine.epoch(BATCHES).losses]
-    return losses, weights(engine), engine
 
 
 def interrupted(device: Device, plan: str, epochs: int, at: int, **options: Any) -> Any:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from race_cases import split
 from torch.utils.checkpoint import checkpoint
 
 from headrace.testing import FakeDevice
+from support.race_cases import split
 
 
 def test_gradients_meet_at_a_leaf() -> None:

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from test_fake_graphs import Training, device, line, on, same
 from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import CaptureError
 from headrace.testing import FakeDevice
+from support.captures import Training, line, on, same
 
-__all__ = ["device"]  # the fixture
+
+@pytest.fixture
+def device() -> Iterator[FakeDevice]:
+    with FakeDevice() as fake:
+        yield fake
 
 
 def host_index(value: torch.Tensor) -> object:

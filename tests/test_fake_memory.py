@@ -7,11 +7,11 @@ import io
 
 import pytest
 import torch
-from race_cases import split
 
 from headrace.errors import DeviceError, DeviceMismatchError
 from headrace.testing import FakeDevice
 from headrace.testing.layout import Layout
+from support.race_cases import split
 
 
 class TestMemory:

@@ -15,8 +15,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import EAGER, data, loss, make_engine, make_model, same, weights
-from torch.utils.data import DataLoader, TensorDataset
 
 import headrace as hr
 from headrace.checkpoint import CheckpointWriter, load_checkpoint
@@ -26,16 +24,12 @@ from headrace.errors import LoaderError, NonFiniteError, OutOfMemoryError, PlanE
 from headrace.runs import Watchdog
 from headrace.runs.watchdog import HUNG
 from headrace.testing import FakeDevice, Hang
+from support.engines import EAGER, bad_batches, data, loss, make_engine, make_model, same, weights
+from support.loaders import Stateful, shuffled
+from support.places import FIXTURES
+from support.scheduled_engines import BATCHES, make, uninterrupted
 
 PLANS = [*EAGER, "graph"]
-
-
-def bad_batches(count: int, *bad: int) -> list[Any]:
-    """Batches of which some have a NaN in them."""
-    made = data(count)
-    for at in bad:
-        made[at] = (made[at][0].clone().index_fill_(1, torch.tensor([0]), math.nan), made[at][1])
-    return made
 
 
 class TestNonFinite:
@@ -433,30 +427,6 @@ def interrupted(device: Device, moment: int, options: dict[str, Any]) -> Any | N
     return stored[0] if stored else None
 
 
-class Stateful:
-    """A loader that keeps its own state: the way `StatefulDataLoader` does."""
-
-    def __init__(self, batches: list[Any]) -> None:
-        self.batches, self.at = batches, 0
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.at < len(self.batches):
-            self.at += 1
-            yield self.batches[self.at - 1]
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
-def shuffled() -> DataLoader[Any]:
-    features, labels = (torch.cat([batch[at] for batch in data(13)]) for at in (0, 1))
-    return DataLoader(TensorDataset(features, labels), batch_size=5, shuffle=True)
-
-
 class TestPlace:
     """Restored in the midst of an epoch, `epoch(loader)` finds the next batch by itself."""
 
@@ -565,11 +535,9 @@ class TestState:
 
     def test_a_state_of_the_version_before(self) -> None:
         """Written by Headrace 0.1.0 before the format had all of this."""
-        from test_engine_state import BATCHES, make, uninterrupted
-
         device = hr.open_device("cpu")
         expected = uninterrupted(device, "pipeline", 2, accumulate=3)
-        state = load_checkpoint(Path(__file__).parent / "fixtures/checkpoints-v1/step-00000001")
+        state = load_checkpoint(FIXTURES / "checkpoints-v1/step-00000001")
         assert state["engine"]["format"] == 1
         engine = make(device, "pipeline", accumulate=3)
         assert engine.load_state_dict(state["engine"]) == 5

@@ -1,4 +1,3 @@
-# ruff: noqa: F401, F811 - `corpus` is a fixture
 """The fault table of docs/faults.md, as far as it is a whole run's: what each fault comes to."""
 
 from __future__ import annotations
@@ -19,12 +18,6 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from test_trainer import (
-    SMALL,
-    corpus,
-    new,
-    weights_of,
-)
 from typer.testing import CliRunner
 
 from headrace.checkpoint import durable, latest_checkpoint
@@ -43,6 +36,8 @@ from headrace.translation import Trainer, TrainSettings
 from headrace.translation.batching import PaddedBatches
 from headrace.translation.guards import Guards
 from headrace.translation.objective import TranslationLoss
+from support.places import BENCHMARKS
+from support.trainers import SMALL, new, weights_of
 
 pytestmark = pytest.mark.unsanitized
 _KILLED = "killed by signal: Killed|exited unexpectedly"  # whichever of the two PyTorch sees first
@@ -493,7 +488,7 @@ def test_kept_checkpoints(
 
 
 def kills_module() -> Any:
-    path = Path(__file__).parents[1] / "benchmarks" / "kills.py"
+    path = BENCHMARKS / "kills.py"
     sys.path.insert(0, str(path.parent))
     try:
         found = importlib.util.spec_from_file_location("kills", path)

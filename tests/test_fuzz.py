@@ -23,8 +23,6 @@ import torch
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_engine import data, make_engine
-from test_trainer import SMALL
 
 from headrace.checkpoint import (
     folders,
@@ -42,6 +40,8 @@ from headrace.translation import Trainer, TrainSettings, guards, read_corpus, re
 from headrace.translation.outcome import stored_result
 from headrace.translation.prepare import load_prepared, prepare
 from headrace.translation.vocabulary import Vocabulary
+from support.engines import data, make_engine
+from support.trainers import SMALL
 
 TARGETS = 9
 ASKED = int(os.environ.get("HEADRACE_FUZZ", "0"))

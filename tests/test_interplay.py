@@ -11,14 +11,14 @@ import pytest
 import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from test_engine import EAGER, data, loss, make_engine, make_model, same, weights
-from test_faults import Stateful, bad_batches, shuffled
 
 from headrace.device import Device
 from headrace.engine import Engine
 from headrace.errors import LoaderError, NonFiniteError
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
+from support.engines import EAGER, bad_batches, data, loss, make_engine, make_model, same, weights
+from support.loaders import Stateful, shuffled
 
 
 def fail_once(engine: Engine, at: int) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from test_engine import data, loss, make_engine, make_model, plain_loop, same, weights
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional
@@ -24,6 +23,7 @@ from headrace.engine import Engine
 from headrace.errors import StepError
 from headrace.source_lines import definition, described
 from headrace.testing import FakeDevice
+from support.engines import data, loss, make_engine, make_model, plain_loop, same, weights
 
 
 def line_of(function: Any, text: str = "") -> str:

@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import needs_cuda
-from test_engine import data, loss, make_model, same, weights
 from torch import nn
 
 from headrace.bench import Bench, entries_of, find_work, text_of
@@ -28,6 +26,8 @@ from headrace.plan import PRESETS, Plan, load_plan
 from headrace.testing import FakeDevice
 from headrace.translation import TrainSettings
 from headrace.translation.assembly import _plans
+from support.devices import needs_cuda
+from support.engines import data, loss, make_model, same, weights
 
 EXACT = [name for name in PRESETS if name != "max"]
 Model = Callable[[Device], nn.Module]

@@ -13,13 +13,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_batches import Moves, Pair, Record, nested
 from torch.utils.data import DataLoader, TensorDataset
 
 from headrace.data import BatchCache, Prefetcher, batch_leaves, prefetch, rebuild_batch
 from headrace.device import Device
 from headrace.errors import DeviceMismatchError, PlanError
 from headrace.testing import Costs, FakeDevice
+from support.batches import Moves, Pair, Record, nested
 
 
 def numbers(count: int, *shape: int) -> list[torch.Tensor]:

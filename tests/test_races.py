@@ -5,9 +5,9 @@ from __future__ import annotations
 import inspect
 
 import pytest
-import race_cases
 
 from headrace.testing import FakeDevice
+from support import race_cases
 
 
 def marked_line(case: race_cases.Case, mark: str) -> int:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks_jobs as jobs
 import torch
 import torch.multiprocessing
 
@@ -22,6 +21,7 @@ from headrace.device import open_device
 from headrace.engine import Engine
 from headrace.errors import CheckpointError, StepError
 from headrace.parallel import SINGLE, Agreement, spread_of
+from support import ranks_jobs as jobs
 
 CLOSE = 1e-5
 Job = tuple[Callable[..., Any], tuple[Any, ...]]

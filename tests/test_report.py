@@ -15,12 +15,12 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from report_samples import bench_sample, run_sample, tune_sample
 from typer.testing import CliRunner
 
 from headrace.cli import app
 from headrace.errors import HeadraceError, ReportError, RunError
 from headrace.report import render, try_report, write_perfetto, write_report
+from support.report_samples import bench_sample, run_sample, tune_sample
 
 SMALL = ("baseline", "graph")
 NASTY = "</script><img src=x onerror=alert(1)>'\"&\u202e\x00\ud800"

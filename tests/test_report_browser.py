@@ -14,11 +14,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from report_samples import bench_sample, run_sample, tune_sample
 
 from headrace.report import write_report
+from support.places import BENCHMARKS
+from support.report_samples import bench_sample, run_sample, tune_sample
 
-LOOK = Path(__file__).parent.parent / "benchmarks" / "look.py"
+LOOK = BENCHMARKS / "look.py"
 PYTHON = os.environ.get("HEADRACE_BROWSER_PYTHON", sys.executable)
 BROWSER = os.environ.get("HEADRACE_BROWSER") or shutil.which("chromium")
 

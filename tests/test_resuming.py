@@ -13,25 +13,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from resumed import (
-    BATCHES,
-    LOADERS,
-    Augmented,
-    BoomError,
-    Loaders,
-    OwnEpochs,
-    augmented,
-    generated,
-    losses_of,
-    new,
-    own_generator,
-    pairs,
-    pending_in,
-    seeded,
-    stopped,
-)
-from test_engine import data, loss, make_model, same, weights
-from test_faults import bad_batches
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler
 
 from headrace.checkpoint import CheckpointWriter, latest_checkpoint, load_checkpoint
@@ -40,6 +21,23 @@ from headrace.engine import Engine
 from headrace.errors import LoaderError, StepError
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
+from support.engines import bad_batches, data, loss, make_model, same, weights
+from support.loaders import (
+    BATCHES,
+    LOADERS,
+    Augmented,
+    BoomError,
+    Loaders,
+    OwnEpochs,
+    augmented,
+    generated,
+    own_generator,
+    pairs,
+)
+from support.places import FIXTURES
+from support.resumed_engines import losses_of, new, pending_in, seeded, stopped
+from support.scheduled_engines import BATCHES as EACH
+from support.scheduled_engines import make, uninterrupted
 
 
 class Steps:
@@ -625,13 +623,10 @@ class TestTheEpochsLoss:
 class TestOlderStates:
     def test_of_format_2(self) -> None:
         """Written by Headrace before loaders' generators and the epoch's sums were part of it."""
-        from test_engine_state import BATCHES as EACH
-        from test_engine_state import make, uninterrupted
-
         device = open_device("cpu")
         options = {"accumulate": 3, "on_nonfinite": "skip"}
         expected = uninterrupted(device, "pipeline", 2, **options)
-        folder = Path(__file__).parent / "fixtures/checkpoints-v2/step-00000001"
+        folder = FIXTURES / "checkpoints-v2/step-00000001"
         state = load_checkpoint(folder)
         assert state["engine"]["format"] == 2
         engine = make(device, "pipeline", **options)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from headrace.errors import RunError
 from headrace.runs import RunFolder, replace_file
 from headrace.runs import folder as run_folder
+from support.run_folders import create_many
 
 spawning = multiprocessing.get_context("spawn")
 needs_flock = pytest.mark.skipif(find_spec("fcntl") is None, reason="needs flock")
@@ -116,14 +117,11 @@ def test_a_project_that_cannot_be(tmp_path: Path) -> None:
         RunFolder.create(str(tmp_path / "nul\0"))
 
 
-def _create(project: Path, barrier: Any, made: Any) -> None:
-    barrier.wait()
-    made.put([RunFolder.create(project).name for _ in range(20)])
-
-
 def test_runs_that_start_at_once_get_a_folder_each(tmp_path: Path) -> None:
     barrier, made = spawning.Barrier(2), spawning.Queue()
-    processes = [spawning.Process(target=_create, args=(tmp_path, barrier, made)) for _ in range(2)]
+    processes = [
+        spawning.Process(target=create_many, args=(tmp_path, barrier, made)) for _ in range(2)
+    ]
     for process in processes:
         process.start()
     names = made.get(timeout=100) + made.get(timeout=100)

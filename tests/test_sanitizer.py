@@ -5,16 +5,16 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+
+from support.places import ROOT
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-HERE = Path(__file__).parent
 
 # A slot is read on one stream while it is filled on another: with and without the wait.
 SEEDED = """
@@ -39,7 +39,7 @@ def sanitized(*arguments: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, *arguments],
         env={**os.environ, "TORCH_CUDA_SANITIZER": "1"},
-        cwd=HERE.parent,
+        cwd=ROOT,
         capture_output=True,
         text=True,
         check=False,

@@ -12,9 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from resumed import BATCHES, BoomError, OwnEpochs, losses_of, new, pending_in
-from test_engine import data, loss, make_model, same, weights
-from test_faults import bad_batches
 
 from headrace.data.source import TimedIterator
 from headrace.device import Device, open_device
@@ -23,6 +20,9 @@ from headrace.engine.deferred import _Block
 from headrace.engine.kept_buffers import KeptBuffers
 from headrace.errors import NonFiniteError
 from headrace.testing import FakeDevice
+from support.engines import bad_batches, data, loss, make_model, same, weights
+from support.loaders import BATCHES, BoomError, OwnEpochs
+from support.resumed_engines import losses_of, new, pending_in
 
 
 def rescued(

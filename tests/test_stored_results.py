@@ -11,8 +11,9 @@ import pytest
 
 from headrace.bench.record import BenchResult
 from headrace.report import render, write_perfetto
+from support.places import BENCHMARKS
 
-RESULTS = Path(__file__).parent.parent / "benchmarks" / "results"
+RESULTS = BENCHMARKS / "results"
 BENCHES = sorted(RESULTS.glob("*-h200-bench-*.json"))
 TUNES = sorted(RESULTS.glob("*-h200-tune-*.json"))
 PAGES = [*BENCHES, *TUNES]

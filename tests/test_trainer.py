@@ -25,25 +25,8 @@ from headrace.testing import FakeDevice
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
 from headrace.translation.assembly import assemble
 from headrace.translation.trained import load_weights
+from support.trainers import SMALL, new, weights_of
 
-SMALL: dict[str, Any] = {
-    "src": "en",
-    "trg": "de",
-    "vocabulary": 300,
-    "preset": "tiny",
-    "width": 16,
-    "heads": 2,
-    "layers": 1,
-    "inner": 32,
-    "sentences": 16,
-    "epochs": 2,
-    "warmup": 10,
-    "beam": 2,
-    "valid_sentences": 4,
-    "device": "cpu",
-    "save_every": 0,
-    "tensorboard": False,
-}
 # Runs a trainer in a process of its own that dies, as if by SIGKILL, after so many batches.
 DIES = """
 import os, sys
@@ -61,30 +44,6 @@ def counted(self, *args, **options):
 Engine.steps = counted
 Trainer.resume(run, cache=cache, quiet=True).run()
 """
-
-
-@pytest.fixture(scope="module")
-def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("corpus")
-    numbers = ["null", "eins", "zwei", "drei", "vier", "fünf", "sechs", "sieben", "acht", "neun"]
-    words = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
-    lines = [
-        f"{words[a]} and {words[b]} or {words[c]}\t{numbers[a]} und {numbers[b]} oder {numbers[c]}"
-        for a in range(10)
-        for b in range(5)
-        for c in range(4)
-    ]
-    (folder / "pairs.tsv").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    return folder
-
-
-def new(corpus: Path, project: Path, name: str, **changes: Any) -> Trainer:
-    settings = TrainSettings.from_dict({**SMALL, "data": str(corpus / "pairs.tsv"), **changes})
-    return Trainer.create(settings, project=project, name=name, cache=corpus / "cache", quiet=True)
-
-
-def weights_of(run: Path) -> str:
-    return hashlib.sha256((run / "weights" / "last.safetensors").read_bytes()).hexdigest()
 
 
 def everything_in(run: Path) -> dict[str, tuple[int, str]]:

@@ -1,4 +1,4 @@
-"""What the ranks of `test_ranks.py` do, each in a process of its own.
+"""What the ranks of `scenarios/test_ranks.py` do, each in a process of its own.
 
 All of a job's ranks train on the same global batches: a rank takes its share of each one's rows.
 """

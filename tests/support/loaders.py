@@ -1,23 +1,21 @@
-"""Loaders of all kinds, and engines that are stopped and gone on with, for tests of resuming."""
+"""Loaders of every kind: with a generator, with a state of their own, ahead of what they yield."""
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy
 import torch
-from test_engine import data, make_engine
 from torch.utils.data import DataLoader, Dataset, RandomSampler, TensorDataset
 
 from headrace.data import prefetch
-from headrace.device import Device
-from headrace.engine import Engine
-from headrace.plan import Plan
+from support.engines import data
 
 BATCHES = 10
+
+
 Loaders = Callable[[], Any]
 
 
@@ -124,38 +122,25 @@ def prefetched() -> Any:
 LOADERS = [own_generator, samplers_generator, augmented, generated, ahead, prefetched, OwnEpochs]
 
 
-def seeded(number: int) -> None:
-    torch.manual_seed(number)
-    random.seed(number)
-    numpy.random.seed(number)
+class Stateful:
+    """A loader that keeps its own state: the way `StatefulDataLoader` does."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self.batches, self.at = batches, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self.batches):
+            self.at += 1
+            yield self.batches[self.at - 1]
+        self.at = 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at = state["at"]
 
 
-def new(device: Device, plan: str | Plan = "pipeline", **options: Any) -> Engine:
-    """An engine whose model draws dropout's masks."""
-    seeded(3)
-    engine = make_engine(device, plan, deterministic=True, **options)
-    seeded(4)
-    return engine
-
-
-def losses_of(engine: Engine, loader: Any, epochs: int) -> list[float]:
-    return [one for _ in range(epochs) for one in engine.epoch(loader).losses]
-
-
-def stopped(engine: Engine, loader: Any, at: int) -> tuple[list[float], Any]:
-    """The losses that came back so far, and the state, after batch `at` of all."""
-    seen: list[float] = []
-    while engine.epochs < at // BATCHES:
-        seen += engine.epoch(loader).losses
-    if at % BATCHES == 0:
-        return seen, copy.deepcopy(engine.state_dict())
-    for info in engine.steps(loader):
-        seen += [entry.values["loss"] for entry in info.come_back]
-        if info.batch + 1 == at % BATCHES:
-            return seen, copy.deepcopy(engine.state_dict())
-    raise AssertionError("not reached")
-
-
-def pending_in(state: Any) -> list[int]:
-    """The batches whose values a state has, to be reported."""
-    return [step for block in state["deferred"] for step in block["steps"]]
+def shuffled() -> DataLoader[Any]:
+    features, labels = (torch.cat([batch[at] for batch in data(13)]) for at in (0, 1))
+    return DataLoader(TensorDataset(features, labels), batch_size=5, shuffle=True)
