@@ -505,7 +505,7 @@ def kills_module() -> Any:
 @pytest.mark.timeout(300)
 def test_killed_at_random_moments(tmp_path: Path) -> None:
     """A short version of `benchmarks/kills.py`: SIGKILL, wherever it happens to be. Plans and
-    workers in turn are killed at chosen batches in `test_trainer.py`."""
+    workers in turn are killed at chosen batches in `translation/test_trainer.py`."""
     kills = kills_module()
     killing = kills.Killing(tmp_path / "runs", kills.WAYS[1], random.Random(7))
     tally = killing.disturb(2)

@@ -57,10 +57,10 @@ def test_a_seeded_bug_is_reported_and_its_twin_is_not() -> None:
 @pytest.mark.parametrize(
     ("files", "chosen"),
     [
-        (["tests/test_device.py", "tests/test_streams.py"], "cuda"),
-        (["tests/test_prefetcher.py", "tests/test_deferred.py"], "cuda"),
+        (["tests/device/test_base.py", "tests/device/test_stream_manager.py"], "cuda"),
+        (["tests/data/test_prefetcher.py", "tests/engine/test_deferred.py"], "cuda"),
         (
-            ["tests/test_engine.py"],
+            ["tests/engine/test_engine.py"],
             "cuda and not graph and (TestSameLosses or TestLoop or TestEvaluate)",
         ),
     ],
