@@ -1,4 +1,4 @@
-"""The seam, the same on every device: streams, events, host waits, pinned memory, copies."""
+"""The seam, the same on every device: streams, events, host waits, copies."""
 
 from __future__ import annotations
 
@@ -7,44 +7,13 @@ import threading
 import pytest
 import torch
 
-from headrace.device import Device, Ledger, available_devices, open_device
+from headrace.device import Device
 from headrace.errors import (
-    ClosedError,
     DeviceError,
     DeviceMismatchError,
-    DeviceNotFoundError,
     EventNotRecordedError,
 )
 from headrace.testing import FakeDevice
-
-
-class TestOpening:
-    def test_auto_takes_the_first_there_is(self) -> None:
-        assert str(open_device()) == available_devices()[0]
-        assert str(open_device("auto")) == available_devices()[0]
-
-    def test_cpu_by_name_and_by_torch_device(self) -> None:
-        assert open_device("cpu").torch_device == torch.device("cpu")
-        assert open_device(torch.device("cpu")).torch_device == torch.device("cpu")
-
-    def test_a_device_is_handed_back(self) -> None:
-        device = open_device("cpu")
-        assert open_device(device) is device
-
-    def test_it_writes_into_the_ledger_it_was_given(self) -> None:
-        ledger = Ledger()
-        open_device("cpu", ledger=ledger).synchronize("test")
-        assert ledger.statistics()["test"].count == 1
-
-    @pytest.mark.parametrize("name", ["cuda:99", "gpu", "", "cuda:x", "mps", "meta"])
-    def test_a_device_that_is_not_here(self, name: str) -> None:
-        with pytest.raises(DeviceNotFoundError, match=f"no device '{name}'.*here: .*cpu"):
-            open_device(name)
-
-    @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
-    def test_the_message_says_why_there_is_no_cuda(self) -> None:
-        with pytest.raises(DeviceNotFoundError, match=r"headrace doctor"):
-            open_device("cuda")
 
 
 class TestStreams:
@@ -222,71 +191,3 @@ class TestCopies:
             assert after.allocated - before.allocated == kept.numel()
             assert after.peak_allocated >= after.allocated
         assert device.description()
-
-
-class TestPinnedPool:
-    def test_memory_is_reused(self, device: Device) -> None:
-        first = device.pinned.take(1000)
-        address = first.view((1,), torch.uint8).data_ptr()
-        first.release()
-        second = device.pinned.take(700)  # the same power of two
-        assert second.view((1,), torch.uint8).data_ptr() == address
-        assert device.pinned.held_bytes == second.nbytes == 1024
-
-    def test_not_lent_again_before_its_event(self) -> None:
-        with FakeDevice() as device:
-            event = device.event()
-            device.work(5.0)
-            event.record()
-            first = device.pinned.take(1000)
-            first.release(after=event)
-            second = device.pinned.take(1000)
-            assert device.pinned.held_bytes == 2048  # the first still waits for its event
-            device.wait(event, "test")
-            third = device.pinned.take(1000)
-            assert device.pinned.held_bytes == 2048
-            assert device.pinned.lent == 2
-            second.release()
-            third.release()
-
-    def test_misuse(self, device: Device) -> None:
-        buffer = device.pinned.take(512)
-        with pytest.raises(DeviceError, match=r"needs 516 bytes; the pinned buffer has 512"):
-            buffer.view((129,), torch.float32)
-        with pytest.raises(DeviceError, match="offset_bytes = 2: expected a multiple of 4"):
-            buffer.view((1,), torch.float32, offset_bytes=2)
-        for shape in ((-1,), (-2, -2), (1.5,), ("4",)):
-            with pytest.raises(DeviceError, match=r"shape = \(.*\): expected whole numbers, 0 or"):
-                buffer.view(shape, torch.float32)  # type: ignore[arg-type]
-        for offset in (-8, 1.0, None):
-            with pytest.raises(DeviceError, match=r"offset_bytes = .*: expected whole numbers"):
-                buffer.view((1,), torch.float32, offset_bytes=offset)  # type: ignore[arg-type]
-        with pytest.raises(EventNotRecordedError):
-            buffer.release(after=device.event())
-        assert device.pinned.lent == 1  # it is still ours
-        buffer.view((1,), torch.uint8)
-        buffer.release()
-        assert device.pinned.lent == 0
-        with pytest.raises(ClosedError, match="released twice"):
-            buffer.release()
-        with pytest.raises(ClosedError, match="after its release"):
-            buffer.view((1,), torch.uint8)
-        with pytest.raises(DeviceError, match="nbytes = -1"):
-            device.pinned.take(-1)
-        for nbytes in (1.5, "4", None, True):
-            with pytest.raises(
-                DeviceError, match=r"nbytes = .*: expected whole numbers, 0 or more"
-            ):
-                device.pinned.take(nbytes)  # type: ignore[arg-type]
-
-    def test_close_lets_go(self, device: Device) -> None:
-        device.pinned.take(512).release()
-        device.pinned.close()
-        assert device.pinned.held_bytes == 0
-
-    def test_views_at_an_offset_share_the_buffer(self, device: Device) -> None:
-        buffer = device.pinned.take(64)
-        buffer.view((64,), torch.uint8).fill_(0)
-        buffer.view((2, 2), torch.int32, offset_bytes=16).fill_(-1)
-        assert int(buffer.view((64,), torch.uint8).sum()) == 16 * 255
-        buffer.release()

@@ -1,16 +1,13 @@
-"""The parts of reports: figures as people read them, thinning that hides nothing, ticks."""
+"""Figures as people read them, and the ticks of an axis."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.device import Span, Timeline
-from headrace.report.fields import Fields
 from headrace.report.figures import (
     brief,
     clock,
@@ -26,9 +23,6 @@ from headrace.report.figures import (
     ticks,
     times,
 )
-from headrace.report.markup import Markup, json_script, tag
-from headrace.report.thinning import coverage, envelope, fewer_spans, spread
-from headrace.report.tune_result import effects, tune_result
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
@@ -73,125 +67,3 @@ def test_ticks_lie_inside_and_are_few(low: float, high: float, about: int) -> No
 def test_median() -> None:
     assert median([3.0, 1.0, 2.0]) == 2.0
     assert median([4.0, 1.0, 2.0, 3.0]) == 2.5
-
-
-@given(st.lists(st.tuples(finite, finite), max_size=2000), st.integers(8, 100))
-def test_an_envelope_keeps_the_extremes(points: list[tuple[float, float]], most: int) -> None:
-    points.sort()
-    kept = envelope(points, most)
-    assert len(kept) <= most or kept == points
-    if points:
-        assert (kept[0], kept[-1]) == (points[0], points[-1])
-        assert min(y for _, y in kept) == min(y for _, y in points)
-        assert max(y for _, y in kept) == max(y for _, y in points)
-    assert [x for x, _ in kept] == sorted(x for x, _ in kept)
-
-
-@given(st.integers(0, 5000), st.integers(2, 100))
-def test_a_spread_has_both_ends(count: int, most: int) -> None:
-    chosen = spread(count, most)
-    assert len(chosen) <= most
-    assert chosen == sorted(set(chosen))
-    if count:
-        assert (chosen[0], chosen[-1]) == (0, count - 1)
-
-
-@st.composite
-def lanes(draw: st.DrawFn) -> list[Span]:
-    """Spans that do not overlap within a lane, as on a stream."""
-    spans = []
-    for lane in draw(st.lists(st.sampled_from(["a", "b", "c"]), unique=True, min_size=1)):
-        at = 0
-        for gap, length in draw(
-            st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 5000)), max_size=80)
-        ):
-            kind = draw(st.sampled_from(["kernel", "copy"]))
-            spans.append(Span(lane, "k", kind, at + gap, at + gap + length))
-            at += gap + length
-    return list(Timeline(spans).spans)
-
-
-@given(lanes(), st.integers(10, 60))
-def test_fewer_spans_are_busy_as_long(spans: list[Span], most: int) -> None:
-    kept = fewer_spans(spans, most)
-    assert len(kept) <= max(most, len({(span.lane, span.kind) for span in spans}))
-
-    def busy(found: list[Span]) -> dict[tuple[str, str], int]:
-        sums: dict[tuple[str, str], int] = {}
-        for span in found:
-            key = (span.lane, span.kind)
-            sums[key] = sums.get(key, 0) + span.end_ns - span.start_ns
-        return sums
-
-    assert busy(kept) == busy(spans)
-
-
-@given(lanes(), st.integers(1, 50))
-def test_coverage_adds_up(spans: list[Span], bins: int) -> None:
-    lane = [span for span in spans if span.lane == "a"]
-    length_ns = max((span.end_ns for span in lane), default=0) or bins
-    parts = coverage(lane, length_ns, bins)
-    covered = sum(span.end_ns - span.start_ns for span in lane)
-    assert all(0 <= part <= 1 for part in parts)
-    if length_ns >= bins:
-        assert sum(parts) * length_ns / bins == pytest.approx(covered, abs=1e-3, rel=1e-6)
-
-
-def test_markup() -> None:
-    assert tag("p", "<b>", Markup("<i></i>"), None, ["x", 1]) == "<p>&lt;b&gt;<i></i>x1</p>"
-    assert tag("a", class_="x", data_y='"', hidden=True, z=None) == (
-        '<a class="x" data-y="&quot;" hidden></a>'
-    )
-    assert tag("br") == "<br>"
-    assert json_script({"a": "</script>&"}, "d") == (
-        '<script type="application/json" class="d">{"a":"\\u003c/script\\u003e\\u0026"}</script>'
-    )
-
-
-class TestEffects:
-    """What mattered in a search: nothing is said of fields that changed together."""
-
-    def trial(self, number: int, plan: str, ms: float, **changed: Any) -> dict[str, Any]:
-        graphs, depth = ("on", 2) if plan == "graph" else ("off", 0)
-        return {
-            "id": number,
-            "plan": {"name": plan, "graphs": graphs, "prefetch_depth": depth} | changed,
-            "loader": {
-                "workers": changed.get("workers"),
-                "prefetch_factor": changed.get("prefetch_factor"),
-            },
-            "changed": changed,
-            "rungs": [{"steps": 20, "ms_per_step": [ms]}],
-            "status": "kept",
-        }
-
-    def found(self, *trials: dict[str, Any]) -> dict[str, tuple[tuple[str, float], ...]]:
-        result = tune_result(Fields("tune.json", "", {"trials": list(trials)}))
-        return {effect.name: effect.best_ms for effect in effects(result)}
-
-    def test_plans_are_one_choice_and_fields_are_compared_alone(self) -> None:
-        found = self.found(
-            self.trial(0, "baseline", 50.0),
-            self.trial(1, "graph", 8.0),
-            self.trial(2, "graph", 7.0, prefetch_depth=4),
-            self.trial(3, "graph", 9.0, prefetch_depth=4, workers=2, prefetch_factor=2),
-            self.trial(4, "graph", 9.5, prefetch_depth=4, workers=2, prefetch_factor=4),
-        )
-        assert found == {
-            "plan": (("graph", 8.0), ("baseline", 50.0)),
-            "prefetch_depth": (("4", 7.0), ("2", 8.0)),
-            "workers": (("as given", 7.0), ("2", 9.0)),
-            "prefetch_factor": (("2", 9.0), ("4", 9.5)),
-        }
-
-    def test_another_batch_size_is_not_the_same(self) -> None:
-        """Graphs are compared at one batch size, though one trial was at another."""
-        found = self.found(
-            self.trial(0, "pipeline", 10.0, batch_size=None),
-            self.trial(1, "pipeline", 9.0, batch_size=None, graphs="on"),
-            self.trial(2, "pipeline", 4.0, batch_size=256),
-        )
-        assert found["graphs"] == (("on", 9.0), ("off", 10.0))
-
-    def test_one_trial_shows_nothing(self) -> None:
-        assert self.found(self.trial(0, "graph", 8.0)) == {}

@@ -57,7 +57,14 @@ def test_a_seeded_bug_is_reported_and_its_twin_is_not() -> None:
 @pytest.mark.parametrize(
     ("files", "chosen"),
     [
-        (["tests/device/test_base.py", "tests/device/test_stream_manager.py"], "cuda"),
+        (
+            [
+                "tests/device/test_base.py",
+                "tests/device/test_pinned.py",
+                "tests/device/test_stream_manager.py",
+            ],
+            "cuda",
+        ),
         (["tests/data/test_prefetcher.py", "tests/engine/test_deferred.py"], "cuda"),
         (
             ["tests/engine/test_engine.py"],

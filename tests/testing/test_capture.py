@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,12 +12,6 @@ from torch.utils.checkpoint import checkpoint
 from headrace.errors import CaptureError
 from headrace.testing import FakeDevice
 from support.captures import Training, line, on, same
-
-
-@pytest.fixture
-def device() -> Iterator[FakeDevice]:
-    with FakeDevice() as fake:
-        yield fake
 
 
 def host_index(value: torch.Tensor) -> object:

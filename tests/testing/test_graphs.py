@@ -3,7 +3,7 @@ CUDA refuses is refused, and the checker and the clock see replays."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,12 +12,6 @@ import torch
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
 from headrace.testing import Costs, FakeDevice
 from support.captures import Training, line, on, same
-
-
-@pytest.fixture
-def device() -> Iterator[FakeDevice]:
-    with FakeDevice() as fake:
-        yield fake
 
 
 class TestCapture:
