@@ -60,6 +60,7 @@ def test_a_seeded_bug_is_reported_and_its_twin_is_not() -> None:
         (
             [
                 "tests/device/test_base.py",
+                "tests/device/test_opening.py",
                 "tests/device/test_pinned.py",
                 "tests/device/test_stream_manager.py",
             ],
