@@ -175,16 +175,15 @@ LINE_OF_ITEM = waits_for_its_own_value.__code__.co_firstlineno + 2
 
 
 class FailsInCapture(torch.nn.Module):
-    """Does on its third call what no graph can hold, and no watch has seen before."""
+    """Does what no graph can hold, and only while it is captured: no watch has seen it before."""
 
     def __init__(self, inner: torch.nn.Module) -> None:
         super().__init__()
-        self.inner, self.calls = inner, 0
+        self.inner, self.is_captured = inner, False
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.calls += 1
         y = self.inner(x)
-        if self.calls == 3:
+        if self.is_captured:
             y.sum().item()
         return y
 
@@ -235,14 +234,24 @@ class TestFallback:
         self,
         capturing: Device,
         caplog: pytest.LogCaptureFixture,
+        monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        why = self.run(
-            capturing,
-            lambda plan: make_engine(
-                capturing, plan, model=FailsInCapture(make_model(capturing)), deterministic=True
-            ),
-            caplog,
-        )
+        models: list[FailsInCapture] = []
+        capture = capturing.capture
+
+        def told(*args: Any, **options: Any) -> Any:
+            models[-1].is_captured = True
+            try:
+                return capture(*args, **options)
+            finally:
+                models[-1].is_captured = False
+
+        def make(plan: Any) -> Engine:
+            models.append(FailsInCapture(make_model(capturing)))
+            return make_engine(capturing, plan, model=models[-1], deterministic=True)
+
+        monkeypatch.setattr(capturing, "capture", told)
+        why = self.run(capturing, make, caplog)
         assert __file__ in why
         assert "capturing" in why or "capture" in why
 
