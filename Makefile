@@ -28,7 +28,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
-	$(BIN)/python -m pytest tests/test_layering.py tests/test_exports.py
+	$(BIN)/python -m pytest tests/test_layering.py tests/test_exports.py tests/test_tests.py
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix .

@@ -27,11 +27,11 @@ from typing import Any
 
 import numpy
 import torch
-from engine import Planned
 from measuring import header, interleaved_ms, save, table
 from peers import PEERS
 from works import Translator, Work, transformer, translation_loss
 
+from engine import Planned
 from headrace.bench.equality import remove_dropout
 from headrace.data import BucketBatches, Buckets
 from headrace.device import Device, open_device

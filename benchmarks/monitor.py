@@ -13,10 +13,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from engine import Planned
 from measuring import header, save
 from works import Work, transformer
 
+from engine import Planned
 from headrace.device import Device, open_device
 from headrace.plan import Plan
 from headrace.runs import BusyWindow, Monitor

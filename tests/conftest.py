@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 # Some virtual machines announce AMX and then refuse it, which kills the process at the first bf16
 # product. Must be set before PyTorch is loaded.
@@ -13,11 +14,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import hypothesis
 import pytest
-import torch
-import torchvision_ops
 
 from headrace.device import Device, open_device
 from headrace.testing import FakeDevice
+from support import torchvision_ops
+from support.corpora import write_corpus
+from support.devices import needs_cuda
 
 # A busy machine is no failure: no example is held to a time. And the same examples each time.
 hypothesis.settings.register_profile("headrace", deadline=None, derandomize=True)
@@ -25,14 +27,6 @@ hypothesis.settings.load_profile("headrace")
 
 pytest_plugins = ["headrace.testing.pytest_plugin"]
 torchvision_ops.define_missing()
-
-needs_cuda = pytest.param(
-    "cuda",
-    marks=[
-        pytest.mark.gpu,
-        pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    ],
-)
 
 
 @pytest.fixture(params=["cpu", "fake", needs_cuda])
@@ -53,6 +47,14 @@ def capturing(request: pytest.FixtureRequest) -> Iterator[Device]:
             yield fake
     else:
         yield open_device(request.param)
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the sentences that `support.trainers` trains on."""
+    folder = tmp_path_factory.mktemp("corpus")
+    write_corpus(folder)
+    return folder
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:

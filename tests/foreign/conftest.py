@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 
 # No test downloads anything, and none may try.
@@ -12,6 +11,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
 
+from foreign.training import forget_accelerators
 from headrace.device import Device, open_device
 from headrace.testing import FakeDevice
 
@@ -30,11 +30,3 @@ def place(request: pytest.FixtureRequest) -> Iterator[Device]:
 def _a_new_accelerator() -> Iterator[None]:
     yield
     forget_accelerators()
-
-
-def forget_accelerators() -> None:
-    """Accelerate keeps the settings of an Accelerator in the process, for the next one."""
-    state = sys.modules.get("accelerate.state")
-    if state is not None:
-        state.AcceleratorState._reset_state(reset_partial_state=True)
-        state.GradientState._reset_state()

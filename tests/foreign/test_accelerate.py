@@ -10,11 +10,11 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 import headrace as hr
-from foreign.conftest import forget_accelerators
 from foreign.training import (
     EAGER,
     assert_same,
     classifier,
+    forget_accelerators,
     loss_of,
     needs,
     samples,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+import sys
 from typing import Any
 
 import numpy
@@ -69,3 +70,11 @@ def stopped_after(engine: Any, loader: Any, batches: int) -> Any:
         if info.batch + 1 == batches:
             return copy.deepcopy(engine.state_dict())
     raise AssertionError("the loader has fewer batches")
+
+
+def forget_accelerators() -> None:
+    """Accelerate keeps the settings of an Accelerator in the process, for the next one."""
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
+        state.GradientState._reset_state()

@@ -1,0 +1,314 @@
+"""The graph plan where things change: the same losses and weights as without graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from headrace.device import Device, open_device
+from headrace.engine import Engine
+from headrace.errors import StepError
+from headrace.plan import Plan
+from headrace.testing import FakeDevice
+from support.engines import data, loss, make_model, same, weights
+
+GRAPH = Plan.preset("graph").but(graph_after=1)
+Optimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=0.01, fused=True)
+
+
+def sgd(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def optimizer_of(engine: Engine) -> torch.optim.Optimizer:
+    assert engine._training.parts is not None
+    return engine._training.parts.optimizer
+
+
+def both(
+    device: Device,
+    between: Callable[[Engine], object],
+    *,
+    model: Callable[[], nn.Module] | None = None,
+    make: Optimizer = adamw,
+    batches: Any = None,
+    begin: Callable[[nn.Module], object] = lambda model: None,
+    **options: Any,
+) -> Engine:
+    """Two epochs with something done between them, under both plans."""
+    found = []
+    for plan in (Plan.preset("pipeline"), GRAPH):
+        torch.manual_seed(0)
+        chosen = make_model(device) if model is None else model().to(device.torch_device)
+        begin(chosen)
+        engine = Engine(
+            chosen,
+            make(list(chosen.parameters())),
+            options.pop("loss", loss) if plan is GRAPH else options.get("loss", loss),
+            plan=plan,
+            device=device,
+            deterministic=True,
+            **{name: value for name, value in options.items() if name != "loss"},
+        )
+        torch.manual_seed(5)
+        first = engine.epoch(batches or data(8))
+        between(engine)
+        second = engine.epoch(batches or data(8))
+        found.append((first.losses, second.losses, second.metrics, weights(engine)))
+    assert found[0][:3] == found[1][:3]
+    assert same(found[0][3], found[1][3])
+    return engine
+
+
+@pytest.mark.parametrize("make", [adamw, sgd])
+class TestState:
+    """What the optimizer makes for a parameter stays: it must not be made in a graph."""
+
+    def test_a_parameter_is_unfrozen(self, capturing: Device, make: Optimizer) -> None:
+        engine = both(
+            capturing,
+            lambda engine: engine.model[0].weight.requires_grad_(True),  # type: ignore[index]
+            begin=lambda model: model[0].weight.requires_grad_(False),  # type: ignore[index]
+            make=make,
+        )
+        assert engine.graphs is not None
+        assert engine.graphs.why is None
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_the_state_is_forgotten(
+        self, capturing: Device, make: Optimizer, accumulate: int
+    ) -> None:
+        both(
+            capturing,
+            lambda engine: optimizer_of(engine).state.clear(),
+            make=make,
+            accumulate=accumulate,
+        )
+
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    def test_a_parameter_is_frozen(
+        self, capturing: Device, make: Optimizer, accumulate: int
+    ) -> None:
+        both(
+            capturing,
+            lambda engine: engine.model[0].weight.requires_grad_(False),  # type: ignore[index]
+            make=make,
+            accumulate=accumulate,
+        )
+
+
+class Sometimes(nn.Module):
+    """Uses one of its layers for batches of seven rows only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 3), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(x) if len(x) == 7 else self.a(x)
+
+
+class Running(nn.Module):
+    """Replaces a buffer in its forward, instead of writing to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 3)
+        self.register_buffer("running", torch.zeros(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.running = 0.9 * self.running + 0.1 * x.detach().mean(0)
+        return self.layer(x - self.running)
+
+
+class TestModels:
+    @pytest.mark.parametrize("accumulate", [1, 2])
+    @pytest.mark.parametrize(
+        "rows", [[7, 7, 6, 6, 6, 6, 7, 6, 6, 6, 7, 7], [6] * 6 + [7] + [6] * 5]
+    )
+    def test_parameters_that_some_batches_use(
+        self, capturing: Device, accumulate: int, rows: str
+    ) -> None:
+        batches = [batch for count in rows for batch in data(1, rows=int(count))]
+        both(
+            capturing, lambda engine: None, model=Sometimes, batches=batches, accumulate=accumulate
+        )
+
+    def test_a_buffer_that_forward_replaces(self, capturing: Device) -> None:
+        engine = both(capturing, lambda engine: None, model=Running)
+        assert engine.graphs is not None
+        assert "Running.running changes from batch to batch" in str(engine.graphs.why)
+
+    def test_a_module_is_replaced(self, capturing: Device) -> None:
+        def change(engine: Engine) -> None:
+            engine.model[1] = nn.Tanh()  # type: ignore[index, operator]
+
+        both(capturing, change)
+
+    def test_a_hook_is_registered(self, capturing: Device) -> None:
+        engine = both(
+            capturing,
+            lambda engine: engine.model[0].register_forward_hook(lambda m, i, o: o * 2),  # type: ignore[index, union-attr]
+        )
+        assert engine.graphs is not None
+        assert "would not run in a replay" in str(engine.graphs.why)
+
+    def test_a_metric_that_is_a_view_of_a_weight(self, capturing: Device) -> None:
+        both(
+            capturing,
+            lambda engine: None,
+            loss=lambda m, b: {"loss": loss(m, b), "scale": m[3].bias[0]},
+        )
+
+
+class TestOptimizers:
+    def test_a_group_is_added(self, capturing: Device) -> None:
+        found = []
+        for plan in (Plan.preset("pipeline"), GRAPH):
+            model = make_model(capturing)
+            optimizer = adamw(model[0].parameters())  # type: ignore[operator]
+            engine = Engine(model, optimizer, loss, plan=plan, device=capturing, deterministic=True)
+            torch.manual_seed(5)
+            first = engine.epoch(data(6)).losses
+            optimizer.add_param_group({"params": list(model[3].parameters())})  # type: ignore[operator]
+            found.append((first, engine.epoch(data(6)).losses, weights(engine)))
+        assert found[0][:2] == found[1][:2]
+        assert same(found[0][2], found[1][2])
+
+    def test_a_checkpoint_of_a_plan_without_graphs(self, capturing: Device) -> None:
+        """Of an optimizer that is not fused, whose `capturable` it does not have."""
+
+        def engine_of(plan: Any) -> Engine:
+            model = make_model(capturing)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=True)
+            return Engine(model, optimizer, loss, plan=plan, device=capturing)
+
+        stored = optimizer_of(engine_of("pipeline")).state_dict()
+        engine = engine_of(GRAPH)
+        engine.epoch(data(6))
+        optimizer_of(engine).load_state_dict(stored)
+        assert len(engine.epoch(data(6)).losses) == 6
+
+    def test_a_state_made_under_graph_goes_on_without(self) -> None:
+        with FakeDevice() as device:
+            model = make_model(device)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+            engine = Engine(model, optimizer, loss, plan=GRAPH, device=device)
+            engine.epoch(data(6))
+            state = engine.state_dict()
+        cpu = open_device("cpu")
+        model = make_model(cpu)
+        other = Engine(model, torch.optim.AdamW(model.parameters(), lr=0.01), loss, device=cpu)
+        other.load_state_dict(state)
+        assert len(other.epoch(data(4)).losses) == 4
+
+    def test_a_rate_that_goes_through_a_tensor(self, capturing: Device) -> None:
+        def change(engine: Engine) -> None:
+            group = optimizer_of(engine).param_groups[0]
+            group["lr"] = torch.tensor(0.1).to(capturing.torch_device)
+            engine.epoch(data(3))
+            group["lr"] = 0.01
+
+        both(capturing, change)
+
+    def test_the_decay_of_averages(self, capturing: Device) -> None:
+        def change(engine: Engine) -> None:
+            assert engine.ema is not None
+            engine.ema.decay = 0.1
+
+        both(capturing, change, ema_decay=0.9)
+
+
+@pytest.mark.unsanitized
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_scheduler_that_raises(capturing: Device, accumulate: int) -> None:
+    found = []
+    for plan in (Plan.preset("pipeline"), GRAPH):
+        model = make_model(capturing)
+        optimizer = adamw(model.parameters())
+        schedule = torch.optim.lr_scheduler.OneCycleLR(
+            optimizer, 0.05, total_steps=6, cycle_momentum=False
+        )
+        engine = Engine(
+            model,
+            optimizer,
+            loss,
+            plan=plan,
+            device=capturing,
+            scheduler=schedule,
+            accumulate=accumulate,
+            ema_decay=0.9,
+            deterministic=True,
+        )
+        torch.manual_seed(5)
+        with pytest.raises(StepError, match="Tried to step"):
+            engine.epoch(data(24))
+        assert engine.last_result is not None
+        found.append((engine.last_result.losses, weights(engine)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+
+
+@pytest.mark.unsanitized
+def test_an_error_of_pythons_own_in_a_capture(capturing: Device) -> None:
+    """The process goes on as before, dropout included; graphs are given up."""
+
+    def fragile(model: nn.Module, batch: Any) -> torch.Tensor:
+        value = loss(model, batch)
+        if capturing.current_stream().name == "capture":
+            raise KeyError("only here")
+        return value
+
+    model = make_model(capturing)
+    engine = Engine(
+        model, adamw(model.parameters()), fragile, plan=GRAPH, device=capturing, deterministic=True
+    )
+    torch.manual_seed(5)
+    found = engine.epoch(data(12)).losses
+    expected_model = make_model(capturing)
+    expected = Engine(
+        expected_model, adamw(expected_model.parameters()), loss, device=capturing,
+        deterministic=True,
+    )  # fmt: skip
+    torch.manual_seed(5)
+    assert found == expected.epoch(data(12)).losses
+    assert engine.graphs is not None
+    assert "KeyError: 'only here'" in str(engine.graphs.why)
+
+
+def test_the_precision_given_to_the_engine_outlives_a_plan(capturing: Device) -> None:
+    model = make_model(capturing)
+    engine = Engine(model, adamw(model.parameters()), loss, device=capturing, precision="bf16")
+    engine.use_plan("graph")
+    assert engine.plan.precision == "bf16"
+
+
+def test_gradients_outside_the_optimizer_that_the_user_clears(capturing: Device) -> None:
+    """A graph adds to their memory: it is captured anew when that is not theirs any more."""
+    found = []
+    for plan in ("pipeline", "graph"):
+        model = make_model(capturing, dropout=0.0)
+        optimizer = adamw(list(model.parameters())[2:])
+        engine = Engine(model, optimizer, loss, plan=plan, device=capturing, clip_norm=0.5)
+        for info in engine.steps(data(16)):
+            if info.batch == 8:
+                model.zero_grad()
+        outside = next(model.parameters()).grad
+        assert outside is not None
+        assert engine.last_result is not None
+        found.append((engine.last_result.losses, weights(engine), outside.clone()))
+        report = engine.graphs
+        engine.close()
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    assert torch.equal(found[0][2], found[1][2])
+    assert report is not None
+    assert (report.why, report.captures) == (None, 2)

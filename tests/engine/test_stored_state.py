@@ -1,0 +1,235 @@
+"""An engine that is stopped, stored and restored goes on as if it had never stopped."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.device import Device, open_device
+from headrace.engine import Engine
+from headrace.errors import StepError
+from headrace.testing import Costs, FakeDevice
+from support.engines import EAGER, data, loss, make_model, same, weights
+from support.scheduled_engines import BATCHES, make, uninterrupted
+
+
+def clone(state: Any) -> Any:
+    return copy.deepcopy(state)
+
+
+def interrupted(device: Device, plan: str, epochs: int, at: int, **options: Any) -> Any:
+    """Stopped after `at` batches in all, and gone on with in another engine."""
+    torch.manual_seed(3)
+    engine = make(device, plan, **options)
+    torch.manual_seed(4)
+    losses: list[float] = []
+    stored = None
+    while stored is None:
+        values: list[float] = []
+        for info in engine.steps(BATCHES):
+            values += [entry.values["loss"] for entry in info.come_back]
+            if info.epoch * len(BATCHES) + info.batch + 1 == at:
+                values += [entry.values["loss"] for entry in engine.settle()]
+                stored = clone(engine.state_dict())
+                break
+        if stored is None:
+            assert engine.last_result is not None
+            values = list(engine.last_result.losses)
+        losses += values
+    torch.manual_seed(99)  # another process stands elsewhere
+    random.seed(99)
+    numpy.random.seed(99)
+    other = make(device, plan, **options)
+    done = other.load_state_dict(stored)
+    assert other.epochs * len(BATCHES) + done == at
+    while other.epochs < epochs:
+        result = other.epoch(BATCHES[done:], first_batch=done)
+        losses += result.losses
+        done = 0
+    return losses, weights(other), other
+
+
+class TestResume:
+    @pytest.mark.unsanitized
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    @pytest.mark.parametrize("plan", [*EAGER, "graph"])
+    def test_as_if_it_had_never_stopped(self, device: Device, plan: str, accumulate: int) -> None:
+        expected = uninterrupted(device, plan, 3, accumulate=accumulate)
+        found = interrupted(device, plan, 3, at=17, accumulate=accumulate)
+        assert found[0] == expected[0]
+        assert same(found[1], expected[1])
+        for one, other in zip(found[2].ema.averages, expected[2].ema.averages, strict=True):
+            assert torch.equal(one, other)
+
+    @settings(max_examples=20, deadline=None)
+    @given(at=st.integers(1, 25), plan=st.sampled_from(["pipeline", "event", "graph"]))
+    def test_wherever_it_stops(self, at: int, plan: str) -> None:
+        if at % len(BATCHES) == 0:
+            at += 1  # an epoch's last batch is not followed by a step of the same loop
+        expected = uninterrupted(open_device("cpu"), plan, 2, accumulate=1)
+        found = interrupted(open_device("cpu"), plan, 2, at=at, accumulate=1)
+        assert found[0] == expected[0]
+        assert same(found[1], expected[1])
+
+    def test_under_another_plan(self) -> None:
+        with FakeDevice() as device:
+            expected = uninterrupted(device, "pipeline", 2)
+            first = make(device, "graph")
+            torch.manual_seed(4)
+            first.epoch(BATCHES)
+            stored = clone(first.state_dict())
+            other = make(device, "event")
+            assert other.load_state_dict(stored) == 0
+            losses = other.epoch(BATCHES).losses
+        assert list(losses) == expected[0][len(BATCHES) :]
+
+    def test_fp16_scaling_is_part_of_it(self, device: Device) -> None:
+        engine = make(device, "pipeline", precision="fp16")
+        engine.epoch(BATCHES[:3])
+        state = clone(engine.state_dict())
+        assert state["scaler"]["scale"] > 0
+        other = make(device, "pipeline", precision="fp16")
+        other.load_state_dict(state)
+        assert other.state_dict()["scaler"] == state["scaler"]
+
+
+class TestPosition:
+    def test_batches_are_numbered_on(self, device: Device) -> None:
+        engine = make(device, "pipeline")
+        seen = [info.batch for info in engine.steps(BATCHES[5:], first_batch=5)]
+        assert seen == list(range(5, 13))
+        assert engine.last_result is not None
+        assert len(engine.last_result.losses) == 8
+
+    def test_the_state_counts_what_was_trained_on(self, device: Device) -> None:
+        """Not what was prefetched."""
+        asked = []
+
+        def loader() -> Iterator[Any]:
+            for index, batch in enumerate(BATCHES):
+                asked.append(index)
+                yield batch
+
+        engine = make(device, "pipeline")
+        for info in engine.steps(loader()):
+            if info.batch == 4:
+                assert engine.state_dict()["batch"] == 5
+                assert len(asked) > 5
+                break
+
+
+class TestBadState:
+    @pytest.mark.parametrize(
+        ("name", "value"),
+        [
+            ("random", {"host": 1}),
+            ("random_at_start", {"host": torch.zeros(3)}),
+            ("drawn_ahead", [{}]),
+            ("drawn_ahead", 3),
+            ("drawn_last", {}),
+            ("generators", [{"seed": 1, "state": torch.zeros(2)}]),
+            ("epoch_loss", "xy"),
+            ("epoch_loss", [1.0]),
+            ("left_out", None),
+            ("deferred", [{"steps": [1], "numbers": [], "names": [], "rows": None}]),
+            ("deferred", [{"steps": [1], "numbers": [{}], "names": ["a"], "rows": torch.ones(2)}]),
+        ],
+    )
+    def test_in_a_part_that_only_a_pass_needs(
+        self, device: Device, name: str, value: object
+    ) -> None:
+        """It is refused when it is loaded; generators stand as before then."""
+        engine = make(device, "pipeline")
+        next(steps := engine.steps(BATCHES))
+        state = clone(engine.state_dict())
+        steps.close()
+        torch.manual_seed(7)
+        with pytest.raises(StepError, match="the stored state does not fit this engine"):
+            make(device, "pipeline").load_state_dict(state | {name: value})
+        found = torch.rand(2)
+        torch.manual_seed(7)
+        make(device, "pipeline")
+        assert torch.equal(found, torch.rand(2))
+
+    def test_of_another_kind(self, device: Device) -> None:
+        engine = make(device, "pipeline")
+        with pytest.raises(
+            StepError, match="no engine's state of a format from 1 to 4: found None"
+        ):
+            engine.load_state_dict({"model": {}})
+
+    def test_of_an_engine_with_other_parts(self, device: Device) -> None:
+        state = clone(make(device, "pipeline").state_dict())
+        model = make_model(device)
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        engine = Engine(model, optimizer, loss, device=device)
+        with pytest.raises(StepError, match="scheduler: this engine has none, the stored state"):
+            engine.load_state_dict(state)
+
+    def test_of_an_engine_made_from_a_step(self, device: Device) -> None:
+        engine = Engine.from_step(lambda batch: None, device=device)
+        with pytest.raises(StepError, match="made from a step keeps no state"):
+            engine.state_dict()
+
+
+def test_a_state_may_be_loaded_more_than_once(device: Device) -> None:
+    """Training on does not change what was stored: a run can be rolled back to it again."""
+    model = make_model(device, 0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+    engine = Engine(model, optimizer, loss, plan="pipeline", device=device)
+    engine.epoch(data(3))
+    state = copy.deepcopy(engine.state_dict())
+    found = []
+    for _ in range(3):
+        engine.load_state_dict(state)
+        found.append(engine.epoch(data(4)).losses)
+    assert found[0] == found[1] == found[2]
+
+
+@pytest.mark.parametrize("accumulate", [1, 3, 4, 5])
+def test_a_group_that_is_fuller_than_groups_are_now_is_refused(
+    device: Device, accumulate: int
+) -> None:
+    model = make_model(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine = Engine(model, optimizer, loss, device=device, accumulate=4)
+    for info in engine.steps(data(8)):
+        if info.batch == 2:
+            state = copy.deepcopy(engine.state_dict())
+            break
+    other = Engine(model, optimizer, loss, device=device, accumulate=accumulate)
+    if accumulate > 3:
+        assert other.load_state_dict(state) == 3
+        return
+    with pytest.raises(StepError, match=f"3 batches into a group: accumulate = {accumulate}"):
+        other.load_state_dict(state)
+
+
+def test_rates_are_of_the_batches_that_took_the_time() -> None:
+    """Values that a restored engine had not yet reported are of a time that is not counted."""
+
+    def weighted(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
+        return {"loss": loss(model, batch), "weight": 3}
+
+    with FakeDevice(costs=Costs(kernel_us=1000, by_name={})) as device:
+        model = make_model(device)
+        options: dict[str, Any] = {"plan": "pipeline", "device": device}
+        engine = Engine(model, torch.optim.SGD(model.parameters(), 0.1), weighted, **options)
+        for info in engine.steps(data(9)):
+            if info.batch == 6:
+                state = copy.deepcopy(engine.state_dict())
+                break
+        assert sum(len(block["steps"]) for block in state["deferred"]) == 7
+        engine.load_state_dict(state)
+        result = engine.epoch(data(9)[7:], first_batch=7)
+    assert len(result.losses) == 9
+    figures = result.statistics
+    assert figures.weight_per_s == pytest.approx(2 * 3 / figures.elapsed_s)

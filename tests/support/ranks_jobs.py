@@ -1,0 +1,471 @@
+"""What the ranks of `scenarios/test_ranks.py` do, each in a process of its own.
+
+All of a job's ranks train on the same global batches: a rank takes its share of each one's rows.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensorfile
+from headrace.device import Device, open_device
+from headrace.engine import Engine, graph_rules
+from headrace.errors import CheckpointError, StepError
+from headrace.parallel import Agreement, Ranks, synchronise_gradients, whole_weights
+from headrace.parallel.models import whole
+
+WIDTH = 6
+ROWS = (7, 4, 1, 5, 2, 6, 3, 7, 2, 1, 5)  # of each global batch: some have fewer than ranks
+
+
+def global_batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Rows, what they should become, and how much each row counts."""
+    draw = torch.Generator().manual_seed(1)
+    return [
+        (
+            torch.randn(rows, WIDTH, generator=draw),
+            torch.randn(rows, 3, generator=draw),
+            torch.randint(1, 9, (rows,), generator=draw).float(),
+        )
+        for rows in ROWS
+    ]
+
+
+def share(batch: tuple[torch.Tensor, ...], rank: int, size: int) -> tuple[torch.Tensor, ...]:
+    """A rank's rows of a batch; if there are none, one that counts for nothing."""
+    mine = tuple(part[rank::size] for part in batch)
+    if len(mine[0]):
+        return mine
+    return tuple(torch.zeros_like(part[:1]) for part in batch)
+
+
+def loss(model: nn.Module, batch: Any) -> dict[str, torch.Tensor]:
+    rows, wanted, counts = batch
+    errors = (model(rows) - wanted).pow(2).sum(1)
+    weight = counts.sum()
+    clamped = weight.clamp(min=1)
+    return {
+        "loss": (errors * counts).sum() / clamped,
+        "weight": weight,
+        "first": (errors.detach() * counts).sum() / clamped + 1,
+    }
+
+
+def new_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Linear(WIDTH, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 3)
+    )
+
+
+def spread(model: nn.Module, how: str, device: Device) -> nn.Module:
+    if how == "ddp":
+        with device.use(device.stream("ddp")):  # as graphs want it
+            return DistributedDataParallel(model)
+    if how == "fsdp":
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = init_device_mesh(device.torch_device.type, (dist.get_world_size(),))
+        for part in (model[0], model[2], model[4]):  # type: ignore[index]
+            fully_shard(part, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def new_engine(how: str, where: str = "cpu", **options: Any) -> Engine:
+    device = open_device(where)
+    model = spread(new_model().to(device.torch_device), how, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
+    return Engine(model, optimizer, loss, scheduler=scheduler, device=device, **options)
+
+
+def trained(how: str, options: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Two epochs and an evaluation, and all that they came to."""
+    engine = new_engine(how, **options)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    results = [engine.epoch(batches) for _ in range(2)]
+    found: dict[str, Any] = {
+        "losses": [loss for result in results for loss in result.losses],
+        "weights": [weight for result in results for weight in result.weights],
+        "metrics": results[-1].metrics,
+        "updates": engine.updates,
+        "evaluated": engine.evaluate(batches).mean_loss,
+        "model": {name: value.tolist() for name, value in whole_weights(engine.model).items()},
+    }
+    if engine.ema is not None:
+        found["ema"] = [whole(average).tolist() for average in engine.ema.state()]
+        with engine.ema.applied():
+            found["evaluated_averages"] = engine.evaluate(batches).mean_loss
+        found["evaluated_again"] = engine.evaluate(batches).mean_loss
+    return found
+
+
+def run(rank: int, size: int, folder: str, job: Callable[..., Any], *args: Any) -> None:
+    """A rank of a job: its result goes to a file."""
+    torch.set_num_threads(1)
+    backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=size
+    )
+    result = job(rank, size, *args)
+    Path(folder, f"rank-{rank}.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+# --- jobs -----------------------------------------------------------------------------------------
+
+
+def training(rank: int, size: int, how: str, options: dict[str, Any]) -> dict[str, Any]:
+    return trained(how, options, rank, size)
+
+
+class Unknown:
+    """A loader that does not know its length."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._batches)
+
+
+def uneven(rank: int, size: int, how: str, knows_length: bool, accumulate: int) -> list[float]:
+    """Rank 0 has all batches, the others the first five: then only rank 0's rows are trained on."""
+    engine = new_engine(how, accumulate=accumulate)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    mine = batches if rank == 0 else batches[:5]
+    loader = mine if knows_length else Unknown(mine)
+    result = engine.epoch(loader)
+    return [*result.losses, engine.evaluate(loader).mean_loss, result.statistics.samples]
+
+
+class Stateful:
+    """A loader that keeps its own state, and does not say that only the rest of it is left."""
+
+    def __init__(self, batches: list[Any], *, knows_length: bool) -> None:
+        self._batches, self.at, self.epoch = batches, 0, 0
+        if knows_length:
+            self.__class__ = StatefulSized
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self._batches):
+            self.at += 1
+            yield self._batches[self.at - 1]
+        self.at, self.epoch = 0, self.epoch + 1
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.at, "epoch": self.epoch}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.at, self.epoch = state["at"], state["epoch"]
+
+
+class StatefulSized(Stateful):
+    def __len__(self) -> int:
+        return len(self._batches)
+
+
+def stopped(
+    loader: Any, at: int, *, max_steps: int | None = None, seed: int = 0
+) -> tuple[list[float], Any]:
+    """The losses of a new engine until batch `at`, and its state there."""
+    engine, seen = new_engine("ddp"), []
+    torch.manual_seed(seed)
+    for info in engine.steps(loader, max_steps=max_steps):
+        seen += [entry.values["loss"] for entry in info.come_back]
+        if info.batch == at:
+            seen += [entry.values["loss"] for entry in engine.settle()]
+            stored = copy.deepcopy(engine.state_dict())
+            engine.leave()
+            return seen, stored
+    raise AssertionError(f"the loop ended before batch {at}")
+
+
+def uneven_resumed(rank: int, size: int, kind: str, knows_length: bool) -> dict[str, Any]:
+    """Stopped while all ranks have batches left, when the shorter share ends, and after it."""
+    batches = [share(batch, rank, size) for batch in global_batches()[:8]]
+    mine = batches if rank == 0 else batches[:4]
+
+    def loader() -> Any:
+        if kind == "stateful":
+            return Stateful(mine, knows_length=knows_length)
+        return mine if knows_length else Unknown(mine)
+
+    whole, one = new_engine("ddp"), loader()
+    expected = [loss for _ in range(2) for loss in whole.epoch(one).losses]
+    found: dict[str, Any] = {}
+    for at in (1, 3, 4, 7):
+        seen, stored = stopped(loader(), at)
+        other, one = new_engine("ddp"), loader()
+        other.load_state_dict(stored)
+        for _ in range(2):
+            seen += other.epoch(one).losses
+        found[str(at)] = [seen == expected, other.updates == whole.updates]
+    return found
+
+
+class Told:
+    """A loader that can be told where to begin, and says its whole length all the same."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches, self._first = batches, 0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def start_at(self, batch: int) -> None:
+        self._first = batch
+
+    def __iter__(self) -> Iterator[Any]:
+        first, self._first = self._first, 0
+        return iter(self._batches[first:])
+
+
+class Noisy:
+    """A loader that draws in this process."""
+
+    def __init__(self, batches: list[Any]) -> None:
+        self._batches = batches
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        for rows, *others in self._batches:
+            yield (rows + 0.1 * torch.randn(rows.shape), *others)
+
+
+LOADERS = {"plain": list, "unknown": Unknown, "told": Told, "noisy": Noisy}
+
+
+def gone_on_with(rank: int, size: int, kind: str, at: int, max_steps: int | None) -> dict[str, Any]:
+    """A state after batch `at`, of a pass of `max_steps` updates, gone on with to the end."""
+    mine = [share(batch, rank, size) for batch in global_batches()[:8]]
+    loader = LOADERS[kind]
+    whole = new_engine("ddp")
+    torch.manual_seed(rank)
+    expected = [loss for _ in range(2) for loss in whole.epoch(loader(mine)).losses]
+    seen, stored = stopped(loader(mine), at, max_steps=max_steps, seed=rank)
+    other = new_engine("ddp")
+    torch.manual_seed(99)
+    other.load_state_dict(stored)
+    for _ in range(2):
+        seen += other.epoch(loader(mine)).losses
+    return {"same": seen == expected, "updates": other.updates - whole.updates}
+
+
+def one_is_not_finite(rank: int, size: int, how: str) -> dict[str, Any]:
+    """The last rank's share of the second batch has a NaN in it: no rank makes that update."""
+    engine = new_engine(how, on_nonfinite="skip", clip_norm=0.5)
+    batches = [share(batch, rank, size) for batch in global_batches()[:4]]
+    if rank == size - 1:
+        batches[1] = (batches[1][0] * float("nan"), *batches[1][1:])
+    result = engine.epoch(batches)
+    weights = {name: value.tolist() for name, value in whole_weights(engine.model).items()}
+    return {"non_finite": result.non_finite, "model": weights, "last": result.losses[-1]}
+
+
+def some_have_none(rank: int, size: int) -> str:
+    engine = new_engine("ddp")
+    try:
+        engine.epoch(global_batches() if rank == 0 else [])
+    except StepError as problem:
+        return str(problem)
+    return "nothing was said"
+
+
+def inside_a_group(rank: int, size: int, how: str) -> dict[str, Any]:
+    """A state is asked for, and the loop left, after one batch of three."""
+    engine = new_engine(how, accumulate=3)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    said = []
+    steps = engine.steps(batches)
+    next(steps)
+    engine.settle()
+    try:
+        engine.state_dict()
+    except StepError as problem:
+        said.append(str(problem))
+    try:
+        engine.leave()
+    except StepError as problem:
+        said.append(str(problem))
+    steps.close()
+    losses = engine.last_result.losses if engine.last_result is not None else ()
+    weights = {name: value.tolist() for name, value in whole_weights(engine.model).items()}
+    return {"said": said, "updates": engine.updates, "model": weights, "losses": losses}
+
+
+def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, bool]:
+    """`accumulate_by="count"` against the loop by hand; ranks but the first have `own` batches, the
+    last of which then stands in for the others. Or the loop is left after a batch."""
+    options: dict[str, Any] = {"accumulate": 3, "accumulate_by": "count", "clip_norm": 0.5}
+    engine = new_engine(how, **options)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    mine = batches if rank == 0 else batches[:own]
+    if left:
+        steps = engine.steps(mine)
+        next(steps)
+        engine.leave()
+        steps.close()
+    else:
+        engine.epoch(Unknown(mine))
+    trained = 1 if left else len(batches)
+    hand = new_engine(how)
+    training = hand._training
+    model, optimizer = hand.model, training.parts.optimizer
+    scheduler = training.schedule._scheduler
+    assert scheduler is not None
+    for index in range(trained):
+        ends = (index + 1) % 3 == 0 or index + 1 == trained
+        synchronise_gradients(model, ends)
+        value = loss(model, mine[min(index, len(mine) - 1)])["loss"]
+        (value / 3 if index < len(mine) else value * 0).backward()
+        if ends:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+    expected, found = whole_weights(model), whole_weights(engine.model)
+    return {
+        "same": all(torch.equal(found[name], expected[name]) for name in expected),
+        "close": all(torch.allclose(found[name], expected[name]) for name in expected),
+    }
+
+
+def one_breaks_out(rank: int, size: int) -> dict[str, Any]:
+    """An error in one rank's loop: nobody is waited for, and what came back is in the result."""
+    engine = new_engine("ddp")
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    for number, _ in enumerate(engine.steps(batches)):
+        if number == 2:
+            break
+    assert engine.last_result is not None
+    return {"batches": engine.last_result.statistics.batches}
+
+
+def talk(rank: int, size: int) -> dict[str, Any]:
+    """What ranks tell each other, and when they learn what one of them wishes."""
+    ranks, device = Ranks.of(dist.group.WORLD), open_device("cpu")
+    agreement = Agreement(ranks, device, every=2)
+    learnt = []
+    for update in range(9):
+        wish = 15 if rank == 1 and update >= 3 else 0
+        learnt.append(agreement.look(wish, 0)[0])
+    return {
+        "gathered": ranks.gathered({"rank": rank, "text": "é" * rank * 9}, device.ledger),
+        "told": ranks.told(["of", rank], device.ledger),
+        "learnt": learnt,
+        "settled": agreement.settle(rank, 1 - rank),
+        "waits": sorted(reason.reason for reason in device.ledger.statistics().reasons),
+    }
+
+
+def graphs_refused(rank: int, size: int) -> list[str | None]:
+    engines = (new_engine("ddp"), new_engine("fsdp"))
+    return [graph_rules.why_not(engine._training.parts) for engine in engines]
+
+
+def deferred_waits(rank: int, size: int) -> dict[str, int]:
+    """How often the loop's values were summed over ranks: once for ten batches."""
+    sums: list[int] = []
+    plain = Ranks.sum
+
+    def counted(self: Ranks, tensor: torch.Tensor) -> Any:
+        sums.append(tensor.numel())
+        return plain(self, tensor)
+
+    Ranks.sum = counted  # type: ignore[method-assign]
+    try:
+        new_engine("ddp").epoch([share(batch, rank, size) for batch in global_batches()])
+    finally:
+        Ranks.sum = plain  # type: ignore[method-assign]
+    return {"weights": sums.count(1), "values": sum(number > 1 for number in sums)}
+
+
+def on_cuda(rank: int, size: int, how: str, plan: str) -> dict[str, Any]:
+    """Batches of one shape on the GPU, over NCCL: enough of them for a graph to be captured."""
+    engine = new_engine(how, "cuda", plan=plan, clip_norm=0.5)
+    batches = [share(global_batches()[0], rank, size)] * 24
+    result = engine.epoch(batches)
+    report = engine.graphs
+    return {
+        "losses": result.losses,
+        "replays": result.statistics.replays,
+        "why": None if report is None else report.why,
+    }
+
+
+# --- checkpoints ----------------------------------------------------------------------------------
+
+
+def killed(rank: int, size: int, how: str, options: dict[str, Any], folder: str, at: int) -> None:
+    """Save after `at` batches of the second epoch, go on, and die as if by SIGKILL."""
+    engine = new_engine(how, **options)
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    engine.epoch(batches)
+    writer = CheckpointWriter(engine.device, Path(folder), ranks=engine.ranks)
+    for info in engine.steps(batches):
+        if info.batch + 1 == at:
+            engine.settle()
+            writer.save({"engine": engine.state_dict(), "note": "kept"}, engine.updates, wait=True)
+            engine.ranks.barrier(engine.device.ledger)
+        if info.batch + 1 == at + 2:
+            os._exit(9)
+
+
+def resumed(rank: int, size: int, how: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
+    """Go on from the newest checkpoint, whoever wrote it."""
+    engine = new_engine(how, **options)
+    path = agreed_checkpoint(Path(folder), engine.ranks, engine.device.ledger)
+    assert path is not None
+    state = load_checkpoint(path, parts=engine.ranks.several)
+    assert state["note"] == "kept"
+    first = engine.load_state_dict(state["engine"])
+    batches = [share(batch, rank, size) for batch in global_batches()]
+    result = engine.epoch(batches[first:], first_batch=first)
+    return {
+        "path": path.name,
+        "losses": result.losses,
+        "evaluated": engine.evaluate(batches).mean_loss,
+        "model": {name: value.tolist() for name, value in whole_weights(engine.model).items()},
+    }
+
+
+def many(rank: int, size: int, jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
+    """Several jobs in the same processes, one after the other."""
+    return [job(rank, size, *args) for job, args in jobs]
+
+
+def cannot_write(rank: int, size: int, folder: str) -> str:
+    """Rank 1 cannot write its file: no rank's checkpoint is taken for one."""
+    engine = new_engine("ddp")
+    writer = CheckpointWriter(engine.device, Path(folder), ranks=engine.ranks)
+    writer.save({"engine": engine.state_dict()}, 1, wait=True)
+    plain = tensorfile.write_tensors
+
+    def full(path: Path, tensors: Any) -> Any:
+        raise OSError(28, "No space left on device")
+
+    if rank == 1:
+        tensorfile.write_tensors = full
+    try:
+        writer.save({"engine": engine.state_dict()}, 2, wait=True)
+    except CheckpointError as problem:
+        return str(problem)
+    finally:
+        tensorfile.write_tensors = plain
+        writer.close()
+    return "nothing was said"

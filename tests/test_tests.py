@@ -1,0 +1,97 @@
+"""The tests mirror the source tree, and none imports another.
+
+src/headrace/<room>/<module>.py      tests/<room>/test_<module>.py
+src/headrace/<ground file>.py        tests/test_<ground file>.py
+more than one room                   tests/scenarios/
+helpers                              tests/support/
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import headrace
+from support.places import TESTS
+
+PACKAGE = Path(headrace.__file__).parent
+ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+# Test modules that are not named after a module, and what they test.
+OTHERS = {
+    "engine/test_graphed_changes.py": "graphed.py, where model, optimizer or data change",
+    "testing/test_capture.py": "graphs.py: what a capture refuses",
+    "testing/test_memory.py": "what lies on the fake device: both modes and the checker together",
+    "test_exports.py": "the `__all__` of every room",
+    "test_floor_plan.py": "benchmarks/floor_plan.py",
+    "test_layering.py": "rules for all of src/headrace",
+    "test_tests.py": "rules for all of tests",
+}
+
+
+def mirrored() -> list[str]:
+    """Every test module that must stand beside what it tests, by its path in `tests`."""
+    paths = (path.relative_to(TESTS) for path in TESTS.rglob("test_*.py"))
+    elsewhere = ("foreign", "scenarios")
+    return sorted(path.as_posix() for path in paths if path.parts[0] not in elsewhere)
+
+
+def module_of(path: str) -> Path:
+    """The module that a test module is named after."""
+    place = PACKAGE / path
+    return place.with_name(place.name.removeprefix("test_"))
+
+
+@pytest.mark.parametrize("path", mirrored())
+def test_a_test_stands_beside_its_module(path: str) -> None:
+    assert module_of(path).is_file() or path in OTHERS, (
+        f"tests/{path}: there is no {module_of(path)}. Name it after the module that it tests; "
+        "if it tests several rooms, move it to tests/scenarios; else list it in OTHERS."
+    )
+
+
+@pytest.mark.parametrize("path", OTHERS)
+def test_what_is_listed_is_there_and_needs_to_be(path: str) -> None:
+    assert (TESTS / path).is_file()
+    assert not module_of(path).is_file()
+
+
+def test_every_folder_has_its_purpose() -> None:
+    found = {path.relative_to(TESTS).parts[0] for path in TESTS.glob("*/**/*.py")}
+    assert found <= ROOMS | {"foreign", "scenarios", "support"}
+
+
+def imported_tests(code: str) -> list[str]:
+    """The test modules and conftests that some code imports."""
+    names: list[str] = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            names += [f"{node.module or ''}.{alias.name}" for alias in node.names]
+    return [
+        name
+        for name in names
+        if any(part.startswith("test_") or part == "conftest" for part in name.split("."))
+    ]
+
+
+def test_no_test_imports_another() -> None:
+    for path in sorted(TESTS.rglob("*.py")):
+        found = imported_tests(path.read_text(encoding="utf-8"))
+        assert not found, f"{path} imports {', '.join(found)}: share it in tests/support"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("import test_engine", ["test_engine"]),
+        ("def f():\n    from engine.test_engine import data", ["engine.test_engine.data"]),
+        ("from foreign import conftest", ["foreign.conftest"]),
+        ("from headrace.testing import FakeDevice", []),
+        ("from support.engines import data", []),
+    ],
+)
+def test_what_an_import_of_a_test_is(code: str, found: list[str]) -> None:
+    assert imported_tests(code) == found

@@ -1,0 +1,518 @@
+"""The trainer: killed anywhere and resumed, the weights are those of a run that never stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import yaml
+from typer.testing import CliRunner
+
+from headrace.cli import app
+from headrace.errors import HeadraceError, TranslationError
+from headrace.plan import load_plan
+from headrace.runs import read_metrics
+from headrace.testing import FakeDevice
+from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
+from headrace.translation.build import build_run
+from headrace.translation.trainer import EpochLoss
+from headrace.translation.weights import load_weights
+from support.trainers import SMALL, new, weights_of
+
+# Runs a trainer in a process of its own that dies, as if by SIGKILL, after so many batches.
+DIES = """
+import os, sys
+from pathlib import Path
+from headrace.engine import Engine
+from headrace.translation import Trainer
+run, cache, batches = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+steps, seen = Engine.steps, [0]
+def counted(self, *args, **options):
+    for info in steps(self, *args, **options):
+        seen[0] += 1
+        yield info
+        if seen[0] == batches:
+            os._exit(9)
+Engine.steps = counted
+Trainer.resume(run, cache=cache, quiet=True).run()
+"""
+
+
+def everything_in(run: Path) -> dict[str, tuple[int, str]]:
+    return {
+        str(path.relative_to(run)): (
+            path.stat().st_mtime_ns,
+            hashlib.sha256(path.read_bytes()).hexdigest(),
+        )
+        for path in sorted(run.rglob("*"))
+        if path.is_file() and "lock" not in path.name
+    }
+
+
+class TestResume:
+    @pytest.mark.parametrize(
+        ("plan", "workers", "options", "deaths"),
+        [
+            ("pipeline", 0, {}, [1, 7]),
+            ("pipeline", 2, {"ema": 0.9}, [15]),
+            ("baseline", 0, {"accumulate": 3}, [5, 9]),
+            ("streams4", 0, {"dropout": 0.3}, [12]),
+            ("graph", 0, {"average_last": 2}, [3]),
+        ],
+    )
+    def test_killed_and_resumed_it_is_the_same_run(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        plan: str,
+        workers: int,
+        options: dict[str, Any],
+        deaths: list[int],
+    ) -> None:
+        whole = new(corpus, tmp_path, "whole", plan=plan, workers=workers, **options)
+        expected = whole.run()
+        killed = new(corpus, tmp_path, "killed", plan=plan, workers=workers, **options)
+        for batches in deaths:
+            died = subprocess.run(
+                [sys.executable, "-c", DIES, killed.folder.path, corpus / "cache", str(batches)],
+                capture_output=True,
+                text=True,
+            )
+            assert died.returncode == 9, died.stderr
+        found = Trainer.resume(killed.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert weights_of(found.folder.path) == weights_of(expected.folder.path)
+        assert found.scores == expected.scores
+        assert epochs(found) == epochs(expected)
+
+    @pytest.mark.parametrize("save_every", [0, 1000])
+    @pytest.mark.parametrize("where", ["KeptWeights.keep", "TrainResult.store"])
+    def test_killed_at_an_end_that_has_its_line_but_no_checkpoint(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        where: str,
+        save_every: int,
+    ) -> None:
+        whole = new(corpus, tmp_path, "whole", save_every=save_every).run()
+        dead = new(corpus, tmp_path, "dead", save_every=save_every)
+
+        def die(*args: Any) -> None:
+            raise SystemExit
+
+        with monkeypatch.context() as patch:
+            patch.setattr(f"headrace.translation.trainer.{where}", die)
+            with pytest.raises(SystemExit):
+                dead.run()
+        lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
+        assert ("epoch" if where.startswith("Kept") else "valid") in lines
+        found = Trainer.resume(dead.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert epochs(found) == epochs(whole)
+        lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
+        assert (lines.count("epoch"), lines.count("valid")) == (2, 1)
+
+    def test_killed_before_the_first_checkpoint(self, corpus: Path, tmp_path: Path) -> None:
+        expected = new(corpus, tmp_path, "whole").run()
+        fresh = new(corpus, tmp_path, "fresh")  # its folder has nothing but config.yaml
+        found = Trainer.resume(fresh.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert weights_of(found.folder.path) == weights_of(expected.folder.path)
+
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_asked_to_stop_it_saves_and_says_where(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        number: signal.Signals,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        expected = new(corpus, tmp_path, "whole", save_every=1e6).run()
+        trainer = new(corpus, tmp_path, "stopped", save_every=1e6)
+        note = EpochLoss.count
+        seen: list[int] = []
+
+        def count(self: EpochLoss, come_back: Any) -> None:
+            seen.append(1)
+            if len(seen) == 5:
+                os.kill(os.getpid(), number)
+            note(self, come_back)
+
+        monkeypatch.setattr(EpochLoss, "count", count)
+        stopped = trainer.run()
+        monkeypatch.undo()
+        assert (stopped.stopped, stopped.scores) == (number.name, None)
+        said = capfd.readouterr().err
+        assert f"stopped by {number.name} after 5 updates" in said
+        assert "headrace train --resume" in said
+        found = Trainer.resume(stopped.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert weights_of(found.folder.path) == weights_of(expected.folder.path)
+
+    def test_a_finished_run_is_left_as_it_is(self, corpus: Path, tmp_path: Path) -> None:
+        result = new(corpus, tmp_path, "done").run()
+        before = everything_in(result.folder.path)
+        again = Trainer.resume(result.folder.path, cache=corpus / "cache", quiet=True).run()
+        assert again == result
+        assert everything_in(result.folder.path) == before
+
+    def test_the_same_weights_in_every_folder(self, corpus: Path, tmp_path: Path) -> None:
+        """No date, name or path is in a file of weights."""
+        one, other = new(corpus, tmp_path, "a").run(), new(corpus, tmp_path / "b", "c").run()
+        assert weights_of(one.folder.path) == weights_of(other.folder.path)
+
+
+def epochs(result: TrainResult) -> list[dict[str, Any]]:
+    """What a run's metrics say of its epochs, without what depends on the clock."""
+    lines = [json.loads(line) for line in result.folder.metrics.read_text().splitlines()]
+    kept = ("step", "epoch", "loss", "valid_loss", "bleu")
+    return [{name: line[name] for name in kept} for line in lines if line["kind"] == "epoch"]
+
+
+class TestRun:
+    def test_what_a_run_leaves(self, corpus: Path, tmp_path: Path) -> None:
+        result = new(corpus, tmp_path, "run", tensorboard=True, average_last=2).run()
+        there = {path.name for path in result.folder.path.rglob("*") if path.is_file()}
+        for name in (
+            *("config.yaml", "metrics.jsonl", "result.json", "src.model", "trg.model"),
+            *("best.safetensors", "last.safetensors", "averaged.safetensors"),
+        ):
+            assert name in there
+        assert any("tfevents" in name for name in there)
+        assert [entry["epoch"] for entry in epochs(result)] == [0, 1]
+        assert result.scores is not None
+        assert len(result.examples) > 0
+
+    def test_the_use_of_the_machine_is_noted(self, corpus: Path, tmp_path: Path) -> None:
+        for monitor, epochs_noted in ((True, 2), (False, 0)):
+            result = new(corpus, tmp_path, f"monitor {monitor}", monitor=monitor).run()
+            lines = [json.loads(line) for line in result.folder.metrics.read_text().splitlines()]
+            noted = [line for line in lines if line["kind"] == "use"]
+            assert [line["step"] for line in noted] == [
+                line["step"] for line in lines if line["kind"] == "epoch" and monitor
+            ]
+            assert len(noted) == epochs_noted
+            assert all(line["cpu_share"] > 0 and line["gpu_share"] is None for line in noted)
+
+    def test_fine_tuning_starts_from_other_weights(self, corpus: Path, tmp_path: Path) -> None:
+        first = new(corpus, tmp_path, "first", epochs=3).run()
+        tuned = new(corpus, tmp_path, "tuned", epochs=1, weights=str(first.folder.path)).run()
+        assert epochs(tuned)[0]["loss"] < epochs(first)[0]["loss"]
+
+    def test_weights_that_do_not_fit(self, corpus: Path, tmp_path: Path) -> None:
+        first = new(corpus, tmp_path, "first", epochs=1).run()
+        with pytest.raises(TranslationError, match=r"is \(.*\), the model has \("):
+            new(corpus, tmp_path, "wide", width=32, weights=str(first.folder.path)).run()
+
+    def test_steps_may_be_bounded(self, corpus: Path, tmp_path: Path) -> None:
+        assert new(corpus, tmp_path, "short", max_steps=5).run().updates == 5
+
+
+class TestSettings:
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"epoch": 3}, r"unknown key 'epoch' \(did you mean 'epochs'\?\)"),
+            ({"epochs": 0}, "epochs = 0: expected a whole number from 1"),
+            ({"preset": "tinny"}, r"preset = 'tinny' \(did you mean 'tiny'\?\): expected tiny"),
+            ({"dropout": 1.5}, "dropout = 1.5: expected a number from 0 to 1"),
+            ({"joint": "yes"}, "joint = 'yes': expected true or false"),
+            ({"data": 5}, "data = 5: expected a path, or a list of them"),
+            ({"data": ["a", None]}, "expected a path, or a list of them"),
+        ],
+    )
+    def test_what_is_wrong_is_named(self, values: dict[str, Any], message: str) -> None:
+        with pytest.raises(TranslationError, match=message):
+            TrainSettings.from_dict(values)
+
+    def test_yaml_takes_some_numbers_for_text(self) -> None:
+        assert TrainSettings.from_dict(yaml.safe_load("lr: 1e-3")).lr == 0.001
+        with pytest.raises(TranslationError, match="lr = 'fast': expected a number"):
+            TrainSettings.from_dict({"lr": "fast"})
+
+    def test_round_trip(self) -> None:
+        settings = TrainSettings(data=("a", "b"), epochs=3)
+        assert (
+            TrainSettings.from_dict(yaml.safe_load(yaml.safe_dump(settings.to_dict()))) == settings
+        )
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new(corpus, tmp_path_factory.mktemp("runs"), "run").run().folder.path
+
+
+class TestCommands:
+    def invoke(self, *arguments: object, stdin: str | None = None) -> Any:
+        return CliRunner().invoke(app, [str(word) for word in arguments], input=stdin)
+
+    def test_train_prints_its_score_last(self, corpus: Path, tmp_path: Path) -> None:
+        config = tmp_path / "small.yaml"
+        config.write_text(yaml.safe_dump({**SMALL, "epochs": 5}), encoding="utf-8")
+        found = self.invoke(
+            *("train", corpus / "pairs.tsv", "--config", config, "--epochs", 1, "--quiet"),
+            *("--project", tmp_path / "runs", "--cache", corpus / "cache"),
+        )
+        assert found.exit_code == 0, found.output
+        assert found.stdout.splitlines()[-1].startswith("BLEU ")
+        stored = yaml.safe_load((tmp_path / "runs" / "exp" / "config.yaml").read_text())
+        assert (stored["epochs"], stored["width"]) == (1, 16)  # flags override the file
+
+    def test_translate(self, trained: Path, tmp_path: Path) -> None:
+        told = self.invoke("translate", trained, "one and two or three", "four and one or zero")
+        assert told.exit_code == 0, told.output
+        piped = self.invoke(
+            "translate", trained, stdin="one and two or three\nfour and one or zero\n"
+        )
+        text = tmp_path / "text"
+        text.write_text("one and two or three\nfour and one or zero\n", encoding="utf-8")
+        read = self.invoke("translate", trained, "--file", text)
+        assert told.stdout == piped.stdout == read.stdout
+        assert len(told.stdout.splitlines()) == 2
+
+    def test_evaluate(self, trained: Path, corpus: Path) -> None:
+        found = self.invoke(
+            *("evaluate", trained, "--split", "valid", "--lowercase", "--cache", corpus / "cache")
+        )
+        assert found.exit_code == 0, found.output
+        assert "in lower case" in found.stdout
+        assert found.stdout.splitlines()[-1].startswith("BLEU ")
+
+    def test_prepare_says_where(self, corpus: Path, tmp_path: Path) -> None:
+        found = self.invoke(
+            *("prepare", corpus / "pairs.tsv", "--src", "en", "--trg", "de"),
+            *("--vocabulary", 300, "--cache", tmp_path),
+        )
+        assert found.exit_code == 0, found.output
+        assert Path(found.stdout.splitlines()[-1]).is_dir()
+
+    def test_evaluate_scores_the_file_as_it_is(self, trained: Path, tmp_path: Path) -> None:
+        pairs = tmp_path / "pairs.tsv"
+        pairs.write_text("one and two or three\teins und zwei oder drei\n" * 3, encoding="utf-8")
+        found = self.invoke("evaluate", trained, pairs)
+        assert found.exit_code == 0, found.output
+        assert "3 sentences" in found.stdout
+
+    def test_translate_gives_one_line_each(self, trained: Path, tmp_path: Path) -> None:
+        text = tmp_path / "text"
+        text.write_bytes("\ufeffone and two\r\n\u2028three\x0cfour\n\none\n".encode())
+        found = self.invoke("translate", trained, "--file", text)
+        assert found.stdout.count("\n") == 4
+        found = self.invoke("translate", trained, "\udcff")
+        assert "sentence 1: is not UTF-8" in str(found.exception)
+        text.write_bytes(b"one\ntwo\nthr\xffee\n")
+        found = self.invoke("translate", trained, "--file", text)
+        assert f"{text}:3: is not UTF-8" in str(found.exception)
+
+    def test_errors_are_theirs(self, trained: Path, tmp_path: Path) -> None:
+        for arguments in (
+            ("train", tmp_path / "none.tsv", "--project", tmp_path / "no"),
+            ("train", "--resume", tmp_path),
+            ("train", "--resume", trained, "--epochs", "3"),
+            ("train", "--epochs", "0"),
+            ("translate", trained, "--weights", "worst"),
+            ("evaluate", trained, "--split", "nonsense"),
+            ("train", "--plan", "nope", "--project", tmp_path / "no"),
+            ("train", "--dropout", "1", "--project", tmp_path / "no"),
+            ("train", "--weights", "nope.safetensors", "--project", tmp_path / "no"),
+        ):
+            found = self.invoke(*arguments)
+            assert found.exit_code != 0
+            assert isinstance(found.exception, HeadraceError), found.exception
+        assert not (tmp_path / "no").exists()  # nothing was begun
+
+    def test_what_was_typed_wrong_ends_with_2(self, tmp_path: Path) -> None:
+        """As Typer's own objections do; what fails later ends with 1."""
+        for words in (["--lr", "-1"], ["--plan", "nope"], ["--heads", "3"], ["--config", "none"]):
+            found = self.invoke("train", "--project", tmp_path / "no", *words)
+            assert isinstance(found.exception, HeadraceError)
+            assert found.exception.exit_code == 2, words
+
+    def test_what_does_not_go_with_resume_is_named_as_it_was_typed(self, trained: Path) -> None:
+        others = ("--stop-code", "zero", "--name", "x", trained)
+        found = self.invoke("train", "--resume", trained, *others)
+        assert "leave out --name, --stop-code, DATA, or edit" in str(found.exception)
+
+    def test_a_run_is_gone_on_with_where_it_is(self, tmp_path: Path) -> None:
+        elsewhere = self.invoke(
+            "train", "--resume", tmp_path / "exp", "--project", tmp_path / "other"
+        )
+        assert "leave out --project, or edit" in str(elsewhere.exception)
+        there = self.invoke("train", "--resume", tmp_path / "exp", "--project", tmp_path)
+        assert "leave out" not in str(there.exception)  # there is no such run, though
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["--tokens", 100, "--sentences", 5], "--tokens 100 and --sentences 5: a batch is"),
+            (["--src", "xx"], "src = 'xx' and trg = 'en': the built-in corpus is"),
+        ],
+    )
+    def test_what_cannot_be_meant_leaves_no_folder(
+        self, tmp_path: Path, words: list[object], told: str
+    ) -> None:
+        found = self.invoke("train", "--project", tmp_path / "runs", *words)
+        assert told in str(found.exception)
+        assert not (tmp_path / "runs").exists()
+
+    def test_a_run_without_weights_says_when_it_will_have_some(self, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").touch()
+        with pytest.raises(TranslationError, match="weights when its first epoch has ended"):
+            load_weights(torch.nn.Linear(1, 1), tmp_path / "weights" / "best.safetensors")
+
+    def test_a_search_is_no_run(self, tmp_path: Path) -> None:
+        (tmp_path / "config.yaml").write_text("work: mlp\n")
+        (tmp_path / "journal.jsonl").touch()
+        for words in (["train", "--resume", tmp_path], ["translate", tmp_path, "hello"]):
+            found = self.invoke(*words)
+            assert "is a search by `headrace tune`; expected a training run" in str(found.exception)
+
+
+class TestChanged:
+    """A run whose corpus or settings were changed says so, and is not harmed."""
+
+    def unfinished(self, corpus: Path, tmp_path: Path) -> Path:
+        (tmp_path / "pairs.tsv").write_bytes((corpus / "pairs.tsv").read_bytes())
+        run = new(tmp_path, tmp_path, "run").run().folder.path
+        (run / "result.json").unlink()
+        return run
+
+    def test_another_corpus(self, corpus: Path, tmp_path: Path) -> None:
+        run = self.unfinished(corpus, tmp_path)
+        before = everything_in(run / "vocabulary")
+        text = (tmp_path / "pairs.tsv").read_text(encoding="utf-8")
+        (tmp_path / "pairs.tsv").write_text(text.replace("o", "q"), encoding="utf-8")
+        with pytest.raises(TranslationError, match="other vocabularies than this run was begun"):
+            Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
+        assert everything_in(run / "vocabulary") == before
+
+    def test_another_model(self, corpus: Path, tmp_path: Path) -> None:
+        run = self.unfinished(corpus, tmp_path)
+        config = (run / "config.yaml").read_text(encoding="utf-8")
+        (run / "config.yaml").write_text(config.replace("width: 16", "width: 32"))
+        with pytest.raises(TranslationError, match="does not fit the model"):
+            Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
+
+
+def test_a_trained_model_is_its_folder(corpus: Path, tmp_path: Path) -> None:
+    run = new(corpus, tmp_path, "run").run().folder.path
+    moved = tmp_path / "elsewhere"
+    run.rename(moved)
+    model = TrainedModel.load(moved, device="cpu")
+    assert len(model.translate(["one and two or three", ""])) == 2
+    assert model.translate([""]) == [""]
+
+
+def test_memory_is_flat_over_5000_steps(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "many.tsv").write_text(
+        "".join(f"{n} and {n % 7}\t{n} und {n % 7}\n" for n in range(5200)), encoding="utf-8"
+    )
+    process, count = psutil.Process(), EpochLoss.count
+    resident: list[int] = []
+
+    def counted(self: EpochLoss, come_back: Any) -> None:
+        resident.append(process.memory_info().rss)
+        count(self, come_back)
+
+    monkeypatch.setattr(EpochLoss, "count", counted)
+    settings = {**SMALL, "width": 8, "sentences": 1, "epochs": 1, "save_every": 1e6}
+    settings |= {"data": str(tmp_path / "many.tsv"), "vocabulary": 400}
+    trainer = Trainer.create(
+        TrainSettings.from_dict(settings), project=tmp_path, cache=tmp_path / "cache", quiet=True
+    )
+    assert trainer.run().updates >= 5000
+    assert resident[5000] - resident[1000] < 20e6
+
+
+@pytest.mark.parametrize(
+    ("shapes", "stored", "most"), [(None, False, 32), (5, False, 10), (None, True, 4)]
+)
+def test_how_many_graphs(
+    corpus: Path, tmp_path: Path, shapes: int | None, stored: bool, most: int
+) -> None:
+    """Of a preset, one for each bucket and one for its last batch; a plan.yaml is kept to."""
+    path = tmp_path / "plan.yaml"
+    path.write_text("plan: {preset: graph, graph_shapes: 4}")
+    settings = TrainSettings.from_dict(
+        SMALL | {"data": [str(corpus)], "plan": str(path) if stored else "graph", "shapes": shapes}
+    )
+    data = prepared_for(settings, corpus / "cache")
+    assert build_run(settings, data).plan.graph_shapes == most
+
+
+def test_a_plan_file_is_kept_with_the_run(corpus: Path, tmp_path: Path) -> None:
+    """Changed or taken away, or with the run's folder moved: it goes on under the same plan."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("plan: {preset: pipeline, prefetch_depth: 3}")
+    made = new(corpus, tmp_path, "run", plan=str(file))
+    file.unlink()
+    moved = tmp_path / "moved"
+    made.folder.path.rename(moved)
+    again = Trainer.resume(moved, cache=corpus / "cache", quiet=True)
+    assert load_plan(again.settings.plan).plan.prefetch_depth == 3
+    assert yaml.safe_load((moved / "config.yaml").read_text())["plan"] == "plan.yaml"
+    assert again.run().updates > 0
+
+
+def test_a_runs_config_may_be_used_for_another(
+    corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its plan is the one that lies beside it, whatever lies in the current directory."""
+    file = tmp_path / "mine.yaml"
+    file.write_text("plan: {preset: pipeline, prefetch_depth: 3}")
+    made = new(corpus, tmp_path, "run", plan=str(file))
+    (tmp_path / "plan.yaml").write_text("plan: {preset: baseline}")
+    monkeypatch.chdir(tmp_path)
+    words = ["train", "--config", str(made.folder.config), "--project", "other", "--max-steps", "1"]
+    done = CliRunner().invoke(app, [*words, "--cache", str(corpus / "cache"), "--quiet"])
+    assert done.exit_code == 0, done.exception
+    assert load_plan(tmp_path / "other" / "exp" / "plan.yaml").plan.prefetch_depth == 3
+
+
+@pytest.mark.parametrize("other", [None, "baseline"])
+def test_another_plan_from_the_environment_keeps_the_batches(
+    corpus: Path, monkeypatch: pytest.MonkeyPatch, other: str | None
+) -> None:
+    """With graphs the batches have few shapes: also if HEADRACE_PLAN leaves the graphs out."""
+    with FakeDevice() as fake:
+        monkeypatch.setattr("headrace.translation.build.open_device", lambda name: fake)
+        settings = TrainSettings.from_dict(
+            SMALL | {"data": [str(corpus)], "plan": "graph", "shapes": None, "precision": "fp32"}
+        )
+        data = prepared_for(settings, corpus / "cache")
+        if other is not None:
+            monkeypatch.setenv("HEADRACE_PLAN", other)
+        parts = build_run(settings, data)
+    assert parts.plan == parts.engine.plan
+    assert parts.plan.name == (other or "graph")
+    buckets = parts.loader.sampler._plan.buckets
+    assert buckets is not None
+
+
+def test_a_run_says_which_plan_it_has_and_that_it_is_not_compiled(
+    corpus: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    settings = TrainSettings.from_dict(
+        SMALL | {"data": str(corpus / "pairs.tsv"), "plan": "max", "max_steps": 2}
+    )
+    for variable in ("", "event"):
+        monkeypatch.setenv("HEADRACE_PLAN", variable)
+        Trainer.create(settings, project=tmp_path, cache=corpus / "cache").run()
+    lines = " ".join(capfd.readouterr().err.split())
+    told = "plan max: the step is not compiled and runs as it is: Headrace compiles nothing for cpu"
+    assert lines.count(told) == 1
+    assert "HEADRACE_PLAN is set: this engine runs under plan event instead of max" in lines
+    assert "plan max (fp32) on CPU" in lines
+    assert "plan event (fp32) on CPU" in lines
