@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 from rich.console import Console
 
+from headrace.data import Cursor
 from headrace.device import LedgerStatistics
-from headrace.engine import DeferredValues, EpochResult, EpochStatistics, StepInfo
-from headrace.runs import Gauges, Progress
+from headrace.engine import DeferredValues, EpochResult, EpochStatistics, Progress
+from headrace.runs import Gauges, ProgressLine
 
 ERASE = "\r\x1b[2K"
 GAUGES = Gauges(9 << 29, 0.01, 0.04, 0.97)
@@ -46,7 +47,7 @@ class Watched:
             file=self.file, force_terminal=terminal, width=width, legacy_windows=False, _environ={}
         )
         options = {"gauges": lambda: GAUGES} | options
-        self.progress = Progress(epochs, console=console, clock=self.clock, **options)
+        self.progress = ProgressLine(epochs, console=console, clock=self.clock, **options)
 
     def train(self, batches: int, seconds: float = 1 / 16) -> None:
         for _ in range(batches):
@@ -170,7 +171,8 @@ def test_a_slow_terminal_is_drawn_on_less_often() -> None:
 
 def test_a_batch_that_is_not_drawn_costs_little() -> None:
     watched = Watched()
-    info = StepInfo(0, 5, 6, (DeferredValues(0, {"loss": 3.0, "weight": 1800.0}),))
+    arrived = (DeferredValues(0, {"loss": 3.0, "weight": 1800.0}),)
+    info = Progress(0, 6, 6, Cursor(6), arrived=arrived)
     with watched.progress as progress:
         progress.epoch_begins(0, 480)
         fastest_s = math.inf
@@ -351,9 +353,9 @@ def test_a_resumed_epoch_goes_on_where_it_was() -> None:
         progress.epoch_begins(0, 480, first_batch=400)
         watched.clock.now_s += 1
         come_back = tuple(DeferredValues(i, {"loss": 4.0, "weight": 900.0}) for i in range(2))
-        progress.on_step(StepInfo(0, 400, 1, come_back))
+        progress.on_step(Progress(0, 401, 1, Cursor(401), arrived=come_back))
         watched.clock.now_s += 1
-        progress.on_step(StepInfo(0, 401, 2, ()))
+        progress.on_step(Progress(0, 402, 2, Cursor(402)))
         cells = watched.screen()[-1].split()
         assert cells[2:4] == ["900", "4.0000"]
         assert cells[-3:] == ["402/480", "0:02", "1:18"]
@@ -433,7 +435,7 @@ def test_plain_lines_as_often_as_wanted() -> None:
 def test_a_dumb_terminal_gets_plain_lines() -> None:
     file = io.StringIO()
     console = Console(file=file, force_terminal=True, _environ={"TERM": "dumb"})
-    with Progress(1, console=console) as progress:
+    with ProgressLine(1, console=console) as progress:
         progress.epoch_begins(0, 1)
         progress.epoch_ends(result())
     assert "\x1b" not in file.getvalue()
@@ -473,7 +475,7 @@ def test_a_terminal_that_knows_only_ascii(terminal: bool) -> None:
     raw = io.BytesIO()
     file = io.TextIOWrapper(raw, encoding="ascii")
     console = Console(file=file, force_terminal=terminal, width=60, _environ={})
-    with Progress(1, console=console) as progress:
+    with ProgressLine(1, console=console) as progress:
         progress.status("compiling… 3 × 4")
         progress.message("数据 – ok")
     assert b"compiling... 3 x 4" in raw.getvalue()

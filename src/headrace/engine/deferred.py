@@ -97,6 +97,7 @@ class DeferredScalars:
                 numbers[name] = _ON_DEVICE
             else:
                 numbers[name] = float(value)
+        self.send_full()
         block = self._filling
         if block is None or not block.layout.fits(numbers, tensors):
             self.flush()

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from headrace.runs.doctor import diagnose, driver_version, usable_cores
     from headrace.runs.folder import RunFolder, replace_file, shared_folder, yaml_text
     from headrace.runs.metrics import MetricsLog, NoMetrics, read_metrics
-    from headrace.runs.progress_line import Gauges, Progress, silent_console
+    from headrace.runs.progress_line import Gauges, ProgressLine, silent_console
     from headrace.runs.run_monitor import RunMonitor
     from headrace.runs.signals import StopRequests, outlive_sigterm
     from headrace.runs.use_monitor import Monitor, UseSample
@@ -26,7 +26,7 @@ _HOMES = {
     "MetricsLog": "metrics",
     "Monitor": "use_monitor",
     "NoMetrics": "metrics",
-    "Progress": "progress_line",
+    "ProgressLine": "progress_line",
     "RunFolder": "folder",
     "RunMonitor": "run_monitor",
     "StopRequests": "signals",
@@ -49,7 +49,7 @@ __all__ = [
     "MetricsLog",
     "Monitor",
     "NoMetrics",
-    "Progress",
+    "ProgressLine",
     "RunFolder",
     "RunMonitor",
     "StopRequests",

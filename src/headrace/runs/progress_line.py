@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from headrace.engine import EpochResult, StepInfo
+    from headrace.engine import EpochResult, Progress
 
 _log = logging.getLogger("headrace")
 _REDRAW_S = 0.1
@@ -59,10 +59,10 @@ class _Nowhere(io.TextIOBase):
         return len(text)
 
 
-class Progress:
+class ProgressLine:
     """Shows a run of `total_epochs` epochs, on stderr.
 
-        with Progress(10, gauges=monitor.gauges) as progress:
+        with ProgressLine(10, gauges=monitor.gauges) as progress:
             progress.epoch_begins(0, len(loader))
             result = engine.epoch(loader)                # with on_step=progress.on_step
             progress.status("validating …")
@@ -108,7 +108,7 @@ class Progress:
         self._columns: dict[str, int] = {}
         self._last_line: str | None = None
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> ProgressLine:
         self._level_before = _log.level
         if _log.level == logging.NOTSET and not _log.isEnabledFor(self._handler.level):
             _log.setLevel(self._handler.level)
@@ -147,7 +147,7 @@ class Progress:
         self._add(loss, tokens)
         self._tick()
 
-    def on_step(self, info: StepInfo) -> None:
+    def on_step(self, info: Progress) -> None:
         """The same, as an engine's `on_step`: tokens are the batches' weights."""
         self._done = info.batch + 1
         for entry in info.come_back:
@@ -359,7 +359,7 @@ class _Screen:
 
 
 class _Records(logging.Handler):
-    def __init__(self, progress: Progress, level: int) -> None:
+    def __init__(self, progress: ProgressLine, level: int) -> None:
         super().__init__(level)
         self._progress = progress
 

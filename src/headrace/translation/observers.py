@@ -16,7 +16,7 @@ from headrace.runs import (
     Gauges,
     MetricsLog,
     NoMetrics,
-    Progress,
+    ProgressLine,
     RunFolder,
     RunMonitor,
     Watchdog,
@@ -30,7 +30,7 @@ class Observers:
     """The observers of one run, each told of epochs and steps as they come."""
 
     device: Device
-    progress: Progress
+    progress: ProgressLine
     gauges: EpochGauges
     metrics: MetricsLog | NoMetrics
     watchdog: Watchdog
@@ -85,11 +85,11 @@ def _gauges(device: Device, monitor: RunMonitor, begun_ns: int) -> Gauges:
 
 def new_progress(
     settings: TrainSettings, ranks: Ranks, quiet: bool, gauges: EpochGauges
-) -> Progress:
+) -> ProgressLine:
     epochs = settings.epochs
     if ranks.is_first:
-        return Progress(epochs, quiet, gauges=gauges)
-    return Progress(epochs, quiet=True, console=silent_console())
+        return ProgressLine(epochs, quiet, gauges=gauges)
+    return ProgressLine(epochs, quiet=True, console=silent_console())
 
 
 def new_metrics(settings: TrainSettings, ranks: Ranks, folder: RunFolder) -> MetricsLog | NoMetrics:

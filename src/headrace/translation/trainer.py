@@ -43,7 +43,7 @@ from headrace.report import try_report
 from headrace.runs import (
     MetricsLog,
     NoMetrics,
-    Progress,
+    ProgressLine,
     RunFolder,
     StopRequests,
     replace_file,
@@ -189,7 +189,7 @@ class Trainer:
             try_report(folder.path)
         return result
 
-    def _prepare(self, progress: Progress) -> Prepared:
+    def _prepare(self, progress: ProgressLine) -> Prepared:
         """The run's corpus, encoded: by the first rank, for all."""
 
         def show(what: str, done: int, total: int) -> None:
@@ -497,7 +497,7 @@ def _score(
     parts: RunParts,
     folder: RunFolder,
     kept: KeptWeights,
-    progress: Progress,
+    progress: ProgressLine,
     metrics: MetricsLog | NoMetrics,
 ) -> TrainResult:
     """Translate test with the best weights, and store the scores: the run is finished."""

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.result import sentences_of
-from headrace.bench.tune.search import NothingRuns, Outcome, Progress, Search
+from headrace.bench.tune.search import NothingRuns, Outcome, Search, SearchProgress
 from headrace.bench.tune.trials import LEAST_NOISE, Measurement, noise_of
 from headrace.device import open_device
 from headrace.plan import PRESETS, LoaderPlan, Plan
@@ -318,7 +318,7 @@ class TestBudget:
         assert bench.runs["pipeline"] == runs
 
     def test_progress_says_what_is_left(self) -> None:
-        seen: list[Progress] = []
+        seen: list[SearchProgress] = []
         search(by_name(pipeline=10.0), watch=seen.append)
         assert [progress.done for progress in seen] == list(range(len(seen)))
         assert all(progress.left >= 0 for progress in seen)

@@ -659,7 +659,7 @@ class TestSentences:
             watch = tuning._Watch(said.append, journal, clock=lambda: float(next(clock)))
             for done, left_s in ((1, None), (2, 125.0), (3, 20.0)):
                 one = candidate("baseline")
-                watch(search.Progress(f"stage {done}", one, 20, done, 30, left_s, None))
+                watch(search.SearchProgress(f"stage {done}", one, 20, done, 30, left_s, None))
         assert [text.rsplit(", ", 1)[1] for text in said] == [
             "about 30 min left",
             "about 2 min left",

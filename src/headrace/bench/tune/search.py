@@ -35,7 +35,7 @@ _MOST_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class SearchProgress:
     """Where the search stands, for a line on the screen. `left` is an estimate, of runs; `left_s`
     what is left of the time that it was given, if it was."""
 
@@ -84,7 +84,7 @@ class Search:
         least_ms: float = 200.0,
         budget_s: float | None = None,
         let_go: Callable[[Candidate], object] = lambda candidate: None,
-        watch: Callable[[Progress], object] = lambda progress: None,
+        watch: Callable[[SearchProgress], object] = lambda progress: None,
     ) -> None:
         self._space, self._measure, self._let_go, self._watch = space, measure, let_go, watch
         self._steps, self._repeats, self._least_ms = steps, repeats, least_ms
@@ -255,7 +255,7 @@ class Search:
             raise _TimeIsUp
         left_s = self._budget_s - self._spent_s
         self._watch(
-            Progress(
+            SearchProgress(
                 self._stage,
                 trial.candidate,
                 steps,

@@ -31,7 +31,7 @@ from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
 from headrace.errors import TuneError
 from headrace.plan import refuse_replaced_plans
-from headrace.runs import Progress, RunFolder, StopRequests, replace_file, usable_cores
+from headrace.runs import ProgressLine, RunFolder, StopRequests, replace_file, usable_cores
 from headrace.schema import read_yaml
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class Tuning:
         environment = asdict(environment_of(device, self._command))
         with (
             self.folder.locked(),
-            Progress(1, self._quiet) as progress,
+            ProgressLine(1, self._quiet) as progress,
             StopRequests() as stop,
             self._measurer(work, space) as measurer,
             Journal(
@@ -249,7 +249,7 @@ class _Watch:
         self._replayed = 0
         self._stage = ""
 
-    def __call__(self, at: search.Progress) -> None:
+    def __call__(self, at: search.SearchProgress) -> None:
         if self._journal.is_replaying:
             self._replayed = at.done + 1
             return
