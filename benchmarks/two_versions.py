@@ -39,7 +39,8 @@ loader = list(made.loader)
 if device.asynchronous:
     loader = [tuple(part.pin_memory() for part in batch) for batch in loader]
 epoch = (loader * (steps // len(loader) + 1))[:steps]
-engine = hr.Engine(made.model, made.optimizer, made.loss, plan=plan, device=device, precision="bf16")
+options = {"plan": plan, "device": device, "precision": "bf16"}
+engine = hr.Engine(made.model, made.optimizer, made.loss, **options)
 losses = engine.epoch(epoch).losses
 engine.epoch(epoch)
 times = []

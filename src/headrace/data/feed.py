@@ -8,7 +8,7 @@ checkpoint is taken after the last batch *trained on*, however many were fetched
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -54,9 +54,9 @@ class Batches(Protocol):
 
     def __next__(self) -> Fetched: ...
 
-    def has_more(self, *, ask: bool) -> bool:
+    def has_more(self, ask: Callable[[], bool]) -> bool:
         """Whether another batch, or an error, comes after the last one. Where nothing is fetched
-        ahead, the loader is asked only if `ask`; else it may have more."""
+        ahead, the loader is asked only if `ask()`; else it may have more."""
         ...
 
 
@@ -110,9 +110,9 @@ class Feed:
         samples = 0 if weightless else slot.samples
         return Fetched(index, slot.batch, slot.nbytes, samples, cursor, weightless, ends_epoch)
 
-    def has_more(self, *, ask: bool) -> bool:
+    def has_more(self, ask: Callable[[], bool]) -> bool:
         assert self._under_way is not None
-        return self._under_way.has_more(ask=ask)
+        return self._under_way.has_more(ask)
 
     def is_ahead_of(self, trained: Cursor) -> bool:
         """Whether a batch was handed out after the last one `trained` on."""
@@ -155,5 +155,5 @@ class BlockingCopies:
         self._count += 1
         return fetched
 
-    def has_more(self, *, ask: bool) -> bool:
-        return self._batches.has_more(ask=ask)
+    def has_more(self, ask: Callable[[], bool]) -> bool:
+        return self._batches.has_more(ask)

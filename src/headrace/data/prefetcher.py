@@ -15,7 +15,7 @@ loop for Python's lock, and loading in parallel is what DataLoader workers are f
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -247,10 +247,10 @@ class PrefetchIterator:
         self.loader_state = slot.loader_state
         return slot
 
-    def has_more(self, *, ask: bool) -> bool:
+    def has_more(self, ask: Callable[[], bool]) -> bool:
         """Whether another batch, or an error, comes after the one handed out last. With a depth of
-        0 nothing was fetched ahead: then the loader is only asked if `ask`, else it may have."""
-        if ask and not self._under_way and self._source is not None:
+        0 nothing was fetched ahead: then the loader is only asked if `ask()`, else it may have."""
+        if not self._under_way and self._source is not None and ask():
             self._pull()
         return bool(self._under_way) or self._source is not None or self._error is not None
 

@@ -87,6 +87,8 @@ class Source:
     ) -> None:
         self._keeper, self.state = first_state(loader)
         self._aligned = loader if isinstance(loader, Aligned) else None
+        #: Of several ranks: what the batch returned last is to the others.
+        self.share: Share | None = None
         self._end_flag = EndFlag.of(loader)
         self._draws = draws
         self.drawn_from: dict[str, Any] | None = None
@@ -122,7 +124,10 @@ class Source:
         except StopIteration:
             self._note_state()  # at the end it may have gone on to its next epoch
             raise
-        self._note_state()
+        if self._keeper is not None:
+            self.state = self._keeper.state_dict()
+        if self._aligned is not None:
+            self.share = self._aligned.share
         if self._end_flag is not None:
             self._end_flag.hold_back()
         return batch
@@ -130,11 +135,6 @@ class Source:
     @property
     def keeps_state(self) -> bool:
         return self._keeper is not None
-
-    @property
-    def share(self) -> Share | None:
-        """Of several ranks: what the batch returned last is to the others."""
-        return None if self._aligned is None else self._aligned.share
 
     @property
     def gave_last(self) -> bool:

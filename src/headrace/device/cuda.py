@@ -7,13 +7,13 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from headrace.device import kineto
-from headrace.device.accelerator import AcceleratorDevice
-from headrace.device.base import Result
+from headrace.device.accelerator import AcceleratorDevice, AcceleratorStream
+from headrace.device.base import Result, Stream
 from headrace.device.graph import Graph, Obstacle
 from headrace.device.host_activity import HostUse
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
@@ -23,6 +23,14 @@ from headrace.source_lines import Site
 
 _USE_EVERY_NS = 1_000_000_000
 _MARKER_CYCLES = 1000
+
+
+class _StreamId(NamedTuple):
+    """A stream, as PyTorch's own functions know it."""
+
+    stream_id: int
+    device_index: int
+    device_type: int
 
 
 class CudaPool:
@@ -175,6 +183,24 @@ class CudaDevice(AcceleratorDevice):
     def limit_memory(self, nbytes: int | None) -> None:
         share = 1.0 if nbytes is None else min(1.0, nbytes / self.memory().total)
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+
+    def switch_back(self, before: object) -> None:
+        if isinstance(before, _StreamId):
+            torch._C._cuda_setStream(*before)
+        else:
+            super().switch_back(before)
+
+    def _switch(self, stream: Stream) -> object:
+        # In every step: what `torch.cuda.set_stream` and its like call, without the objects that
+        # they make.
+        assert isinstance(stream, AcceleratorStream)
+        if torch._C._cuda_getDevice() != self._index:
+            return super()._switch(stream)
+        before, raw = torch._C._cuda_getCurrentStream(self._index), stream.raw
+        if before[0] == raw.stream_id:
+            return None  # there already
+        torch._C._cuda_setStream(raw.stream_id, raw.device_index, raw.device_type)
+        return _StreamId(*before)
 
     def has_fast_bf16(self) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))

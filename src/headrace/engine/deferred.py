@@ -84,6 +84,9 @@ class DeferredScalars:
 
     def add(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
         """The first half of `push`: keep this step's values on the device."""
+        block = self._filling
+        if block is not None and type(values) is dict and block.add_only(step, values):
+            return
         # A dict nearly always: asking for any Mapping is slower.
         named = values if isinstance(values, (dict, Mapping)) else {"loss": values}
         tensors, numbers = [], {}
@@ -106,8 +109,13 @@ class DeferredScalars:
 
     def send_full(self) -> None:
         """The second half of `push`: send a full block on its way."""
-        if self._filling is not None and len(self._filling.entries) == self._every:
+        if self.is_full:
             self.flush()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether there are enough values to be sent."""
+        return self._filling is not None and len(self._filling.entries) == self._every
 
     def flush(self) -> None:
         """Send what was pushed so far on its way, without waiting for a full block."""
@@ -195,8 +203,9 @@ class SummedScalars:
     def add(self, step: int, values: Mapping[str, Scalar]) -> None:
         self._scalars.add(step, _to_be_summed(values, self._device))
 
-    def send_full(self) -> None:
-        self._scalars.send_full()
+    @property
+    def is_full(self) -> bool:
+        return self._scalars.is_full
 
     def ready(self) -> list[DeferredValues]:
         return [_as_means(summed) for summed in self._scalars.ready()]
@@ -318,6 +327,9 @@ class _Block:
         self._filled, self._arrived = device.event(), device.event()
         self._sum: Sum | None = None
         self._rows: list[torch.Tensor] = []
+        #: The name of a single value, and an entry's numbers where it is on the device.
+        self._only = layout.names[0] if len(layout.names) == 1 else None
+        self._no_numbers = {} if self._only is None else {self._only: _ON_DEVICE}
         if layout.names:
             shape = (every, len(layout.names))
             self._on_device = device.empty(shape, layout.dtype)
@@ -326,6 +338,22 @@ class _Block:
             self._rows = list(single.unbind(0))
             self._buffer = device.pinned.take(math.prod(shape) * layout.dtype.itemsize)
             self._on_host = self._buffer.view(shape, layout.dtype)
+
+    def add_only(self, step: int, values: dict[str, Scalar]) -> bool:
+        """The short way, for a single value (mostly: a loss, no more). Whether it could be gone."""
+        row = len(self.entries)
+        if len(values) != 1 or self._only not in values or row == len(self._rows):
+            return False
+        value = values[self._only]
+        if (
+            not isinstance(value, torch.Tensor)
+            or value.dim()
+            or value.dtype != self.layout.dtypes[0]
+        ):
+            return False
+        self._rows[row].copy_(value.detach())
+        self.entries.append((step, self._no_numbers))
+        return True
 
     def add(self, step: int, numbers: dict[str, float], tensors: list[torch.Tensor]) -> None:
         """Keep one step's values: tensors in the next row, numbers as they are."""

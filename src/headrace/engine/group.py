@@ -45,6 +45,8 @@ class Group:
     ) -> None:
         self._device, self._optimizer, self._ranks = device, optimizer, ranks
         self.size, self._by_count, self._sharded = size, by_count, sharded
+        #: Whether gradients are those of loss × weight, to be divided once a group.
+        self.weighs = not by_count and (size > 1 or ranks.several)
         self.count = self.updates = 0
         self.phase = Phase.CLEAN
         #: What the group's batches weigh so far.
@@ -73,11 +75,6 @@ class Group:
     @property
     def is_full(self) -> bool:
         return self.count == self.size
-
-    @property
-    def weighs(self) -> bool:
-        """Whether gradients are those of loss × weight, to be divided once a group."""
-        return not self._by_count and (self.size > 1 or self._ranks.several)
 
     @property
     def divided_by(self) -> int | None:

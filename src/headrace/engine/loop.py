@@ -12,14 +12,14 @@ from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from headrace.data import Batches, Feed, Fetched
+from headrace.data import Batches, Feed
 from headrace.device import Device, Stream
 from headrace.engine.deferred import DeferredValues
 from headrace.engine.lanes import Lanes
 from headrace.engine.nonfinite import NonFiniteWatch
 from headrace.engine.recorder import Recorder
 from headrace.engine.schedules import Schedule
-from headrace.engine.stages import Launched, Progress, Step
+from headrace.engine.stages import Progress, Step
 from headrace.engine.tally import Tally
 from headrace.parallel import Ranks
 
@@ -74,12 +74,21 @@ class Pass:
 
     def __iter__(self) -> Generator[Progress, None, None]:
         stages, lanes = self.stages, self.stages.lanes
-        batches, window, recorder = stages.batches, stages.window, stages.recorder
+        batches, step, window, recorder = (
+            stages.batches,
+            stages.step,
+            stages.window,
+            stages.recorder,
+        )
         with stages.settings(), self._ending(), closing(stages.feed), self._telling():
             self._begin()
             for fetched in batches:
                 window.admit(fetched.nbytes)
-                launched = self._launch(fetched)
+                try:
+                    launched = step(fetched)
+                except BaseException:
+                    self.tally.note_failed(fetched)
+                    raise
                 recorder.push(launched)
                 self.progress = self.progress.after(launched)  # from here on it is trained on
                 self.tally.count(launched)
@@ -89,7 +98,7 @@ class Pass:
                 window.launched(lanes.backward)
                 if updated:
                     self._tell_schedule()
-                if batches.has_more(ask=recorder.awaits()):
+                if batches.has_more(recorder.awaits):
                     self._hand_out()
                 else:  # the last progress comes with the last values
                     self._finish()
@@ -123,13 +132,6 @@ class Pass:
         self.tally.begin()
         stages.lanes.take_over()
         self.progress = replace(self.progress, cursor=stages.feed.begin())
-
-    def _launch(self, fetched: Fetched) -> Launched:
-        try:
-            return self.stages.step(fetched)
-        except BaseException:
-            self.tally.note_failed(fetched)
-            raise
 
     def _tell_schedule(self) -> None:
         schedule = self._observers.schedule

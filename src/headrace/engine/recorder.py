@@ -44,8 +44,8 @@ class Recorder:
 
     def send(self) -> None:
         """Once the batch is counted: send values on their way, if there are enough."""
-        with self._lanes.on(self._lanes.forward):
-            self._scalars.send_full()
+        if self._scalars.is_full:
+            self.flush()
 
     def amend(self, values: Mapping[str, Scalar]) -> None:
         """The pass ends. `values` are what a last partial group's update says of the group's last

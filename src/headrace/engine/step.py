@@ -54,9 +54,10 @@ class Parts:
 
     def begin(self) -> None:
         """Before a batch: what a failed one left of the group before is cleared away."""
-        if self.group.phase is not Phase.CLEAN:
-            self.update.forget_failed()
-            self.group.clear_failed()
+        if self.group.phase is Phase.CLEAN:
+            return
+        self.update.forget_failed()
+        self.group.clear_failed()
 
     def gather(self, parts: LossParts, share: float | None = None) -> None:
         """Add a batch's gradients to the group's: the device's part of it. `share` is how much of
@@ -101,7 +102,7 @@ class EagerStep:
     def __call__(self, fetched: Fetched) -> Launched:
         parts, lanes = self.parts, self.lanes
         group = parts.group
-        averages = group.averages(ends_epoch=fetched.ends_epoch)
+        averages = not parts.ranks.several or group.averages(ends_epoch=fetched.ends_epoch)
         with lanes.on(lanes.forward, "forward"):
             loss = parts.forward(fetched.batch, averages=averages)
             loss = loss.weightless() if fetched.weightless else loss.unaliased()

@@ -54,8 +54,11 @@ class Update:
             norm = self.clipping.clip(divided=group.weighs or group.parted)
         if self.guard is not None:
             self.guard.see_gradients(locals_of(group.gradients()), norm, self._ranks)
-        with self.rates.in_groups() if self.rates is not None else nullcontext():
+        if self.rates is None:
             self._step()
+        else:
+            with self.rates.in_groups():
+                self._step()
         group.clear()
         if self.ema is not None:
             self.ema.update()
