@@ -1,0 +1,80 @@
+"""An accumulation group: its phase says whether a state may be taken."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from headrace.device import open_device
+from headrace.engine.group import Group, Phase
+from headrace.parallel import SINGLE
+
+
+def group(size: int = 2, *, by_count: bool = False) -> Group:
+    parameter = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    return Group(open_device("cpu"), optimizer, SINGLE, size=size, by_count=by_count, sharded=False)
+
+
+def gather(one: Group) -> None:
+    one.gathering()
+    for parameter in one.parameters():
+        parameter.grad = torch.ones(2) if parameter.grad is None else parameter.grad + 1
+    one.gathered()
+
+
+def test_batches_fill_a_group_and_an_update_empties_it() -> None:
+    one = group()
+    assert (one.standing, one.is_open, one.batches_for(3)) == ((0, 0), False, 6)
+    gather(one)
+    assert (one.standing, one.is_open, one.is_full, one.batches_for(3)) == ((0, 1), True, False, 5)
+    gather(one)
+    assert one.is_full
+    one.updating()
+    one.clear()
+    one.used()
+    assert (one.standing, one.phase, one.gradients()) == ((1, 0), Phase.CLEAN, [])
+
+
+@pytest.mark.parametrize(
+    ("batches", "phase", "whole", "left"),
+    [
+        (0, Phase.CLEAN, True, 0),
+        (1, Phase.CLEAN, True, 1),
+        # No others' gradients were there: those that the failed batch left are cleared away.
+        (0, Phase.GATHERING, True, 0),
+        # A failed backward has added to whole gradients: they are lost.
+        (1, Phase.GATHERING, False, 0),
+        (2, Phase.UPDATING, False, 0),
+    ],
+)
+def test_what_an_error_leaves(batches: int, phase: Phase, whole: bool, left: int) -> None:
+    one = group(size=3)
+    for _ in range(batches):
+        gather(one)
+    if phase is Phase.GATHERING:
+        one.gathering()
+    elif phase is Phase.UPDATING:
+        one.updating()
+    assert one.recover() is whole
+    assert one.count == left
+    assert one.phase is phase  # the next batch sees what it has to clear away
+    one.clear_failed()
+    assert (one.phase, one.gradients()) == (Phase.CLEAN, [])
+
+
+def test_a_replay_of_a_whole_step_is_no_moment_in_between() -> None:
+    one = group(size=1)
+    one.updating()
+    one.gathered_and_used()
+    assert (one.standing, one.phase) == ((1, 0), Phase.CLEAN)
+
+
+def test_a_state_has_the_gradients_of_an_open_group() -> None:
+    one, other = group(), group()
+    gather(one)
+    other.load_state_dict(one.state_dict())
+    assert other.standing == (0, 1)
+    (gradient,) = other.gradients()
+    assert torch.equal(gradient, torch.ones(2))
+    assert gradient is not one.gradients()[0]
