@@ -22,7 +22,7 @@ from measuring import header, interleaved_ms, save, table
 from works import Work, mlp, resnet50, transformer
 
 from headrace.device import Device, open_device
-from headrace.engine import Engine, StepInfo
+from headrace.engine import Engine, Progress
 from headrace.plan import Plan
 
 PLANS = ("baseline", "interval", "event", "streams4", "pipeline")
@@ -151,7 +151,7 @@ def soak(device: Device, steps: int) -> dict[str, Any]:
     figures: dict[int, dict[str, int]] = {}
     process = psutil.Process()
 
-    def look(info: StepInfo) -> None:
+    def look(info: Progress) -> None:
         if info.batch + 1 in (1_000, steps):
             figures[info.batch + 1] = {
                 "reserved": device.memory().reserved,

@@ -74,12 +74,8 @@ class Pass:
 
     def __iter__(self) -> Generator[Progress, None, None]:
         stages, lanes = self.stages, self.stages.lanes
-        batches, step, window, recorder = (
-            stages.batches,
-            stages.step,
-            stages.window,
-            stages.recorder,
-        )
+        batches, step = stages.batches, stages.step
+        window, recorder = stages.window, stages.recorder
         with stages.settings(), self._ending(), closing(stages.feed), self._telling():
             self._begin()
             for fetched in batches:
