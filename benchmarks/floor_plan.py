@@ -19,7 +19,8 @@ chain           the longest path along edges; its length is the number of rooms 
                 import each other in a circle all count. "rooms" looks at edges from room to room
                 alone, "rooms and ground files" at all.
 chain within    the longest path of modules in one room along imports at the top level of a file.
-a room          An `__init__` adds nothing to the length. The room's own face is left out.
+a room          An `__init__` adds nothing to the length. The room's own face is left out. "that
+                runs": without imports whose names stand in annotations alone.
 field           a name assigned as `self.name` in any method, or declared in the class body with an
                 annotation or in `__slots__`; those of base classes in the package included.
 rebound         a field assigned as `self.name` in a method other than `__init__`, `__post_init__`
@@ -144,9 +145,12 @@ class Package:
             if isinstance(node, ast.ClassDef)
         ]
 
-    def imports(self, module: Module, *, top_level: bool = False) -> set[str]:
-        """The package's modules that it imports."""
+    def imports(
+        self, module: Module, *, top_level: bool = False, that_run: bool = False
+    ) -> set[str]:
+        """The package's modules that it imports; only for what runs, if `that_run`."""
         nodes = _statements(module.tree, functions=not top_level)
+        used = _names_that_run(module.tree) if that_run else None
         found: set[str] = set()
         for node in nodes:
             if isinstance(node, ast.Import):
@@ -154,6 +158,8 @@ class Package:
             elif isinstance(node, ast.ImportFrom):
                 source = _absolute(module, node)
                 for alias in node.names:
+                    if used is not None and (alias.asname or alias.name) not in used:
+                        continue
                     inner = f"{source}.{alias.name}"
                     found.add(inner if inner in self.modules else source)
         return {name for name in found if name in self.modules} - {module.name}
@@ -168,11 +174,11 @@ class Package:
                 found[module.unit] |= (targets & units) - {module.unit}
         return found
 
-    def chain_within(self, room: str) -> list[str]:
+    def chain_within(self, room: str, *, that_runs: bool = False) -> list[str]:
         face = f"{self.name}.{room}"
         inside = {name: m for name, m in self.modules.items() if m.unit == room and name != face}
         edges = {
-            name: self.imports(module, top_level=True) & inside.keys()
+            name: self.imports(module, top_level=True, that_run=that_runs) & inside.keys()
             for name, module in inside.items()
         }
         chain = longest_chain(edges, weightless={n for n, m in inside.items() if m.is_init})
@@ -240,6 +246,22 @@ def _statements(node: ast.AST, *, functions: bool) -> Iterator[ast.AST]:
             continue
         yield child
         yield from _statements(child, functions=functions)
+
+
+def _names_that_run(tree: ast.Module) -> set[str]:
+    """The names that code uses, other than in annotations."""
+    in_annotations = {
+        id(inner)
+        for node in ast.walk(tree)
+        for annotation in (getattr(node, "annotation", None), getattr(node, "returns", None))
+        if isinstance(annotation, ast.AST)
+        for inner in ast.walk(annotation)
+    }
+    return {
+        node.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Name) and id(node) not in in_annotations
+    }
 
 
 def _absolute(module: Module, node: ast.ImportFrom) -> str:
@@ -504,6 +526,7 @@ def floor_plan(folder: Path, classes: list[str], flags: list[str]) -> dict[str, 
     edges = package.edges()
     between_rooms = {room: edges[room] & {*package.rooms} for room in package.rooms}
     within = {room: package.chain_within(room) for room in package.rooms}
+    that_run = {room: package.chain_within(room, that_runs=True) for room in package.rooms}
     fields: dict[str, dict[str, Any]] = {}
     for name in classes:
         known = package.fields(package.find_class(name))
@@ -520,6 +543,7 @@ def floor_plan(folder: Path, classes: list[str], flags: list[str]) -> dict[str, 
         "chain of rooms": longest_chain(between_rooms),
         "chain of rooms and ground files": longest_chain(edges),
         "chains within rooms": within,
+        "chains within rooms that run": that_run,
         "fields": fields,
         "flags": [flag for flag in flags if package.has_field(flag)],
     }
@@ -537,7 +561,8 @@ def figures(found: Mapping[str, Any]) -> dict[str, object]:
         "rooms and ground files on it": len(found["chain of rooms and ground files"]),
     }
     for room, chain in found["chains within rooms"].items():
-        rows[f"modules on the longest chain within {room}"] = len(chain)
+        runs = len(found["chains within rooms that run"][room])
+        rows[f"modules on the longest chain within {room} / that runs"] = f"{len(chain)} / {runs}"
     for name, known in found["fields"].items():
         counts = f"{len(known['all'])} / {len(known['rebound'])}"
         rows[f"{name}: fields / rebound after __init__"] = counts
