@@ -1,0 +1,40 @@
+"""Writes the `headrace bench` output in both READMEs anew, from the committed result it names.
+
+    python docs/readme_bench.py
+
+A block to be written follows a line such as `<!-- bench: RESULT.json -->`. The tables of waits and
+streams are left out; docs/bench.md has them.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from headrace.bench import text_of
+from headrace.bench.record import BenchResult
+
+ROOT = Path(__file__).parents[1]
+READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
+BLOCK = re.compile(r"(<!-- bench: (\S+) -->\n```console\n).*?(```\n)", re.DOTALL)
+
+
+def bench_block(name: str) -> str:
+    """The command of a result, its main table and its verdict, as the command line prints them."""
+    result = BenchResult.read(ROOT / "benchmarks" / "results" / name)
+    command = result.environment.command.replace(" --plans", " \\\n    --plans")
+    title, table, *_, verdict = text_of(result).strip("\n").split("\n\n")
+    return f"$ {command}\n{title}\n\n{table}\n…\n{verdict}\n"
+
+
+def with_bench_blocks(text: str) -> str:
+    return BLOCK.sub(lambda found: found[1] + bench_block(found[2]) + found[3], text)
+
+
+def main() -> None:
+    for path in READMES:
+        path.write_text(with_bench_blocks(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
