@@ -9,6 +9,7 @@ streams are left out; docs/bench.md has them.
 from __future__ import annotations
 
 import re
+from functools import cache
 from pathlib import Path
 
 from headrace.bench import text_of
@@ -19,6 +20,7 @@ READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")
 BLOCK = re.compile(r"(<!-- bench: (\S+) -->\n```console\n).*?(```\n)", re.DOTALL)
 
 
+@cache
 def bench_block(name: str) -> str:
     """The command of a result, its main table and its verdict, as the command line prints them."""
     result = BenchResult.read(ROOT / "benchmarks" / "results" / name)
