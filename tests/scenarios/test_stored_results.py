@@ -63,7 +63,7 @@ def test_a_bench_has_every_plan_equal_losses_and_little_noise(path: Path) -> Non
 @pytest.mark.parametrize("path", BENCHES, ids=named)
 def test_its_timelines_become_perfetto_files(path: Path, tmp_path: Path) -> None:
     files = write_perfetto(path, tmp_path)
-    assert len(files) == len(BenchResult.read(path).rows)
+    assert len(files) == len(json.loads(path.read_text(encoding="utf-8"))["rows"])
     for file in files:
         assert json.loads(Path(file).read_text(encoding="utf-8"))["traceEvents"]
 
