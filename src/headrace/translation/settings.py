@@ -182,7 +182,7 @@ class TrainSettings(Checked):
             )
         for name, hint in typing.get_type_hints(cls).items():
             if "float" in str(hint) and isinstance(given.get(name), str):
-                with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
+                with contextlib.suppress(ValueError):  # YAML reads 1e-3 as text
                     given[name] = float(given[name])
         try:
             return cls(**given)
@@ -194,7 +194,7 @@ class TrainSettings(Checked):
         """A run's settings from its `config.yaml`."""
         if (Path(path).parent / "journal.jsonl").exists():
             raise TranslationError(
-                f"{Path(path).parent}: is a search by `headrace tune`; expected a training run"
+                f"{Path(path).parent}: is a search of `headrace tune`; expected a training run"
             )
         return cls.from_dict(stored_values(path), where=str(path))
 
