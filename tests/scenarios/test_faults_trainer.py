@@ -426,7 +426,7 @@ class TestRefused:
         ("changes", "error", "message"),
         [
             ({"on_nonfinite": "maybe"}, StepError, "expected report, stop, skip"),
-            ({"on_oom": "halve", "plan": "graph"}, TranslationError, "plan graph has graphs"),
+            ({"on_oom": "halve", "plan": "graph"}, TranslationError, "plan graph captures CUDA"),
             ({"on_oom": "half"}, TranslationError, "on_oom = 'half'"),
             ({"grace": -1}, TranslationError, "grace = -1"),
             ({"keep": 0}, TranslationError, "keep = 0"),
