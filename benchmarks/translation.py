@@ -70,7 +70,7 @@ def measured(name: str, runs: Path, *words: str | Path) -> dict[str, Any]:
     command, text, seconds = headrace(
         "train", *words, "--project", runs, "--name", name, limit_s=240
     )
-    said = re.search(r"(\d[\d,]*) batches an epoch, (\d+) shapes, ([\d.]+)% padding", text)
+    said = re.search(r"(\d[\d,]*) batches per epoch, (\d+) shapes, ([\d.]+)% padding", text)
     row = {**rate_of(runs / name), "seconds": round(seconds, 1), "command": command}
     return row | ({"padding %": float(said[3])} if said else {})
 

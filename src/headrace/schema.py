@@ -19,16 +19,19 @@ from typing import Any, ClassVar, Literal
 from headrace.errors import HeadraceError, PlanError
 
 
-def whole(default: int | None, low: int, high: int, meaning: str) -> Any:
-    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
+def whole(default: int | None, low: int, high: int, meaning: str, *, unset: str = "") -> Any:
+    """A whole number. `meaning` is its help text; `unset` says what None stands for."""
+    described = {"low": low, "high": high, "meaning": meaning, "unset": unset}
+    return field(default=default, metadata=described)
 
 
-def number(default: float | None, low: float, high: float, meaning: str) -> Any:
-    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
+def number(default: float | None, low: float, high: float, meaning: str, *, unset: str = "") -> Any:
+    described = {"low": low, "high": high, "meaning": meaning, "unset": unset}
+    return field(default=default, metadata=described)
 
 
-def choice(default: object, meaning: str) -> Any:
-    return field(default=default, metadata={"meaning": meaning})
+def choice(default: object, meaning: str, *, unset: str = "") -> Any:
+    return field(default=default, metadata={"meaning": meaning, "unset": unset})
 
 
 @dataclass(frozen=True, slots=True)

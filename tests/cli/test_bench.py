@@ -61,7 +61,7 @@ def test_a_table_and_a_file(here: Path) -> None:
     assert max(len(line) for line in out.splitlines()) <= 120
     assert "cannot be seen here: GPU busy time" in out
     assert "entered twice" in out
-    found = re.search(r"written to (runs/bench/mlp-.*\.json)\n", err)
+    found = re.search(r"wrote (runs/bench/mlp-.*\.json)\n", err)
     assert found is not None
     result = BenchResult.read(here / found[1])
     assert [row.plan for row in result.rows] == ["baseline", "pipeline", "pipeline#2"]
@@ -76,7 +76,7 @@ def test_json_and_quiet(here: Path) -> None:
     content = json.loads(out)
     assert content == json.loads((here / "r.json").read_text())
     assert content["rows"][0]["plan"] == "baseline"
-    assert err == "written to r.json\n"
+    assert err == "wrote r.json\n"
 
 
 def test_a_failing_work_is_exit_code_1(here: Path) -> None:
@@ -169,7 +169,7 @@ def test_missing_peers_say_how_to_get_them(here: Path, monkeypatch: pytest.Monke
 
 def test_a_cpu_gets_smaller_built_in_works(here: Path) -> None:
     _, out, err = run("--work", "translation", "--plans", "baseline", "--set", "length=5")
-    assert "no GPU: a smaller translation, Transformer tiny, 8 sentences × 5 tokens" in err
+    assert "no GPU: training a smaller translation, Transformer tiny, 8 sentences × 5 tokens" in err
     assert "Transformer tiny" in out
 
 

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 import headrace
+from headrace.bench import TuneSettings
 from headrace.cli import app
 from headrace.device import available_devices
 from headrace.plan import PRESETS
+from headrace.schema import Checked
+from headrace.translation import SECTIONS, TrainSettings
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -58,6 +64,39 @@ def test_help_does_not_load_torch(arguments: list[str]) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert "Usage: " in done.stdout
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "report"])
+def test_help_is_sentences_with_defaults_and_an_example_in_80_columns(command: str) -> None:
+    shown = CliRunner().invoke(app, [command, "--help"], env={"COLUMNS": "80"}).stdout
+    assert "\x1b" not in shown
+    assert max(len(line) for line in shown.splitlines()) <= 80
+    assert f"$ headrace {command}" in shown.partition("Example")[2]
+    known = typer.main.get_command(app).commands[command]  # type: ignore[attr-defined]
+    for option in known.params:
+        assert option.help[0].isupper() or "," in option.help or " or " in option.help
+        assert option.help.endswith((".", "…")), option.help
+        if option.default is not None and not option.required:
+            assert option.show_default, option.name
+
+
+@pytest.mark.parametrize("settings", [TrainSettings, TuneSettings])
+def test_help_names_every_choice(settings: type[Checked]) -> None:
+    hints = typing.get_type_hints(settings)
+    for known in dataclasses.fields(settings):
+        meaning = known.metadata["meaning"]
+        if typing.get_origin(hints[known.name]) is typing.Literal:
+            assert all(one in meaning for one in typing.get_args(hints[known.name])), meaning
+
+
+def test_help_shows_the_defaults_of_settings() -> None:
+    shown = " ".join(
+        CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).stdout.split()
+    )
+    for default in ("runs/train", "0.0007", "no-joint", "(set by --preset)", "pipeline"):
+        assert f"[default: {default}]" in shown
+    for panel in SECTIONS:
+        assert f" {panel} ─" in shown
 
 
 def test_waiting_threads_sleep_from_when_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

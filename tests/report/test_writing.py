@@ -568,7 +568,7 @@ class TestRuns:
         (run / "metrics.jsonl").write_text('{"kind": "epoch", "step": 1, "loss": "low"}\n')
         with pytest.raises(ReportError, match=r"metrics.jsonl:1: loss: expected a number"):
             render(run)
-        with pytest.raises(RunError, match="is no run folder"):
+        with pytest.raises(RunError, match="is not a run folder"):
             render(tmp_path)
         assert not (tmp_path / "report.html").exists()
 

@@ -70,9 +70,9 @@ def test_the_text_shows_what_was_measured() -> None:
     assert "cuda:0: A GPU" in text
     assert "host to device 50.0 GB/s pinned, 8.0 pageable" in text
     assert "copies overlap compute: 97%" in text
-    assert "problem: something\n  mend it: a command" in text
+    assert "problem: something\n  fix: a command" in text
     assert not shown.healthy
-    assert dataclasses.replace(shown, findings=()).text().endswith("All is well.")
+    assert dataclasses.replace(shown, findings=()).text().endswith("No problems found.")
 
 
 def test_probing_an_ideal_device() -> None:

@@ -61,11 +61,11 @@ def test_where_things_are(tmp_path: Path) -> None:
 )
 def test_a_name_that_is_taken(tmp_path: Path, name: str, free: str) -> None:
     folder = RunFolder.create(tmp_path, name)
-    with pytest.raises(RunError, match=f"{name}: exists already; take a free name: {free}$"):
+    with pytest.raises(RunError, match=f"{name}: already exists; choose a free name: {free}$"):
         RunFolder.create(tmp_path, name)
     folder.write_config({})
     RunFolder.create(tmp_path, free)
-    with pytest.raises(RunError, match=rf"exists already; go on with it by --resume .*{name}, or"):
+    with pytest.raises(RunError, match=rf"already exists; resume it with --resume .*{name}, or"):
         RunFolder.create(tmp_path, name)
 
 
@@ -77,14 +77,14 @@ BAD_NAMES = [
 
 @pytest.mark.parametrize("name", BAD_NAMES)
 def test_names_that_are_refused(tmp_path: Path, name: str) -> None:
-    with pytest.raises(RunError, match="cannot be a run's name: it ") as raised:
+    with pytest.raises(RunError, match="is not a valid run name: it ") as raised:
         RunFolder.create(tmp_path / "project", name)
     assert str(raised.value).isprintable()
     assert not (tmp_path / "project").exists()
 
 
 def test_a_name_must_be_text(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="7 cannot be a run's name: it is no text"):
+    with pytest.raises(RunError, match="7 is not a valid run name: it is not text"):
         RunFolder.create(tmp_path, 7)  # type: ignore[arg-type]
 
 
@@ -109,11 +109,11 @@ def test_a_name_is_a_folder_in_the_project_or_an_error(
 def test_a_project_that_cannot_be(tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.write_text("")
-    with pytest.raises(RunError, match="file: is a file; expected the folder that runs are made"):
+    with pytest.raises(RunError, match="file: is a file; expected a folder for new runs"):
         RunFolder.create(file)
-    with pytest.raises(RunError, match="no run folder can be made there"):
+    with pytest.raises(RunError, match="cannot create a run folder there"):
         RunFolder.create(file / "below")
-    with pytest.raises(RunError, match="no run folder can be made there"):
+    with pytest.raises(RunError, match="cannot create a run folder there"):
         RunFolder.create(str(tmp_path / "nul\0"))
 
 
@@ -135,7 +135,7 @@ def test_runs_that_start_at_once_get_a_folder_each(tmp_path: Path) -> None:
 
 def test_open_what_was_created(tmp_path: Path) -> None:
     folder = RunFolder.create(tmp_path)
-    with pytest.raises(RunError, match=r"exp: is no run folder \(it has no config.yaml\)$"):
+    with pytest.raises(RunError, match=r"exp: is not a run folder \(it has no config.yaml\)$"):
         RunFolder.open(folder.path)
     folder.write_config({"epochs": 3})
     assert RunFolder.open(str(folder.path)) == folder
@@ -156,7 +156,7 @@ def test_open_says_what_may_have_been_meant(tmp_path: Path) -> None:
     weights.write_bytes(b"")
     with pytest.raises(RunError, match=r"last.pt: is a file; .* did you mean .*/old\?"):
         RunFolder.open(weights)
-    with pytest.raises(RunError, match=r"weights: is no run folder .* did you mean .*/old\?"):
+    with pytest.raises(RunError, match=r"weights: is not a run folder .* did you mean .*/old\?"):
         RunFolder.open(folder.weights)
 
 
@@ -259,7 +259,7 @@ with RunFolder(Path(sys.argv[1])).locked():
 def test_a_lock_is_given_back(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     for _ in range(2):
-        holder = f"process {os.getpid()} on .* is training into it"
+        holder = f"process {os.getpid()} on .* is training in this folder"
         with folder.locked(), pytest.raises(RunError, match=holder):
             folder.locked().__enter__()
     with pytest.raises(ZeroDivisionError), folder.locked():
@@ -276,7 +276,7 @@ def test_another_process_holds_the_lock_until_it_dies(tmp_path: Path) -> None:
     ) as other:
         assert other.stdout is not None
         assert other.stdout.readline() == b"locked\n"
-        with pytest.raises(RunError, match=f"process {other.pid} on .* is training into it"):
+        with pytest.raises(RunError, match=f"process {other.pid} on .* is training in this folder"):
             folder.locked().__enter__()
         other.send_signal(signal.SIGKILL)
         other.wait()
@@ -299,7 +299,7 @@ def test_a_forked_worker_does_not_hold_the_lock(tmp_path: Path) -> None:
     lock = run_folder._lock(tmp_path)
     worker.start()
     assert ours.recv() == "up"
-    with pytest.raises(RunError, match="is training into it"):
+    with pytest.raises(RunError, match="is training in this folder"):
         folder.locked().__enter__()
     lock.close()  # as when the process dies: nothing is unlocked on purpose
     with folder.locked():

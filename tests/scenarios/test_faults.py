@@ -579,9 +579,9 @@ class TestHang:
         text = file.read_text()
         assert text.count("no progress for") == 2
         for part in (
-            "no progress for 61 s; the last was: batch 2 of epoch 0",
-            "training waits for 'run_ahead'",
-            "default has work left",
+            "no progress for 61 s; last progress: batch 2 of epoch 0",
+            "training has been waiting for 'run_ahead'",
+            "default has pending work",
             "--- training",
             "engine/run_ahead.py",
         ):

@@ -101,7 +101,7 @@ class TestLoader:
             patch.setattr(PaddedBatches, "__getitem__", after(4, do))
             with pytest.raises(LoaderError, match=message):
                 trainer.run()
-        assert "go on with: headrace train --resume" in capfd.readouterr().err
+        assert "resume with: headrace train --resume" in capfd.readouterr().err
         if "killed" not in message:  # that is raised at any moment, in the midst of a step, too
             assert latest_checkpoint(trainer.folder.state) is not None
         assert resumed(trainer.folder.path, corpus) == whole
@@ -148,7 +148,7 @@ class TestDisk:
         trainer.run()
         assert weights_of(trainer.folder.path) == whole
         assert caplog.text.count("No space left on device; still there: step-") == 2
-        assert "training goes on, and another is written now" in caplog.text
+        assert "training continues, and another one is written now" in caplog.text
 
     @pytest.mark.parametrize("fault", ["missing", "read-only"])
     def test_a_folder_that_is_gone(
@@ -216,7 +216,7 @@ class TestDisk:
             log._file = file
             log.write("step", 3, loss=1.0)
         assert [line["step"] for line in read_metrics(path)] == [1, 3]
-        assert "No space left on device); training goes on" in caplog.text
+        assert "No space left on device); training continues" in caplog.text
         strict = MetricsLog(path)
         strict._file = Full(strict._file)  # type: ignore[assignment]
         with pytest.raises(RunError, match="No space left"):
@@ -426,7 +426,7 @@ class TestRefused:
         ("changes", "error", "message"),
         [
             ({"on_nonfinite": "maybe"}, StepError, "expected report, stop, skip"),
-            ({"on_oom": "halve", "plan": "graph"}, TranslationError, "plan graph has graphs"),
+            ({"on_oom": "halve", "plan": "graph"}, TranslationError, "plan graph captures CUDA"),
             ({"on_oom": "half"}, TranslationError, "on_oom = 'half'"),
             ({"grace": -1}, TranslationError, "grace = -1"),
             ({"keep": 0}, TranslationError, "keep = 0"),
@@ -461,7 +461,7 @@ class TestRefused:
         else:
             outside.touch()
         inside.symlink_to(outside)
-        with pytest.raises(RunError, match=f"{what}: leads out of the run's folder"):
+        with pytest.raises(RunError, match=f"{what}: links out of the run folder"):
             Trainer.resume(trainer.folder.path)
 
     def test_a_linked_run_folder_is_fine(self, tmp_path: Path) -> None:

@@ -355,5 +355,5 @@ def test_found_before(prepared: Path) -> None:
             load_prepared(there)
         run = RunFolder.create(folder, "run")
         (run.path / "result.json").write_text("[" * 100_000, encoding="utf-8")
-        with pytest.raises(HeadraceError, match="is no result of a finished run"):
+        with pytest.raises(HeadraceError, match="is not the result of a finished run"):
             stored_result(run)

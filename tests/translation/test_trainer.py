@@ -282,7 +282,7 @@ class TestCommands:
             *("evaluate", trained, "--split", "valid", "--lowercase", "--cache", corpus / "cache")
         )
         assert found.exit_code == 0, found.output
-        assert "in lower case" in found.stdout
+        assert "lowercased" in found.stdout
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
 
     def test_prepare_says_where(self, corpus: Path, tmp_path: Path) -> None:
@@ -351,7 +351,7 @@ class TestCommands:
     @pytest.mark.parametrize(
         ("words", "told"),
         [
-            (["--tokens", 100, "--sentences", 5], "--tokens 100 and --sentences 5: a batch is"),
+            (["--tokens", 100, "--sentences", 5], "--tokens 100 and --sentences 5: expected one"),
             (["--src", "xx"], "src = 'xx' and trg = 'en': the built-in corpus is"),
         ],
     )
@@ -364,7 +364,9 @@ class TestCommands:
 
     def test_a_run_without_weights_says_when_it_will_have_some(self, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").touch()
-        with pytest.raises(TranslationError, match="weights when its first epoch has ended"):
+        with pytest.raises(
+            TranslationError, match="writes its first weights after its first epoch"
+        ):
             load_weights(torch.nn.Linear(1, 1), tmp_path / "weights" / "best.safetensors")
 
     def test_a_search_is_no_run(self, tmp_path: Path) -> None:
@@ -372,7 +374,7 @@ class TestCommands:
         (tmp_path / "journal.jsonl").touch()
         for words in (["train", "--resume", tmp_path], ["translate", tmp_path, "hello"]):
             found = self.invoke(*words)
-            assert "is a search by `headrace tune`; expected a training run" in str(found.exception)
+            assert "is a search of `headrace tune`; expected a training run" in str(found.exception)
 
 
 class TestChanged:
@@ -389,7 +391,7 @@ class TestChanged:
         before = everything_in(run / "vocabulary")
         text = (tmp_path / "pairs.tsv").read_text(encoding="utf-8")
         (tmp_path / "pairs.tsv").write_text(text.replace("o", "q"), encoding="utf-8")
-        with pytest.raises(TranslationError, match="other vocabularies than this run was begun"):
+        with pytest.raises(TranslationError, match="other vocabularies than when this run began"):
             Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
         assert everything_in(run / "vocabulary") == before
 

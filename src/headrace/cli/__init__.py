@@ -1,6 +1,6 @@
-"""The command line, a file for each command: it parses, calls and prints.
+"""The command line, one file per command: parse the arguments, call the library, print.
 
-In go arguments; out come results on stdout, everything else on stderr, and an exit code.
+Results go to stdout and everything else to stderr.
 """
 
 from __future__ import annotations

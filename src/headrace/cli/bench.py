@@ -10,11 +10,13 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from headrace.cli.options import (
+    Work,
+    WorkOptions,
     check_output_file,
     parse_list,
     parse_set_options,
@@ -23,67 +25,97 @@ from headrace.cli.options import (
 )
 from headrace.cli.output import results_only
 
-_WORK = """\
-translation, resnet, mlp, or your_module:make_work: a function that returns model, optimizer, loss \
-and loader."""
+_EXECUTION, _MEASUREMENT = "Execution", "Measurement"
+EXAMPLE = """\
+Examples:
+$ headrace bench --work resnet --set batch=64
+$ headrace bench --plans baseline,pipeline,pipeline --peers lightning
+$ headrace bench --work my_module:make_work --json > result.json
+"""
+
+
+def _count(help_text: str, least: int) -> Any:
+    return typer.Option(min=least, metavar="<int>", help=help_text, rich_help_panel=_MEASUREMENT)
 
 
 def bench(
-    work: Annotated[str, typer.Option(help=_WORK)] = "translation",
-    options: Annotated[
-        list[str] | None,
-        typer.Option("--set", help="An option of the work, as in --set batch=64; may be repeated."),
-    ] = None,
+    work: Work = "translation",
+    options: WorkOptions = None,
     plans: Annotated[
         str | None,
         typer.Option(
-            help="Presets and plan.yaml files, with commas; one entered twice shows the noise. "
-            "None: all presets that run here.",
+            help="Presets and plan.yaml files, separated by commas. Name one twice to see the "
+            "noise.",
+            show_default="all presets that run here",
+            rich_help_panel=_EXECUTION,
         ),
     ] = None,
     peers: Annotated[
-        str | None, typer.Option(help="lightning, accelerate, reduce-overhead; with commas.")
+        str | None,
+        typer.Option(
+            help="Also measure lightning, accelerate or reduce-overhead, separated by commas.",
+            rich_help_panel=_EXECUTION,
+        ),
     ] = None,
     precision: Annotated[
         str | None,
         typer.Option(
             help="fp32, tf32, bf16 or fp16.",
-            show_default="the plan's; the presets compute in float32, TF32 as PyTorch is set",
+            show_default="the plan's; in presets float32, TF32 as PyTorch is set",
+            rich_help_panel=_EXECUTION,
         ),
     ] = None,
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda, cuda:1, …")] = "auto",
-    steps: Annotated[int, typer.Option(min=1, help="Steps of a turn.")] = 20,
-    repeats: Annotated[int, typer.Option(min=1, help="Turns of each plan.")] = 5,
-    warmup: Annotated[int, typer.Option(min=1, help="Steps of each before the first turn.")] = 10,
-    seed: Annotated[int, typer.Option(min=0, help="Of weights, batches and dropout.")] = 0,
+    device: Annotated[
+        str, typer.Option(help="auto, cpu, cuda, cuda:1, …", rich_help_panel=_EXECUTION)
+    ] = "auto",
+    steps: Annotated[int, _count("Steps per round.", 1)] = 20,
+    repeats: Annotated[int, _count("Rounds per plan.", 1)] = 5,
+    warmup: Annotated[int, _count("Warmup steps per plan, before the first round.", 1)] = 10,
+    seed: Annotated[int, _count("Random seed for weights, batches and dropout.", 0)] = 0,
     compare: Annotated[
-        int, typer.Option(min=0, help="Steps whose losses are compared; 0: none.")
+        int, _count("Steps whose losses must match the baseline's; 0 skips the check.", 0)
     ] = 10,
     tolerance: Annotated[
-        float, typer.Option(min=0.0, help="Relative difference allowed where bits must differ.")
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="<float>",
+            help="Relative difference allowed between losses that cannot match bit for bit.",
+            rich_help_panel=_MEASUREMENT,
+        ),
     ] = 0.01,
     watch: Annotated[
-        float, typer.Option(min=0.0, help="Seconds of each under the driver's eyes; 0: none.")
+        float,
+        typer.Option(
+            min=0.0,
+            metavar="<float>",
+            help="How long to sample each plan with NVML, in seconds; 0 disables it.",
+            rich_help_panel=_MEASUREMENT,
+        ),
     ] = 1.0,
     out: Annotated[
         Path | None,
-        typer.Option(help="Write the result here; none: runs/bench/, by work and time."),
+        typer.Option(
+            help="File for the result.", show_default="runs/bench/, named by workload and time"
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="The result alone.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")] = False,
 ) -> None:
-    """Train the same work under every plan, and say which is fastest, and why.
+    """Compare the speed of plans on the same training workload.
 
-    A work of your own is a function in a module of yours:
+    A workload of your own is a function in a module of yours:
 
         def make_work():
             model = MyModel()
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-            return model, optimizer, loss, loader     # loss(model, batch) -> a number
+            return model, optimizer, loss, loader  # loss(model, batch)
 
-    Exits with 1 if a plan failed, or had other losses than baseline.
+    The exit code is 1 if a plan fails or its losses differ from the
+    baseline's.
     """
-    # Before PyTorch is loaded: deterministic products need the one, the profiler the others.
+    # Set before PyTorch is loaded: the first makes kernels deterministic, the profiler needs the
+    # others.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
@@ -109,7 +141,9 @@ def bench(
         with work_errors(work):
             chosen = find_work(work, given, small=not on.asynchronous)
         if not on.asynchronous and chosen.options != find_work(work, given).options:
-            progress.say(f"no GPU: a smaller {work}, {chosen.description}; --set makes it larger")
+            progress.say(
+                f"no GPU: training a smaller {work}, {chosen.description}; --set makes it larger"
+            )
         bench = Bench(
             work=chosen,
             device=on,
@@ -129,11 +163,11 @@ def bench(
         with _interrupted_by_sigterm() as asked:
             result = bench.run()
     progress.end()
-    # Printed first: whatever becomes of the file, what was measured is not lost.
+    # Print before writing: if the file cannot be written, the result is not lost.
     typer.echo(result.to_json() if as_json else text_of(result))
     path = out or _free_path(chosen.name, result.environment.date)
     result.write(path)
-    typer.echo(f"written to {path}", err=True)
+    typer.echo(f"wrote {path}", err=True)
     if result.interrupted:
         raise typer.Exit(143 if asked else 130)
     if result.failed:
@@ -142,7 +176,7 @@ def bench(
 
 @contextmanager
 def _interrupted_by_sigterm() -> Iterator[list[int]]:
-    """Inside the block SIGTERM does what Ctrl-C does, and is noted."""
+    """Treat SIGTERM as Ctrl-C inside the block. Yields a list of the signals that came."""
     asked: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -157,7 +191,7 @@ def _interrupted_by_sigterm() -> Iterator[list[int]]:
 
 
 class Lines:
-    """Says on stderr what is going on: in one line on a terminal, else a line for each thing."""
+    """Shows progress on stderr: one line that is redrawn on a terminal, plain lines elsewhere."""
 
     def __init__(self, quiet: bool, write: Callable[[str], object] | None = None) -> None:
         self._quiet = quiet
@@ -186,7 +220,7 @@ class Lines:
 
 
 def _free_path(work: str, date: str) -> Path:
-    """A name that no result has yet."""
+    """A path that no result has yet."""
     stem = "".join(letter if letter.isalnum() else "-" for letter in work).strip("-")
     when = date[:19].replace(":", "").replace("T", "-")
     path, number = Path("runs/bench") / f"{stem}-{when}.json", 1

@@ -9,21 +9,23 @@ import typer
 from headrace.cli.options import Json
 from headrace.cli.output import print_result
 
+EXAMPLE = "Example:\n$ headrace doctor --json"
+
 
 def doctor(
     as_json: Json = False,
     measure: Annotated[
-        bool, typer.Option(help="Time copies and launches on each GPU (two seconds).")
+        bool, typer.Option(help="Time copies and kernel launches on each GPU (2 s).")
     ] = True,
 ) -> None:
-    """Say what this machine has, what is missing, and the command that mends it.
+    """Check this machine and say how to fix what is missing.
 
-    Exits with 1 when something keeps Headrace from working as it should.
+    The exit code is 1 if a problem keeps Headrace from working properly.
     """
     from headrace.runs import diagnose
 
     if measure and not as_json:
-        typer.echo("Looking at this machine …", err=True)
+        typer.echo("Checking this machine …", err=True)
     diagnosis = diagnose(measure=measure)
     print_result(diagnosis.to_dict(), diagnosis.text(), as_json)
     if not diagnosis.healthy:

@@ -14,31 +14,42 @@ from headrace.errors import TranslationError
 
 Scored = Annotated[
     list[Path] | None,
-    typer.Argument(help="Sentence pairs; none: the run's own held-out ones.", show_default=False),
+    typer.Argument(
+        help="Files or a folder of sentence pairs.",
+        show_default="the held-out pairs of the training corpus",
+    ),
 ]
+
+
+EXAMPLE = """\
+Examples:
+$ headrace evaluate runs/train/exp
+$ headrace evaluate runs/train/exp newstest.tsv --weights last --beam 5
+"""
 
 
 def evaluate(
     run: Run,
     data: Scored = None,
     split: Annotated[
-        str | None, typer.Option(help="valid or test; none: test if there is one.")
+        str | None,
+        typer.Option(help="valid or test.", show_default="test, or valid if there is no test"),
     ] = None,
     weights: Weights = "best",
     beam: Beam = None,
     device: DeviceName = "auto",
-    lowercase: Annotated[bool, typer.Option(help="Also BLEU of everything in lower case.")] = False,
+    lowercase: Annotated[bool, typer.Option(help="Also print BLEU of lowercased text.")] = False,
     cache: Cache = None,
     quiet: Quiet = False,
 ) -> None:
-    """Score a trained model: BLEU and chrF, with their signatures.
+    """Score a trained model with BLEU and chrF.
 
-    Without DATA, on the held-out sentences of the corpus it was trained on.
+    The signatures that are printed say how sacrebleu computed each score.
     """
     from headrace.translation import TrainedModel, prepared_for, read_pairs
 
     if split not in (None, "valid", "test"):
-        raise TranslationError(f"split = {split!r}: expected valid or test")
+        raise TranslationError(f"--split {split}: expected valid or test")
     model = TrainedModel.load(run, weights=weights, device=device)
     settings = model.settings
     if data:
@@ -58,7 +69,7 @@ def evaluate(
     typer.echo(f"{len(pairs):,} sentences of {split}, {weights} weights")
     typer.echo(f"chrF {scores.chrf:.2f}   {scores.chrf_signature}")
     if scores.bleu_lower is not None:
-        typer.echo(f"BLEU {scores.bleu_lower:.2f} in lower case")
+        typer.echo(f"BLEU {scores.bleu_lower:.2f} lowercased")
     typer.echo(f"signature {scores.bleu_signature}")
     typer.echo(f"BLEU {scores.bleu:.2f}")
 

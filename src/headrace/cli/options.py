@@ -1,4 +1,4 @@
-"""Options of several commands, and the checks that end a mistyped command with exit code 2."""
+"""Options that several commands share, and checks that end a mistyped command with exit code 2."""
 
 from __future__ import annotations
 
@@ -15,29 +15,53 @@ from headrace.errors import BenchError, HeadraceError
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", help="Warnings, the last epoch and the result alone.")
+    bool, typer.Option("--quiet", "-q", help="Print only warnings and the final result.")
 ]
 Run = Annotated[
-    Path, typer.Argument(help="A run's folder, as `train` made it.", show_default=False)
+    Path, typer.Argument(help="Run folder that `headrace train` created.", show_default=False)
 ]
 Weights = Annotated[str, typer.Option(help="best, last, averaged, or a .safetensors file.")]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, …")]
-Beam = Annotated[int | None, typer.Option(help="Hypotheses; none: as the run was told.")]
+Beam = Annotated[int | None, typer.Option(help="Beam size.", show_default="the run's --beam")]
 Data = Annotated[
     list[Path] | None,
     typer.Argument(
-        help="A file or folder of sentence pairs (JSON, JSON lines, TSV, two text files; also "
-        ".gz); none: the built-in Chinese–English corpus.",
-        show_default=False,
+        help="Files or a folder of sentence pairs: JSON, JSON Lines, TSV or two text files, also "
+        "gzipped.",
+        show_default="the built-in Chinese–English corpus",
     ),
 ]
-Cache = Annotated[Path | None, typer.Option(help="Where prepared text is kept.")]
+Cache = Annotated[
+    Path | None,
+    typer.Option(help="Folder for prepared corpora.", show_default="~/.cache/headrace/text"),
+]
+Work = Annotated[
+    str,
+    typer.Option(
+        help="Workload to train: translation, resnet, mlp, or your own as your_module:make_work.",
+        rich_help_panel="Workload",
+    ),
+]
+WorkOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        help="Set an option of the workload, as in --set batch=64. Repeatable.",
+        rich_help_panel="Workload",
+    ),
+]
+
+
+def is_typed(context: typer.Context, name: str) -> bool:
+    """Whether an option was given on the command line, as opposed to having its default."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Inside the block an error is the command line's: it ends the program with exit code 2, as
-    typer's own do."""
+    """Errors inside the block are usage errors: they end the program with exit code 2, as Typer's
+    own do."""
     try:
         yield
     except HeadraceError as problem:
@@ -46,12 +70,13 @@ def usage_errors() -> Iterator[None]:
 
 
 def work_errors(work: str) -> AbstractContextManager[None]:
-    """The same while a work is looked up; but a function of the user's may fail by itself."""
+    """The same while a work is looked up, except for a function of the user's: if it fails, the
+    command was not mistyped."""
     return nullcontext() if ":" in work else usage_errors()
 
 
 def parse_set_options(given: list[str]) -> dict[str, Any]:
-    """What `--set name=value` says, each value read as YAML."""
+    """The options given as `--set name=value`; each value is read as YAML."""
     import yaml
 
     found: dict[str, Any] = {}
@@ -60,43 +85,45 @@ def parse_set_options(given: list[str]) -> dict[str, Any]:
         if not equals or not name.strip():
             raise typer.BadParameter(f"{one}: expected name=value", param_hint="--set")
         if name.strip() in found:
-            raise typer.BadParameter(f"{name.strip()} was given before", param_hint="--set")
+            raise typer.BadParameter(
+                f"{name.strip()}: given twice; expected each option once", param_hint="--set"
+            )
         try:
             read = yaml.safe_load(value)
         except yaml.YAMLError:
             raise typer.BadParameter(
                 f"{one}: the value is not YAML; expected a number, a word or a list, in quotes if "
-                "need be",
+                "it has special characters",
                 param_hint="--set",
             ) from None
         if isinstance(read, str):
-            with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
+            with contextlib.suppress(ValueError):  # YAML reads 1e-3 as text
                 read = float(read)
         found[name.strip()] = read
     return found
 
 
 def parse_list(text: str | None) -> list[str] | None:
-    """Words with commas between them."""
+    """The words of a list that is separated by commas."""
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
 def check_output_file(out: Path) -> None:
-    """Raise unless a result can be written there: before anything is measured for minutes."""
+    """Raise unless a result can be written to `out`. Call it before a measurement of minutes."""
     if out.is_dir():
-        raise BenchError(f"{out}: is a folder: expected a file to write the result to")
+        raise BenchError(f"{out}: is a folder; expected the path of a file for the result")
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise BenchError(f"{out}: cannot be written ({problem.strerror})") from problem
     if not os.access(out.parent, os.W_OK):
-        raise BenchError(f"{out}: cannot be written (no permission for its folder)")
+        raise BenchError(f"{out}: cannot be written (no write permission for its folder)")
 
 
 def require_resume_alone(
     resume: Path, project: Path | None, given: Mapping[str, object], error: type[HeadraceError]
 ) -> None:
-    """Raise if `--resume` was typed with other options, and name them as they were typed."""
+    """Raise if other options were typed with `--resume`; the error names them."""
     is_there = project is not None and project.resolve() == resume.resolve().parent
     others = {"project": None if is_there else project, **given}
     named = [
@@ -106,6 +133,6 @@ def require_resume_alone(
     ]
     if named:
         raise error(
-            f"--resume {resume} goes on as its config.yaml says: leave out {', '.join(named)}, or "
-            "edit that file"
+            f"--resume {resume} takes its settings from config.yaml: leave out {', '.join(named)}, "
+            "or edit that file"
         )

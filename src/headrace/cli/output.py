@@ -1,4 +1,4 @@
-"""What goes to stdout: results. Whatever else a command's own work prints goes to stderr."""
+"""Results go to stdout; everything else that runs inside a command prints to stderr."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def print_result(content: dict[str, Any], text: str, as_json: bool) -> None:
 
 @contextmanager
 def results_only() -> Iterator[None]:
-    """Inside the block nothing reaches stdout: what a user's work prints, in this process, in its
-    loader's workers or from C code, goes to stderr instead. Print results after the block."""
+    """Redirect stdout to stderr inside the block: what a user's work prints, in this process, in
+    loader processes or from C code. Print results after the block."""
     _flush()
     real = _duplicate(_STDOUT)
     try:
@@ -31,17 +31,17 @@ def results_only() -> Iterator[None]:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        _flush()  # what is still buffered was written inside the block
+        _flush()  # buffered text was written inside the block
         if real is not None:
             os.dup2(real, _STDOUT)
             os.close(real)
 
 
 def end_of_results() -> None:
-    """At the end of the program: what exit handlers print goes to stderr."""
+    """Redirect stdout to stderr for exit handlers. Call it at the end of the program."""
     try:
         _flush()
-    except BrokenPipeError:  # whoever read the results has gone: the rest goes nowhere
+    except BrokenPipeError:  # the reader has closed the pipe
         _drop_stdout()
     else:
         _send_stdout_to_stderr()
@@ -62,7 +62,7 @@ def _drop_stdout() -> None:
 
 
 def _duplicate(descriptor: int) -> int | None:
-    """None if it is not open."""
+    """A copy of the descriptor; None if it is not open."""
     try:
         return os.dup(descriptor)
     except OSError:
@@ -70,7 +70,7 @@ def _duplicate(descriptor: int) -> int | None:
 
 
 def _flush() -> None:
-    """Write out what Python and the C library still hold for stdout."""
+    """Flush the buffers of Python and of the C library."""
     for stream in {id(stream): stream for stream in (sys.stdout, sys.__stdout__)}.values():
         if stream is not None and not getattr(stream, "closed", False):
             stream.flush()

@@ -9,14 +9,21 @@ import typer
 from headrace.cli.options import Json
 from headrace.cli.output import print_result
 
+EXAMPLE = """\
+Examples:
+$ headrace plan
+$ headrace plan pipeline
+"""
+
 
 def plan(
     which: Annotated[
-        str | None, typer.Argument(help="A preset's name or a plan.yaml; none: all presets.")
+        str | None,
+        typer.Argument(help="A preset or a plan.yaml file.", show_default="all presets"),
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Show the plans: all presets side by side, or every field of one."""
+    """Show all presets side by side, or every field of one plan."""
     from headrace.plan import PRESETS, Plan, presets_table
 
     if which is None:

@@ -6,21 +6,38 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import Cache, Data, Quiet
+from headrace.cli.options import Cache, Data
+
+EXAMPLE = "Example:\n$ headrace prepare corpus.tsv --src de --trg en --vocabulary 16000"
 
 
 def prepare(
     data: Data = None,
-    src: Annotated[str, typer.Option(help="The side that is translated.")] = "zh",
-    trg: Annotated[str, typer.Option(help="The side it is translated into.")] = "en",
-    vocabulary: Annotated[int, typer.Option(help="Pieces of each vocabulary, at most.")] = 8000,
-    joint: Annotated[bool, typer.Option(help="One vocabulary for both sides.")] = False,
-    max_length: Annotated[int, typer.Option(help="Tokens of a side, at most.")] = 60,
-    skip_bad: Annotated[bool, typer.Option(help="Count malformed lines; go on.")] = False,
+    src: Annotated[str, typer.Option(help="Language to translate from.")] = "zh",
+    trg: Annotated[str, typer.Option(help="Language to translate into.")] = "en",
+    vocabulary: Annotated[
+        int, typer.Option(help="Maximum size of each subword vocabulary.")
+    ] = 8000,
+    joint: Annotated[
+        bool, typer.Option(help="Share one vocabulary between the two languages.")
+    ] = False,
+    max_length: Annotated[
+        int,
+        typer.Option(help="Drop pairs with more tokens than this on one side, markers included."),
+    ] = 60,
+    skip_bad: Annotated[
+        bool,
+        typer.Option(help="Skip and count malformed lines instead of stopping at the first one."),
+    ] = False,
     cache: Cache = None,
-    quiet: Quiet = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", "-q", help="Print only the folder of the prepared corpus.")
+    ] = False,
 ) -> None:
-    """Read a corpus, make its vocabularies and encode it; `train` does it when needed."""
+    """Build a corpus's vocabularies and encode it.
+
+    `headrace train` does this by itself when needed.
+    """
     from headrace.translation import TrainSettings, prepared_for
 
     settings = TrainSettings(

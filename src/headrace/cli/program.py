@@ -1,7 +1,7 @@
 """The program: its commands, its exit codes, and how it starts and ends.
 
 Results go to stdout and everything else to stderr, so that `headrace … --json | jq` works.
-Exit codes: 0 done, 1 it failed (one line says why), 2 the command was typed wrong, 130 Ctrl-C.
+Exit codes: 0 success, 1 failure (one line says why), 2 usage error, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -14,21 +14,33 @@ import typer
 from typer.core import TyperGroup
 
 import headrace
-from headrace.cli import output
-from headrace.cli.bench import bench
-from headrace.cli.doctor import doctor
-from headrace.cli.evaluate import evaluate
-from headrace.cli.plan import plan
-from headrace.cli.prepare import prepare
-from headrace.cli.report import report
-from headrace.cli.train import train
-from headrace.cli.translate import translate
-from headrace.cli.tune import tune
+from headrace.cli import (
+    bench,
+    doctor,
+    evaluate,
+    output,
+    plan,
+    prepare,
+    report,
+    train,
+    translate,
+    tune,
+)
 from headrace.errors import HeadraceError
+
+_ABOUT = "Keep the GPU busy while PyTorch trains, and measure that it is."
+_EXAMPLE = """\
+Examples:
+$ headrace doctor                # check this machine
+$ headrace train --preset tiny   # train a translation model
+$ headrace bench --work resnet   # compare plans
+
+Run headrace COMMAND --help for the options of a command.
+"""
 
 
 class _Program(TyperGroup):
-    """Says that it was interrupted: by itself Typer ends without a word."""
+    """Prints "interrupted" on Ctrl-C. Typer alone would print nothing."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -41,7 +53,8 @@ class _Program(TyperGroup):
 app = typer.Typer(
     name="headrace",
     cls=_Program,
-    help="Keep a GPU busy during training, and show that it is.",
+    help=_ABOUT,
+    epilog=_EXAMPLE,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -50,9 +63,9 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """Run the command line. Errors that Headrace knows are one line; a traceback is a bug."""
-    # Before PyTorch is loaded: threads that wait for each other sleep. Spinning, they take ages
-    # as soon as anything else runs on the same cores: a loader's workers, say.
+    """Run the command line. Prints a `HeadraceError` as one line; a traceback is a bug."""
+    # Set before PyTorch is loaded: OpenMP threads sleep while they wait. If they spin, they slow
+    # down everything else on the same cores, such as loader processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     try:
         app()
@@ -69,15 +82,25 @@ def _version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
+@app.callback(help=_ABOUT, epilog=_EXAMPLE)
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Say which it is.")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="Show the version and exit."
+        ),
     ] = False,
 ) -> None:
-    """Keep a GPU busy during training, and show that it is."""
+    """The options of the program itself."""
 
 
 # In the order of `headrace --help`.
-for command in (doctor, plan, train, evaluate, translate, prepare, bench, tune, report):
-    app.command()(command)
+app.command(epilog=doctor.EXAMPLE)(doctor.doctor)
+app.command(epilog=plan.EXAMPLE)(plan.plan)
+app.command(epilog=train.EXAMPLE)(train.train)
+app.command(epilog=evaluate.EXAMPLE)(evaluate.evaluate)
+app.command(epilog=translate.EXAMPLE)(translate.translate)
+app.command(epilog=prepare.EXAMPLE)(prepare.prepare)
+app.command(epilog=bench.EXAMPLE)(bench.bench)
+app.command(epilog=tune.EXAMPLE)(tune.tune)
+app.command(epilog=report.EXAMPLE)(report.report)

@@ -8,28 +8,36 @@ from typing import Annotated
 
 import typer
 
+EXAMPLE = """\
+Examples:
+$ headrace report runs/train/exp --open
+$ headrace report result.json --out report.html
+"""
+
 
 def report(
     source: Annotated[
         Path,
         typer.Argument(
             metavar="RUN_OR_RESULT",
-            help="A run's folder, or what `bench` or `tune` wrote.",
+            help="Run folder of `train` or `tune`, or result file of `bench`.",
             show_default=False,
         ),
     ],
     out: Annotated[
-        Path | None, typer.Option(help="The file to write; none: report.html beside the input.")
+        Path | None,
+        typer.Option(help="File for the report.", show_default="report.html beside the input"),
     ] = None,
     perfetto: Annotated[
         Path | None,
-        typer.Option(help="Also write each timeline into this folder, for ui.perfetto.dev."),
+        typer.Option(help="Also write each timeline to this folder, for ui.perfetto.dev."),
     ] = None,
-    open_it: Annotated[bool, typer.Option("--open", help="Show it in a browser.")] = False,
+    open_it: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
-    """Make one HTML file of a result: verdict, bars, timelines, losses, waits.
+    """Write an HTML report of a run or a benchmark.
 
-    The file holds all it needs and asks nothing of any network.
+    The report shows the verdict, charts, timelines, losses and waits. It is
+    one file that loads nothing from the network.
     """
     from headrace.report import write_perfetto, write_report
 
@@ -39,7 +47,7 @@ def report(
         for trace in traces:
             typer.echo(str(trace))
         if not traces:
-            typer.echo(f"{source}: holds no timeline, so no Perfetto file was written", err=True)
+            typer.echo(f"{source}: has no timeline; no Perfetto file was written", err=True)
     typer.echo(str(written))
     if open_it:
         webbrowser.open(written.absolute().as_uri())

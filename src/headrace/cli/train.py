@@ -7,37 +7,56 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.options import Cache, Data, Quiet, require_resume_alone, usage_errors
+from headrace.cli.options import (
+    Cache,
+    Data,
+    Quiet,
+    is_typed,
+    require_resume_alone,
+    usage_errors,
+)
 from headrace.cli.settings import with_settings
 from headrace.errors import TranslationError
 from headrace.runs import RunFolder
-from headrace.translation import TrainSettings, stored_values
+from headrace.translation import SECTIONS, TrainSettings, stored_values
 
-_RUNS = Path("runs/train")
+EXAMPLE = """\
+Examples:
+$ headrace train --preset tiny --epochs 5        # the built-in corpus
+$ headrace train corpus.tsv --src de --trg en    # your own sentence pairs
+$ headrace train --resume runs/train/exp         # continue an interrupted run
+$ torchrun --nproc-per-node 8 -m headrace train  # on 8 GPUs
+"""
 
 
-@with_settings
+@with_settings(TrainSettings, SECTIONS)
 def train(
+    context: typer.Context,
     data: Data = None,
-    project: Annotated[
-        Path | None, typer.Option(help=f"Where runs are made; none: {_RUNS}.")
+    project: Annotated[Path, typer.Option(help="Folder for new runs.")] = Path("runs/train"),
+    name: Annotated[
+        str | None, typer.Option(help="Name of the run.", show_default="exp, exp2, …")
     ] = None,
-    name: Annotated[str | None, typer.Option(help="The run's name; none: exp, exp2, …")] = None,
-    resume: Annotated[Path | None, typer.Option(help="Go on with this run.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A YAML file of the options below.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Continue this run. Takes no other settings.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="Read the settings below from this YAML file.")
+    ] = None,
     cache: Cache = None,
     quiet: Quiet = False,
     **given: Any,
 ) -> None:
-    """Train a translation model, and translate with it what it never saw.
+    """Train a translation model and score it on the test set.
 
-    Without DATA, on the built-in corpus. What is not given is as `--config` says, else as usual.
-    Ctrl-C saves and says how to go on; `--resume RUN` needs no other option.
+    Options not given here are read from --config; the rest keep their
+    defaults. Ctrl-C saves a checkpoint and prints the command that resumes
+    the run.
     """
     from headrace.parallel import launched
     from headrace.translation import Trainer
 
-    given = {key: value for key, value in given.items() if value is not None}
+    given = {key: value for key, value in given.items() if is_typed(context, key)}
     if data:
         given["data"] = tuple(str(path.absolute()) for path in data)
     if "weights" in given:
@@ -45,12 +64,13 @@ def train(
     with usage_errors():
         if "tokens" in given and "sentences" in given:
             raise TranslationError(
-                f"--tokens {given['tokens']} and --sentences {given['sentences']}: a batch is "
-                "measured by one of them; leave out the other"
+                f"--tokens {given['tokens']} and --sentences {given['sentences']}: expected one of "
+                "them to set the batch size; leave out the other"
             )
         if resume is not None:
             others = {"name": name, "config": config, **given}
-            require_resume_alone(resume, project, others, TranslationError)
+            elsewhere = project if is_typed(context, "project") else None
+            require_resume_alone(resume, elsewhere, others, TranslationError)
             settings = TrainSettings.read(RunFolder.open(resume).config)
         else:
             stored = stored_values(config) if config is not None else {}
@@ -61,7 +81,7 @@ def train(
             if resume is not None:
                 trainer = Trainer.resume(resume, **how)
             else:
-                trainer = Trainer.create(settings, project=project or _RUNS, name=name, **how)
+                trainer = Trainer.create(settings, project=project, name=name, **how)
         result = trainer.run()
     if result.stopped is not None:
         asked = 0 if trainer.settings.stop_code == "zero" else 143

@@ -11,27 +11,39 @@ import typer
 from headrace.cli.options import Beam, DeviceName, Run, Weights
 from headrace.errors import TranslationError
 
+EXAMPLE = """\
+Examples:
+$ headrace translate runs/train/exp "你好。"
+$ headrace translate runs/train/exp --file input.txt > output.txt
+"""
+
 
 def translate(
     run: Run,
     sentences: Annotated[
-        list[str] | None, typer.Argument(help="Sentences; none: one a line from stdin.")
+        list[str] | None,
+        typer.Argument(help="Sentences to translate.", show_default="stdin, one per line"),
     ] = None,
     file: Annotated[
-        Path | None, typer.Option("--file", "-f", help="A text file, one sentence a line.")
+        Path | None, typer.Option("--file", "-f", help="Text file with one sentence per line.")
     ] = None,
     weights: Weights = "best",
     beam: Beam = None,
     device: DeviceName = "auto",
 ) -> None:
-    """Translate: one line of output for each sentence, in their order."""
+    """Translate sentences with a trained model.
+
+    The command prints one line per sentence, in the same order.
+    """
     from headrace.translation import TrainedModel
 
     if file is not None and sentences:
-        raise TranslationError("sentences were given and a file too: expected one of them")
+        raise TranslationError(
+            "found sentences and --file: expected one of them; leave out the other"
+        )
     if file is not None:
         try:
-            # Only a newline ends a line, as in a corpus: one line of output for each.
+            # Split at newlines only, as a corpus is split: one line of output for each.
             text = file.read_bytes().decode("utf-8-sig")
         except OSError as problem:
             raise TranslationError(f"{file}: cannot be read ({problem.strerror})") from problem

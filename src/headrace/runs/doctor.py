@@ -1,4 +1,4 @@
-"""`headrace doctor`: what this machine has, what is missing, and the command that mends it."""
+"""`headrace doctor`: what this machine has, what is missing, and how to fix it."""
 
 from __future__ import annotations
 
@@ -85,8 +85,8 @@ class Diagnosis:
                 rows += [("", line) for line in _measured_lines(device.measured)]
         lines = [text_table(("", "found"), rows), ""]
         for finding in self.findings:
-            lines += [f"{finding.level}: {finding.what}", f"  mend it: {finding.remedy}"]
-        lines.append("All is well." if not self.findings else "")
+            lines += [f"{finding.level}: {finding.what}", f"  fix: {finding.remedy}"]
+        lines.append("No problems found." if not self.findings else "")
         return "\n".join(lines).rstrip()
 
 
@@ -135,8 +135,8 @@ def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) 
         return [
             Finding(
                 "note",
-                f"on {device.name} copies hardly overlap compute: prefetching gains little there",
-                "see whether another program uses the GPU (nvidia-smi), then try again",
+                f"on {device.name} copies hardly overlap compute, so prefetching gains little",
+                "check whether another program uses the GPU (nvidia-smi), then run doctor again",
             )
             for device in slow
         ]
@@ -144,7 +144,7 @@ def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) 
         return [
             Finding(
                 "problem",
-                f"there is an NVIDIA driver ({driver}) but this PyTorch "
+                f"an NVIDIA driver ({driver}) is installed, but this PyTorch "
                 f"(built for {_built_for()}) sees no GPU",
                 "pip install --force-reinstall torch   # a build with CUDA",
             )
@@ -153,15 +153,15 @@ def _accelerator_findings(devices: tuple[DeviceFacts, ...], driver: str | None) 
         return [
             Finding(
                 "problem",
-                f"PyTorch was built for {_built_for()} but no driver answers",
-                "install the GPU's driver; in a container, start it with the GPU passed through",
+                f"PyTorch was built for {_built_for()}, but no driver answers",
+                "install the GPU driver; in a container, pass the GPU through",
             )
         ]
     return [
         Finding(
             "note",
-            "no GPU: every plan runs, on the CPU, and none is faster than another",
-            "run it on a machine with a GPU and a PyTorch built for it",
+            "no GPU: every plan runs on the CPU, and none is faster than another",
+            "use a machine with a GPU and a PyTorch built for it",
         )
     ]
 
@@ -170,22 +170,24 @@ def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[Finding]:
     found = []
     if len(devices) > 1 and importlib.util.find_spec("pynvml") is None:
         found.append(
-            Finding("note", "GPU use cannot be sampled without NVML", "pip install nvidia-ml-py")
+            Finding(
+                "note", "GPU utilization cannot be sampled without NVML", "pip install nvidia-ml-py"
+            )
         )
     if _SHM.is_dir() and shutil.disk_usage(_SHM).total < _ENOUGH_SHM_BYTES:
         found.append(
             Finding(
                 "note",
                 f"shared memory is small ({_gib(shutil.disk_usage(_SHM).total)}): loader workers "
-                "may die with a bus error",
-                "docker run --shm-size=8g …   or load with 0 workers",
+                "may crash with a bus error",
+                "docker run --shm-size=8g …   # or train with --workers 0",
             )
         )
     if len(devices) == 1 and not _cpu_bf16_works():
         found.append(
             Finding(
                 "note",
-                "bf16 crashes PyTorch on this CPU, which announces AMX and then refuses it",
+                "bf16 crashes PyTorch on this CPU, which reports AMX but does not run it",
                 "export ONEDNN_MAX_CPU_ISA=AVX512_CORE",
             )
         )
@@ -240,7 +242,7 @@ def _measured_lines(measured: Probe) -> list[str]:
         f"{measured.pageable_to_device_gb_per_s:.1f} pageable",
         f"device to host {measured.device_to_pinned_gb_per_s:.1f} GB/s pinned",
         f"copies overlap compute: {measured.overlap_share:.0%}",
-        f"launching a kernel takes the host {measured.launch_us:.1f} µs",
+        f"kernel launch {measured.launch_us:.1f} µs of host time",
     ]
 
 

@@ -62,7 +62,7 @@ class RunFolder:
         if name is not None:
             _require_name(name)
         if Path(project).is_file():
-            raise RunError(f"{project}: is a file; expected the folder that runs are made in")
+            raise RunError(f"{project}: is a file; expected a folder for new runs")
         try:
             Path(project).mkdir(parents=True, exist_ok=True)
             path = _first_free(Path(project)) if name is None else _new(Path(project), name)
@@ -71,7 +71,7 @@ class RunFolder:
                 (path / part).mkdir()
         except (OSError, ValueError) as problem:
             raise RunError(
-                f"{project}: no run folder can be made there ({_why(problem)})"
+                f"{project}: cannot create a run folder there ({_why(problem)})"
             ) from problem
         return folder
 
@@ -93,8 +93,8 @@ class RunFolder:
         for entry in self.path.iterdir():
             if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
                 raise RunError(
-                    f"{entry}: leads out of the run's folder, to {entry.resolve()}; expected what "
-                    "a run writes to lie in it (the folder itself may be a link)"
+                    f"{entry}: links out of the run folder, to {entry.resolve()}; expected every "
+                    "file of a run inside its folder (the folder itself may be a link)"
                 )
 
     @property
@@ -159,8 +159,8 @@ def shared_folder(path: Path) -> RunFolder:
     """A folder that another rank has just made."""
     if not RunFolder(path).config.is_file():
         raise RunError(
-            f"{path}: another rank has made it, and it is not seen here: expected a folder on a "
-            "file system that all nodes share (--project)"
+            f"{path}: another rank created this folder, but this rank does not see it; expected "
+            "a file system that all nodes share (--project)"
         )
     return RunFolder(path)
 
@@ -208,21 +208,21 @@ _PlainDumper.add_representer(str, _text)
 
 def _require_name(name: object) -> None:
     if not isinstance(name, str) or not name:
-        wrong = "it is empty" if name == "" else "it is no text"
+        wrong = "it is empty" if name == "" else "it is not text"
     elif _NOT_IN_NAMES.search(name):
-        wrong = "it has a separator, a colon or a character that cannot be seen in it"
+        wrong = "it contains a separator, a colon or an invisible character"
     elif name.startswith("."):
-        wrong = "it begins with a dot"
+        wrong = "it starts with a dot"
     elif name != name.strip():
-        wrong = "it begins or ends with a blank"
+        wrong = "it starts or ends with a space"
     elif len(name.encode()) > _LONGEST_NAME:
         wrong = f"it is longer than {_LONGEST_NAME} bytes"
     else:
         return
     shown = repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:80]}…"
     raise RunError(
-        f"{shown} cannot be a run's name: {wrong}; expected the plain name of a folder, "
-        "like 'small' or 'lr=3e-4' (--project says where it is made)"
+        f"{shown} is not a valid run name: {wrong}; expected a plain folder name, such as "
+        "'small' or 'lr=3e-4' (--project sets the folder that it is created in)"
     )
 
 
@@ -245,8 +245,8 @@ def _new(project: Path, name: str) -> Path:
         stem = f"{name}-" if name[-1].isdigit() else name
         numbered = (f"{stem}{number}" for number in itertools.count(2))
         free = next(other for other in numbered if not os.path.lexists(project / other))
-        resume = f"go on with it by --resume {path}, or " if RunFolder(path).config.exists() else ""
-        raise RunError(f"{path}: exists already; {resume}take a free name: {free}") from None
+        resume = f"resume it with --resume {path}, or " if RunFolder(path).config.exists() else ""
+        raise RunError(f"{path}: already exists; {resume}choose a free name: {free}") from None
     return path
 
 
@@ -255,7 +255,7 @@ def _no_run(path: Path) -> str:
     if not path.exists():
         return f"{path}: does not exist; expected the folder of an earlier run"
     if path.is_dir():
-        what = f"{path}: is no run folder (it has no config.yaml)"
+        what = f"{path}: is not a run folder (it has no config.yaml)"
         inside = [entry for entry in path.iterdir() if (entry / "config.yaml").is_file()]
         if inside:
             newest = max(inside, key=lambda entry: (entry / "config.yaml").stat().st_mtime)
@@ -292,12 +292,14 @@ def _lock(folder: Path) -> FileIO:
         holder = file.read(200).decode(errors="replace").strip() or "another process"
         file.close()
         raise RunError(
-            f"{folder}: {holder} is training into it; wait for it to end, or train into a "
-            "folder of its own (--name)"
+            f"{folder}: {holder} is training in this folder; wait until it ends, or choose "
+            "another folder (--name)"
         ) from None
     except OSError as problem:
         # Some network file systems have no locks. That is no reason not to train.
-        log.warning("%s: cannot be locked (%s); do not start a second run", folder, _why(problem))
+        log.warning(
+            "%s: cannot be locked (%s); do not start a second run in it", folder, _why(problem)
+        )
     _held.add(file)
     file.truncate(0)
     file.write(f"process {os.getpid()} on {platform.node()}".encode())

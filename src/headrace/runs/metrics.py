@@ -97,7 +97,7 @@ class MetricsLog:
             error = RunError(f"{self._path}: cannot be written ({problem.strerror})")
             if not self._goes_on:
                 raise error from problem
-            log.warning("%s; training goes on", error)
+            log.warning("%s; training continues", error)
 
     def _drop_torn_line(self) -> None:
         with self._path.open("rb") as file:
@@ -154,7 +154,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     except OSError as problem:
         raise RunError(f"{path}: cannot be read ({problem.strerror})") from problem
     if damaged:
-        log.warning("%s: left out %d damaged line%s", path, damaged, "" if damaged == 1 else "s")
+        log.warning("%s: skipped %d damaged line%s", path, damaged, "" if damaged == 1 else "s")
 
 
 class _Events:
@@ -166,8 +166,8 @@ class _Events:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as problem:
             raise RunError(
-                f"TensorBoard files were asked for but it is not installed ({problem}); "
-                "pip install tensorboard"
+                f"TensorBoard is not installed ({problem}); install it (pip install tensorboard), "
+                "or train with --no-tensorboard"
             ) from problem
         self._folder = folder
         self._make = SummaryWriter

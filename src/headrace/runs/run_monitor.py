@@ -99,6 +99,6 @@ class RunMonitor:
         if self._probe is not None and self._probe.is_over:
             missing, self._probe = self._probe.missing, None
             if missing is not None:
-                log.info("how busy the device is cannot be seen: %s", missing)
+                log.info("cannot measure how busy the device is: %s", missing)
         if window is not None:
             self._metrics.write("busy", step, **window.to_dict())

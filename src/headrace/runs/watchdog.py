@@ -98,16 +98,17 @@ class Watchdog:
 
     def report(self, seconds: float) -> str:
         """Where everything stands, as text."""
-        lines = [f"no progress for {seconds:.0f} s; the last was: {self._what}", ""]
+        lines = [f"no progress for {seconds:.0f} s; last progress: {self._what}", ""]
         for wait in self._device.ledger.under_way():
             lines.append(
-                f"{wait.thread} waits for {wait.reason!r}, for {wait.elapsed_ms / 1e3:.1f} s now"
+                f"{wait.thread} has been waiting for {wait.reason!r} "
+                f"for {wait.elapsed_ms / 1e3:.1f} s"
             )
         lines += [*self._streams(), *_children(), ""]
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         for ident, frame in sys._current_frames().items():
             if ident != threading.get_ident():
-                lines.append(f"--- {names.get(ident, 'a thread not of Python')} ({ident})")
+                lines.append(f"--- {names.get(ident, 'a non-Python thread')} ({ident})")
                 lines += [line.rstrip() for line in traceback.format_stack(frame)]
         return "\n".join(lines)
 
@@ -115,8 +116,8 @@ class Watchdog:
         try:
             states = self._device.stream_states()
         except RuntimeError as problem:  # after an error of CUDA's every call raises it again
-            return [f"{self._device} cannot be asked: {problem}"]
-        said = [f"{name} {'idle' if idle else 'has work left'}" for name, idle in states.items()]
+            return [f"{self._device} cannot be queried: {problem}"]
+        said = [f"{name} {'idle' if idle else 'has pending work'}" for name, idle in states.items()]
         return [f"{self._device}: {', '.join(said) or 'has no streams'}"]
 
     def _write(self, text: str) -> None:
@@ -139,7 +140,7 @@ def _children() -> list[str]:
         try:
             found.append(
                 f"process {child.pid} ({child.name()}): {child.status()}, "
-                f"{child.cpu_times().user:.1f} s of CPU"
+                f"{child.cpu_times().user:.1f} s of CPU time"
             )
         except psutil.Error:
             continue  # it has ended meanwhile

@@ -55,7 +55,10 @@ def check_settings(settings: TrainSettings) -> None:
     check_policies(settings, in_force(Plan.of(settings.plan)))
     open_device(own_device(settings.device))
     if settings.weights is not None and not Path(settings.weights).exists():
-        raise TranslationError(f"weights: {settings.weights} is not there")
+        raise TranslationError(
+            f"weights = {settings.weights}: does not exist; expected a .safetensors file or a run "
+            "folder"
+        )
 
 
 def check_policies(settings: TrainSettings, plan: Plan) -> None:
@@ -63,8 +66,8 @@ def check_policies(settings: TrainSettings, plan: Plan) -> None:
     NonFinitePolicy.of(settings.on_nonfinite)
     if settings.on_oom == "halve" and plan.graphs != "off":
         raise TranslationError(
-            f"on_oom = halve: plan {plan.name} has graphs, whose memory is taken when they are "
-            "captured: expected a plan without"
+            f"on_oom = halve: plan {plan.name} captures CUDA graphs, which keep their memory; "
+            "expected a plan with graphs = off"
         )
 
 

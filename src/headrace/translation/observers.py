@@ -42,7 +42,7 @@ class Observers:
         """An epoch of `batches` begins at `first_batch`; the run ends after `limit` more."""
         self.progress.epoch_begins(epoch, batches, first_batch=first_batch, most=limit)
         self.gauges.epoch_begins(self.device, self.monitor)
-        self.watchdog.progress(f"epoch {epoch} begun at batch {first_batch}")
+        self.watchdog.progress(f"began epoch {epoch} at batch {first_batch}")
 
     def on_step(self, info: StepInfo, updates: int, *, left_in_run: int, left: int) -> None:
         """A batch was trained on; so many are left in the run, and in this epoch."""

@@ -46,8 +46,8 @@ def stored_result(folder: RunFolder) -> TrainResult | None:
         return TrainResult(folder, None, content["updates"], scores, examples)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
         raise TranslationError(
-            f"{path}: is no result of a finished run ({problem}); take it away, and --resume "
-            "scores the run again"
+            f"{path}: is not the result of a finished run ({problem}); remove it and use "
+            "--resume to score the run again"
         ) from problem
 
 

@@ -121,8 +121,8 @@ def save_vocabularies(folder: Path, vocabularies: tuple[Vocabulary, Vocabulary])
         stored = load_vocabularies(folder, vocabularies[0] is vocabularies[1])
         if stored != vocabularies:
             raise TranslationError(
-                f"{folder}: the corpus gives other vocabularies than this run was begun with: has "
-                "it changed? Expected the same text and settings"
+                f"{folder}: the corpus now gives other vocabularies than when this run began; "
+                "expected the same text and settings: has the corpus changed?"
             )
         return
     folder.mkdir(exist_ok=True)

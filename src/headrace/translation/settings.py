@@ -1,4 +1,4 @@
-"""What a training run is told: one record, the same in `config.yaml`, `--config` and the flags."""
+"""The settings of a training run: the same fields in `config.yaml`, `--config` and the flags."""
 
 from __future__ import annotations
 
@@ -18,91 +18,156 @@ if TYPE_CHECKING:
     from headrace.translation.model import ModelSettings
 
 _MANY = 1 << 40
-#: A plan that a run was given as a file, in the run's folder.
+_BY_PRESET = "set by --preset"
+#: The copy of a plan file in a run's folder.
 PLAN_FILE = "plan.yaml"
 
 
 @dataclass(frozen=True, slots=True)
 class TrainSettings(Checked):
-    """A run's settings. Whatever is None follows from the others, the corpus or the machine."""
+    """A run's settings. The trainer chooses a value for each field that is None.
+
+    The text of a field is its help text in `headrace train --help`.
+    """
 
     error: ClassVar[type[HeadraceError]] = TranslationError
 
     # --- data
-    data: tuple[str, ...] = choice((), "files or a folder of sentence pairs; none: the built-in")
-    src: str = choice("zh", "the side that is translated")
-    trg: str = choice("en", "the side it is translated into")
-    vocabulary: int = whole(8000, 300, 1 << 20, "pieces of each vocabulary, at most")
-    joint: bool = choice(False, "one vocabulary for both sides")
+    data: tuple[str, ...] = choice(
+        (), "Files or a folder of sentence pairs.", unset="the built-in Chinese–English corpus"
+    )
+    src: str = choice("zh", "Language to translate from.")
+    trg: str = choice("en", "Language to translate into.")
+    vocabulary: int = whole(8000, 300, 1 << 20, "Maximum size of each subword vocabulary.")
+    joint: bool = choice(False, "Share one vocabulary between the two languages.")
     max_length: int = whole(
-        60, 4, 1 << 16, "tokens of a side, markers included; longer is left out"
+        60, 4, 1 << 16, "Drop pairs with more tokens than this on one side, markers included."
     )
-    skip_bad: bool = choice(False, "count malformed lines instead of stopping at the first")
+    skip_bad: bool = choice(
+        False, "Skip and count malformed lines instead of stopping at the first one."
+    )
     # --- batches
-    sentences: int = whole(30, 1, 1 << 20, "sentence pairs a batch")
-    tokens: int | None = whole(None, 1, 1 << 30, "target tokens a batch, instead of sentences")
-    shapes: int | None = whole(None, 0, 4096, "batch shapes at most; 0: any; none: 16 for graphs")
-    workers: int | None = whole(None, 0, 1024, "loading processes; none: 2 beside a GPU, else 0")
-    prefetch_factor: int | None = whole(None, 1, 1024, "batches each worker loads ahead")
-    loader_timeout: float = number(0.0, 0, 1e9, "seconds to wait for a worker; 0: for ever")
-    seed: int = whole(0, 0, 1 << 62, "of weights, batches and dropout")
-    # --- model
-    preset: Literal["tiny", "small", "base", "big"] = choice("base", "the model's size")
-    width: int | None = whole(None, 2, 1 << 16, "instead of the preset's")
-    heads: int | None = whole(None, 1, 1024, "instead of the preset's")
-    layers: int | None = whole(None, 1, 1024, "of encoder and decoder each, instead")
-    inner: int | None = whole(None, 1, 1 << 20, "instead of the preset's")
-    dropout: float | None = number(None, 0, 1, "instead of the preset's")
-    norm: Literal["pre", "post"] = choice("pre", "norm before each part, or after")
-    tied: bool = choice(True, "one matrix for target words and output")
-    weights: str | None = choice(None, "start from these weights (a .safetensors, or a run)")
-    # --- training
-    epochs: int = whole(10, 1, _MANY, "passes over the corpus")
-    max_steps: int | None = whole(None, 1, _MANY, "stop after so many updates")
-    lr: float = number(7e-4, 0, 1e3, "learning rate at its peak")
-    schedule: Literal["inverse_sqrt", "noam", "constant"] = choice(
-        "inverse_sqrt", "how it goes up and down; noam sets the peak itself"
+    sentences: int = whole(30, 1, 1 << 20, "Sentence pairs per batch.")
+    tokens: int | None = whole(
+        None, 1, 1 << 30, "Target tokens per batch, in place of --sentences."
     )
-    warmup: int = whole(2000, 1, _MANY, "updates on the way up")
-    weight_decay: float = number(0.0, 0, 1e3, "AdamW's")
-    smoothing: float = number(0.1, 0, 0.999, "label smoothing")
-    clip_norm: float = number(1.0, 0, 1e9, "gradient norm at most; 0: any")
-    accumulate: int = whole(1, 1, 1 << 20, "batches an update")
-    ema: float | None = number(None, 0, 0.999999, "decay of averaged weights; none: no averages")
-    average_last: int = whole(0, 0, 1000, "epochs whose last weights are averaged at the end")
-    # --- how it runs
-    plan: str = choice("pipeline", "a preset's name, or a plan.yaml")
+    shapes: int | None = whole(
+        None,
+        0,
+        4096,
+        "Maximum number of different batch shapes; 0 sets no limit.",
+        unset="16 with CUDA graphs, otherwise no limit",
+    )
+    workers: int | None = whole(
+        None,
+        0,
+        1024,
+        "Number of loader processes.",
+        unset="the plan file's, else 2 with a GPU, 0 without",
+    )
+    prefetch_factor: int | None = whole(
+        None,
+        1,
+        1024,
+        "Batches that each loader process loads ahead.",
+        unset="the plan file's, else PyTorch's",
+    )
+    loader_timeout: float = number(
+        0.0, 0, 1e9, "Fail if the loader produces no batch for this many seconds; 0 waits forever."
+    )
+    seed: int = whole(0, 0, 1 << 62, "Random seed for weights, batch order and dropout.")
+    # --- model
+    preset: Literal["tiny", "small", "base", "big"] = choice(
+        "base", "Model size: tiny, small, base or big."
+    )
+    width: int | None = whole(None, 2, 1 << 16, "Model width (d_model).", unset=_BY_PRESET)
+    heads: int | None = whole(None, 1, 1024, "Attention heads.", unset=_BY_PRESET)
+    layers: int | None = whole(
+        None, 1, 1024, "Layers in the encoder, and as many in the decoder.", unset=_BY_PRESET
+    )
+    inner: int | None = whole(
+        None, 1, 1 << 20, "Width of the feed-forward layers.", unset=_BY_PRESET
+    )
+    dropout: float | None = number(None, 0, 1, "Dropout probability.", unset=_BY_PRESET)
+    norm: Literal["pre", "post"] = choice(
+        "pre", "Layer norm before (pre) or after (post) each sublayer."
+    )
+    tied: bool = choice(True, "Share one matrix between target embedding and output layer.")
+    weights: str | None = choice(
+        None,
+        "Start from these weights: a .safetensors file or a run folder.",
+        unset="random weights",
+    )
+    # --- training
+    epochs: int = whole(10, 1, _MANY, "Number of epochs.")
+    max_steps: int | None = whole(
+        None, 1, _MANY, "Stop after this many optimizer steps.", unset="no limit"
+    )
+    lr: float = number(7e-4, 0, 1e3, "Peak learning rate.")
+    schedule: Literal["inverse_sqrt", "noam", "constant"] = choice(
+        "inverse_sqrt",
+        "Learning rate schedule: inverse_sqrt, noam (which ignores --lr) or constant.",
+    )
+    warmup: int = whole(2000, 1, _MANY, "Length of the warmup, in optimizer steps.")
+    weight_decay: float = number(0.0, 0, 1e3, "Weight decay of AdamW.")
+    smoothing: float = number(0.1, 0, 0.999, "Label smoothing.")
+    clip_norm: float = number(1.0, 0, 1e9, "Clip the gradient norm to this; 0 disables clipping.")
+    accumulate: int = whole(
+        1, 1, 1 << 20, "Accumulate gradients over this many batches per optimizer step."
+    )
+    ema: float | None = number(
+        None, 0, 0.999999, "Decay of an exponential moving average of the weights.", unset="no EMA"
+    )
+    average_last: int = whole(
+        0, 0, 1000, "Average the weights of this many last epochs; 0 disables averaging."
+    )
+    # --- execution
+    plan: str = choice("pipeline", "Execution plan: a preset (see `headrace plan`) or a plan.yaml.")
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = choice(
-        "auto", "auto: bf16 on a GPU that has it"
+        "auto", "fp32, tf32, bf16, fp16, or auto: bf16 on a GPU that is fast at it, else fp32."
     )
     device: str = choice("auto", "auto, cpu, cuda, cuda:1, …")
-    deterministic: bool = choice(False, "the same bits in every run, at a price")
+    deterministic: bool = choice(False, "Use deterministic kernels: slower, but reproducible.")
     parallel: Literal["ddp", "fsdp"] = choice(
-        "ddp", "under torchrun: weights whole on each rank, or sharded"
+        "ddp", "Under torchrun, replicate the model on each rank (ddp) or shard it (fsdp)."
     )
-    rank_timeout: float = number(1800.0, 1, 1e9, "seconds to wait for another rank")
-    # --- what happens to runs
+    rank_timeout: float = number(1800.0, 1, 1e9, "Seconds to wait for another rank.")
+    # --- fault tolerance
     on_nonfinite: str = choice(
-        "stop", "a loss that is not finite: stop, skip its update, tolerate:N, report"
+        "stop",
+        "If a loss is NaN or infinite: stop, skip the update, tolerate:N (skip N, then stop) "
+        "or report.",
     )
     on_oom: Literal["raise", "halve"] = choice(
-        "raise", "no memory for a batch: end, or train on it in halves"
+        "raise", "If a batch runs out of memory: raise an error, or halve the batch."
     )
-    hang_after: float = number(600.0, 0, 1e9, "seconds without a step: say where it hangs; 0: no")
-    hang_abort: bool = choice(False, "and end, with exit code 75")
-    grace: float = number(0.0, 0, 1e9, "seconds that SIGTERM leaves it to save; 0: any number")
-    stop_code: Literal["signal", "zero"] = choice("signal", "exit code after SIGTERM: 143, or 0")
-    # --- looking at it
-    save_every: float = number(30.0, 0, 1e9, "seconds between checkpoints")
-    keep: int = whole(2, 1, 10_000, "checkpoints that are kept, the newest")
-    valid_sentences: int = whole(200, 0, _MANY, "of valid, translated after each epoch; 0: none")
-    beam: int = whole(3, 1, 1000, "hypotheses of the last translation, of test")
-    tensorboard: bool = choice(True, "write TensorBoard events beside metrics.jsonl")
-    monitor: bool = choice(True, "note the use of GPU and host, and what the GPU does in 10 steps")
+    hang_after: float = number(
+        600.0,
+        0,
+        1e9,
+        "Report where the run hangs after this many seconds without a step; 0: never.",
+    )
+    hang_abort: bool = choice(False, "End a hung run with exit code 75.")
+    grace: float = number(
+        0.0, 0, 1e9, "Exit at the latest this many seconds after SIGTERM; 0 sets no limit."
+    )
+    stop_code: Literal["signal", "zero"] = choice(
+        "signal", "Exit code after SIGTERM: 143 (signal) or 0 (zero)."
+    )
+    save_every: float = number(30.0, 0, 1e9, "Seconds between checkpoints.")
+    keep: int = whole(2, 1, 10_000, "Number of recent checkpoints to keep.")
+    # --- evaluation
+    valid_sentences: int = whole(
+        200, 0, _MANY, "Validation sentences to translate after each epoch, for BLEU; 0: none."
+    )
+    beam: int = whole(3, 1, 1000, "Beam size for the final translation of the test set.")
+    # --- logging
+    tensorboard: bool = choice(True, "Write TensorBoard events beside metrics.jsonl.")
+    monitor: bool = choice(True, "Record GPU and host utilization, and profile 10 steps.")
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "settings") -> TrainSettings:
-        """Settings from plain values; what is not given is as usual."""
+        """Settings from plain values; fields that are not given keep their defaults."""
         refuse_unknown(values, cls.field_names(), where, TranslationError)
         given = dict(values)
         data = given.get("data", ())
@@ -117,7 +182,7 @@ class TrainSettings(Checked):
             )
         for name, hint in typing.get_type_hints(cls).items():
             if "float" in str(hint) and isinstance(given.get(name), str):
-                with contextlib.suppress(ValueError):  # YAML takes 1e-3 for text, people do not
+                with contextlib.suppress(ValueError):  # YAML reads 1e-3 as text
                     given[name] = float(given[name])
         try:
             return cls(**given)
@@ -129,7 +194,7 @@ class TrainSettings(Checked):
         """A run's settings from its `config.yaml`."""
         if (Path(path).parent / "journal.jsonl").exists():
             raise TranslationError(
-                f"{Path(path).parent}: is a search by `headrace tune`; expected a training run"
+                f"{Path(path).parent}: is a search of `headrace tune`; expected a training run"
             )
         return cls.from_dict(stored_values(path), where=str(path))
 
@@ -179,7 +244,7 @@ def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
 
-#: The settings by what they are about, as `--help` shows them.
+#: The panels of `headrace train --help`, with their settings.
 SECTIONS = {
     "Data": ("src", "trg", "vocabulary", "joint", "max_length", "skip_bad"),
     "Batches": (
@@ -193,9 +258,11 @@ SECTIONS = {
         *("epochs", "max_steps", "lr", "schedule", "warmup", "weight_decay", "smoothing"),
         *("clip_norm", "accumulate", "ema", "average_last"),
     ),
-    "How it runs": ("plan", "precision", "device", "deterministic", "parallel", "rank_timeout"),
-    "What happens to runs": (
+    "Execution": ("plan", "precision", "device", "deterministic", "parallel", "rank_timeout"),
+    "Fault tolerance": (
         *("on_nonfinite", "on_oom", "hang_after", "hang_abort", "grace", "stop_code"),
+        *("save_every", "keep"),
     ),
-    "Looking at it": ("save_every", "keep", "valid_sentences", "beam", "tensorboard", "monitor"),
+    "Evaluation": ("valid_sentences", "beam"),
+    "Logging": ("tensorboard", "monitor"),
 }

@@ -135,7 +135,8 @@ class Trainer:
         stored = stored_result(folder)
         if stored is not None:
             log.warning(
-                "%s is finished; to train its weights further: headrace train --weights %s …",
+                "%s: this run is finished; to train further from its weights: "
+                "headrace train --weights %s",
                 folder.path,
                 folder.path,
             )
@@ -169,7 +170,7 @@ class Trainer:
                 metrics.rewind(engine.updates, partial(is_written_again, engine.epochs))
                 if path is not None:
                     progress.message(
-                        f"going on from {path}: epoch {engine.epochs + 1}, batch {first_batch:,}"
+                        f"resuming from {path}: epoch {engine.epochs + 1}, batch {first_batch:,}"
                     )
                 with new_monitor(settings, ranks, folder, metrics, engine) as monitor:
                     observers = Observers(device, progress, gauges, metrics, watchdog, monitor)
@@ -230,7 +231,7 @@ def _description(parts: RunParts) -> str:
     return (
         f"{settings.preset} model, {parameters / 1e6:.1f} M parameters, plan "
         f"{plan.name} ({plan.precision}) on {parts.device.description()}{among}; "
-        f"{len(batches):,} batches an epoch, {batches.shapes} shapes, {batches.waste:.1%} padding"
+        f"{len(batches):,} batches per epoch, {batches.shapes} shapes, {batches.waste:.1%} padding"
     )
 
 
@@ -445,7 +446,7 @@ class Checkpoints:
         try:
             save()
         except CheckpointError as problem:  # of the one before, written in the background
-            log.warning("%s; training goes on, and another is written now", problem)
+            log.warning("%s; training continues, and another one is written now", problem)
             save()
 
     def rescue(self, error: BaseException) -> None:
@@ -472,7 +473,7 @@ class Checkpoints:
             self.kept.restore(dict(state["best"]))
         except _DOES_NOT_FIT as problem:
             raise TranslationError(
-                f"{path}: does not fit the model or optimizer that {self.folder.config} asks for: "
+                f"{path}: does not fit the model or optimizer in {self.folder.config}: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
         return path, batch
@@ -533,7 +534,7 @@ def _close_unneeded(writer: CheckpointWriter) -> None:
 
 def leave_overdue(grace_s: float, folder: RunFolder, tell: Callable[[str], object]) -> None:
     """End the process: the grace time after SIGTERM is over, and the run has not stopped yet."""
-    tell(f"{grace_s:g} s after SIGTERM it is not done: leaving now; {_how_to_resume(folder)}")
+    tell(f"not stopped {grace_s:g} s after SIGTERM: exiting now; {_how_to_resume(folder)}")
     end_children()
     os._exit(128 + signal.SIGTERM)
 
@@ -550,7 +551,7 @@ def _explaining_errors(
         known = loader_error(problem) or problem
         if isinstance(known, _RESUMABLE):
             tell(
-                f"ended by an error after {parts.engine.updates:,} updates; "
+                f"an error ended the run after {parts.engine.updates:,} updates; "
                 f"{_how_to_resume(folder)}"
             )
         if known is not problem:
@@ -561,4 +562,4 @@ def _explaining_errors(
 
 
 def _how_to_resume(folder: RunFolder) -> str:
-    return f"go on with: headrace train --resume {folder.path}"
+    return f"resume with: headrace train --resume {folder.path}"

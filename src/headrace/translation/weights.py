@@ -79,15 +79,15 @@ def load_weights(model: torch.nn.Module, path: Path) -> None:
     if not path.exists():
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors")))
         if not there and (path.parent.parent / "config.yaml").exists():
-            there = "none yet: a run has weights when its first epoch has ended"
-        raise TranslationError(f"{path}: is not there; there is {there or 'none beside it'}")
+            there = "none yet: a run writes its first weights after its first epoch"
+        raise TranslationError(f"{path}: does not exist; found {there or 'no weights beside it'}")
     stored, own = weights_from_file(path), model.state_dict()
     for name in sorted(stored.keys() | own.keys()):
         found = tuple(stored[name].shape) if name in stored else "nothing"
         wanted = tuple(own[name].shape) if name in own else "nothing"
         if found != wanted:
             raise TranslationError(
-                f"{path}: {name} is {found}, the model has {wanted}: expected weights of a model "
+                f"{path}: {name} is {found}, the model has {wanted}; expected weights of a model "
                 "of the same size and vocabularies"
             )
     model.load_state_dict(stored)

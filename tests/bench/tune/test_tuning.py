@@ -556,7 +556,7 @@ class TestCommand:
         assert self.invoke("--workers", "two").exit_code == 2
         assert self.invoke("--set", "batch").exit_code == 2
         twice = self.invoke("--set", "batch=3", "--set", "batch=4")
-        assert (twice.exit_code, "batch was given before" in twice.output) == (2, True)
+        assert (twice.exit_code, "batch: given twice" in twice.output) == (2, True)
         found = self.invoke("--resume", "runs/tune/exp", "--steps", "3")
         assert "leave out --steps" in str(found.exception)
 

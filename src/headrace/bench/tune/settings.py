@@ -1,4 +1,4 @@
-"""What a search is told: one record, the same in `config.yaml` and the flags."""
+"""The settings of a search: the same fields in `config.yaml` and the flags."""
 
 from __future__ import annotations
 
@@ -19,27 +19,50 @@ _LISTS = ("plans", "workers", "batch_sizes")
 
 @dataclass(frozen=True, slots=True)
 class TuneSettings(Checked):
-    """Settings of a search. Whatever is None follows from the machine."""
+    """Settings of a search. The search chooses a value for each field that is None.
+
+    The text of a field is its help text in `headrace tune --help`.
+    """
 
     error: ClassVar[type[HeadraceError]] = TuneError
 
-    work: str = choice("translation", "translation, resnet, mlp, or your_module:make_work")
-    options: tuple[tuple[str, Any], ...] = choice((), "options of the work")
-    plans: tuple[str, ...] | None = choice(None, "presets to start from; none: all that run here")
-    workers: tuple[int, ...] | None = choice(None, "numbers of loading processes to try")
-    batch_sizes: tuple[int, ...] = choice((), "batch sizes to try; none: the work's own alone")
-    memory_cap: str | None = choice(None, "device memory a plan may take, as in 40GB or 50%")
-    steps: int = whole(20, 1, 1 << 20, "steps of the shortest runs")
-    repeats: int = whole(5, 1, 1000, "runs of what is close")
-    warmup: int = whole(10, 1, 1 << 20, "steps of each before its first run")
-    compare: int = whole(10, 0, 1 << 20, "steps whose losses are compared; 0: none")
-    tolerance: float = number(0.01, 0, 1, "relative difference allowed where bits must differ")
-    minutes: float | None = number(None, 0, 1e6, "time for the whole search; none: as it takes")
+    work: str = choice(
+        "translation", "Workload to train: translation, resnet, mlp, or your_module:make_work."
+    )
+    options: tuple[tuple[str, Any], ...] = choice((), "Options of the workload.")
+    plans: tuple[str, ...] | None = choice(
+        None, "Presets to start from, separated by commas.", unset="all that run here"
+    )
+    workers: tuple[int, ...] | None = choice(
+        None,
+        "Numbers of loader processes to try, separated by commas.",
+        unset="chosen by the number of cores",
+    )
+    batch_sizes: tuple[int, ...] = choice(
+        (), "Batch sizes to try, separated by commas.", unset="the workload's own"
+    )
+    memory_cap: str | None = choice(
+        None,
+        "Discard plans that need more device memory: 40GB, 512MiB or 50%.",
+        unset="no limit",
+    )
+    steps: int = whole(20, 1, 1 << 20, "Steps in the shortest runs.")
+    repeats: int = whole(5, 1, 1000, "Runs of each plan that is close to the best.")
+    warmup: int = whole(10, 1, 1 << 20, "Warmup steps before a plan's first run.")
+    compare: int = whole(
+        10, 0, 1 << 20, "Steps whose losses must match the baseline's; 0 skips the check."
+    )
+    tolerance: float = number(
+        0.01, 0, 1, "Relative difference allowed between losses that cannot match bit for bit."
+    )
+    minutes: float | None = number(
+        None, 0, 1e6, "Time limit for the whole search, in minutes.", unset="no limit"
+    )
     precision: str | None = choice(
-        None, "fp32, tf32, bf16 or fp16; none: float32 as PyTorch is set"
+        None, "fp32, tf32, bf16 or fp16.", unset="float32, TF32 as PyTorch is set"
     )
     device: str = choice("auto", "auto, cpu, cuda, cuda:1, …")
-    seed: int = whole(0, 0, 1 << 62, "of weights, batches and dropout")
+    seed: int = whole(0, 0, 1 << 62, "Random seed for weights, batches and dropout.")
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
