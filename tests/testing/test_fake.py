@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from headrace.errors import RaceError
-from headrace.testing import FakeDevice, host_threads
+from headrace.testing import FakeDevice, followed, host_threads
 
 
 def unordered_copy(device: FakeDevice) -> torch.Tensor:
@@ -291,3 +291,25 @@ class TestFixture:
         assert "race (write-read)" in run.stdout
         assert "side.wait_event" not in run.stdout
         assert "fake_device.copy(slot" not in "".join(run.stdout.splitlines()[:3])
+
+
+def test_an_interrupt_while_a_device_begins_leaves_nothing_patched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A test's timeout may strike at any moment; later tests must not find patches of patches."""
+    before = {name: vars(owner)[name] for owner, name, _ in followed._patches}
+    exchange = followed._exchange
+
+    def interrupted(changes: list[Any]) -> None:
+        exchange(changes[: len(changes) // 2])
+        monkeypatch.setattr(followed, "_exchange", exchange)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(followed, "_exchange", interrupted)
+    with pytest.raises(KeyboardInterrupt), FakeDevice():
+        raise AssertionError("is never reached")
+    assert {name: vars(owner)[name] for owner, name, _ in followed._patches} == before
+    with FakeDevice() as device:
+        assert threading.Lock is not before["Lock"]
+        torch.ones(2, device=device.torch_device).sum()
+    assert {name: vars(owner)[name] for owner, name, _ in followed._patches} == before

@@ -29,9 +29,15 @@ def follow(device: FakeDevice) -> None:
     """Begin to see what threads, locks and autograd do, for `device`."""
     if not devices:
         for owner, name, replacement in _patches:
-            # From the dict, not by getattr: a class method must be put back as one.
-            originals[name] = vars(owner)[name]
-            _put(owner, name, originals[name], replacement)
+            # From the dict, not by getattr: a class method must be put back as one. An interrupt
+            # may have kept the last device from putting everything back.
+            if vars(owner)[name] is not replacement:
+                originals[name] = vars(owner)[name]
+        try:
+            _exchange([(owner, name, originals[name], new) for owner, name, new in _patches])
+        except BaseException:
+            _put_back()
+            raise
     devices.append(device)
 
 
@@ -39,17 +45,28 @@ def unfollow(device: FakeDevice) -> None:
     """Stop for `device`; after the last one, everything is as it was."""
     devices.remove(device)
     if not devices:
-        for owner, name, replacement in _patches:
-            _put(owner, name, replacement, originals[name])
+        _put_back()
 
 
-def _put(owner: Any, name: str, old: Any, new: Any) -> None:
-    setattr(owner, name, new)
-    if not isinstance(owner, ModuleType):
-        return
+def _put_back() -> None:
+    _exchange([(owner, name, patched, originals[name]) for owner, name, patched in _patches])
+
+
+def _exchange(changes: list[tuple[Any, str, Any, Any]]) -> None:
+    """For each (owner, name, old, new): put the new value in place of the old one. All in one pass
+    over the modules: there are thousands, and this is done for every fake device."""
+    imported: dict[str, tuple[Any, Any]] = {}
+    for owner, name, old, new in changes:
+        setattr(owner, name, new)
+        if isinstance(owner, ModuleType):
+            imported[name] = (old, new)
     for module_name, module in list(sys.modules.items()):
-        # The standard library's own locks are no hand-over between the user's threads.
-        if module_name.partition(".")[0] not in sys.stdlib_module_names:
-            names = getattr(module, "__dict__", {})
-            if names.get(name) is old:
+        names = getattr(module, "__dict__", None)
+        if not isinstance(names, dict):
+            continue
+        for name in names.keys() & imported.keys():  # of most modules, none
+            old, new = imported[name]
+            # The standard library's own locks are no hand-over between the user's threads.
+            is_standard = module_name.partition(".")[0] in sys.stdlib_module_names
+            if names[name] is old and not is_standard:
                 names[name] = new
