@@ -20,7 +20,7 @@ from headrace.engine.deferred import _Block
 from headrace.engine.restoring import KeptBuffers
 from headrace.errors import NonFiniteError
 from headrace.testing import FakeDevice
-from support.engines import bad_batches, data, loss, make_model, same, weights
+from support.engines import bad_batches, data, loss, make_engine, make_model, same, weights
 from support.loaders import BATCHES, BoomError, OwnEpochs
 from support.resumed_engines import losses_of, new, pending_in
 
@@ -397,3 +397,26 @@ class TestGroups:
         other.load_state_dict(stored)
         assert other.epoch(data(16), max_steps=0).statistics.batches == 0
         assert other.updates == 0
+
+
+@pytest.mark.parametrize("leaves", ["break", "leave"])
+def test_a_last_update_that_fails_leaves_no_open_group(device: Device, leaves: str) -> None:
+    """The loop is left inside a group, whose update then fails: the group is gone, and the next
+    epoch begins with a new one."""
+    engine = make_engine(device, model=make_model(device, 0.0), accumulate=4)
+    optimizer = engine._training.parts.optimizer  # type: ignore[union-attr]
+    real = optimizer.step
+
+    def failing(*args: Any, **options: Any) -> None:
+        optimizer.step = real  # type: ignore[method-assign]
+        raise BoomError
+
+    optimizer.step = failing  # type: ignore[method-assign]
+    steps = engine.steps(data(8))
+    assert [next(steps).batches, next(steps).batches] == [1, 2]
+    with pytest.raises(BoomError):
+        engine.leave() if leaves == "leave" else steps.close()
+    steps.close()
+    assert engine.is_between_updates
+    before = engine.updates
+    assert engine.epoch(data(8)).statistics.updates == engine.updates - before == 2

@@ -12,7 +12,7 @@ from headrace.data.buckets import BucketBatches, Buckets, PadToBuckets
 from headrace.data.cache import BatchCache
 from headrace.data.feed import Batches, BlockingCopies, Cursor, Feed, Fetched
 from headrace.data.loader_state import state_keeper
-from headrace.data.prefetcher import Prefetcher, PrefetchIterator, prefetch, unprefetched
+from headrace.data.prefetcher import Prefetcher, prefetch, unprefetched
 from headrace.data.rng import (
     host_states,
     random_states,
@@ -53,7 +53,6 @@ __all__ = [
     "Feed",
     "Fetched",
     "PadToBuckets",
-    "PrefetchIterator",
     "Prefetcher",
     "Rest",
     "Skipping",

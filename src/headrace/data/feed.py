@@ -18,7 +18,7 @@ from headrace.device import Device, Stream
 
 @dataclass(frozen=True, slots=True)
 class Cursor:
-    """Where a loader stood after a batch.
+    """The position of a loader after a batch.
 
     `own` counts the epoch's batches that this rank's loader gave; `ended` says that it has no more,
     while other ranks' loaders may. `loader` is the loader's own state, if it keeps one.

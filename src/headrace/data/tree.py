@@ -52,7 +52,7 @@ def batch_leaves(batch: Any) -> Iterator[Any]:
 
 
 def flatten_batch(batch: Any) -> list[Any]:
-    """The `batch_leaves` as a list."""
+    """Everything in the batch that can move to a device, as a list."""
     if _is_flat(batch):
         return list(batch)
     return list(batch_leaves(batch))

@@ -8,9 +8,10 @@ recorder together.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, ExitStack
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
@@ -32,7 +33,7 @@ from headrace.engine.compiled import CompiledLoss, CompileReport
 from headrace.engine.deferred import DeferredScalars, SummedScalars
 from headrace.engine.ema import Ema
 from headrace.engine.forward import Forward, LossFunction
-from headrace.engine.graphed import GraphedStep, GraphReport, StepGraphs
+from headrace.engine.graphed import GraphedStep, StepGraphs, say_uncaptured
 from headrace.engine.group import Group
 from headrace.engine.halving import HalvingStep, require_halvable
 from headrace.engine.host_sync import HostSync
@@ -47,7 +48,7 @@ from headrace.engine.run_ahead import RunAhead
 from headrace.engine.schedules import Every, Schedule, Scheduler, schedule_of
 from headrace.engine.stages import Progress, Step
 from headrace.engine.step import EagerStep, EvaluationStep, OwnStep, Parts, StepFunction
-from headrace.engine.update import Update
+from headrace.engine.update import Update, scales_on_device
 from headrace.errors import StepError
 from headrace.parallel import SINGLE, Ranks, ranks_of, spread_of
 from headrace.plan import Plan
@@ -143,7 +144,7 @@ class ModelTraining:
             return
         graph_rules.release(self._parts)
         if plan.graphs != "off":
-            say_uncaptured(device, plan, f"{device} captures no graphs")
+            say_uncaptured(device, plan.name, f"{device} captures no graphs")
 
     def _parts_under(self, plan: Plan) -> Parts:
         device, optimizer, spread = self.device, self._optimizer, spread_of(self.model)
@@ -159,7 +160,7 @@ class ModelTraining:
             scaler = scaler or torch.amp.GradScaler(device.torch_device.type)
         elif self._policy.most is not None:
             guard = before.guard if before is not None else None
-            on_device = getattr(optimizer, "_step_supports_amp_scaling", False)
+            on_device = scales_on_device(optimizer)
             guard = guard or UpdateGuard(device, self._policy.most, on_device)
         compiles = plan.compile and device.compiles
         forward = Forward(
@@ -231,7 +232,7 @@ class OwnTraining:
 
     def follow(self, plan: Plan) -> None:
         if plan.graphs != "off":
-            say_uncaptured(self._device, plan, "it is your own")
+            say_uncaptured(self._device, plan.name, "it is your own")
 
     @property
     def compiled(self) -> CompileReport:
@@ -248,20 +249,6 @@ class OwnTraining:
 
     def step(self, lanes: Lanes) -> Step:
         return OwnStep(self._step, self._device, lanes)
-
-
-def graph_report(training: Training) -> GraphReport | None:
-    """What became of a plan's graphs; None if it has none, or the device cannot."""
-    return None if training.graphs is None else training.graphs.report()
-
-
-def say_uncaptured(device: Device, plan: Plan, why: str) -> None:
-    device.say_once(
-        f"graphs: {why}",
-        "plan %s: the step's kernels are launched one by one, not as a graph: %s",
-        plan.name,
-        why,
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,22 +282,23 @@ def open_pass(
     batches: Batches = feed
     if plan.prefetch_depth == 0:
         batches = BlockingCopies(feed, device, lanes.transfers)
-    window: Window = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
+    ahead = RunAhead(device, plan.run_ahead_steps, plan.run_ahead_bytes)
+    window: Window = ahead
     if plan.sync != "none":
-        assert isinstance(window, RunAhead)
-        window = HostSync(window, device, plan, lanes.backward)
+        window = HostSync(ahead, device, plan, lanes.backward)
     recorder = _recorder(options, lanes, start, parts)
     standing = (0, 0) if parts is None else parts.group.standing
     progress = Progress(epoch, start.first, 0, start.cursor, standing)
-
-    def settings() -> AbstractContextManager[object]:
-        inside = ExitStack()
-        inside.enter_context(device.numerics(plan.precision))
-        inside.enter_context(deterministic_kernels(options.deterministic))
-        return inside
-
+    settings = partial(_computing, device, plan, deterministic=options.deterministic)
     stages = Stages(device, feed, batches, step, window, recorder, lanes, ranks, settings, limit)
     return Pass(stages, observers, progress)
+
+
+@contextmanager
+def _computing(device: Device, plan: Plan, *, deterministic: bool) -> Iterator[None]:
+    """Inside the block PyTorch computes as the plan and the engine say."""
+    with device.numerics(plan.precision), deterministic_kernels(deterministic):
+        yield
 
 
 def _feed(

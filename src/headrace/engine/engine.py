@@ -21,7 +21,6 @@ from headrace.engine.build import (
     OwnTraining,
     PassOptions,
     Training,
-    graph_report,
     open_pass,
 )
 from headrace.engine.compiled import CompileReport
@@ -382,7 +381,8 @@ class Engine:
     @property
     def graphs(self) -> GraphReport | None:
         """What became of the plan's graphs; None if it has none, or the device cannot."""
-        return graph_report(self._training)
+        graphs = self._training.graphs
+        return None if graphs is None else graphs.report()
 
     @property
     def compiled(self) -> CompileReport | None:

@@ -47,7 +47,8 @@ class Forward:
         self._to_watch = 0
 
     def watch(self, batches: int) -> None:
-        """Watch the loss function's next calls for what is the engine's to do."""
+        """Check the next calls of the loss function: it must leave `backward()`, `optimizer.step()`
+        and scaling to the engine."""
         self._to_watch = batches
 
     def evaluated(self, batch: Any) -> LossParts:

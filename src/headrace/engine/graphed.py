@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from headrace.data import Fetched, flatten_batch, host_states, set_host_states
+from headrace.device import Device
 from headrace.engine import graph_rules
 from headrace.engine.compiled import CompiledLoss, loss_as
 from headrace.engine.graph_cache import Captured, GraphCache, signature
@@ -436,12 +437,7 @@ class StepGraphs:
         self._why = why
         self._drop_graphs()
         graph_rules.release(self._parts)
-        self._parts.device.say_once(
-            f"graphs: {why}",
-            "plan %s: the step's kernels are launched one by one, not as a graph: %s",
-            self._plan_name,
-            why,
-        )
+        say_uncaptured(self._parts.device, self._plan_name, why)
 
     def _forget_graphs(self) -> None:
         """Drop all graphs, and watch each shape anew."""
@@ -481,6 +477,16 @@ class StepGraphs:
             self._why = trial.decision
             self._drop_graphs()
             graph_rules.release(self._parts)
+
+
+def say_uncaptured(device: Device, plan_name: str, why: str) -> None:
+    """Log once why a plan's step does not run as a graph."""
+    device.say_once(
+        f"graphs: {why}",
+        "plan %s: the step's kernels are launched one by one, not as a graph: %s",
+        plan_name,
+        why,
+    )
 
 
 def _told(problem: CaptureError) -> str:

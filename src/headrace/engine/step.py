@@ -102,7 +102,7 @@ class EagerStep:
     def __call__(self, fetched: Fetched) -> Launched:
         parts, lanes = self.parts, self.lanes
         group = parts.group
-        averages = not parts.ranks.several or group.averages(ends_epoch=fetched.ends_epoch)
+        averages = group.averages(ends_epoch=fetched.ends_epoch)
         with lanes.on(lanes.forward, "forward"):
             loss = parts.forward(fetched.batch, averages=averages)
             loss = loss.weightless() if fetched.weightless else loss.unaliased()
@@ -121,8 +121,12 @@ class EagerStep:
         parts, lanes = self.parts, self.lanes
         if not parts.group.is_open:
             return None
-        with lanes.on(lanes.backward):
-            parts.use()
+        try:
+            with lanes.on(lanes.backward):
+                parts.use()
+        except BaseException:  # the loop may have been left already: nobody else would recover
+            parts.group.recover()
+            raise
         lanes.backward_to_forward()
         guard = parts.update.guard
         values = {} if guard is None else guard.told(updated=True)

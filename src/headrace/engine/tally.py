@@ -21,10 +21,10 @@ class Tally:
         self._device, self._restored = device, restored
         self.batches = self.samples = self.replays = 0
         self._weighted = False
-        #: The largest batch so far, and one that failed, in words.
-        self.largest: str | None = None
+        self._largest = (0, 0)  # bytes and samples
+        #: A batch that failed, in words.
         self.failed: str | None = None
-        self._largest_bytes = self._peak = 0
+        self._peak = 0
         self._begun_ns = self._ended_ns = device.ledger.now_ns()
 
     def begin(self) -> None:
@@ -36,9 +36,14 @@ class Tally:
         self.samples += fetched.samples
         self.replays += launched.replayed
         self._weighted = self._weighted or launched.weighted
-        if fetched.nbytes > self._largest_bytes:
-            self._largest_bytes = fetched.nbytes
-            self.largest = f"of {fetched.samples:,} samples, {fetched.nbytes / 1e6:,.1f} MB"
+        if fetched.nbytes > self._largest[0]:
+            self._largest = (fetched.nbytes, fetched.samples)
+
+    @property
+    def largest(self) -> str | None:
+        """The largest batch so far, in words."""
+        nbytes, samples = self._largest
+        return f"of {samples:,} samples, {nbytes / 1e6:,.1f} MB" if nbytes else None
 
     def note_failed(self, fetched: Fetched) -> None:
         self.failed = describe_batch(fetched.batch)

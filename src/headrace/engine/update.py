@@ -79,8 +79,7 @@ class Update:
 
     @property
     def scales_on_device(self) -> bool:
-        """Whether the optimizer reads a scale and "leave it out" on the device."""
-        return bool(getattr(self.optimizer, "_step_supports_amp_scaling", False))
+        return scales_on_device(self.optimizer)
 
     def forget_failed(self) -> None:
         """What a batch that failed has left behind."""
@@ -94,3 +93,9 @@ class Update:
         found: list[torch.Tensor] = [] if self.guard is None else self.guard.tensors()
         scale: Any = None if self.scaler is None else self.scaler._scale
         return found if scale is None else [*found, scale]
+
+
+def scales_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer reads the loss scale, and "leave this update out", on the device, as
+    fused ones do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
