@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from headrace.errors import RaceError
-from headrace.testing import FakeDevice, followed, host_threads
+from headrace.testing import FakeDevice, host_threads, patches
 
 
 def unordered_copy(device: FakeDevice) -> torch.Tensor:
@@ -244,7 +244,7 @@ class TestThreads:
                 exec(source, module)
                 assert isinstance(module["make"](), host_threads._TracedLock) == traced
 
-    def test_everything_is_put_back(self) -> None:
+    def test_everything_is_restore(self) -> None:
         def patched() -> list[object]:
             return [
                 *(threading.Lock, threading.RLock, Lock, RLock, SimpleQueue),
@@ -297,19 +297,19 @@ def test_an_interrupt_while_a_device_begins_leaves_nothing_patched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A test's timeout may strike at any moment; later tests must not find patches of patches."""
-    before = {name: vars(owner)[name] for owner, name, _ in followed._patches}
-    exchange = followed._exchange
+    before = {name: vars(owner)[name] for owner, name, _ in patches._patches}
+    exchange = patches._exchange
 
     def interrupted(changes: list[Any]) -> None:
         exchange(changes[: len(changes) // 2])
-        monkeypatch.setattr(followed, "_exchange", exchange)
+        monkeypatch.setattr(patches, "_exchange", exchange)
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(followed, "_exchange", interrupted)
+    monkeypatch.setattr(patches, "_exchange", interrupted)
     with pytest.raises(KeyboardInterrupt), FakeDevice():
         raise AssertionError("is never reached")
-    assert {name: vars(owner)[name] for owner, name, _ in followed._patches} == before
+    assert {name: vars(owner)[name] for owner, name, _ in patches._patches} == before
     with FakeDevice() as device:
         assert threading.Lock is not before["Lock"]
         torch.ones(2, device=device.torch_device).sum()
-    assert {name: vars(owner)[name] for owner, name, _ in followed._patches} == before
+    assert {name: vars(owner)[name] for owner, name, _ in patches._patches} == before

@@ -1,9 +1,9 @@
-"""For tests: a device that needs no GPU and finds stream races.
+"""A fake device for tests: it needs no GPU and finds stream races.
 
-In goes any code that takes a `Device`; out come the same numbers, computed on the CPU, and an error
-for every race, host wait or use of freed memory that a real device would not report. It stands
-beside the other rooms: of them, it imports the device seam alone. Names are loaded when they are
-used, so that the pytest plugin stays light.
+In: any code that takes a `Device`. Out: the same numbers, computed on the CPU, and a report of
+every race and every hidden host wait, which a real device would pass over in silence. This room
+imports only `device/` and the ground files. Its names are loaded on first use, which keeps the
+pytest plugin light.
 
     def test_my_loop(fake_device):            # the pytest fixture; fails the test on a race
         my_loop(device=fake_device)

@@ -4,7 +4,7 @@ On an accelerator the engine runs a backward operation on the stream its forward
 whatever stream `backward()` was called under; makes each node's stream wait for the streams of
 the nodes that feed it; adds up gradients that meet on the stream of the node they meet at; and
 makes the caller's stream wait for all of them at the end. Here the CPU engine does the
-arithmetic, and hooks on each node say when it begins and ends.
+arithmetic, and hooks on each node report when it begins and ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch.autograd import Variable
 
 from headrace.source_lines import Site
-from headrace.testing import followed, graphs
+from headrace.testing import graphs, patches
 from headrace.testing.checker import Clock, join, storage_key
 from headrace.testing.operators import tensors
 from headrace.testing.races import calling_site
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 _KEY = "headrace.forward"
 _SUMS = ("add", "add_")
 _numbers = itertools.count()
-# Whether nodes that a captured backward finds on other streams are to run on the captured one.
+# Whether a captured backward runs nodes of other streams on the captured stream.
 _override_stale_streams: Callable[[], bool] = getattr(
     torch._C, "_override_stale_capture_stream", bool
 )
@@ -40,26 +40,27 @@ _override_stale_streams: Callable[[], bool] = getattr(
 
 @dataclass(frozen=True, slots=True)
 class _Forward:
-    """What is remembered at a node about the operation that made it."""
+    """The forward operation that made a node, as stored in the node's metadata."""
 
     number: int
     device: FakeDevice
-    #: None: the operation's result lies on the host, so its backward runs where the caller is.
+    #: None if the result lies on the host: the backward then runs on the caller's stream.
     stream: FakeStream | None
     site: Site
 
 
 @dataclass(slots=True)
 class _Arrival:
-    """A gradient that has come in at a node: what its makers knew, and when they ended."""
+    """A gradient that has arrived at a node: the clock of the streams that made it, and when they
+    ended."""
 
     clock: Clock = field(default_factory=dict)
     time_ns: int = 0
-    #: The makers' moments, if they are captured.
+    #: Where those streams stood, if they are being captured.
     marks: list[graphs.Mark] = field(default_factory=list)
 
     def add(self, stream: FakeStream) -> _Arrival:
-        """All that is on `stream` now is among the makers."""
+        """Count all work that is on `stream` now among what made the gradient."""
         mark = stream.mark()
         if mark is not None:
             self.marks.append(mark)
@@ -73,14 +74,14 @@ class _Run:
     """One run of the engine, from the call to its end."""
 
     callers: dict[FakeDevice, FakeStream]
-    #: By the number of a node that has not begun, and the position of the gradient.
+    #: For nodes that have not begun: by the node's number and the gradient's position.
     arrivals: dict[int, dict[int, _Arrival]] = field(default_factory=dict)
     streams: set[FakeStream] = field(default_factory=set)
     begun: _Forward | None = None
-    #: The sums that are due now that a node has ended: the memory of the gradient that came
-    #: second, the node it meets another one at, and the position there.
+    #: Sums that the engine does after a node has ended: the memory of the gradient that arrived
+    #: second, the node where it meets the first, and the position there.
     sums: list[tuple[int, _Forward, int]] = field(default_factory=list)
-    #: The node for which a sum is being made.
+    #: The node whose incoming gradients are being summed.
     summing_for: _Forward | None = None
 
     def stream_of(self, forward: _Forward) -> FakeStream:
@@ -101,7 +102,7 @@ _runs = _Runs()
 
 
 def tag(outputs: Sequence[torch.Tensor], stream: FakeStream, site: Site) -> None:
-    """Remember `stream` and `site` at all nodes that these outputs brought into being."""
+    """Store `stream` and `site` in all nodes that the operation behind these outputs made."""
     todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
     while todo:
         node: Any = todo.pop()
@@ -111,7 +112,7 @@ def tag(outputs: Sequence[torch.Tensor], stream: FakeStream, site: Site) -> None
 
 
 def tag_node(node: Any, device: FakeDevice, stream: FakeStream | None, site: Site) -> None:
-    """Remember one node's forward; `tag` goes no further than to a node that has it."""
+    """Store one node's forward operation. `tag` stops at nodes that have one."""
     node.metadata[_KEY] = _Forward(next(_numbers), device, stream, site)
     node.register_prehook(_begins)
     node.register_hook(_ends)
@@ -121,13 +122,13 @@ def tag_node(node: Any, device: FakeDevice, stream: FakeStream | None, site: Sit
 
 
 def stream_in_run(device: FakeDevice) -> FakeStream | None:
-    """The stream that work goes to while the engine runs, unless a hook chooses another."""
+    """The stream that the engine's work goes to while it runs, unless a hook chooses another."""
     if not _runs.stack:
         return None
     run, forward = _runs.stack[-1], _running()
     if forward is None or forward.device is not device:
         return run.callers.get(device)
-    # A tensor's hook runs before the node's own first hook, and is ordered like the node.
+    # A tensor's hook runs before the node's own first hook: begin the node for it.
     _begin(run, forward)
     return run.stream_of(forward)
 
@@ -144,8 +145,8 @@ def in_node() -> bool:
 
 
 def notice(operation: str, inputs: Sequence[torch.Tensor]) -> None:
-    """Look whether an operation is the engine's own sum of two gradients: then it belongs to the
-    node where they meet, not to the one that has just ended."""
+    """Notice if an operation is the engine's own sum of two gradients. The sum belongs to the node
+    where they meet, not to the node that has just ended."""
     if not _runs.stack:
         return
     run = _runs.stack[-1]
@@ -173,14 +174,14 @@ def _running() -> _Forward | None:
 
 
 def _run_backward(*args: Any, **kwargs: Any) -> Any:
-    """In place of PyTorch's own way into the engine."""
-    run = _Run({device: device.current_stream() for device in followed.devices})
+    """Replaces PyTorch's entry into the engine."""
+    run = _Run({device: device.current_stream() for device in patches.devices})
     with ExitStack() as afterwards:
         for device in run.callers:
-            afterwards.enter_context(device.engine_runs())
+            afterwards.enter_context(device.autograd_runs())
         _runs.stack.append(run)
         afterwards.callback(_runs.stack.pop)
-        return followed.originals["_engine_run_backward"](*args, **kwargs)
+        return patches.originals["_engine_run_backward"](*args, **kwargs)
 
 
 def _begin(run: _Run, forward: _Forward) -> None:
@@ -191,10 +192,10 @@ def _begin(run: _Run, forward: _Forward) -> None:
     run.begun = forward
     run.sums = []
     stream = run.stream_of(forward)
-    forward.device.choose(None)  # a choice that the last node's hooks left behind ended with it
+    forward.device.choose(None)  # a stream that the last node's hooks chose ended with that node
     arrivals = run.arrivals.pop(forward.number, {})
     if not arrivals:
-        # A root is fed by whatever the caller's stream holds: the gradient came from there.
+        # A root: its gradient comes from the caller's stream.
         arrivals = {0: _Arrival().add(run.callers[forward.device])}
     for arrival in arrivals.values():
         _join(stream, arrival)
@@ -214,7 +215,7 @@ def _join(stream: FakeStream, arrival: _Arrival) -> None:
 
 
 def _record(gradients: Sequence[torch.Tensor | None], stream: FakeStream) -> None:
-    """As the engine does: a gradient's memory is kept for the stream that it is used on."""
+    """As the engine does, keep a gradient's memory until the stream that uses it is done."""
     with torch._C.DisableTorchFunction():
         for gradient in gradients:
             known = None if gradient is None else stream.device.checker.storage_of(gradient)
@@ -224,7 +225,7 @@ def _record(gradients: Sequence[torch.Tensor | None], stream: FakeStream) -> Non
 
 def _begins(gradients: Sequence[torch.Tensor | None]) -> None:
     if not _runs.stack:
-        return  # after the block, or by a way into the engine that is not followed
+        return  # after the block, or the engine was entered in a way that is not watched
     run = _runs.stack[-1]
     run.summing_for = None
     forward = _running()
@@ -257,10 +258,10 @@ def _finish(run: _Run) -> None:
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    """In place of `torch.autograd.Function.apply`, which the function mode does not see."""
-    result = followed.originals["apply"].__func__(cls, *args, **kwargs)
+    """Replaces `torch.autograd.Function.apply`, which the function mode does not see."""
+    result = patches.originals["apply"].__func__(cls, *args, **kwargs)
     if torch.is_grad_enabled():
-        for device in followed.devices:
+        for device in patches.devices:
             here = [tensor for tensor in tensors(result) if device.holds(tensor)]
             if here:
                 tag(here, device.current_stream(), calling_site())
@@ -268,22 +269,23 @@ def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _saved_tensors_hooks(self: Any, pack_hook: Any, unpack_hook: Any) -> None:
-    """In place of `saved_tensors_hooks.__init__`, on which checkpointing is built too."""
-    followed.originals["__init__"](self, _seen(pack_hook), _seen(unpack_hook))
+    """Replaces `saved_tensors_hooks.__init__`; activation checkpointing uses it, too."""
+    patches.originals["__init__"](self, _watched(pack_hook), _watched(unpack_hook))
 
 
-def _seen(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """The hook with the function mode on: PyTorch calls it in the midst of an operation."""
+def _watched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """The hook with the function mode on: PyTorch calls hooks in the middle of an operation, with
+    the mode off."""
 
     def run(value: Any) -> Any:
         with ExitStack() as afterwards:
-            for device in followed.devices:
-                afterwards.enter_context(device.called_back())
+            for device in patches.devices:
+                afterwards.enter_context(device.user_callback())
             return hook(value)
 
     return run
 
 
-followed.patch(torch.autograd, "_engine_run_backward", _run_backward)
-followed.patch(torch.autograd.graph.saved_tensors_hooks, "__init__", _saved_tensors_hooks)
-followed.patch(torch.autograd.Function, "apply", classmethod(_apply))
+patches.patch(torch.autograd, "_engine_run_backward", _run_backward)
+patches.patch(torch.autograd.graph.saved_tensors_hooks, "__init__", _saved_tensors_hooks)
+patches.patch(torch.autograd.Function, "apply", classmethod(_apply))

@@ -1,8 +1,8 @@
 """Happens-before over streams and host threads, by vector clocks.
 
-Each *actor* (a stream or a host thread) counts its operations and knows how far it is ordered
-behind every other actor. Joining two actors' knowledge is what an event, a launch or a host wait
-does. Two accesses to the same bytes race when neither actor knows of the other's.
+Each *actor* (a stream or a host thread) counts its operations, and its clock says up to which
+operation of every other actor it is ordered after. Events, launches and host waits join clocks. Two
+accesses to the same bytes race if neither actor's clock has reached the other's access.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ Clock = dict[int, int]
 # to 512 bytes: memory freed in one pool is never handed out in the other.
 _SMALL_POOL_BYTES = 1 << 20
 _ROUNDING_BYTES = 512
-# A program that never orders its streams leaves freed memory pending for ever; one report is all
-# that is wanted of it.
-_MOST_FREED = 1000
+# A program that never orders its streams leaves freed blocks pending for ever. The newest are
+# enough to report it.
+_MAX_FREED = 1000
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """What tells one piece of memory from another."""
+    """Identifies the memory of a tensor."""
     with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else id(tensor)
 
 
 def join(into: Clock, other: Clock) -> None:
-    """`into` now also knows what `other` knows."""
+    """Order `into` after everything that `other` is ordered after."""
     for actor, tick in other.items():
         if into.get(actor, 0) < tick:
             into[actor] = tick
 
 
 class Actor:
-    """A stream or a host thread: its name, and its knowledge of everyone's progress."""
+    """A stream or a host thread, with its vector clock."""
 
     def __init__(self, number: int, name: str, is_host: bool) -> None:
         self.number = number
         self.name = name
         self.is_host = is_host
         self.clock: Clock = {number: 0}
-        #: Virtual time: a host's now, or the moment at which a stream has done all its work.
+        #: Virtual time: now for a host; for a stream, when it will have done all its work.
         self.time_ns = 0
 
     def advance(self) -> None:
-        """Begin one more operation of this actor."""
+        """Count one more operation of this actor."""
         self.clock[self.number] += 1
 
     def knows(self, actor: int, tick: int) -> bool:
@@ -65,18 +65,26 @@ class Actor:
 
 @dataclass(slots=True)
 class Storage:
-    """What is known of one tensor storage. `home` is "device", "pinned" or, for what stands for a
-    graph pool, "pool"."""
+    """A tracked tensor storage. `home` is "device", "pinned", or "pool" for the stand-in of a graph
+    pool's memory."""
 
     home: str
     owner: Actor
     allocated_at: Site
-    label: str
+    shape: torch.Size
+    dtype: torch.dtype
     nbytes: int
     entries: Entries = field(default_factory=Entries)
     recorded: set[int] = field(default_factory=set)
-    #: A graph pool's: any stream may use it first, and no other allocation gets it afterwards.
+    #: Allocated in a capture: any stream may use it first, and it is never handed out again.
     pooled: bool = False
+
+    def __str__(self) -> str:
+        if self.home == "pool":
+            return f"a graph pool in device memory, allocated at {self.allocated_at}"
+        place = "pinned host memory" if self.home == "pinned" else "device memory"
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"a {tuple(self.shape)} {dtype} tensor in {place}, allocated at {self.allocated_at}"
 
 
 @dataclass(slots=True)
@@ -86,9 +94,9 @@ class _FreedBlock:
 
 
 class Checker:
-    """The accesses of all tracked storages, and the races among them.
+    """Records the accesses to all tracked storages and finds the races among them.
 
-    Not thread-safe by itself: the fake device calls it under its lock.
+    It is not thread-safe: the fake device calls it under its lock.
     """
 
     def __init__(self, this_host: Callable[[], Actor | None]) -> None:
@@ -113,16 +121,21 @@ class Checker:
     # --- storages ---------------------------------------------------------------------------------
 
     def storage_of(self, tensor: torch.Tensor) -> Storage | None:
-        """What is known of the tensor's storage; None for ordinary host memory."""
+        """The tracked storage of a tensor; None for ordinary host memory."""
         if not torch._C._has_storage(tensor):
             memory = memory_of(tensor)
             return self.storage_of(memory[-1]) if memory else None
         return self._storages.get(tensor.untyped_storage()._cdata)
 
+    def on_device(self, tensor: torch.Tensor) -> bool:
+        """Whether the tensor lies in device memory."""
+        record = self.storage_of(tensor)
+        return record is not None and record.home == "device"
+
     def track(
         self, tensor: torch.Tensor, home: str, owner: Actor, site: Site, *, pooled: bool = False
     ) -> Storage:
-        """Follow a storage from its allocation on `owner` until it is freed."""
+        """Track a storage from its allocation on `owner` until it is freed."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         known = self._storages.get(key)
@@ -134,8 +147,7 @@ class Checker:
                 f"fake out of memory: tried to allocate {nbytes:,} bytes; {self.device_bytes:,} of "
                 f"{self.limit_bytes:,} are in use"
             )
-        label = f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')} tensor"
-        record = Storage(home, owner, site, label, nbytes, pooled=pooled)
+        record = Storage(home, owner, site, tensor.shape, tensor.dtype, nbytes, pooled=pooled)
         self._storages[key] = record
         weakref.finalize(storage, self._freed_storage, key).atexit = False
         if home == "device":
@@ -144,8 +156,8 @@ class Checker:
         if home == "device" and not pooled:
             whole = Layout.whole(nbytes)
             record.entries = Entries(self._take_freed(owner, nbytes, whole))
-            # Memory is safe at once for the stream it was allocated on, not for another: earlier
-            # work of the owner may still use these bytes.
+            # New memory is safe for the stream it was allocated on. For other streams it is not:
+            # earlier work of the owner may still use these bytes.
             allocation = Access(site, owner.name, "allocation", writes=True)
             tick = owner.clock[owner.number]
             record.entries.add(Entry(owner.number, tick, whole, allocation))
@@ -164,20 +176,18 @@ class Checker:
             if entry.actor != record.owner.number and entry.actor not in record.recorded
         ]
         host = self._this_host()
-        if host is not None:  # what this thread has waited for is over, whoever gets the memory
+        if host is not None:  # work that this thread has waited for is over
             pending = self._unknown(host, pending)
         if pending:
             blocks = self._freed.setdefault(record.owner.number, [])
             blocks.append(_FreedBlock(record.nbytes, pending))
-            del blocks[:-_MOST_FREED]
+            del blocks[:-_MAX_FREED]
 
     def _take_freed(self, owner: Actor, nbytes: int, whole: Layout) -> list[Entry]:
-        """Hand out the newest freed block of this stream that fits and that others may still use.
-
-        The real allocator might pick another; a checker assumes the worst.
-        """
+        """Hand out the newest freed block of this stream that fits and that other streams may still
+        use. The real allocator might pick another; a checker assumes the worst."""
         blocks = self._freed.get(owner.number, [])
-        # Blocks that the owner has since been ordered behind are as good as new.
+        # Drop blocks whose last uses the owner is ordered after by now.
         blocks[:] = [block for block in blocks if self._unknown(owner, block.entries)]
         for index in reversed(range(len(blocks) if nbytes else 0)):
             block = blocks[index]
@@ -196,28 +206,29 @@ class Checker:
     # --- accesses ---------------------------------------------------------------------------------
 
     def touch(self, tensor: torch.Tensor, actor: Actor, access: Access) -> None:
-        """Check one access against all earlier ones to the same bytes, and remember it."""
-        record = self.storage_of(tensor)
+        """Check one access against all earlier ones to the same bytes, and record it."""
+        storage = tensor.untyped_storage()
+        record = self._storages.get(storage._cdata)
         if record is None:
             return
-        self._count_resized(record, tensor)
-        layout = Layout.of(tensor)
+        if storage.nbytes() != record.nbytes:
+            self._count_resized(record, storage.nbytes())
+        layout, clock = Layout.of(tensor), actor.clock
         for entry in record.entries.near(layout):
-            ordered = actor.knows(entry.actor, entry.tick)
+            ordered = clock.get(entry.actor, 0) >= entry.tick
             conflict = access.writes or entry.access.writes
             if conflict and not ordered and layout.overlaps(entry.layout):
                 self._report(record, entry, access)
-            # A later access that this one precedes also comes after all that this one follows.
+            # An access that is ordered after this one is also ordered after `entry`: drop it.
             if (access.writes or (ordered and not entry.access.writes)) and layout.covers(
                 entry.layout
             ):
                 record.entries.remove(entry)
-        record.entries.add(Entry(actor.number, actor.clock[actor.number], layout, access))
+        record.entries.add(Entry(actor.number, clock[actor.number], layout, access))
 
-    def _count_resized(self, record: Storage, tensor: torch.Tensor) -> None:
-        """`out=` and `resize_` make a storage larger where it is."""
-        nbytes = tensor.untyped_storage().nbytes()
-        if record.home == "device" and nbytes != record.nbytes:
+    def _count_resized(self, record: Storage, nbytes: int) -> None:
+        """`out=` and `resize_` change a storage's size in place."""
+        if record.home == "device":
             self.device_bytes += nbytes - record.nbytes
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
         record.nbytes = nbytes
@@ -229,13 +240,12 @@ class Checker:
             second = Access(record.allocated_at, record.owner.name, "allocation", writes=True)
         else:
             kind = "-".join("write" if one.writes else "read" for one in (first, second))
-        # A loop makes the same race every time round: once is enough.
+        # A loop repeats the same race at every step: report it once.
         key = (kind, first.site, first.where, second.site, second.where)
         if key not in self._reported:
             self._reported.add(key)
-            place = "pinned host memory" if record.home == "pinned" else "device memory"
-            tensor = f"a {record.label} in {place}, allocated at {record.allocated_at}"
-            self.races.append(Race(kind, tensor, first, second, missing_call(kind, first, second)))
+            missing = missing_call(kind, first, second)
+            self.races.append(Race(kind, str(record), first, second, missing))
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,4 +1,4 @@
-"""What operations take on the fake device's virtual clock."""
+"""How long operations take on the fake device's virtual clock."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _NS_PER_US = 1_000
 
 @dataclass(frozen=True, slots=True)
 class Costs:
-    """What things take on the virtual clock, in microseconds.
+    """How long operations take on the virtual clock, in microseconds.
 
-    `by_name` overrides all for one operation ("aten::mm", "copy h2d"). Streams do not slow each
-    other down: this is an ideal device, on which all overlap that the order allows takes place.
+    `by_name` sets the cost of single operations ("aten::mm", "copy h2d"). Streams do not slow each
+    other down: on this ideal device everything overlaps that the program's order allows to.
     """
 
     kernel_us: float = 10.0

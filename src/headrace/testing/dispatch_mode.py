@@ -1,5 +1,5 @@
-"""The mode below autograd: it sees the operations that really run, backward's too, and hands each
-one's reads, writes and allocations to the device."""
+"""The mode below autograd: it sees every operation that really runs, also those of backward, and
+tells the device what each reads, writes and allocates."""
 
 from __future__ import annotations
 
@@ -21,6 +21,9 @@ class DispatchMode(TorchDispatchMode):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
+        # Quicker than `device.holds`, which turns PyTorch's function modes off at each call: here
+        # they are already off.
+        self._holds = device.checker.on_device
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -28,7 +31,7 @@ class DispatchMode(TorchDispatchMode):
         operation = Operation(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():
             inputs = operation.inputs()
-            on_device = [tensor for tensor in inputs if self._device.holds(tensor)]
+            on_device = [tensor for tensor in inputs if self._holds(tensor)]
             self._refuse_mixed(operation, inputs, on_device)
             autograd.notice(operation.short, on_device)
             if operation.short in operators.METADATA_ONLY:
@@ -38,7 +41,7 @@ class DispatchMode(TorchDispatchMode):
             if operation.short == "_to_copy" and self._device.call.moving is not None:
                 return self._move(operation)
             if self._runs_on_device(operation, inputs, on_device):
-                return self._on_stream(operation, inputs)
+                return self._on_stream(operation, inputs, mixed=len(on_device) < len(inputs))
             self._on_host(operation, inputs)
             return operation.run()
 
@@ -47,8 +50,8 @@ class DispatchMode(TorchDispatchMode):
     ) -> bool:
         if inputs and not operation.only_for_shape():
             return bool(on_device)
-        # A factory: where it was told to, else where its model lies; without either, inside a
-        # device call or a backward node, on the device.
+        # A factory runs where `device=` says, else where the tensor lies whose shape it takes; else
+        # on the device if it was called inside a device call or a backward node.
         call = self._device.call
         if call.named is not None:
             return call.named == "device"
@@ -56,22 +59,27 @@ class DispatchMode(TorchDispatchMode):
             return bool(on_device)
         return autograd.in_node() if call.inside is None else call.inside == "device"
 
-    def _on_stream(self, operation: Operation, inputs: list[torch.Tensor]) -> Any:
+    def _on_stream(self, operation: Operation, inputs: list[torch.Tensor], mixed: bool) -> Any:
         device, stream = self._device, self._device.current_stream()
         reads, writes = operation.reads_and_writes()
-        self._take_from_host(stream, operation, [t for t in reads if not device.holds(t)])
-        reads = [tensor for tensor in reads if device.holds(tensor)]
+        if mixed:
+            self._take_from_host(stream, operation, [t for t in reads if not self._holds(t)])
+            reads = [tensor for tensor in reads if self._holds(tensor)]
         if stream.tape is not None:
-            stream.tape.begins(operation, writes)
+            stream.tape.before_operation(operation, writes)
         result = operation.run()
         known = {storage_key(tensor) for tensor in inputs}
         outputs = tensors(result)
-        aliases = {storage_key(tensor) for tensor in outputs} & known
-        if operation.short in operators.HOST_RESULTS:
-            del outputs[operators.HOST_RESULTS[operation.short]]
-        fresh = [tensor for tensor in outputs if storage_key(tensor) not in known]
+        keys = [storage_key(tensor) for tensor in outputs]
+        aliases = known.intersection(keys)
+        on_host = operators.HOST_RESULTS.get(operation.short)
+        fresh = [
+            tensor
+            for position, (tensor, key) in enumerate(zip(outputs, keys, strict=True))
+            if key not in known and position != on_host
+        ]
         if aliases and not writes:
-            # A view: no kernel runs, whatever the schema says.
+            # A view, even if the schema does not say so: no kernel runs.
             reads = [tensor for tensor in reads if storage_key(tensor) not in aliases]
         written = [] if operators.only_allocates(operation.short) else fresh
         if reads or writes or fresh:
@@ -85,7 +93,7 @@ class DispatchMode(TorchDispatchMode):
                 cost_ns=None if reads or writes or written else 0,
             )
             if stream.tape is not None and (writes or written):
-                stream.tape.ended(operation, result, written)
+                stream.tape.after_operation(operation, result, written)
         if operation.makes_the_host_wait():
             device.hidden_wait(stream, operation.name)
         return result
@@ -93,15 +101,15 @@ class DispatchMode(TorchDispatchMode):
     def _take_from_host(
         self, stream: FakeStream, operation: Operation, operands: list[torch.Tensor]
     ) -> None:
-        """Numbers and lengths on the host are read when the kernel is launched; indices are
-        copied over first, and the host waits."""
+        """The host reads scalars and lengths when it launches the kernel. It copies indices to the
+        device first, and waits for that."""
         if any(self._device.is_pinned(tensor) for tensor in operands):
             self._device.operation(None, operation.name, "host", reads=operands)
-        if any(not self._device.holds(index) for index in operation.indices()):
+        if any(not self._holds(index) for index in operation.indices()):
             self._device.hidden_wait(stream, "index from host memory")
 
     def _on_host(self, operation: Operation, inputs: list[torch.Tensor]) -> None:
-        """Only pinned memory can be shared with a stream: the rest needs no look."""
+        """Only pinned memory can be shared with a stream: other host memory needs no check."""
         if any(self._device.is_pinned(tensor) for tensor in inputs):
             reads, writes = operation.reads_and_writes()
             if writes or not operation.returns_alias():
@@ -111,10 +119,10 @@ class DispatchMode(TorchDispatchMode):
 
     def _copies(self, operation: Operation) -> Any:
         into, source = tensors(operation.args[0]), tensors(operation.args[1])
-        pairs, holds = list(zip(into, source, strict=False)), self._device.holds
+        pairs, holds = list(zip(into, source, strict=False)), self._holds
         tape = self._device.current_stream().tape
         if tape is not None:
-            tape.keep([one for one, other in pairs if holds(one) or holds(other)])
+            tape.save_before_write([one for one, other in pairs if holds(one) or holds(other)])
         result = operation.run()
         non_blocking = bool(operation.argument(2, "non_blocking"))
         for one, other in pairs:
@@ -123,7 +131,7 @@ class DispatchMode(TorchDispatchMode):
 
     def _copy(self, into: torch.Tensor, source: torch.Tensor, non_blocking: bool) -> None:
         device = self._device
-        to_device, from_device = device.holds(into), device.holds(source)
+        to_device, from_device = self._holds(into), self._holds(source)
         stream = device.current_stream()
         if stream.tape is not None and (to_device or from_device):
             stream.tape.copied(into, source)
@@ -137,7 +145,7 @@ class DispatchMode(TorchDispatchMode):
             device.operation(None, "aten::copy_", "host", reads=[source], writes=[into])
 
     def _move(self, operation: Operation) -> Any:
-        """`.to(device)` and `.cpu()`: the copy, and the memory it makes."""
+        """`.to(device)` and `.cpu()`: an allocation and a copy."""
         device, stream, source = self._device, self._device.current_stream(), operation.args[0]
         non_blocking = device.call.non_blocking
         result = operation.run()
@@ -146,10 +154,10 @@ class DispatchMode(TorchDispatchMode):
             self._host_to_device(stream, result, source, non_blocking)
         else:
             if non_blocking:
-                device.mark_pinned(result)  # as PyTorch does, so that the copy can run beside
+                device.mark_pinned(result)  # as PyTorch does, so that the copy can be asynchronous
             self._device_to_host(stream, result, source, non_blocking)
         if stream.tape is not None:
-            stream.tape.made(tensors(result))
+            stream.tape.allocated(tensors(result))
             stream.tape.copied(result, source)
         return result
 
@@ -162,11 +170,11 @@ class DispatchMode(TorchDispatchMode):
         else:
             device.operation(stream, "copy h2d", "copy", writes=tensors(into))
         if device.call.storing_number:
-            return  # on a GPU the number is made there
-        device.hinders_capture("host memory is copied to the device")
+            return  # a GPU writes the number with a kernel
+        device.note_obstacle("host memory is copied to the device")
         if not pinned:
-            # The driver takes the bytes before the call returns, but with non_blocking it need not
-            # have put them in place: the host stands still and yet knows nothing.
+            # The driver has read the bytes when the call returns. With non_blocking they need not
+            # have arrived: the host has waited, and still nothing is ordered.
             device.hidden_wait(stream, "copy from pageable memory", orders=not non_blocking)
         elif not non_blocking:
             device.hidden_wait(stream, "blocking copy")
@@ -188,13 +196,13 @@ class DispatchMode(TorchDispatchMode):
         if not on_device or len(on_device) == len(inputs) or operation.short in operators.MAY_MIX:
             return
         if operation.short in operators.INDEXING:
-            if not any(self._device.holds(tensor) for tensor in tensors(operation.args[0])):
+            if not any(self._holds(tensor) for tensor in tensors(operation.args[0])):
                 raise RuntimeError(
                     "indices should be either on cpu or on the same device as the indexed tensor "
                     f"(cpu): aten::{operation.short} was given an index on {self._device}"
                 )
             inputs = tensors((operation.args[0], operation.args[2:]))  # indices may come from both
-        strays = [t for t in inputs if t.dim() > 0 and not self._device.holds(t)]
+        strays = [t for t in inputs if t.dim() > 0 and not self._holds(t)]
         if strays and not operation.only_for_shape():
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "

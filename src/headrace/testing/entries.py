@@ -1,4 +1,4 @@
-"""The accesses to one storage, found by the bytes that they touch."""
+"""The recorded accesses to one storage, looked up by the bytes they touch."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from headrace.testing.layout import Layout
 from headrace.testing.races import Access
 
+_MAX_LISTED = 8
+
 
 @dataclass(slots=True, eq=False)
 class Entry:
-    """An access that later ones must be ordered behind."""
+    """A recorded access. A later conflicting access to the same bytes must be ordered after it."""
 
     actor: int
     tick: int
@@ -21,34 +23,51 @@ class Entry:
 
 
 class Entries:
-    """Entries in cells of bytes, so that a loop over the rows of a large tensor looks at each
-    row's neighbours only.
+    """The entries of a storage, in cells of bytes: a loop over the rows of a large tensor compares
+    each row with its neighbours only.
 
-    An entry of up to 2^n bytes stands in the cells, 2^n bytes wide, that it lies in: two at most.
+    An entry of up to 2^n bytes is kept in the cells of 2^n bytes that it touches, at most two. Most
+    storages never have more than `_MAX_LISTED` entries; those stay in a plain list.
     """
 
     def __init__(self, entries: Iterable[Entry] = ()) -> None:
+        self._listed: list[Entry] = []
         self._levels: dict[int, dict[int, list[Entry]]] = {}
         for entry in entries:
             self.add(entry)
 
     def add(self, entry: Entry) -> None:
-        level, cells = _cells(entry.layout)
-        for cell in cells:
-            self._levels.setdefault(level, {}).setdefault(cell, []).append(entry)
+        if entry.layout.low == entry.layout.high:
+            return  # no bytes: it touches nothing
+        if not self._levels and len(self._listed) < _MAX_LISTED:
+            self._listed.append(entry)
+            return
+        for each in (*self._listed, entry):
+            level, cells = _cells(each.layout)
+            for cell in cells:
+                self._levels.setdefault(level, {}).setdefault(cell, []).append(each)
+        self._listed.clear()
 
     def remove(self, entry: Entry) -> None:
+        if not self._levels:
+            self._listed.remove(entry)
+            return
         level, cells = _cells(entry.layout)
+        by_cell = self._levels[level]
         for cell in cells:
-            self._levels[level][cell].remove(entry)
-            if not self._levels[level][cell]:
-                del self._levels[level][cell]
+            by_cell[cell].remove(entry)
+            if not by_cell[cell]:
+                del by_cell[cell]
+        if not by_cell:
+            del self._levels[level]
 
     def near(self, layout: Layout) -> list[Entry]:
-        """The entries that may touch a byte of `layout`; no other does."""
-        found: dict[int, Entry] = {}
+        """All entries that can share a byte with `layout`, and perhaps some that do not."""
         if layout.low == layout.high:
             return []
+        if not self._levels:
+            return self._listed.copy()
+        found: dict[int, Entry] = {}
         for level, by_cell in self._levels.items():
             cells: Iterable[int] = range(layout.low >> level, ((layout.high - 1) >> level) + 1)
             if len(by_cell) < len(cells):  # type: ignore[arg-type]
@@ -64,11 +83,9 @@ class Entries:
             for entries in by_cell.values()
             for entry in entries
         }
-        return list(found.values())
+        return [*self._listed, *found.values()]
 
 
 def _cells(layout: Layout) -> tuple[int, range]:
-    if layout.low == layout.high:
-        return 0, range(0)  # no bytes: it touches nothing
     level = (layout.high - layout.low - 1).bit_length()
     return level, range(layout.low >> level, ((layout.high - 1) >> level) + 1)

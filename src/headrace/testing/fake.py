@@ -1,8 +1,8 @@
-"""`FakeDevice`: the seam on CPU tensors, with streams that are checked instead of run.
+"""`FakeDevice`: a `Device` on CPU tensors, whose streams are checked instead of run.
 
-Arithmetic is PyTorch's own, done at once on the CPU; what is faked is *when* it would have run.
-Every operation is put on the stream that was current, ordered by the same calls that order it on
-a GPU, checked for races, and given a place on a virtual clock.
+PyTorch does the arithmetic at once, on the CPU. The fake decides *when* each operation would have
+run: it puts the operation on the current stream, orders it by the same calls as on a GPU, checks it
+for races, and gives it a place on a virtual clock.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from headrace.device import (
 )
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
 from headrace.source_lines import Site, users_line
-from headrace.testing import autograd, faults, followed, graphs, host_threads
+from headrace.testing import autograd, faults, graphs, host_threads, patches
 from headrace.testing.checker import Actor, Clock, join
 from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
@@ -39,20 +39,23 @@ _NS_PER_US = 1_000
 
 
 class FakeDevice(host_threads.Hosts):
-    """A device for tests, on a machine without one.
+    """A device for tests that needs no GPU.
 
         with FakeDevice() as device:             # raises RaceError on the way out if it saw any
             model.to(device.torch_device)
             ...                                  # any code written against `headrace.device`
 
-    Inside the block, tensors made on or moved to `device.torch_device` count as device memory,
-    `pin_memory()` works, and threads that are started are followed too. `costs` sets the virtual
-    clock. With `host_order="traced"` (the default) host threads are ordered by `Thread.start`
-    and `join`, locks, conditions, events and queues made inside the block; with "total" every
-    host thread is taken to know what the others did. `check=False` leaves the races to be looked
-    at in `races`; more than `memory_bytes` at once is PyTorch's `OutOfMemoryError`, as it is on a
-    GPU; `hang` stops the device; `keep_timeline=False` saves the memory that a very long run's
-    timeline takes.
+    Inside the block, tensors made on or moved to `device.torch_device` are device memory,
+    `pin_memory()` works, and new threads are watched, too.
+
+    - `costs`: how long operations take on the virtual clock.
+    - `check=False`: do not raise at the end; look at `races` instead.
+    - `host_order`: "traced" orders host threads by `Thread.start` and `join`, and by locks,
+      conditions, events and queues made inside the block; "total" orders all host threads.
+    - `memory_bytes`: allocating more raises PyTorch's `OutOfMemoryError`, as on a GPU.
+    - `keep_timeline=False`: keep no spans; a very long run needs less memory then.
+
+    `device.hang = Hang()` stops the device.
 
     Not seen: what C++ does with a raw pointer, numpy writing into a tensor's memory, and threads
     that were started before the block (unless they enter `with device:`).
@@ -74,10 +77,10 @@ class FakeDevice(host_threads.Hosts):
             raise DeviceError(f"index = {index}: expected 1 or more")
         if host_order not in ("traced", "total"):
             raise DeviceError(f"host_order = {host_order!r}: expected 'traced' or 'total'")
-        # cpu:1 computes like cpu, but tells a call that names it from one that means the host.
+        # cpu:1 computes like cpu, but a call that names it differs from one that means the host.
         super().__init__(torch.device("cpu", index), host_order)
         self.costs = costs or Costs()
-        # A buffer goes from thread to thread through the pool, also if the pool was made earlier.
+        # The pool hands buffers from thread to thread, even if it was made before the block.
         self.pinned._lock = host_threads.traced_lock()
         self.hidden_waits: list[HiddenWait] = []
         self._check = check
@@ -94,9 +97,9 @@ class FakeDevice(host_threads.Hosts):
     # --- the block --------------------------------------------------------------------------------
 
     def __enter__(self) -> FakeDevice:
-        """Follow this thread's operations, and those of threads it starts, until `__exit__`."""
+        """Watch the operations of this thread, and of threads it starts, until `__exit__`."""
         if self._entered == 0:
-            followed.follow(self)
+            patches.install(self)
         self._entered += 1
         self.enter_modes()
         return self
@@ -105,12 +108,12 @@ class FakeDevice(host_threads.Hosts):
         self.exit_modes()
         self._entered -= 1
         if self._entered == 0:
-            followed.unfollow(self)
+            patches.remove(self)
             if self._check and kind is None:
                 self.check()
 
     def enter_modes(self) -> None:
-        """Follow the calling thread: PyTorch's modes are each thread's own."""
+        """Watch the calling thread: PyTorch's modes hold for one thread each."""
         modes = (FunctionMode(self), DispatchMode(self))
         for mode in modes:
             mode.__enter__()  # type: ignore[no-untyped-call]
@@ -125,7 +128,7 @@ class FakeDevice(host_threads.Hosts):
 
     @property
     def races(self) -> list[Race]:
-        """All races so far, each pair of places once."""
+        """All races so far, each pair of lines once."""
         return list(self.checker.races)
 
     def check(self) -> None:
@@ -134,7 +137,7 @@ class FakeDevice(host_threads.Hosts):
             raise RaceError(report(self.checker.races))
 
     def timeline(self) -> Timeline:
-        """What ran when on the virtual clock. Operations that cost nothing are left out."""
+        """What ran when on the virtual clock, without operations that cost nothing."""
         with self.lock:
             return Timeline(self._spans)
 
@@ -146,7 +149,7 @@ class FakeDevice(host_threads.Hosts):
     # --- made-up work -----------------------------------------------------------------------------
 
     def host_work(self, ms: float, name: str = "host work") -> None:
-        """Let this host thread be busy for so long on the virtual clock: a slow loader, say."""
+        """Keep this host thread busy for `ms` on the virtual clock, like a slow loader."""
         with self.lock:
             host = self.host()
             start_ns = host.time_ns
@@ -161,7 +164,7 @@ class FakeDevice(host_threads.Hosts):
         reads: Sequence[torch.Tensor] = (),
         writes: Sequence[torch.Tensor] = (),
     ) -> None:
-        """Put a made-up kernel of that length on the current stream."""
+        """Put a made-up kernel of `ms` on the current stream."""
         self.operation(
             self.current_stream(),
             name,
@@ -199,8 +202,7 @@ class FakeDevice(host_threads.Hosts):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
-            record = self.checker.storage_of(tensor)
-        return record is not None and record.home == "device"
+            return self.checker.on_device(tensor)
 
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, FakeStream)
@@ -228,7 +230,7 @@ class FakeDevice(host_threads.Hosts):
 
     def _switch(self, stream: Stream) -> object:
         assert isinstance(stream, FakeStream)
-        self.current_stream()  # inside a backward node, the node begins before a hook's choice
+        self.current_stream()  # in a backward node: begin the node before its hook switches
         return self.choose(stream)
 
     def switch_back(self, before: object) -> None:
@@ -236,7 +238,7 @@ class FakeDevice(host_threads.Hosts):
         self.choose(before)
 
     def require_own(self, what: str, device: Device) -> None:
-        # Two fakes may bear the same number; their streams still know nothing of each other.
+        # Two fakes can have the same index, and their streams are still separate.
         if device is not self:
             other = ", another device of that number" if str(device) == str(self) else ""
             raise DeviceMismatchError(f"{what} of {device} was given to {self}{other}")
@@ -244,7 +246,7 @@ class FakeDevice(host_threads.Hosts):
     def _synchronize(self, stream: Stream | None) -> None:
         assert stream is None or isinstance(stream, FakeStream)
         graphs.refuse(self, "device.synchronize()", stream)
-        self.stands_still()
+        self.wait_while_hung()
         with self.lock:
             if stream is not None:
                 self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, "synchronize")
@@ -268,8 +270,8 @@ class FakeDevice(host_threads.Hosts):
         self.mark_pinned(memory)
         return memory
 
-    def stands_still(self) -> None:
-        """Where a host waits: for as long as the device hangs."""
+    def wait_while_hung(self) -> None:
+        """Block this thread while the device hangs."""
         if self.hang is not None:
             self.hang.wait()
 
@@ -281,7 +283,7 @@ class FakeDevice(host_threads.Hosts):
     # --- for the modes and autograd ---------------------------------------------------------------
 
     def host_knows(self, clock: Clock, passes_ns: int) -> bool:
-        """A query: whether the work is done. A yes orders this host behind it, as a wait does."""
+        """Query whether work is done. If so, this host is ordered after it, as by a wait."""
         host = self.host()
         host.time_ns += round(self.costs.query_us * _NS_PER_US)
         if passes_ns > host.time_ns or self.hang is not None:
@@ -297,42 +299,42 @@ class FakeDevice(host_threads.Hosts):
         join(host.clock, clock)
 
     def hidden_wait(self, stream: FakeStream, operation: str, *, orders: bool = True) -> None:
-        """The host waits for a stream because of something that does not look like a wait. Unless
-        it `orders`, the host stands still and yet may not take the work as done."""
+        """Let the host wait for a stream because of a call that does not look like a wait. With
+        `orders=False` it loses the time but is not ordered after the stream's work."""
         graphs.refuse(self, operation, stream)
-        self.hinders_capture(f"the host waits for the device ({operation})")
+        self.note_obstacle(f"the host waits for the device ({operation})")
         with self.lock:
             self.hidden_waits.append(HiddenWait(calling_site(), operation))
             clock = dict(stream.actor.clock) if orders else {}
             self.host_waits(clock, stream.actor.time_ns, operation)
 
-    def hinders_capture(self, what: str) -> None:
-        """Note, for `watch`, something that a graph could not repeat."""
+    def note_obstacle(self, what: str) -> None:
+        """Tell `watch` about something that a graph could not repeat."""
         if self.call.obstacles is not None:
             self.call.obstacles.append(Obstacle(what, users_line()))
 
     def choose(self, stream: FakeStream | None) -> FakeStream | None:
-        """Make `stream` this thread's current one; None leaves it to autograd, or is the default.
-        Returns what was chosen before."""
+        """Make `stream` this thread's current one; None: autograd's, or else the default stream.
+        Returns the last choice."""
         before: FakeStream | None = getattr(self._thread, "chosen", None)
         self._thread.chosen = stream
         return before
 
     @contextmanager
-    def engine_runs(self) -> Iterator[None]:
-        """Inside the block autograd's engine runs in this thread, and nodes have own streams."""
+    def autograd_runs(self) -> Iterator[None]:
+        """While autograd's engine runs in this thread, let each node choose its stream."""
         before = self.choose(None)
         try:
-            with self.called_back():
+            with self.user_callback():
                 yield
         finally:
             self.choose(before)
 
     @contextmanager
-    def called_back(self) -> Iterator[None]:
-        """Inside the block PyTorch runs the user's code in the midst of a call: a hook, say. It is
-        seen as if no call were under way."""
-        fresh = self.call.but(named=None, inside=None, moving=None, storing_number=False)
+    def user_callback(self) -> Iterator[None]:
+        """Watch user code, such as a hook, that PyTorch runs in the middle of a call as if it ran
+        outside of any call."""
+        fresh = self.call.changed(named=None, inside=None, moving=None, storing_number=False)
         with fresh:
             if self.follows_this_thread() and not FunctionMode.is_on(self):
                 with FunctionMode(self):
@@ -355,7 +357,7 @@ class FakeDevice(host_threads.Hosts):
         allocates: Sequence[torch.Tensor] = (),
         cost_ns: int | None = None,
     ) -> None:
-        """One operation on a stream, or on this host thread when `stream` is None."""
+        """Run one operation on a stream, or on this host thread if `stream` is None."""
         site = calling_site()
         launch = Launch(name, kind, reads, writes, cost_ns, site, autograd.forward_site())
         with torch._C.DisableTorchFunction(), self.lock:
@@ -370,12 +372,12 @@ class FakeDevice(host_threads.Hosts):
                 self.checker.track(tensor, "device", actor, site, pooled=tape is not None)
             if tape is None:
                 self._run(actor, launch)
-            else:  # nothing runs
-                tape.made(allocates)
+            else:  # a capture: nothing runs
+                tape.allocated(allocates)
                 tape.launched(stream, launch)
 
     def replay(self, launches: Sequence[Launch], pool: torch.Tensor) -> None:
-        """Put a graph's operations on the current stream, for the price of one launch."""
+        """Put a graph's operations on the current stream, at the cost of one launch."""
         actor, site = self.current_stream().actor, calling_site()
         with torch._C.DisableTorchFunction(), self.lock:
             self._pay_launch()
@@ -399,7 +401,7 @@ class FakeDevice(host_threads.Hosts):
         self.host().time_ns += round(self.costs.launch_us * _NS_PER_US)
 
     def _run(self, actor: Actor, launch: Launch, replayed_at: Site | None = None) -> None:
-        """Check an operation, and give a stream's its time."""
+        """Check an operation for races and, on a stream, add its time."""
         cost_ns = launch.cost_ns
         if launch.reads or launch.writes:  # an allocation alone puts nothing on the stream
             actor.advance()

@@ -1,4 +1,4 @@
-"""What a fake device can suffer: work that is never done. (Memory that ends is the checker's.)"""
+"""A fault that a test can cause on a fake device: it hangs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import threading
 
 
 class Hang:
-    """A device that has stopped: `device.hang = Hang()`. Queries say no, and a host that waits
-    stands still, for real, until `resume`. `waited_for` is set once one does."""
+    """Stops a device: `device.hang = Hang()`.
+
+    Queries then return False, and a host thread that waits really blocks until `resume` is called.
+    `waited_for` is set as soon as one blocks.
+    """
 
     def __init__(self) -> None:
         self.waited_for = threading.Event()

@@ -1,7 +1,7 @@
 """The mode above autograd: it sees calls as the user wrote them.
 
-It gives `device=`, `.to()`, `.cpu()`, `.device` and pinning their meaning on a device that PyTorch
-does not know, and tells autograd's new nodes which stream they were made on.
+It makes `device=`, `.to()`, `.cpu()`, `.device` and pinning work for a device that PyTorch does not
+know, and stores in each new autograd node the stream it was made on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
-from headrace.testing import autograd, followed
+from headrace.testing import autograd, patches
 from headrace.testing.operators import tensors
 from headrace.testing.races import calling_site
 
@@ -28,29 +28,34 @@ if TYPE_CHECKING:
     from headrace.testing.graphs import Tape
 
 _DEVICE_PROPERTY = torch.Tensor.__dict__.get("device") or torch._C.TensorBase.device
+#: Properties that start no operation and make no autograd node: nothing to follow.
+_PLAIN_PROPERTIES = frozenset(
+    getattr(torch.Tensor, name)
+    for name in ("shape", "dtype", "ndim", "grad", "requires_grad", "is_leaf", "layout", "grad_fn")
+)
 _TORCH = Path(torch.__file__).resolve().parent
 _OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
 _ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
 
 
 class Call(threading.local):
-    """What the function mode tells the dispatch mode about the call that is under way."""
+    """What the dispatch mode needs to know about the call that the function mode is running."""
 
-    #: Where the call named by `device=` that its result should lie: "device" or "host".
+    #: Where `device=` asks for the result: "device" or "host".
     named: str | None = None
-    #: Whether it is a call on device tensors ("device") or not ("host"); None outside any.
+    #: "device" in a call on device tensors, "host" in any other call, None outside of calls.
     inside: str | None = None
-    #: "to device" or "to host" while a tensor is moved, and whether the host goes on.
+    #: "to device" or "to host" while a tensor is moved; `non_blocking` as in `.to()`.
     moving: str | None = None
     non_blocking = False
-    #: While `x[i] = 1.0` runs: PyTorch makes a tensor of the number, and copies that.
+    #: True while `x[i] = 1.0` runs: PyTorch makes a tensor of the number and copies it.
     storing_number = False
-    #: The capture that this thread makes, and where `device.watch()` notes what would hinder one.
+    #: The capture that this thread is making, and the obstacles that `device.watch()` collects.
     tape: Tape | None = None
     obstacles: list[Obstacle] | None = None
 
     @contextmanager
-    def but(self, **changes: Any) -> Iterator[None]:
+    def changed(self, **changes: Any) -> Iterator[None]:
         """Change some fields inside the block."""
         before = {name: getattr(self, name) for name in changes}
         vars(self).update(changes)
@@ -67,7 +72,7 @@ class FunctionMode(TorchFunctionMode):
 
     @classmethod
     def is_on(cls, device: FakeDevice) -> bool:
-        """Whether calls in this thread are seen: PyTorch turns the mode off inside each call."""
+        """Whether this thread's mode is on. PyTorch turns it off inside each call."""
         modes = _get_current_function_mode_stack()
         return any(isinstance(mode, cls) and mode._device is device for mode in modes)
 
@@ -82,8 +87,12 @@ class FunctionMode(TorchFunctionMode):
         device, name = self._device, getattr(func, "__name__", "")
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if tensor is not None:
-            if name == "__get__" and getattr(func, "__self__", None) is _DEVICE_PROPERTY:
-                return device.torch_device if device.holds(tensor) else func(*args)
+            if name == "__get__":
+                read = getattr(func, "__self__", None)
+                if read is _DEVICE_PROPERTY:
+                    return device.torch_device if device.holds(tensor) else func(*args)
+                if read in _PLAIN_PROPERTIES:
+                    return func(*args)
             special = _TENSOR_METHODS.get(name)
             if special is not None:
                 return special(device, func, tensor, args, kwargs)
@@ -102,8 +111,7 @@ def _call(device: FakeDevice, func: Callable[..., Any], args: Any, kwargs: dict[
         kwargs = {**kwargs, "device": "cpu"}
     inside = named or call.inside
     if inside != "device" and named is None:
-        held = any(device.holds(leaf) for leaf in tensors((args, kwargs)))
-        inside = "device" if held else "host"
+        inside = "device" if _any_held(device, (args, kwargs)) else "host"
     outside = call.named, call.inside
     call.named, call.inside = named, inside
     try:
@@ -111,11 +119,20 @@ def _call(device: FakeDevice, func: Callable[..., Any], args: Any, kwargs: dict[
     finally:
         call.named, call.inside = outside
     if named == "device" and isinstance(result, torch.Tensor) and not device.holds(result):
-        # torch.tensor(numbers, device=…): made on the host, behind the modes' back, then copied.
+        # torch.tensor(numbers, device=…): PyTorch makes it on the host, unseen, and copies it.
         return _move(device, result, "to device", False, {"dtype": result.dtype})
     if inside == "device" and torch.is_grad_enabled():
         autograd.tag(tensors(result), device.current_stream(), calling_site())
     return result
+
+
+def _any_held(device: FakeDevice, values: Any) -> bool:
+    """Whether a tensor in nested arguments lies on the device."""
+    if isinstance(values, torch.Tensor):
+        return device.holds(values)
+    if isinstance(values, (tuple, list)):
+        return any(_any_held(device, value) for value in values)
+    return isinstance(values, dict) and _any_held(device, tuple(values.values()))
 
 
 # --- moving ---------------------------------------------------------------------------------------
@@ -148,10 +165,10 @@ def _move(
 ) -> Any:
     if not (tensor.requires_grad and torch.is_grad_enabled()):
         return _copy_over(device, tensor, way, non_blocking, options)
-    apply = followed.originals["apply"].__func__
+    apply = patches.originals["apply"].__func__
     moved = apply(_Moved, tensor, device, way, non_blocking, options)
     if moved.grad_fn is not None:
-        # The nodes behind it are the other side's: this one alone is tagged.
+        # Tag this node only: the nodes before it belong to the other side.
         stream = device.current_stream() if way == "to device" else None
         autograd.tag_node(moved.grad_fn, device, stream, calling_site())
     return moved
@@ -182,7 +199,7 @@ class _Moved(torch.autograd.Function):
 def _copy_over(
     device: FakeDevice, tensor: torch.Tensor, way: str, non_blocking: bool, options: dict[str, Any]
 ) -> torch.Tensor:
-    moving = device.call.but(moving=way, non_blocking=non_blocking)
+    moving = device.call.changed(moving=way, non_blocking=non_blocking)
     with moving, torch._C.DisableTorchFunction():
         return tensor.to(**options, copy=True)
 
@@ -208,7 +225,7 @@ def _is_pinned(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, k
     return device.is_pinned(tensor)
 
 
-# --- what no operation shows to the dispatch mode -------------------------------------------------
+# --- calls that the dispatch mode does not see ----------------------------------------------------
 
 
 def _read(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
@@ -218,13 +235,13 @@ def _read(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs
 
 
 def _pickle(tensor: torch.Tensor, protocol: int) -> Any:
-    """In place of what `torch.save` asks of each tensor."""
-    for device in followed.devices:
+    """Replaces the method that `torch.save` calls for each tensor."""
+    for device in patches.devices:
         _note_read(device, tensor, "pickle")
-    return followed.originals["_reduce_ex_internal"](tensor, protocol)
+    return patches.originals["_reduce_ex_internal"](tensor, protocol)
 
 
-followed.patch(torch.Tensor, "_reduce_ex_internal", _pickle)
+patches.patch(torch.Tensor, "_reduce_ex_internal", _pickle)
 
 
 def _note_read(device: FakeDevice, tensor: torch.Tensor, name: str) -> None:
@@ -247,7 +264,7 @@ def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwarg
 
 
 def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """PyTorch copies the storage behind the modes' back; a clone is the same and is seen."""
+    """Clone instead: PyTorch would copy the storage without the modes seeing it."""
     memo = args[1]
     if not device.holds(tensor) or not tensor.is_leaf or id(tensor) in memo:
         return func(*args, **kwargs)
@@ -266,12 +283,12 @@ def _new_tensor(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, 
 
 
 def _setitem(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    with device.call.but(storing_number=not isinstance(args[2], torch.Tensor)):
+    with device.call.changed(storing_number=not isinstance(args[2], torch.Tensor)):
         return _call(device, func, args, kwargs)
 
 
 def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """Its lengths may lie on the host; C++, which knows one device, would mix them in."""
+    """Pass lengths that lie on the host as lists: C++ would take them for device tensors."""
 
     def listed(value: Any) -> Any:
         on_host = isinstance(value, torch.Tensor) and not device.holds(value)
@@ -286,7 +303,7 @@ def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
 
 
 def _pad_packed(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """The lengths that it gives back lie on the host."""
+    """Return the lengths on the host."""
     padded, lengths = _call(device, func, args, kwargs)
     return padded, torch.tensor(lengths.tolist())
 
@@ -319,8 +336,8 @@ def _is_here(target: Any, device: FakeDevice) -> bool:
 
 
 def _device_from_cpp() -> bool:
-    """Whether `.to` was called by library code that asked C++ where its tensors lie. C++ says
-    "cpu" of the fake device's tensors, so such a call does not mean the host."""
+    """Whether library code called `.to` with a device that it got from C++. C++ reports "cpu" for
+    the fake device's tensors, so such a call does not mean the host."""
     frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FRAMES):
         frame = frame.f_back
@@ -328,7 +345,7 @@ def _device_from_cpp() -> bool:
 
 
 def _parse_to(device: FakeDevice, args: Any, kwargs: Any) -> tuple[Any, Any, bool, Any]:
-    """What `.to(…)` was asked for; `.to(other)` means the other's device and type."""
+    """Target, dtype, non_blocking and memory format of a call of `.to(…)`."""
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, torch.Tensor):
         target = device.torch_device if device.holds(other) else other.device

@@ -1,9 +1,9 @@
-"""Graphs on the fake device: work that is recorded on a tape once, and put on a stream again.
+"""Graphs on the fake device: a capture records work on a tape, a replay puts it on a stream again.
 
-As on CUDA nothing runs during a capture. PyTorch has to compute to know the results' shapes, but
-afterwards all memory that was there before is as it was, the random generator stands where it
-stood, and memory that the capture made holds nothing of use until the first replay. A replay does
-the tape's arithmetic again, into the same memory, and is checked and timed like any other work.
+As on CUDA, nothing runs during a capture. PyTorch has to compute to know the shapes of results, but
+afterwards the tape restores all older memory and the random generator, and fills the memory that
+the capture allocated with garbage. A replay does the tape's arithmetic again in the same memory,
+and is checked and timed like any other work.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import torch
 
 from headrace.device import Graph, Obstacle, Result
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
-from headrace.testing import followed
+from headrace.testing import patches
 from headrace.testing.checker import storage_key
 from headrace.testing.operators import Operation, tensors
 from headrace.testing.races import Launch, calling_site
@@ -33,21 +33,20 @@ _GARBAGE = 0xFF
 
 
 class Pool:
-    """Memory that graphs share, and so may not use at the same time: every replay writes `memory`,
-    and two that nothing orders are a race on it."""
+    """Memory that several graphs share, so they may not run at the same time: every replay writes
+    `memory`, and two replays without an order between them race on it."""
 
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
-        with unseen():
+        with unobserved():
             self.memory = torch.zeros(1, dtype=torch.uint8)
             with device.lock:
-                known = device.checker.track(self.memory, "pool", device.host(), calling_site())
-        known.label = "graph pool"
+                device.checker.track(self.memory, "pool", device.host(), calling_site())
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A moment in a captured stream: what an event recorded there stands for."""
+    """A position in a captured stream, as an event records it."""
 
     tape: Tape
     stream: FakeStream
@@ -56,9 +55,9 @@ class Mark:
 
 @dataclass(frozen=True, slots=True)
 class _Arithmetic:
-    """An operator's call, to be made again. Its new tensors, by their position in the result, are
+    """An operator call that a replay repeats. Its new tensors, by their position in the result, are
     copied into those that the capture made. `trains` is whether gradients were on: some operators
-    return more then (an LSTM, what its backward needs)."""
+    return more then (an LSTM also returns what its backward needs)."""
 
     func: Any
     args: Any
@@ -67,7 +66,7 @@ class _Arithmetic:
     trains: bool = False
 
     def run(self) -> None:
-        torch._C._set_grad_enabled(self.trains)  # until `unseen` ends
+        torch._C._set_grad_enabled(self.trains)  # until `unobserved` ends
         result = self.func(*self.args, **self.kwargs)
         if self.outputs:
             found = tensors(result)
@@ -77,7 +76,7 @@ class _Arithmetic:
 
 @dataclass(eq=False, repr=False, slots=True)
 class Tape:
-    """One capture: which streams it covers, what is put on them, and what must be put back."""
+    """One capture: the streams it covers, the work put on them, and the memory to restore."""
 
     device: FakeDevice
     origin: FakeStream
@@ -88,50 +87,50 @@ class Tape:
     #: The captured streams, and how much was put on each.
     _counts: dict[FakeStream, int] = field(default_factory=dict)
     #: Those whose work no other captured stream waits for yet.
-    _loose: set[FakeStream] = field(default_factory=set)
+    _unjoined: set[FakeStream] = field(default_factory=set)
     #: What the capture made, and what was there before and is written: the memory and its content.
-    _made: dict[int, torch.Tensor] = field(default_factory=dict)
+    _allocated: dict[int, torch.Tensor] = field(default_factory=dict)
     _before: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _problem: RuntimeError | None = None
 
     @contextmanager
     def recording(self) -> Iterator[None]:
-        """Inside the block the tape runs. However it ends, the memory is as it was."""
-        with unseen():
+        """Record inside the block. However the block ends, restore the memory."""
+        with unobserved():
             random_state = self.device.random_state()
-        self._take_in(self.origin)
+        self._add_stream(self.origin)
         try:
-            with self.device.call.but(tape=self):
+            with self.device.call.changed(tape=self):
                 yield
             if self._problem is not None:
-                raise self._problem  # the work went on after an error; the capture cannot
-            if self._loose:
-                names = ", ".join(sorted(stream.name for stream in self._loose))
+                raise self._problem  # the work caught the error, but the capture has failed
+            if self._unjoined:
+                names = ", ".join(sorted(stream.name for stream in self._unjoined))
                 raise RuntimeError(f"capturing stream has unjoined work: on {names}")
         finally:
             self.over, self._problem = True, None
             for stream in self._counts:
                 stream.tape = None
-            with unseen():
-                self._put_back()
+            with unobserved():
+                self._restore()
                 self.device.set_random_state(random_state)
 
-    def _put_back(self) -> None:
+    def _restore(self) -> None:
         for memory, content in self._before.values():
             if memory.untyped_storage().nbytes() >= content.numel():  # not if it was resized
                 memory.copy_(content)
-        for memory in self._made.values():
+        for memory in self._allocated.values():
             memory.fill_(_GARBAGE)
         self._before.clear()
 
     def forget(self) -> None:
-        """Let go of all memory."""
+        """Free all memory."""
         self.launches.clear()
         self.arithmetic.clear()
-        self._made.clear()
+        self._allocated.clear()
 
     def refuse(self, what: str) -> NoReturn:
-        """Raise what CUDA raises. The capture has failed then, whoever catches the error."""
+        """Raise CUDA's error. The capture has failed, even if the work catches it."""
         if self._problem is None:
             self._problem = RuntimeError(
                 f"operation not permitted when stream is capturing: {what}"
@@ -144,84 +143,88 @@ class Tape:
         return Mark(self, stream, self._counts[stream])
 
     def wait(self, stream: FakeStream, mark: Mark) -> None:
-        """A stream waits for a captured one: from now on it is captured too, until the capture
-        ends, and must be waited for before that."""
+        """Let a stream wait for a captured one. It joins the capture, and a captured stream must
+        wait for it before the capture ends."""
         if stream not in self._counts:
             if stream is self.device.default_stream:
                 self.refuse("the default stream would depend on a capturing stream")
-            self._take_in(stream)
+            self._add_stream(stream)
         if self._counts[mark.stream] == mark.count:
-            self._loose.discard(mark.stream)
+            self._unjoined.discard(mark.stream)
         if stream is not self.origin:
-            self._loose.add(stream)
+            self._unjoined.add(stream)
 
-    def _take_in(self, stream: FakeStream) -> None:
+    def _add_stream(self, stream: FakeStream) -> None:
         self._counts[stream] = 0
         stream.tape = self
 
     # --- what is recorded -------------------------------------------------------------------------
 
     def launched(self, stream: FakeStream, launch: Launch) -> None:
-        """An operation on a captured stream, as the checker and the clock are to see it later."""
+        """Record an operation for the checker and the clock, which see it at each replay."""
         self._counts[stream] += 1
         if stream is not self.origin:
-            self._loose.add(stream)
+            self._unjoined.add(stream)
         if launch.reads or launch.writes or launch.cost_ns:
-            with unseen():
-                self.launches.append(launch.on(self._live(launch.reads), self._live(launch.writes)))
+            with unobserved():
+                self.launches.append(
+                    launch.on(self._detached(launch.reads), self._detached(launch.writes))
+                )
 
-    def made(self, memory: Sequence[torch.Tensor]) -> None:
-        """Tensors that the capture made: theirs is the graph's memory."""
-        with unseen():
+    def allocated(self, memory: Sequence[torch.Tensor]) -> None:
+        """Take the memory of new tensors as the graph's."""
+        with unobserved():
             for tensor in memory:
-                self._made.setdefault(storage_key(tensor), _bytes_of(tensor))
+                self._allocated.setdefault(storage_key(tensor), _bytes_of(tensor))
 
-    def keep(self, written: Sequence[torch.Tensor]) -> None:
-        """Remember what is in tensors that are about to be written."""
-        with unseen():
+    def save_before_write(self, written: Sequence[torch.Tensor]) -> None:
+        """Keep a copy of tensors that are about to be written."""
+        with unobserved():
             for tensor in written:
                 key = storage_key(tensor)
-                if key not in self._made and key not in self._before:
+                if key not in self._allocated and key not in self._before:
                     memory = _bytes_of(tensor)
                     self._before[key] = memory, memory.clone()
 
-    def begins(self, operation: Operation, written: Sequence[torch.Tensor]) -> None:
+    def before_operation(self, operation: Operation, written: Sequence[torch.Tensor]) -> None:
         for value in (*operation.args, *operation.kwargs.values()):
             if isinstance(value, torch.Generator) and value is not torch.default_generator:
                 self.refuse("random numbers from a generator of the step's own")
-        self.keep(written)
+        self.save_before_write(written)
 
-    def ended(self, operation: Operation, result: Any, fresh: Sequence[torch.Tensor]) -> None:
-        """Remember an operation's arithmetic. Numbers on the host are taken now, once for all."""
+    def after_operation(
+        self, operation: Operation, result: Any, fresh: Sequence[torch.Tensor]
+    ) -> None:
+        """Record an operation's arithmetic. Host scalars keep the value they have now."""
         keys = {storage_key(tensor) for tensor in fresh}
         trains = torch.is_grad_enabled()
-        with unseen():
+        with unobserved():
             outputs = [
                 (position, tensor.data)
                 for position, tensor in enumerate(tensors(result))
                 if storage_key(tensor) in keys
             ]
             args, kwargs = (
-                self._live(part, bake=True) for part in (operation.args, operation.kwargs)
+                self._detached(part, bake=True) for part in (operation.args, operation.kwargs)
             )
             self.arithmetic.append(_Arithmetic(operation.func, args, kwargs, outputs, trains))
 
     def copied(self, into: torch.Tensor, source: torch.Tensor) -> None:
-        """Remember a copy: from pinned memory, what is there when it is replayed."""
-        with unseen():
-            pair = self._live((into, source))
+        """Record a copy. From pinned memory, a replay copies what is there at that time."""
+        with unobserved():
+            pair = self._detached((into, source))
             self.arithmetic.append(_Arithmetic(_COPY, pair, {}))
 
-    def _live(self, value: Any, *, bake: bool = False) -> Any:
-        """The same memory without autograd's history and count of changes; ordinary host memory,
-        and with `bake` all that is not on the device, as it is now."""
+    def _detached(self, value: Any, *, bake: bool = False) -> Any:
+        """The same memory without autograd's history and version counter. Ordinary host memory, and
+        with `bake` all host memory, is copied as it is now."""
         if isinstance(value, torch.Tensor):
             fixed = not self.device.holds(value) and (bake or not self.device.is_pinned(value))
             return value.detach().clone() if fixed else value.data
         if isinstance(value, (tuple, list)):
-            return type(value)(self._live(part, bake=bake) for part in value)
+            return type(value)(self._detached(part, bake=bake) for part in value)
         if isinstance(value, dict):
-            return {name: self._live(part, bake=bake) for name, part in value.items()}
+            return {name: self._detached(part, bake=bake) for name, part in value.items()}
         return value
 
 
@@ -234,7 +237,7 @@ class FakeGraph(Graph):
         if tape is None:
             raise ClosedError("a graph was replayed after its close()")
         refuse(tape.device, "the replay of a graph")
-        with unseen():
+        with unobserved():
             for step in tape.arithmetic:
                 step.run()
         tape.device.replay(tape.launches, tape.pool.memory)
@@ -269,21 +272,21 @@ def capture(device: FakeDevice, work: Callable[[], Result], pool: object) -> tup
 @contextmanager
 def watch(device: FakeDevice) -> Iterator[list[Obstacle]]:
     found: list[Obstacle] = []
-    with device.call.but(obstacles=found):
+    with device.call.changed(obstacles=found):
         yield found
 
 
 def refuse(device: FakeDevice, what: str, stream: FakeStream | None = None) -> None:
-    """Raise, for something that makes the host wait or ask, if this thread is capturing or
-    `stream` is captured."""
+    """Raise if this thread is capturing, or `stream` is captured: `what` makes the host wait for or
+    query the device, which a capture forbids."""
     tape = device.call.tape or (None if stream is None else stream.tape)
     if tape is not None:
         tape.refuse(what)
 
 
 def wait(stream: FakeStream, mark: Mark | None) -> bool:
-    """Whether a stream's wait, for a captured moment or (None) any other, is part of a capture.
-    Then it orders nothing now."""
+    """Handle a stream's wait for a captured position; None: for work outside any capture. Returns
+    whether the wait was recorded in a capture, so that it orders nothing now."""
     if mark is None:
         if stream.tape is not None:
             stream.tape.refuse("a dependency on work outside the capture")
@@ -295,13 +298,13 @@ def wait(stream: FakeStream, mark: Mark | None) -> bool:
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """All of a tensor's storage."""
+    """The whole storage of a tensor as bytes."""
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 @contextmanager
-def unseen() -> Iterator[None]:
-    """Inside the block neither the modes nor autograd nor autocast see anything."""
+def unobserved() -> Iterator[None]:
+    """Hide operations inside the block from the modes, autograd and autocast."""
     with ExitStack() as stack:
         for guard in (
             torch._C.DisableTorchFunction,
@@ -326,8 +329,8 @@ _HEALTH_CHECK = next(
 
 
 def _health_check(optimizer: torch.optim.Optimizer) -> None:
-    """In place of PyTorch's own, which asks the real device whether it is capturing."""
-    for device in followed.devices:
+    """Replaces PyTorch's own check, which asks the real device whether it is capturing."""
+    for device in patches.devices:
         if device.current_stream().tape is None:
             continue
         if not all(group.get("capturable") for group in optimizer.param_groups):
@@ -338,25 +341,25 @@ def _health_check(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _capturable_devices(supports_xla: bool = True) -> list[str]:
-    """PyTorch's list, and what the fake's tensors are to C++."""
-    devices: list[str] = followed.originals["_get_capturable_supported_devices"](supports_xla)
+    """PyTorch's list, with "cpu" added: that is what C++ takes the fake's tensors for."""
+    devices: list[str] = patches.originals["_get_capturable_supported_devices"](supports_xla)
     return [*devices, "cpu"]
 
 
 def _not_captured(name: str) -> Callable[..., Any]:
-    """In place of what sets the device's random generator, as checkpointing does. Not in a graph:
-    here it would happen at capture, and never again."""
+    """Replaces a function that sets the device's random generator, as checkpointing does. A capture
+    refuses it, because a replay would not repeat it."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        for device in followed.devices:
+        for device in patches.devices:
             refuse(device, f"torch.{name}()")
-        return followed.originals[name](*args, **kwargs)
+        return patches.originals[name](*args, **kwargs)
 
     return run
 
 
 for _name in ("manual_seed", "set_rng_state"):
-    followed.patch(torch.random, _name, _not_captured(_name))
-followed.patch(torch.optim.Optimizer, _HEALTH_CHECK, _health_check)
+    patches.patch(torch.random, _name, _not_captured(_name))
+patches.patch(torch.optim.Optimizer, _HEALTH_CHECK, _health_check)
 _optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim hides the name
-followed.patch(_optimizer, "_get_capturable_supported_devices", _capturable_devices)
+patches.patch(_optimizer, "_get_capturable_supported_devices", _capturable_devices)

@@ -1,9 +1,8 @@
-"""Host threads as the checker sees them: who handed what to whom.
+"""Orders host threads as their program does, by `start`, `join`, locks and queues.
 
-While a fake device is in use, `Thread.start` and `join`, and the locks that Python's queues,
-events, conditions and pools are built on, carry knowledge from thread to thread: what a thread
-knew when it released a lock is known to the next one that takes it. Threads that are started are
-followed like the one that starts them.
+While a fake device is in use, `Thread.start` and `join` and the locks behind Python's queues,
+events, conditions and pools join the threads' clocks: a thread that takes a lock is ordered after
+all that the last holder was ordered after. New threads are watched like the one that starts them.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ from typing import Any
 import torch
 
 from headrace.device import Device, Ledger
-from headrace.testing import followed
+from headrace.testing import patches
 from headrace.testing.checker import Actor, Checker, Clock, join
 
-# Locks made by these modules, and by those below them, are no hand-over between the user's threads.
+# Locks made by these packages hand nothing over between the user's threads.
 _UNTRACED_CALLERS = ("headrace.device", "headrace.testing", "logging", "torch")
 
 untraced_rlock = _thread.RLock
 
 
 class Hosts(Device):
-    """The part of a fake device that knows the host threads, each of which is an actor."""
+    """The part of a fake device that keeps an actor for each host thread."""
 
     def __init__(self, torch_device: torch.device, host_order: str) -> None:
         super().__init__(torch_device, Ledger(lambda: self.host().time_ns))
@@ -41,7 +40,7 @@ class Hosts(Device):
         """The actor of this host thread."""
         host = self.known_host()
         if host is None:
-            # A thread nobody saw start: taken to know all that any host thread knows.
+            # Nobody saw this thread start: order it after all host threads.
             name = threading.current_thread().name
             host = self.adopt_thread(f"host thread {name!r}", self.all_hosts())
         if self._host_order == "total":
@@ -49,12 +48,12 @@ class Hosts(Device):
         return host
 
     def known_host(self) -> Actor | None:
-        """The actor of this host thread, if it has one: a thread that is just starting has none."""
+        """The actor of this host thread; None in a thread that is just starting."""
         host: Actor | None = getattr(self._thread, "host", None)
         return host
 
     def adopt_thread(self, name: str, knows: Clock, time_ns: int = 0) -> Actor:
-        """Make an actor for the calling thread, which begins with what `knows` knows."""
+        """Make an actor for the calling thread, ordered after `knows`."""
         with self.lock:
             host: Actor
             host = self._thread.host = self.checker.new_actor(name, is_host=True)
@@ -71,13 +70,13 @@ class Hosts(Device):
             return everyone
 
     def launch(self, actor: Actor) -> None:
-        """The launch edge: what is put on a stream comes after all that this host knows."""
+        """Order a stream's next operation after all that this host thread is ordered after."""
         join(actor.clock, self.host().clock)
 
 
 def _start(thread: threading.Thread) -> None:
     begin = [
-        (device, dict(device.host().clock), device.host().time_ns) for device in followed.devices
+        (device, dict(device.host().clock), device.host().time_ns) for device in patches.devices
     ]
     run = thread.run
 
@@ -94,14 +93,14 @@ def _start(thread: threading.Thread) -> None:
             thread._headrace_hosts = hosts  # type: ignore[attr-defined]
 
     thread.run = run_followed  # type: ignore[method-assign]
-    followed.originals["start"](thread)
+    patches.originals["start"](thread)
 
 
 def _join(thread: threading.Thread, timeout: float | None = None) -> None:
-    followed.originals["join"](thread, timeout)
+    patches.originals["join"](thread, timeout)
     if not thread.is_alive():
         ended = getattr(thread, "_headrace_hosts", [])
-        for device in followed.devices:
+        for device in patches.devices:
             for host in ended:
                 if host in device.checker.actors():
                     mine = device.host()
@@ -110,7 +109,7 @@ def _join(thread: threading.Thread, timeout: float | None = None) -> None:
 
 
 class _TracedLock:
-    """A lock that hands its last holder's knowledge to its next one."""
+    """A lock that orders its next holder after its last one."""
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
@@ -127,13 +126,13 @@ class _TracedLock:
         self._lock.release()
 
     def _learn(self) -> None:
-        for device in followed.devices:
+        for device in patches.devices:
             host = device.known_host()
             if host is not None:
                 join(host.clock, self._knowledge.get(id(device), {}))
 
     def _publish(self) -> None:
-        for device in followed.devices:
+        for device in patches.devices:
             host = device.known_host()
             if host is not None:
                 join(self._knowledge.setdefault(id(device), {}), host.clock)
@@ -152,7 +151,7 @@ class _TracedLock:
 
 
 class _TracedRLock(_TracedLock):
-    """With the three methods by which a condition lets go of a reentrant lock and takes it back."""
+    """A reentrant lock, with the three methods by which a condition releases and retakes it."""
 
     def _release_save(self) -> Any:
         self._publish()
@@ -167,7 +166,7 @@ class _TracedRLock(_TracedLock):
 
 
 def traced_lock() -> Any:
-    """A lock that hands over, whoever makes it."""
+    """A lock that orders its holders, whichever module makes it."""
     return _TracedLock(_thread.allocate_lock())
 
 
@@ -186,9 +185,9 @@ def _called_from_untraced() -> bool:
     return any(caller == name or caller.startswith(f"{name}.") for name in _UNTRACED_CALLERS)
 
 
-followed.patch(threading.Thread, "start", _start)
-followed.patch(threading.Thread, "join", _join)
-followed.patch(threading, "Lock", _lock)
-followed.patch(threading, "RLock", _rlock)
-# The C queue has no lock to trace; the standard library's own Python twin has.
-followed.patch(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]
+patches.patch(threading.Thread, "start", _start)
+patches.patch(threading.Thread, "join", _join)
+patches.patch(threading, "Lock", _lock)
+patches.patch(threading, "RLock", _rlock)
+# The C queue has no lock to trace; the standard library's Python version has.
+patches.patch(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]

@@ -1,35 +1,37 @@
-"""What is known of PyTorch's operators beyond their schemas: what they read, write and wait for."""
+"""What PyTorch's operators read, write and wait for, as far as their schemas do not say it."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 
-# Operators that allocate and do not write, or take a tensor only for its shape.
+# Operators that allocate without writing, and operators that use a tensor's shape only.
 _ALLOCATE_ONLY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _SHAPE_ONLY = ("_like", "new_full", "new_zeros", "new_ones", *_ALLOCATE_ONLY)
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
-# Everywhere else mixing host and device is an error, save for 0-dim tensors. The second line
-# takes lengths from the host.
+# Operators that may mix host and device tensors. For all others that is an error, except with
+# 0-dim tensors. Those from the second line on take lengths from the host.
 MAY_MIX = (
     *("copy_", "_foreach_copy_"),
     *("_pack_padded_sequence", "_pack_padded_sequence_backward", "_pad_packed_sequence"),
     *("_ctc_loss", "_ctc_loss_backward", "_cudnn_ctc_loss", "_use_cudnn_ctc_loss"),
 )
-# Results that lie on the host, by their position, though the operator runs on the device.
+# The position of a result that lies on the host although the operator runs on the device.
 HOST_RESULTS = {"_pack_padded_sequence": 1}
-# In place, and yet no kernel: only the tensor's own view of its memory changes.
+# In-place operators that launch no kernel: they change only the tensor's view of its memory.
 METADATA_ONLY = (
     *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "as_strided_"),
     *("detach_", "set_", "resize_", "resize_as_", "rename_"),
 )
-# Arguments that are written though the schema does not say so.
+# Arguments that an operator writes although its schema does not say so.
 _UNSAID_WRITES = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
     ("running_mean", "running_var"),
 )
-# Operators whose result's size or value the host must read before it can go on.
+# Operators that make the host wait: it has to read the size or value of their result.
 _HOST_READS = (
     "_local_scalar_dense",
     "nonzero",
@@ -44,15 +46,49 @@ _HOST_READS = (
 )
 
 
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What holds for every call of one operator."""
+
+    name: str
+    short: str
+    only_for_shape: bool
+    #: Position and name of each argument that can hold tensors, and whether it is written; None:
+    #: only aliased.
+    arguments: tuple[tuple[int, str, bool | None], ...]
+    reads_on_host: bool
+    returns_alias: bool
+
+
+@cache
+def _facts(func: Any) -> _Facts:
+    schema = func._schema
+    short = str(schema.name).removeprefix("aten::")
+    arguments = []
+    for position, argument in enumerate(schema.arguments):
+        if "Tensor" in str(argument.type):
+            alias = argument.alias_info
+            writes = False if alias is None else (True if alias.is_write else None)
+            arguments.append((position, argument.name, writes))
+    return _Facts(
+        name=str(schema.name),
+        short=short,
+        only_for_shape=short.endswith(_SHAPE_ONLY),
+        arguments=tuple(arguments),
+        reads_on_host=short in _HOST_READS,
+        returns_alias=any(value.alias_info is not None for value in schema.returns),
+    )
+
+
 class Operation:
     """One call of an operator, as the dispatch mode sees it."""
 
-    __slots__ = ("args", "func", "kwargs", "name", "short")
+    __slots__ = ("_facts", "args", "func", "kwargs", "name", "short")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
-        self.name = str(func._schema.name)
-        self.short = self.name.removeprefix("aten::")
+        self._facts = facts = _facts(func)
+        self.name, self.short = facts.name, facts.short
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
@@ -61,27 +97,27 @@ class Operation:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)
 
     def inputs(self) -> list[torch.Tensor]:
-        return tensors((self.args, self.kwargs))
+        return tensors((self.args, self.kwargs)) if self.kwargs else tensors(self.args)
 
     def only_for_shape(self) -> bool:
-        """Whether its tensors are taken for nothing but their shape and type."""
-        return self.short.endswith(_SHAPE_ONLY)
+        """Whether it uses only the shape and dtype of its tensors."""
+        return self._facts.only_for_shape
 
     def reads_and_writes(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """The tensors it reads and those it writes in place."""
         reads: list[torch.Tensor] = []
         writes: list[torch.Tensor] = []
-        if self.only_for_shape():
+        if self._facts.only_for_shape:
             return reads, writes
         unsaid = self._unsaid_writes()
-        for position, argument in enumerate(self.func._schema.arguments):
-            value = self.argument(position, argument.name)
-            if argument.name in unsaid:
+        for position, name, written in self._facts.arguments:
+            value = self.argument(position, name)
+            if value is None:
+                continue
+            if written or name in unsaid:
                 writes += tensors(value)
-            elif argument.alias_info is None:
+            elif written is False:
                 reads += tensors(value)
-            elif argument.alias_info.is_write:
-                writes += tensors(value)
         return reads, writes
 
     def _unsaid_writes(self) -> tuple[str, ...]:
@@ -89,7 +125,7 @@ class Operation:
         if names:
             for position, argument in enumerate(self.func._schema.arguments):
                 if argument.name == "training" and not self.argument(position, "training"):
-                    return ()  # running figures are then only read
+                    return ()  # in evaluation, running statistics are only read
         return names
 
     def indices(self) -> list[torch.Tensor]:
@@ -97,27 +133,30 @@ class Operation:
         return tensors(self.args[1]) if self.short in INDEXING else []
 
     def makes_the_host_wait(self) -> bool:
-        """`x[mask]` too: the host must count the mask before it knows the result's size."""
+        """Whether the host has to read something back. `x[mask]` does: its size depends on data."""
         masks = (torch.bool, torch.uint8)
-        return self.short in _HOST_READS or any(at.dtype in masks for at in self.indices())
+        return self._facts.reads_on_host or any(at.dtype in masks for at in self.indices())
 
     def returns_alias(self) -> bool:
-        return any(value.alias_info is not None for value in self.func._schema.returns)
+        return self._facts.returns_alias
 
 
 def tensors(values: Any) -> list[torch.Tensor]:
-    """All tensors in nested tuples, lists and dicts that have memory of their own; a sparse one
-    gives its parts."""
-    if isinstance(values, torch.Tensor):
-        return memory_of(values)
+    """All tensors with memory of their own in nested tuples, lists and dicts. A sparse tensor gives
+    its indices and values."""
     found: list[torch.Tensor] = []
-    if isinstance(values, dict):
-        values = values.values()
-    elif not isinstance(values, (tuple, list)):
-        return found
-    for value in values:
-        found += tensors(value)
+    _collect(values, found)
     return found
+
+
+def _collect(values: Any, found: list[torch.Tensor]) -> None:
+    if isinstance(values, torch.Tensor):
+        found += memory_of(values)
+    elif isinstance(values, (tuple, list)):
+        for value in values:
+            _collect(value, found)
+    elif isinstance(values, dict):
+        _collect(tuple(values.values()), found)
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
@@ -130,8 +169,8 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 
 
 def only_allocates(short: str) -> bool:
-    """Whether an operator leaves its fresh memory unwritten. With deterministic algorithms PyTorch
-    fills it: a kernel on the allocating stream that nobody sees."""
+    """Whether an operator leaves its new memory unwritten. With deterministic algorithms PyTorch
+    fills it, with a kernel that no mode sees."""
     fills = (
         torch.are_deterministic_algorithms_enabled()
         and torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]

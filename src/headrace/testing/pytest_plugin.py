@@ -1,6 +1,6 @@
-"""The pytest plugin: `def test_x(fake_device): …` fails when `x` has a stream race.
+"""The pytest plugin: `def test_x(fake_device): …` fails if the code under test has a stream race.
 
-Installed with Headrace, it is found by itself; from a source tree, name it in `conftest.py`:
+pytest finds it by itself once Headrace is installed; from a source tree, name it in `conftest.py`:
 `pytest_plugins = ["headrace.testing.pytest_plugin"]`.
 """
 
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def fake_device() -> Iterator[FakeDevice]:
-    """A `FakeDevice` that follows the whole test and raises all its races at the end."""
-    # Imported here: other people's pytest runs load this file without wanting PyTorch.
+    """A `FakeDevice` that watches the whole test and raises all its races at the end."""
+    # Imported here because every pytest run loads this file, also those that never use PyTorch.
     from headrace.testing import FakeDevice
 
     with FakeDevice(check=False) as device:

@@ -1,4 +1,4 @@
-"""What the race checker reports: two places, two streams, one tensor, and the missing call."""
+"""What the race checker reports: two lines, two streams, one tensor, and the missing call."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from headrace.device import Kind
 from headrace.source_lines import Site
 
 _PACKAGE = Path(__file__).resolve().parent.parent
-# Frames that are never "the place": PyTorch's, the seam's, the checker's, the standard library's.
-# The line that called into them is.
-_PASSED_OVER = (
+# Frames that a report never names: those of PyTorch, `device/`, this room and the standard library.
+# It names the line that called them.
+_INTERNAL = (
     str(Path(torch.__file__).resolve().parent) + os.sep,
     str(_PACKAGE / "testing") + os.sep,
     str(_PACKAGE / "device") + os.sep,
@@ -30,9 +30,11 @@ _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """One use of a tensor's memory. `forward_site` is set for a backward operation: the line of
-    the forward operation it belongs to, on whose stream it runs; `site` is then the `backward()`
-    line."""
+    """One use of a tensor's memory.
+
+    For a backward operation, `site` is the line of `backward()`, and `forward_site` the line of the
+    forward operation, on whose stream it runs.
+    """
 
     site: Site
     where: str
@@ -40,7 +42,7 @@ class Access:
     writes: bool
     on_host: bool = False
     forward_site: Site | None = None
-    #: Set for an operation of a graph: its own line. `site` is then the replay's.
+    #: For an operation of a graph: the line that was captured. `site` is then the replay's line.
     captured_at: Site | None = None
 
     def __str__(self) -> str:
@@ -56,8 +58,8 @@ class Access:
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """One operation of a stream or a host thread: what it touches, and what it takes. A cost of
-    None is the device's to say."""
+    """One operation on a stream or a host thread: the tensors it uses, and its cost (None: the
+    device's `costs` decide)."""
 
     name: str
     kind: Kind
@@ -72,19 +74,18 @@ class Launch:
     ) -> Iterator[tuple[torch.Tensor, Access]]:
         """Each tensor with its access."""
         for writes, tensors in ((False, self.reads), (True, self.writes)):
-            for tensor in tensors:
-                yield (
-                    tensor,
-                    Access(
-                        replayed_at or self.site,
-                        where,
-                        self.name,
-                        writes,
-                        on_host,
-                        self.forward_site,
-                        self.site if replayed_at else None,
-                    ),
+            if tensors:
+                access = Access(
+                    replayed_at or self.site,
+                    where,
+                    self.name,
+                    writes,
+                    on_host,
+                    self.forward_site,
+                    self.site if replayed_at else None,
                 )
+                for tensor in tensors:
+                    yield tensor, access
 
     def on(self, reads: Sequence[torch.Tensor], writes: Sequence[torch.Tensor]) -> Launch:
         """The same operation on other tensors."""
@@ -93,11 +94,11 @@ class Launch:
 
 @dataclass(frozen=True, slots=True)
 class Race:
-    """Two accesses to the same bytes, at least one a write, that nothing orders.
+    """Two accesses to the same bytes, at least one of them a write, without an order between them.
 
-    `kind` is "write-read", "read-write" or "write-write" in the order of the program, or
-    "reuse" when the memory was freed, and handed out again, while `first` could still be running:
-    then `second` is the new allocation.
+    `kind` is "write-read", "read-write" or "write-write", in program order. It is "reuse" if the
+    memory was freed and handed out again while `first` could still be running; `second` is then the
+    new allocation.
     """
 
     kind: str
@@ -117,8 +118,8 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class HiddenWait:
-    """A place where the host waited for the device without saying so: `.item()`, `print(t)`, a
-    copy to memory that is not pinned."""
+    """A line where the host waited for the device although the code does not say so: `.item()`,
+    `print(t)`, a copy to memory that is not pinned."""
 
     site: Site
     operation: str
@@ -128,7 +129,7 @@ class HiddenWait:
 
 
 def missing_call(kind: str, first: Access, second: Access) -> str:
-    """The call whose absence makes the race, in words that can be typed."""
+    """The call that would remove the race, as code where possible."""
     if kind == "reuse":
         return (
             f"keep the tensor until {second.where!r} has waited for {first.where!r}, or call "
@@ -156,11 +157,11 @@ def report(races: Sequence[Race]) -> str:
 
 
 def calling_site() -> Site:
-    """The innermost line that is the user's, or that of a part of Headrace under test."""
+    """The innermost line of the user's, or of the part of Headrace that is being tested."""
     frame: FrameType | None = sys._getframe(1)
     outermost = frame
     while frame is not None:
-        if not _is_passed_over(frame.f_code.co_filename):
+        if not _is_internal(frame.f_code.co_filename):
             return Site(frame.f_code.co_filename, frame.f_lineno)
         outermost, frame = frame, frame.f_back
     assert outermost is not None
@@ -168,8 +169,8 @@ def calling_site() -> Site:
 
 
 @cache
-def _is_passed_over(file: str) -> bool:
+def _is_internal(file: str) -> bool:
     if file.startswith(_STANDARD_LIBRARY):
-        # Installed packages may lie inside the standard library's folder.
+        # Installed packages can be inside the standard library's folder.
         return "site-packages" not in file and "dist-packages" not in file
-    return file.startswith(_PASSED_OVER)
+    return file.startswith(_INTERNAL)

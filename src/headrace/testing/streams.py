@@ -18,11 +18,11 @@ class FakeStream(Stream):
     def __init__(self, device: FakeDevice, name: str, priority: int = 0) -> None:
         super().__init__(device, name, priority)
         self.actor = device.checker.new_actor(name, is_host=False)
-        #: The capture that it is part of.
+        #: The capture that this stream is part of.
         self.tape: graphs.Tape | None = None
 
     def mark(self) -> graphs.Mark | None:
-        """Now, if the stream is captured."""
+        """Where the stream stands, if it is being captured."""
         return None if self.tape is None else self.tape.mark(self)
 
     def query(self) -> bool:
@@ -43,7 +43,7 @@ class FakeStream(Stream):
         if graphs.wait(self, other.mark()):
             return
         with self.device.lock:
-            self.device.launch(other.actor)  # the hidden event is recorded now
+            self.device.launch(other.actor)  # CUDA records a hidden event on it now
             join(self.actor.clock, other.actor.clock)
             self.actor.time_ns = max(self.actor.time_ns, other.actor.time_ns)
 
@@ -64,7 +64,7 @@ class FakeEvent(Event):
             return
         with self.device.lock:
             self.device.launch(stream.actor)
-            # A new dict each time: a stream that waits keeps what the event was when it waited.
+            # A new dict each time: a stream that waited for the last record keeps the old one.
             self.clock = dict(stream.actor.clock)
             self.passes_ns = max(stream.actor.time_ns, self.device.host().time_ns)
 
@@ -75,7 +75,7 @@ class FakeEvent(Event):
 
     def _synchronize(self) -> None:
         self._refuse_captured("a wait for an event")
-        self.device.stands_still()
+        self.device.wait_while_hung()
         with self.device.lock:
             self.device.host_waits(self.clock, self.passes_ns, "wait for event")
 
