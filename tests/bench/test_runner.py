@@ -22,11 +22,11 @@ from headrace.bench.record import BenchResult, Equal, Row
 from headrace.bench.trainable import Timing
 from headrace.bench.works.work import Training, Work, work_of
 from headrace.device import Device, Span, Timeline, open_device
-from headrace.errors import BenchError, PlanError
+from headrace.errors import BenchError, PlanError, ReportError
 from headrace.plan import PRESETS
 from headrace.report.bench_page import bench_page
 from headrace.report.bench_result import bench_result
-from headrace.report.fields import Fields
+from headrace.schema import Fields
 from headrace.testing import Costs, FakeDevice
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}
@@ -507,7 +507,7 @@ class TestRecord:
             (["rows", 0, "ms_per_step", "median"], "fast", "rows[0].ms_per_step.median = 'fast'"),
             (["rows", 1, "equal", "verdict"], "same", "expected reference, identical, within"),
             (["rows", 0, "streams"], 3, "rows[0].streams = 3: expected a list"),
-            (["rows"], None, "rows = None: expected a list"),
+            (["rows"], None, "rows is missing: expected a list"),
             (["work"], [], "work = []: expected a mapping"),
             (["settings", "steps"], 2.5, "settings.steps = 2.5: expected a whole number"),
             (["rows", 0, "waits", "by_reason"], [1], "waits.by_reason = [1]: expected a mapping"),
@@ -533,7 +533,7 @@ class TestRecord:
         content["rows"][0]["of_a_later_version"] = 1
         assert BenchResult.from_dict(content).row("baseline").plan == "baseline"
         del content["environment"]["torch"]
-        with pytest.raises(BenchError, match=r"has no 'environment\.torch'"):
+        with pytest.raises(BenchError, match=r"environment\.torch is missing: expected text"):
             BenchResult.from_dict(content)
 
     def test_files_that_are_none(self, tmp_path: Path) -> None:
@@ -554,7 +554,7 @@ class CompilingFake(FakeDevice):
 
 
 def page_of(result: BenchResult) -> str:
-    stored = Fields("r.json", "", json.loads(result.to_json()))
+    stored = Fields(json.loads(result.to_json()), "r.json", ReportError)
     return bench_page(bench_result(stored), "r.json")
 
 

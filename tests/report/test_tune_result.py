@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.report.fields import Fields
+from headrace.errors import ReportError
 from headrace.report.tune_result import effects, tune_result
+from headrace.schema import Fields
 
 
 class TestEffects:
@@ -26,7 +27,7 @@ class TestEffects:
         }
 
     def found(self, *trials: dict[str, Any]) -> dict[str, tuple[tuple[str, float], ...]]:
-        result = tune_result(Fields("tune.json", "", {"trials": list(trials)}))
+        result = tune_result(Fields({"trials": list(trials)}, "tune.json", ReportError))
         return {effect.name: effect.best_ms for effect in effects(result)}
 
     def test_plans_are_one_choice_and_fields_are_compared_alone(self) -> None:

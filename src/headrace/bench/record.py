@@ -12,16 +12,14 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import types
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 from headrace.device import packed, unpacked
 from headrace.errors import BenchError
-from headrace.schema import listed, quoted
+from headrace.schema import Fields, listed, quoted, read_json
 
 KIND, VERSION = "headrace bench", 1
 Agreement = Literal["reference", "identical", "within", "unequal", "not compared"]
@@ -151,6 +149,11 @@ class TimelineRecord:
 
     steps: float
     spans: tuple[SpanRecord, ...]
+
+    @classmethod
+    def unpacked(cls, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The spans as mappings; a file has them as `packed` made them."""
+        return unpacked(stored)
 
 
 @dataclass(frozen=True, slots=True)
@@ -307,23 +310,11 @@ class BenchResult:
         if content.get("version") != VERSION:
             found = quoted(content.get("version"))
             raise BenchError(f"{where}: version = {found}: expected {VERSION}")
-        return _record(cls, content, where, "")
+        return Fields(content, where, BenchError).record(cls)
 
     @classmethod
     def read(cls, path: str | Path) -> BenchResult:
-        try:
-            text = Path(path).read_text(encoding="utf-8")
-        except OSError as problem:
-            raise BenchError(f"{path}: cannot be read ({problem.strerror})") from problem
-        except UnicodeDecodeError as problem:
-            raise BenchError(f"{path}: is not UTF-8 text ({problem.reason})") from problem
-        try:
-            content = json.loads(text)
-        except json.JSONDecodeError as problem:
-            raise BenchError(f"{path}:{problem.lineno}: is not JSON ({problem.msg})") from problem
-        except RecursionError as problem:
-            raise BenchError(f"{path}: is nested too deeply") from problem
-        return cls.from_dict(content, where=str(path))
+        return cls.from_dict(read_json(path, BenchError).values, where=str(path))
 
     def write(self, path: str | Path) -> None:
         """Beside `path`, then renamed: a reader never sees half of it."""
@@ -335,76 +326,6 @@ class BenchResult:
             beside.replace(target)
         except OSError as problem:
             raise BenchError(f"{path}: cannot be written ({problem.strerror})") from problem
-
-
-# --- plain values to records ----------------------------------------------------------------------
-
-Made = TypeVar("Made")
-
-
-def _record(kind: type[Made], content: object, where: str, path: str) -> Made:
-    """Of a mapping; keys that are not known are left out, since a later version may add some."""
-    if not isinstance(content, Mapping):
-        raise _wrong(where, path, content, "a mapping")
-    if kind is TimelineRecord:
-        content = unpacked(content)
-    hints = typing.get_type_hints(kind)
-    given: dict[str, Any] = {}
-    for known in dataclasses.fields(kind):  # type: ignore[arg-type]
-        inner = f"{path}.{known.name}" if path else known.name
-        if known.name in content:
-            given[known.name] = _value(hints[known.name], content[known.name], where, inner)
-        elif known.default is dataclasses.MISSING and known.default_factory is dataclasses.MISSING:
-            raise BenchError(f"{where}: has no {inner!r}")
-    return kind(**given)
-
-
-def _value(hint: Any, value: object, where: str, path: str) -> Any:
-    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
-    if isinstance(hint, types.UnionType):
-        if value is None:
-            return None
-        return _value(next(a for a in arguments if a is not type(None)), value, where, path)
-    if dataclasses.is_dataclass(hint):
-        return _record(typing.cast("type[Any]", hint), value, where, path)
-    if origin is tuple:
-        if not isinstance(value, list | tuple):
-            raise _wrong(where, path, value, "a list")
-        return tuple(
-            _value(arguments[0], one, where, f"{path}[{at}]") for at, one in enumerate(value)
-        )
-    if origin is dict:
-        if not isinstance(value, Mapping):
-            raise _wrong(where, path, value, "a mapping")
-        return {
-            str(key): _value(arguments[1], one, where, f"{path}.{key}")
-            for key, one in value.items()
-        }
-    if origin is Literal:
-        if value not in arguments:
-            raise _wrong(where, path, value, listed(arguments))
-        return value
-    return _plain_value(hint, value, where, path)
-
-
-def _plain_value(hint: Any, value: object, where: str, path: str) -> Any:
-    if hint is float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise _wrong(where, path, value, "a number")
-        return float(value)
-    if hint is int and (isinstance(value, bool) or not isinstance(value, int)):
-        raise _wrong(where, path, value, "a whole number")
-    if hint is bool and not isinstance(value, bool):
-        raise _wrong(where, path, value, "true or false")
-    if hint is str and not isinstance(value, str):
-        raise _wrong(where, path, value, "text")
-    return value
-
-
-def _wrong(where: str, path: str, value: object, expected: str) -> BenchError:
-    found = quoted(value)
-    short = found if len(found) <= 60 else f"{found[:57]}…"
-    return BenchError(f"{where}: {path or 'result'} = {short}: expected {expected}")
 
 
 def _plain(value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 from headrace.device import Kind, Span, unpacked
 from headrace.errors import ReportError
-from headrace.report.fields import Fields
+from headrace.schema import Fields
 
 KINDS: tuple[Kind, ...] = ("kernel", "copy", "wait", "host")
 
@@ -166,14 +166,14 @@ class BenchResult:
 
 def bench_result(content: Fields) -> BenchResult:
     """The result in a file that `headrace bench` wrote."""
-    work = content.child("work") or Fields(content.file, "work", {})
+    work = content.section("work")
     rows = tuple(_row(fields) for fields in content.children("rows"))
     if not rows:
         raise ReportError(f"{content.file}: rows: expected at least one plan, found none")
     for index, row in enumerate(rows):
         if row.plan in {other.plan for other in rows[:index]}:
             raise ReportError(f"{content.file}: rows[{index}].plan: {row.plan!r} is there twice")
-    verdict = content.child("verdict") or Fields(content.file, "verdict", {})
+    verdict = content.section("verdict")
     return BenchResult(
         work=work.text("name") or "work",
         description=work.text("description") or "",
@@ -240,7 +240,7 @@ def _pace(fields: Fields | None) -> Pace | None:
 def _waits(fields: Fields) -> Waits:
     by_reason = {
         reason: (inner.number("per_step") or 0.0, inner.number("ms_per_step") or 0.0)
-        for reason, inner in fields.named("by_reason")
+        for reason, inner in fields.named_children("by_reason")
     }
     return Waits(fields.number("per_step"), fields.number("ms_per_step"), by_reason)
 
@@ -273,7 +273,7 @@ def _equality(fields: Fields) -> Equality:
 def _timeline(fields: Fields | None) -> StoredTimeline | None:
     if fields is None:
         return None
-    fields = Fields(fields.file, fields.path, unpacked(fields.values))
+    fields = Fields(unpacked(fields.values), fields.file, fields.error, fields.path)
     spans = tuple(_span(span) for span in fields.children("spans"))
     return StoredTimeline(max(1, fields.whole("steps") or 1), spans) if spans else None
 

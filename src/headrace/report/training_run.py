@@ -9,9 +9,8 @@ from typing import Any
 
 from headrace.errors import ReportError
 from headrace.report.bench_result import StreamUse
-from headrace.report.fields import Fields, read_json
 from headrace.runs import RunFolder, read_metrics
-from headrace.schema import read_yaml
+from headrace.schema import Fields, read_json, read_yaml
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +103,7 @@ def training_run(path: Path) -> TrainingRun:
         _read_metrics(run, folder.metrics)
     result = path / "result.json"
     if result.exists():
-        _read_result(run, read_json(result))
+        _read_result(run, read_json(result, ReportError))
     run.weights = [
         (str(file.relative_to(path)), file.stat().st_size)
         for file in sorted(folder.weights.glob("*.safetensors"))
@@ -115,7 +114,7 @@ def training_run(path: Path) -> TrainingRun:
 def _read_metrics(run: TrainingRun, path: Path) -> None:
     begun_s = last_s = 0.0
     for number, content in enumerate(read_metrics(path), 1):
-        line = Fields(f"{path}:{number}", "", content)
+        line = Fields(content, f"{path}:{number}", ReportError)
         kind, step = line.text("kind"), line.whole("step") or 0
         if kind == "step" and (loss := line.number("loss")) is not None:
             run.steps.append((step, loss))
@@ -186,7 +185,7 @@ def _busy(line: Fields, step: int) -> Busy:
 
 
 def _read_result(run: TrainingRun, content: Fields) -> None:
-    scores = content.child("scores") or Fields(content.file, "scores", {})
+    scores = content.section("scores")
     run.final = Final(
         scores.number("bleu"), scores.number("chrf"), scores.text("bleu_signature") or ""
     )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.errors import ReportError
-from headrace.report.fields import Fields
 from headrace.report.figures import median, plain, words
+from headrace.schema import Fields
 
 _AS_GIVEN = "as given"
 
@@ -68,7 +68,7 @@ class TuneResult:
 
 def tune_result(content: Fields) -> TuneResult:
     """The result in a file that `headrace tune` wrote."""
-    work = content.child("work") or Fields(content.file, "work", {})
+    work = content.section("work")
     stored = content.children("trials")
     if not stored:
         raise ReportError(f"{content.file}: trials: expected at least one, found none")

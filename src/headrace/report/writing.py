@@ -10,12 +10,12 @@ from headrace.device import Timeline
 from headrace.errors import HeadraceError, ReportError
 from headrace.report.bench_page import bench_page
 from headrace.report.bench_result import bench_result
-from headrace.report.fields import Fields, read_json
 from headrace.report.train_page import train_page
 from headrace.report.training_run import training_run
 from headrace.report.tune_page import tune_page
 from headrace.report.tune_result import tune_result
 from headrace.runs import replace_file
+from headrace.schema import Fields, read_json
 
 log = logging.getLogger("headrace")
 _VERSION = 1
@@ -86,13 +86,17 @@ def _source(given: str | Path) -> Path:
     """What to read: the result of a search, if the folder is one's."""
     source = Path(given)
     inside = source / "result.json"
-    if source.is_dir() and inside.is_file() and read_json(inside).values.get("kind") is not None:
+    if (
+        source.is_dir()
+        and inside.is_file()
+        and read_json(inside, ReportError).values.get("kind") is not None
+    ):
         return inside
     return source
 
 
 def _result_file(path: Path) -> Fields:
-    content = read_json(path)
+    content = read_json(path, ReportError)
     kind, version = content.values.get("kind"), content.values.get("version")
     if kind not in ("headrace bench", "headrace tune"):
         raise content.problem("kind", "'headrace bench' or 'headrace tune'")
