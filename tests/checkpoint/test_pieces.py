@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.atomic_files import DurableFile
 from headrace.checkpoint.pieces import StoredTensors
-from headrace.checkpoint.tensorfile import write_tensors
+from headrace.checkpoint.tensor_file import write_tensors
 from headrace.errors import CheckpointError
 
 
@@ -33,7 +34,8 @@ def stored(folder: Path, tensor: torch.Tensor, cuts: list[int]) -> StoredTensors
     starts, files, pieces = [0, *cuts], [], []
     for number, (start, end) in enumerate(zip(starts, [*cuts, len(tensor)], strict=True)):
         files.append(folder / f"{number}.safetensors")
-        write_tensors(files[-1], {"other": torch.ones(3), "w": tensor[start:end].contiguous()})
+        with DurableFile(files[-1]) as file:
+            write_tensors(file, {"other": torch.ones(3), "w": tensor[start:end].contiguous()})
         pieces.append([number, [start, *[0] * (tensor.dim() - 1)]])
     sharded = {"w": {"shape": list(tensor.shape), "pieces": pieces}}
     return StoredTensors(files, {"whole": {"other": 0}, "sharded": sharded}, parts=True)

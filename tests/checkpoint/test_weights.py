@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import save_checkpoint, weights_from_file, weights_to_file
-from headrace.checkpoint.tensorfile import DTYPE_NAMES
+from headrace.checkpoint.tensor_file import DTYPE_NAMES
 from headrace.device import Device
 from headrace.errors import CheckpointError
 from support.checkpoints import DTYPES, names, on, raw, same, truncate

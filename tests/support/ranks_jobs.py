@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensorfile
+from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensor_file
 from headrace.device import Device, open_device
 from headrace.engine import Engine, graph_rules
 from headrace.errors import CheckpointError, StepError
@@ -454,18 +454,18 @@ def cannot_write(rank: int, size: int, folder: str) -> str:
     engine = new_engine("ddp")
     writer = CheckpointWriter(engine.device, Path(folder), ranks=engine.ranks)
     writer.save({"engine": engine.state_dict()}, 1, wait=True)
-    plain = tensorfile.write_tensors
+    plain = tensor_file.write_tensors
 
     def full(path: Path, tensors: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        tensorfile.write_tensors = full
+        tensor_file.write_tensors = full
     try:
         writer.save({"engine": engine.state_dict()}, 2, wait=True)
     except CheckpointError as problem:
         return str(problem)
     finally:
-        tensorfile.write_tensors = plain
+        tensor_file.write_tensors = plain
         writer.close()
     return "nothing was said"

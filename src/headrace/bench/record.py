@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.atomic_files import replace_file
 from headrace.device import packed, unpacked
 from headrace.errors import BenchError
 from headrace.schema import Fields, listed, quoted, read_json
@@ -317,15 +318,13 @@ class BenchResult:
         return cls.from_dict(read_json(path, BenchError).values, where=str(path))
 
     def write(self, path: str | Path) -> None:
-        """Beside `path`, then renamed: a reader never sees half of it."""
-        target = Path(path)
-        beside = target.with_name(f"{target.name}.part")
+        """Write the result to a file; a reader never sees half of it."""
+        path = Path(path)
         try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            beside.write_text(self.to_json() + "\n", encoding="utf-8")
-            beside.replace(target)
+            path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise BenchError(f"{path}: cannot be written ({problem.strerror})") from problem
+        replace_file(path, self.to_json().encode() + b"\n", BenchError)
 
 
 def _plain(value: Any) -> Any:

@@ -15,11 +15,12 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint import durable, states
-from headrace.checkpoint.durable import DurableFile, FileDigest
+from headrace import atomic_files
+from headrace.atomic_files import DurableFile
+from headrace.checkpoint import states
 from headrace.checkpoint.pieces import StoredTensors
 from headrace.checkpoint.snapshot import on_host
-from headrace.checkpoint.tensorfile import check_file, read_tensors, write_tensors
+from headrace.checkpoint.tensor_file import FileDigest, check_file, read_tensors, write_tensors
 from headrace.device import Device, open_device
 from headrace.errors import CheckpointError
 
@@ -65,8 +66,9 @@ def write_checkpoint(
     """Write an encoded state whose tensors are on the host."""
     target = folder / f"step-{step:08d}"
     try:
-        with durable.new_folder(target) as temporary:
-            digest = write_tensors(temporary / TENSOR_FILE, tensors)
+        with atomic_files.temporary_folder(target) as temporary:
+            with DurableFile(temporary / TENSOR_FILE) as file:
+                digest = write_tensors(file, tensors)
             content = {
                 "step": step,
                 "tensors": {"bytes": digest.nbytes, "sha256": digest.sha256},
@@ -86,9 +88,9 @@ def commit(temporary: Path, target: Path, content: Mapping[str, Any], *, keep: i
     remove the oldest beyond `keep`."""
     with DurableFile(temporary / STATE_FILE) as file:
         file.write(_state_json(content))
-    durable.sync_folder(temporary)
+    atomic_files.sync_folder(temporary)
     _put_in_place(temporary, target)
-    durable.sync_folder(target.parent)
+    atomic_files.sync_folder(target.parent)
     _tidy(target.parent, target, keep)
 
 
@@ -114,7 +116,7 @@ def _checksum(content: object) -> str:
 def _put_in_place(temporary: Path, target: Path) -> None:
     """Rename, where a folder of that name may be already. Between the two renames the one that is
     replaced still counts, under its other name."""
-    replaced = durable.unique(target, "replaced")
+    replaced = atomic_files.unique_path(target, "replaced")
     if target.exists():
         target.rename(replaced)
     try:
@@ -136,10 +138,10 @@ def still_there(folder: Path) -> str:
 def _tidy(folder: Path, written: Path, keep: int) -> None:
     """Remove what is not needed any more. The checkpoint is written: nothing here is fatal."""
     try:
-        durable.remove_left_behind(folder, "*step-*")
+        atomic_files.remove_abandoned(folder, "*step-*")
         _restore_replaced(folder)
         for path in _surplus(folder, written, keep):
-            durable.discard(path)
+            atomic_files.remove_folder(path)
     except OSError as problem:
         log.warning("older checkpoints in %s were not removed: %s", folder, problem)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint.tensorfile import StoredEntry, read_entries, read_span
+from headrace.checkpoint.tensor_file import StoredEntry, read_entries, read_span
 from headrace.errors import CheckpointError
 
 Box = tuple[int, ...]

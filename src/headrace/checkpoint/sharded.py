@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint import durable, folders, states, tensorfile
-from headrace.checkpoint.durable import FileDigest
+from headrace import atomic_files
+from headrace.atomic_files import DurableFile
+from headrace.checkpoint import folders, states, tensor_file
+from headrace.checkpoint.tensor_file import FileDigest
 from headrace.device import Ledger
 from headrace.errors import CheckpointError
 from headrace.parallel import Ranks, is_sharded, local, place
@@ -87,7 +89,7 @@ class _SharedEncoder(states.Encoder):
     def _tensor(self, tensor: torch.Tensor, path: states.Path) -> dict[str, Any]:
         if not is_sharded(tensor):
             return super()._tensor(tensor, path)
-        if tensor.dtype not in tensorfile.DTYPE_NAMES:
+        if tensor.dtype not in tensor_file.DTYPE_NAMES:
             raise CheckpointError(
                 f"{states.place(path)} is sharded and {tensor.dtype}, which safetensors does not "
                 "know"
@@ -113,7 +115,7 @@ def write_shared(
     target = folder / f"step-{step:08d}"
     making: AbstractContextManager[Path | None] = nullcontext()
     if ranks.is_first:
-        making = durable.new_folder(target)
+        making = atomic_files.temporary_folder(target)
     told: dict[str, Any] = {}
     try:
         with making as made:
@@ -143,7 +145,8 @@ def _write_together(
     temporary = Path(told["folder"])
     name = f"tensors-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
     try:
-        digest = tensorfile.write_tensors(temporary / name, tensors)
+        with DurableFile(temporary / name) as file:
+            digest = tensor_file.write_tensors(file, tensors)
         told = _written(name, digest, state)
     except OSError as problem:
         told = {"error": f"rank {ranks.rank}: {problem.strerror or problem}"}

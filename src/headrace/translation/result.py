@@ -6,8 +6,9 @@ import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from headrace.errors import TranslationError
-from headrace.runs import RunFolder, replace_file
+from headrace.atomic_files import replace_file
+from headrace.errors import RunError, TranslationError
+from headrace.runs import RunFolder
 from headrace.translation.score import Scores
 
 
@@ -31,7 +32,7 @@ class TrainResult:
             "examples": self.examples,
         }
         text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-        replace_file(_path(self.folder), text.encode())
+        replace_file(_path(self.folder), text.encode(), RunError)
 
 
 def stored_result(folder: RunFolder) -> TrainResult | None:

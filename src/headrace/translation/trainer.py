@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.atomic_files import replace_file
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
 from headrace.data import end_workers, loader_error
 from headrace.device import Ledger
@@ -35,6 +36,7 @@ from headrace.errors import (
     LoaderError,
     NonFiniteError,
     OutOfMemoryError,
+    RunError,
     StepError,
     TranslationError,
 )
@@ -46,7 +48,6 @@ from headrace.runs import (
     ProgressLine,
     RunFolder,
     StopRequests,
-    replace_file,
     shared_folder,
 )
 from headrace.translation.build import RunParts, build_run, check_settings
@@ -216,7 +217,7 @@ def _new_folder(
     if ranks.is_first:
         folder = RunFolder.create(project, name)
         if is_plan_file(settings.plan):
-            replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes())
+            replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes(), RunError)
             settings = settings.but(plan=PLAN_FILE)
         folder.write_config(settings.to_dict())
         path = folder.path

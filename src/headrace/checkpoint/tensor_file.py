@@ -20,7 +20,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from headrace.checkpoint.durable import DurableFile, FileDigest
+from headrace.atomic_files import DurableFile
 from headrace.errors import CheckpointError
 
 METADATA = "__metadata__"
@@ -49,7 +49,27 @@ _LARGEST_HEADER = 100_000_000  # what the safetensors package takes
 _PIECE_BYTES = 16 << 20
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileDigest:
+@dataclass(frozen=True, slots=True)
+class FileDigest:
+    """What tells a whole file from a torn one."""
+
+    nbytes: int
+    sha256: str
+
+    def require_size(self, path: Path, found: int) -> None:
+        if found != self.nbytes:
+            raise CheckpointError(f"{path} has {found} bytes: expected {self.nbytes}; it is torn")
+
+    def require(self, path: Path, found: FileDigest) -> None:
+        self.require_size(path, found.nbytes)
+        if found.sha256 != self.sha256:
+            raise CheckpointError(
+                f"{path} has the checksum {found.sha256[:12]}…: expected {self.sha256[:12]}…; "
+                "its bytes have changed"
+            )
+
+
+def write_tensors(file: DurableFile, tensors: Mapping[str, torch.Tensor]) -> FileDigest:
     """Write contiguous host tensors to a new file. Types that the format does not know are
     written as their bytes."""
     order = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
@@ -64,11 +84,14 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> FileDigest
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % _ALIGNMENT)
-    with DurableFile(path) as file:
-        file.write(_LENGTH.pack(len(text)) + text)
-        for name in order:
-            file.write(_bytes_of(tensors[name]))
-    return file.digest()
+    first = _LENGTH.pack(len(text)) + text
+    checksum = hashlib.sha256(first)
+    file.write(first)
+    for name in order:
+        for piece in _pieces(tensors[name]):
+            file.write(piece)
+            checksum.update(piece)
+    return FileDigest(len(first) + end, checksum.hexdigest())
 
 
 def read_tensors(path: Path, expected: FileDigest | None = None) -> dict[str, torch.Tensor]:
