@@ -54,6 +54,15 @@ def test_any_part_is_as_sliced(
         assert torch.equal(found.whole(), tensor)
 
 
+def test_scalars_and_half_precision(tmp_path: Path) -> None:
+    path, row = tmp_path / "w.safetensors", torch.arange(3).bfloat16()
+    with DurableFile(path) as file:
+        write_tensors(file, {"scalar": torch.tensor(2.5), "row": row})
+    found = StoredTensors([path], {"whole": {"scalar": 0, "row": 0}, "sharded": {}}, parts=True)
+    assert torch.equal(found["scalar"], torch.tensor(2.5))
+    assert torch.equal(found["row"].part([1], [2]), row[1:])
+
+
 def test_a_missing_piece_is_named(tmp_path: Path) -> None:
     tensors = stored(tmp_path, torch.ones(4, 2), [2])
     tensors._sharded["w"]["pieces"].pop()

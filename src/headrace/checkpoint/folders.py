@@ -20,7 +20,7 @@ from headrace.atomic_files import DurableFile
 from headrace.checkpoint import states
 from headrace.checkpoint.pieces import StoredTensors
 from headrace.checkpoint.snapshot import on_host
-from headrace.checkpoint.tensor_file import FileDigest, check_file, read_tensors, write_tensors
+from headrace.checkpoint.tensor_file import FileDigest, read_tensors, write_tensors
 from headrace.device import Device, open_device
 from headrace.errors import CheckpointError
 
@@ -238,7 +238,7 @@ def problem_of(
     try:
         for file, digest in _tensor_files(path, _read_content(path))[rank::ranks]:
             if every_byte:
-                check_file(file, digest)
+                digest.require(file)
             else:
                 digest.require_size(file, file.stat().st_size)
     except CheckpointError as problem:
@@ -265,14 +265,15 @@ def load_checkpoint(
         content = _read_content(path)
         files = _tensor_files(path, content)
         tensors: Mapping[str, Any]
-        if "files" in content:
-            if not parts:
-                for file, digest in files:
-                    check_file(file, digest)
+        several_ranks = "files" in content
+        if not (several_ranks and parts):
+            for file, digest in files:
+                digest.require(file)
+        if several_ranks:
             stored = StoredTensors([file for file, _ in files], content, parts=parts)
             tensors = stored if parts else dict(stored)
         else:
-            tensors = read_tensors(*files[0])
+            tensors = read_tensors(files[0][0])
     except OSError as problem:
         raise _unreadable(path, problem) from problem
     except CheckpointError:
@@ -306,7 +307,7 @@ def _read_content(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{file} is torn, or no JSON: {problem}") from problem
+        raise CheckpointError(f"{file} is incomplete, or not JSON: {problem}") from problem
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
         raise CheckpointError(f"{file} has format = {found!r}: expected {FORMAT!r}")
@@ -316,7 +317,7 @@ def _read_content(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} has version = {version!r}: this Headrace reads {known}")
     content: dict[str, Any] | None = document.get("content")
     if not isinstance(content, dict) or _checksum_or_none(content) != document.get("sha256"):
-        raise CheckpointError(f"{file} does not have its own checksum: its bytes have changed")
+        raise CheckpointError(f"{file} does not match its own checksum: the file was changed")
     while version != VERSION:
         content, version = UPGRADES[version](content), version + 1
     return content
