@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import json
 import math
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from headrace.errors import HeadraceError, PlanError
 
@@ -169,20 +170,23 @@ class Fields:
     def record(self, kind: type[Decoded]) -> Decoded:
         """These values as the dataclass `kind`, checked against its type hints.
 
-        Unknown keys are ignored, since a later version may have written them. If `kind` has a
-        class method `unpacked`, that gets the mapping first: a record may be stored in a shorter
-        form than its fields.
+        A missing field gets its default. Unknown keys are ignored, since a later version may have
+        written them. If `kind` has a class method `unpacked`, that gets the mapping first: a
+        record may be stored in a shorter form than its fields. If it has a method `invalid`, that
+        checks what type hints cannot say.
         """
         unpacked = getattr(kind, "unpacked", None)
         values = self.values if unpacked is None else unpacked(self.values)
-        hints = typing.get_type_hints(kind)
         given: dict[str, Any] = {}
-        for known in dataclasses.fields(kind):  # type: ignore[arg-type]
-            must = known.default is known.default_factory is dataclasses.MISSING
-            if must or known.name in values:
-                path = self.path_of(known.name)
-                given[known.name] = self._decoded(values.get(known.name), hints[known.name], path)
-        return kind(**given)
+        for name, hint, required in _hints(typing.cast("Any", kind)):
+            value = values.get(name)
+            if required or value is not None:
+                given[name] = self._decoded(value, hint, self.path_of(name))
+        made = kind(**given)
+        invalid: Callable[[], Invalid | None] | None = getattr(made, "invalid", None)
+        if invalid is not None and (found := invalid()) is not None:
+            raise self._problem(self.path_of(found.field), found.value, found.expected)
+        return made
 
     def path_of(self, name: str) -> str:
         return f"{self.path}.{name}" if self.path else name
@@ -212,8 +216,9 @@ class Fields:
         if is_union(hint):
             if value is None and type(None) in arguments:
                 return None
-            first = next(kind for kind in arguments if kind is not type(None))
-            return self._decoded(value, first, path)
+            kinds = [kind for kind in arguments if kind is not type(None)]
+            fitting = next((kind for kind in kinds if type(value) is kind), kinds[0])
+            return self._decoded(value, fitting, path)
         if dataclasses.is_dataclass(hint):
             return self._fields(value, path).record(typing.cast("type[Any]", hint))
         if origin is tuple:
@@ -235,15 +240,19 @@ class Fields:
             return value
         if hint is float:
             return self._number(value, path)
+        if hint is int:
+            if self._number(value, path, "a whole number") % 1:
+                raise self._problem(path, value, "a whole number")
+            return int(value)
         if hint in _EXPECTED and (
             not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
         ):
             raise self._problem(path, value, _EXPECTED[hint])
         return value
 
-    def _number(self, value: object, path: str) -> float:
+    def _number(self, value: object, path: str, expected: str = "a number") -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self._problem(path, value, "a number")
+            raise self._problem(path, value, expected)
         try:
             number = float(value)
         except OverflowError:
@@ -253,7 +262,29 @@ class Fields:
         return number
 
 
-_EXPECTED = {int: "a whole number", bool: "true or false", str: "text"}
+_EXPECTED = {bool: "true or false", str: "text"}
+
+
+class Invalid(NamedTuple):
+    """What is wrong with a record: the path of a field in it, its value, and what was expected."""
+
+    field: str
+    value: object
+    expected: str
+
+
+@functools.cache  # a result has thousands of spans
+def _hints(kind: Any) -> list[tuple[str, Any, bool]]:
+    """Name and type hint of each of a dataclass's fields, and whether it is required."""
+    hints = typing.get_type_hints(kind)
+    return [
+        (
+            known.name,
+            hints[known.name],
+            known.default is known.default_factory is dataclasses.MISSING,
+        )
+        for known in dataclasses.fields(kind)
+    ]
 
 
 def _check_field(
