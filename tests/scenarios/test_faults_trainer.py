@@ -415,7 +415,7 @@ class TestStopping:
         codes: list[int] = []
         told: list[str] = []
         monkeypatch.setattr(os, "_exit", codes.append)
-        monkeypatch.setattr("headrace.translation.trainer.end_children", lambda: None)
+        monkeypatch.setattr("headrace.translation.trainer.kill_children", lambda: None)
         leave_overdue(7, RunFolder(tmp_path / "run"), told.append)
         assert codes == [143]
         assert "7 s after SIGTERM" in told[0]

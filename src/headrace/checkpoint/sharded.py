@@ -24,7 +24,7 @@ from headrace.checkpoint import folders, states, tensor_file
 from headrace.checkpoint.tensor_file import FileDigest
 from headrace.device import Ledger
 from headrace.errors import CheckpointError
-from headrace.parallel import Ranks, is_sharded, local, place
+from headrace.parallel import Ranks, is_sharded, local_shard, shard_region
 
 _REASON = "checkpoint_ranks"
 
@@ -94,8 +94,8 @@ class _SharedEncoder(states.Encoder):
                 f"{states.place(path)} is sharded and {tensor.dtype}, which safetensors does not "
                 "know"
             )
-        offset, _ = place(tensor)
-        name = self._name(local(tensor), path)
+        offset, _ = shard_region(tensor)
+        name = self._name(local_shard(tensor), path)
         self.shards[name] = {"offset": list(offset), "shape": list(tensor.shape)}
         return {"$tensor": name}
 
@@ -123,7 +123,7 @@ def write_shared(
             return _write_together(target, state, tensors, step, keep, ranks, ledger, told)
     except OSError as problem:
         if not told:  # no folder: the others wait to be told of one
-            ranks.told({"error": f"{folder}: {problem.strerror or problem}"}, ledger, _REASON)
+            ranks.broadcast({"error": f"{folder}: {problem.strerror or problem}"}, ledger, _REASON)
         raise CheckpointError(
             f"the checkpoint of step {step} was not written to {folder}: "
             f"{problem.strerror or problem}; {folders.still_there(folder)}"
@@ -140,7 +140,7 @@ def _write_together(
     ledger: Ledger,
     told: dict[str, Any],
 ) -> Path:
-    told = ranks.told(told, ledger, _REASON)
+    told = ranks.broadcast(told, ledger, _REASON)
     _require_good([told], step, target)
     temporary = Path(told["folder"])
     name = f"tensors-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
@@ -150,7 +150,7 @@ def _write_together(
         told = _written(name, digest, state)
     except OSError as problem:
         told = {"error": f"rank {ranks.rank}: {problem.strerror or problem}"}
-    everyone = ranks.gathered(told, ledger, _REASON)
+    everyone = ranks.all_gather(told, ledger, _REASON)
     _require_good(everyone, step, target)
     told = {}
     if ranks.is_first:
@@ -159,7 +159,7 @@ def _write_together(
             folders.commit(temporary, target, content, keep=keep)
         except OSError as problem:
             told = {"error": f"rank 0: {problem.strerror or problem}"}
-    _require_good([ranks.told(told, ledger, _REASON)], step, target)
+    _require_good([ranks.broadcast(told, ledger, _REASON)], step, target)
     return target
 
 
@@ -211,10 +211,10 @@ def agreed_checkpoint(folder: str | Path, ranks: Ranks, ledger: Ledger) -> Path 
     names: list[str] = []
     if ranks.is_first:
         names = [path.name for path in folders.candidates(folder)]
-    for name in ranks.told(names, ledger, _REASON):
+    for name in ranks.broadcast(names, ledger, _REASON):
         path = folder / name
         problem = folders.problem_of(path, every_byte=True, share=(ranks.rank, ranks.size))
-        found = ranks.gathered(None if problem is None else str(problem), ledger, _REASON)
+        found = ranks.all_gather(None if problem is None else str(problem), ledger, _REASON)
         problems = [f"rank {rank}: {one}" for rank, one in enumerate(found) if one is not None]
         if not problems:
             return path
