@@ -23,6 +23,7 @@ from headrace.checkpoint.snapshot import on_host
 from headrace.checkpoint.tensor_file import FileDigest, read_tensors, write_tensors
 from headrace.device import Device, open_device
 from headrace.errors import CheckpointError
+from headrace.schema import require_whole
 
 log = logging.getLogger("headrace")
 
@@ -95,9 +96,9 @@ def commit(temporary: Path, target: Path, content: Mapping[str, Any], *, keep: i
 
 
 def require_counts(*, step: int = 0, keep: int = 1) -> None:
-    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise CheckpointError(f"{name} = {number!r}: expected a whole number, {least} or more")
+    """Raise `CheckpointError` if a step or the number of checkpoints to keep is not valid."""
+    require_whole("step", step, 0, CheckpointError)
+    require_whole("keep", keep, 1, CheckpointError)
 
 
 def _state_json(content: Mapping[str, Any]) -> bytes:
