@@ -41,16 +41,16 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
     (lambda path: (path / "tensors.safetensors").write_bytes(b""), "has 0 bytes"),
     (lambda path: (path / "tensors.safetensors").unlink(), "cannot be read"),
     (lambda path: truncate(path / "state.json") or truncate(path / "state.json"), "not JSON"),
-    (lambda path: flip(path / "state.json", -5), "incomplete|changed"),
-    (lambda path: (path / "state.json").write_bytes(b"\xff\xfe\x00"), "incomplete, or not JSON"),
-    (lambda path: (path / "state.json").write_text("[" * 100_000), "incomplete, or not JSON"),
+    (lambda path: flip(path / "state.json", -5), "not JSON|changed"),
+    (lambda path: (path / "state.json").write_bytes(b"\xff\xfe\x00"), "is not UTF-8 text"),
+    (lambda path: (path / "state.json").write_text("[" * 100_000), "cannot be read as JSON"),
     (lambda path: (path / "state.json").unlink(), "cannot be read"),
-    (lambda path: edit_json(path, version=2), "has version = 2: this Headrace reads 1"),
-    (lambda path: edit_json(path, version=[1]), r"has version = \[1\]"),
+    (lambda path: edit_json(path, version=2), "version = 2: expected 1, which this Headrace reads"),
+    (lambda path: edit_json(path, version=[1]), r"version = \[1\]: expected 1"),
     (lambda path: edit_json(path, content={}), "does not match its own checksum"),
     (lambda path: edit_json(path, content={"a": math.nan}), "does not match its own checksum"),
-    (lambda path: edit_json(path, format="other"), "has format = 'other': expected 'headrace-"),
-    (lambda path: (path / "state.json").write_text("[1, 2]"), "has format = None"),
+    (lambda path: edit_json(path, format="other"), "format = 'other': expected 'headrace-"),
+    (lambda path: (path / "state.json").write_text("[1, 2]"), "expected a mapping, found a list"),
 ]
 
 
@@ -73,7 +73,7 @@ def test_a_bad_one_is_refused_by_name_and_the_one_before_taken(
     assert "step-00000002" in str(caught.value)
     # It does not count among those to keep, and is left to be looked at.
     save_checkpoint(tmp_path, example(3), step=3, keep=2)
-    if folders.problem_of(bad, every_byte=False) is not None:
+    if folders.find_problem(bad, every_byte=False) is not None:
         assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
     else:  # that takes reading all of it
         assert names(tmp_path) == ["step-00000002", "step-00000003"]
@@ -109,7 +109,7 @@ def test_a_state_that_no_headrace_wrote(tmp_path: Path, state: Any) -> None:
 def test_an_older_version_is_upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_checkpoint(tmp_path, {"a": 1}, step=1)
     monkeypatch.setattr(folders, "VERSION", 3)
-    with pytest.raises(CheckpointError, match="has version = 1: this Headrace reads 3"):
+    with pytest.raises(CheckpointError, match="version = 1: expected 3, which"):
         load_checkpoint(path)
     rename = {"state": {"b": 1}}
     monkeypatch.setitem(folders.UPGRADES, 1, lambda content: {**content, "seen": 1})
@@ -122,7 +122,7 @@ def test_nothing_there(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "missing") is None
     (tmp_path / "file").touch()
-    with pytest.raises(CheckpointError, match="no checkpoint was looked for"):
+    with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
         latest_checkpoint(tmp_path / "file")
     with pytest.raises(CheckpointError, match="cannot be read"):
         load_checkpoint(tmp_path / "step-00000001")

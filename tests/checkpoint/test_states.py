@@ -226,7 +226,7 @@ def test_what_cannot_be_kept_is_named(tmp_path: Path, state: Any, message: str) 
 def test_a_state_that_holds_itself(tmp_path: Path) -> None:
     state: list[Any] = []
     state.append(state)
-    with pytest.raises(CheckpointError, match="does it hold itself"):
+    with pytest.raises(CheckpointError, match="does it contain itself"):
         save_checkpoint(tmp_path, state, step=1)
 
 

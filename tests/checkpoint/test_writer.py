@@ -149,7 +149,7 @@ def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path, device: 
 
 
 def test_no_pinned_memory_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 64)  # a weight each
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 64)  # a weight each
     with FakeDevice() as device, CheckpointWriter(device, tmp_path) as writer:
         taken: list[int] = []
         take = device.pinned.take
@@ -204,7 +204,7 @@ def test_every_edge_is_load_bearing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_pieces_go_through_memory_that_was_pinned_at_first(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool, piece_bytes: int
 ) -> None:
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", piece_bytes)
     with FakeDevice(memory_bytes=1 << 20 if fits else 12_000) as device:
         weights = {
             "a": on(device, 1.0, 1000),
@@ -233,7 +233,7 @@ def test_pieces_go_through_memory_that_was_pinned_at_first(
 def test_every_type_comes_back_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 64)
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 64)
     raw = torch.arange(256, dtype=torch.uint8).repeat(2)  # signalling NaNs, -0.0 and all
     dtypes = [*tensor_file.DTYPE_NAMES, torch.complex128]
     state = {str(dtype): raw.view(dtype) for dtype in dtypes if dtype is not torch.bool}
@@ -257,7 +257,7 @@ def test_ctrl_c_on_the_way_to_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool, at: int, what: str
 ) -> None:
     """No buffer stays lent, and no memory is used again while a copy may still read it."""
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 512)
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 512)
     with FakeDevice() as device:
         weight, calls = on(device, 1.0, 500), [0]
         original = getattr(device, what)

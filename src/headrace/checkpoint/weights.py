@@ -1,4 +1,4 @@
-"""Weights alone, in one .safetensors file that any tool can read."""
+"""Weights alone, in one .safetensors file that other tools can read."""
 
 from __future__ import annotations
 
@@ -18,10 +18,11 @@ from headrace.errors import CheckpointError
 def weights_to_file(
     path: str | Path, tensors: Mapping[str, torch.Tensor], *, device: Device | None = None
 ) -> None:
-    """Write named tensors to `path`, whole or not at all; a file that is there is replaced.
+    """Write named tensors to `path`, and replace an existing file. After an error that file is
+    unchanged.
 
-    The bytes depend on names and weights alone. Tied tensors are written under each of their
-    names. Waits for tensors that lie on a device, in `device`'s ledger if it is given.
+    Equal names and weights make equal files. Tied tensors are written once for each name. The host
+    waits for tensors on a device, in the ledger of `device` if given.
     """
     path = Path(path)
     for name, tensor in tensors.items():
@@ -32,7 +33,7 @@ def weights_to_file(
     except OSError as problem:
         raise CheckpointError(
             f"weights were not written to {path}: {problem}; "
-            f"{'what was there still is' if path.exists() else 'no such file is there'}"
+            f"{'the old file is unchanged' if path.exists() else 'no such file is there'}"
         ) from problem
 
 
@@ -52,4 +53,6 @@ def _require_writable(name: object, tensor: object) -> None:
         raise CheckpointError(f"weight {name!r} is a {type(tensor).__name__}: expected a tensor")
     states.require_plain(tensor, f"weight {name!r}")
     if tensor.dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"weight {name!r} is {tensor.dtype}, which safetensors does not know")
+        raise CheckpointError(
+            f"weight {name!r} is {tensor.dtype}, which safetensors does not support"
+        )
