@@ -83,7 +83,7 @@ def test_killed_at_every_point_of_a_replacement(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["write", "fsync", "replace", "mkdir"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_errors_of_the_disk(
+def test_disk_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     (tmp_path / "file").write_text("old")

@@ -1,4 +1,4 @@
-"""Files and folders that are whole or not there, whenever the process or the machine dies.
+"""Files and folders that are complete or not there, whenever the process or the machine dies.
 
 Everything is written into a temporary folder beside its final place, `.writing-NAME-…`, synced to
 the disk and renamed. The writer locks the temporary folder, and the lock ends with its process: so
@@ -165,3 +165,9 @@ def unique_path(path: Path, purpose: str) -> Path:
 
 def _shortened(name: str) -> str:
     return os.fsencode(name)[:_MAX_NAME_BYTES].decode(errors="ignore")
+
+
+def user_cache() -> Path:
+    """The folder for files that can be made again: `$XDG_CACHE_HOME/headrace`, or
+    `~/.cache/headrace`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"

@@ -25,7 +25,7 @@ def edit_json(path: Path, **changes: Any) -> None:
 
 
 def resign(path: Path, state: Any) -> None:
-    """Another state, with a checksum that fits."""
+    """Replace the state, with a valid checksum."""
     content = {**json.loads((path / "state.json").read_text())["content"], "state": state}
     edit_json(path, content=content, sha256=folders._checksum(content))
 
@@ -55,7 +55,7 @@ DAMAGES: list[tuple[Callable[[Path], object], str]] = [
 
 
 @pytest.mark.parametrize(("damage", "message"), DAMAGES)
-def test_a_bad_one_is_refused_by_name_and_the_one_before_taken(
+def test_a_bad_checkpoint_is_named_and_the_next_older_one_is_used(
     tmp_path: Path,
     damage: Callable[[Path], object],
     message: str,
@@ -71,17 +71,17 @@ def test_a_bad_one_is_refused_by_name_and_the_one_before_taken(
     with pytest.raises(CheckpointError, match=message) as caught:
         load_checkpoint(bad)
     assert "step-00000002" in str(caught.value)
-    # It does not count among those to keep, and is left to be looked at.
+    # The bad one does not count as kept, and is not removed.
     save_checkpoint(tmp_path, example(3), step=3, keep=2)
     if folders.find_problem(bad, every_byte=False) is not None:
         assert names(tmp_path) == ["step-00000001", "step-00000002", "step-00000003"]
-    else:  # that takes reading all of it
+    else:  # only reading all of it would show the damage
         assert names(tmp_path) == ["step-00000002", "step-00000003"]
 
 
 @settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.sampled_from(["state.json", "tensors.safetensors"]), st.data())
-def test_no_byte_can_change_unnoticed(file: str, data: st.DataObject) -> None:
+def test_every_changed_byte_is_noticed(file: str, data: st.DataObject) -> None:
     with tempfile.TemporaryDirectory() as folder:
         path = save_checkpoint(Path(folder), example(1), step=1)
         content = bytearray((path / file).read_bytes())
@@ -92,14 +92,14 @@ def test_no_byte_can_change_unnoticed(file: str, data: st.DataObject) -> None:
             found = load_checkpoint(path)
         except CheckpointError:
             return
-        assert same(found, example(1))  # a blank in place of another
+        assert same(found, example(1))  # one whitespace character replaced by another
 
 
 @pytest.mark.parametrize(
     "state",
     [{"$unknown": 1}, {"$tensor": "none"}, {"$tuple": 1}, {"$float": "x"}, {"$dict": [[1]]}],
 )
-def test_a_state_that_no_headrace_wrote(tmp_path: Path, state: Any) -> None:
+def test_a_state_from_another_program(tmp_path: Path, state: Any) -> None:
     path = save_checkpoint(tmp_path, example(1), step=1)
     resign(path, state)
     with pytest.raises(CheckpointError, match="holds no state that can be read"):
@@ -118,7 +118,7 @@ def test_an_older_version_is_upgraded(tmp_path: Path, monkeypatch: pytest.Monkey
     assert load_checkpoint(save_checkpoint(tmp_path, {"c": 1}, step=2)) == {"c": 1}
 
 
-def test_nothing_there(tmp_path: Path) -> None:
+def test_no_checkpoint(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) is None
     assert latest_checkpoint(tmp_path / "missing") is None
     (tmp_path / "file").touch()

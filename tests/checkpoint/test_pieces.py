@@ -1,4 +1,4 @@
-"""A tensor in pieces: any part of it is what slicing the whole would give."""
+"""A tensor in pieces: reading a part gives the same as slicing the whole tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from headrace.errors import CheckpointError
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[torch.Tensor, list[int], tuple[int, ...], tuple[int, ...]]:
-    """A tensor, where its rows are cut, and a part of it."""
+    """A tensor, the rows at which it is cut into pieces, and offset and shape of a part."""
     shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=3))
     tensor = torch.arange(torch.Size(shape).numel(), dtype=torch.float32).view(shape)
     cuts = sorted(draw(st.sets(st.integers(1, max(1, shape[0] - 1)), max_size=3)) - {shape[0]})

@@ -1,4 +1,4 @@
-"""Weights in one file, as the safetensors package has them."""
+"""Weights in one .safetensors file."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_weights_round_trip(tmp_path: Path, device: Device) -> None:
     assert device.pinned.lent == 0
 
 
-def test_the_format_is_that_of_the_safetensors_package(tmp_path: Path) -> None:
+def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
     package = pytest.importorskip("safetensors.torch")
     known = [dtype for dtype in DTYPES if dtype in package._TYPES.values()]
     tensors = {f"ü {n}": torch.ones(n, 2).to(dtype) for n, dtype in enumerate(known)}
@@ -82,7 +82,7 @@ def test_weights_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         weights_from_file(path)
 
 
-def test_what_is_read_does_not_change_with_the_file(tmp_path: Path) -> None:
+def test_loaded_weights_do_not_change_with_the_file(tmp_path: Path) -> None:
     path = tmp_path / "w.safetensors"
     weights_to_file(path, {"a": torch.ones(1000), "n": torch.tensor(2.0), "e": torch.empty(0, 3)})
     found = weights_from_file(path)
@@ -104,7 +104,7 @@ def test_what_is_read_does_not_change_with_the_file(tmp_path: Path) -> None:
         [],
     ],
 )
-def test_headers_that_are_wrong(tmp_path: Path, header: Any) -> None:
+def test_wrong_headers(tmp_path: Path, header: Any) -> None:
     text = json.dumps(header).encode()
     path = tmp_path / "w.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
