@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -380,6 +381,15 @@ class TestJournal:
         self.run(path)
         with pytest.raises(TuneError, match="measurement 0 is of another candidate than baseline"):
             self.run(path, steps=7)
+
+    def test_a_wrong_value_is_named(self, tmp_path: Path) -> None:
+        path = tmp_path / "journal"
+        self.run(path)
+        text = re.sub(r'"ms_per_step": [0-9.]+', '"ms_per_step": "x"', path.read_text(), count=1)
+        path.write_text(text)
+        message = r"measurement 0 cannot be read \(found: ms_per_step = 'x': expected a number\)"
+        with pytest.raises(TuneError, match=message):
+            self.run(path)
 
     def test_of_another_machine(self, tmp_path: Path) -> None:
         path = tmp_path / "journal"
