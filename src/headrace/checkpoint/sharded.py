@@ -81,7 +81,7 @@ class _SharedEncoder(states.Encoder):
         self.own_names: set[str] = set()
         self.shards: dict[str, Any] = {}
 
-    def encode(self, value: object, path: states.Path) -> Any:
+    def encode(self, value: object, path: states.StatePath) -> Any:
         if not isinstance(value, states.PerRank):
             return super().encode(value, path)
         number, before = len(self.own), set(self.tensors)
@@ -89,7 +89,7 @@ class _SharedEncoder(states.Encoder):
         self.own_names |= set(self.tensors) - before
         return {"$ranks": number}
 
-    def _tensor(self, tensor: torch.Tensor, path: states.Path) -> dict[str, Any]:
+    def _tensor(self, tensor: torch.Tensor, path: states.StatePath) -> dict[str, Any]:
         if not is_sharded(tensor):
             return super()._tensor(tensor, path)
         if tensor.dtype not in tensor_file.DTYPE_NAMES:

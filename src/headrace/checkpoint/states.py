@@ -25,7 +25,8 @@ import torch
 from headrace.checkpoint import tensor_file
 from headrace.errors import CheckpointError
 
-Path = tuple[str | int, ...]
+#: The keys that lead from the state to a value.
+StatePath = tuple[str | int, ...]
 
 _MAX_DEPTH = 200
 _EXPECTED = "expected dict, list, tuple, str, int, float, bool, None or a plain dense tensor"
@@ -102,7 +103,7 @@ def _decode_tensor(document: dict[str, Any], tensors: Mapping[str, torch.Tensor]
     return result
 
 
-def expression(path: Path) -> str:
+def expression(path: StatePath) -> str:
     """The path as Python code: `state['model'][0]`."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
@@ -114,7 +115,7 @@ class Encoder:
         self.tensors: dict[str, torch.Tensor] = {}
         self._known: dict[tuple[object, ...], str] = {}
 
-    def encode(self, value: object, path: Path) -> Any:
+    def encode(self, value: object, path: StatePath) -> Any:
         if len(path) > _MAX_DEPTH:
             raise CheckpointError(
                 f"{expression(path[:6])}… is nested more than {_MAX_DEPTH} levels deep: does it "
@@ -135,14 +136,14 @@ class Encoder:
             return items if kind is list else {"$tuple": items}
         if kind in _DICTS:
             return self._dict(value, path)  # type: ignore[arg-type]
-        raise CheckpointError(f"{expression(path)} is a {_name(kind)}: {_EXPECTED}")
+        raise CheckpointError(f"{expression(path)} is a {_type_name(kind)}: {_EXPECTED}")
 
-    def _dict(self, values: dict[Any, object], path: Path) -> Any:
+    def _dict(self, values: dict[Any, object], path: StatePath) -> Any:
         for key in values:
             if type(key) not in (str, int):
                 raise CheckpointError(
-                    f"{expression(path)} has the key {key!r}, a {_name(type(key))}: expected str "
-                    "or int"
+                    f"{expression(path)} has the key {key!r}, a {_type_name(type(key))}: "
+                    "expected str or int"
                 )
         plain = type(values) is dict and all(map(_is_plain_key, values))
         if plain:
@@ -153,7 +154,7 @@ class Encoder:
         ]
         return {_DICTS[type(values)]: pairs}
 
-    def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
+    def _tensor(self, tensor: torch.Tensor, path: StatePath) -> dict[str, Any]:
         require_plain(tensor, expression(path))
         name = self._name(tensor, path)
         if tensor.dtype in tensor_file.DTYPE_NAMES:
@@ -162,7 +163,7 @@ class Encoder:
         dtype = str(tensor.dtype).removeprefix("torch.")
         return {"$tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
 
-    def _name(self, tensor: torch.Tensor, path: Path) -> str:
+    def _name(self, tensor: torch.Tensor, path: StatePath) -> str:
         """The tensor's name in the file. A tensor that is in two places has one name."""
         key = _memory(tensor)
         # Tensors without elements may have the same address, but share nothing.
@@ -177,7 +178,7 @@ def require_plain(tensor: torch.Tensor, what: str) -> None:
     """Raise `CheckpointError` unless the tensor is dense, on a real device, and not of a subclass.
     `what` begins the message."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        found = _name(type(tensor))
+        found = _type_name(type(tensor))
     elif tensor.is_quantized:
         found = "quantized tensor"
     elif tensor.layout is not torch.strided:
@@ -228,7 +229,7 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def tensor_name(path: Path) -> str:
+def tensor_name(path: StatePath) -> str:
     """The name of the tensor at a path, unique: `optimizer/state/[0]/exp_avg`."""
     parts = (f"[{key}]" if isinstance(key, int) else _escape(key) for key in path)
     name = "/".join(parts)
@@ -239,5 +240,5 @@ def _escape(key: str) -> str:
     return _ESCAPED.sub(lambda found: f"~{ord(found[0]):x};", key)
 
 
-def _name(kind: type) -> str:
+def _type_name(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -51,7 +51,7 @@ class CheckpointWriter:
         self._keep = keep
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._under_way: _Job | None = None
+        self._current_job: _Job | None = None
         self._closed = False
         reserve_staging(device)
 
@@ -72,7 +72,7 @@ class CheckpointWriter:
         if self._closed:
             raise ClosedError("a CheckpointWriter was used after its close")
         require_counts(step=step)
-        self._finish()
+        self._wait_for_current_job()
         shared = sharded.encode(state, self._ranks) if self._ranks.several else None
         document, tensors = (None, shared.tensors) if shared is not None else states.encode(state)
         self._start()
@@ -86,15 +86,15 @@ class CheckpointWriter:
         job = _Job(document, snapshot, step, shared)
         # In this order: after Ctrl-C between the two, `close` must not wait for a job not queued.
         self._queue.put(job)
-        self._under_way = job
+        self._current_job = job
         if wait:
-            self._finish()
+            self._wait_for_current_job()
 
     def close(self) -> None:
         """Wait for the checkpoint being written, end the thread, and raise its error, if any."""
         self._closed = True
         try:
-            self._finish()
+            self._wait_for_current_job()
         finally:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -119,8 +119,8 @@ class CheckpointWriter:
             thread.start()
             self._thread = thread
 
-    def _finish(self) -> None:
-        job = self._under_way
+    def _wait_for_current_job(self) -> None:
+        job = self._current_job
         if job is None:
             return
         if job.done.is_set():
@@ -129,7 +129,7 @@ class CheckpointWriter:
             # Two at once would take the memory twice, and an older one might be renamed last.
             with self._device.ledger.waiting("checkpoint"):
                 job.done.wait()
-        self._under_way = None
+        self._current_job = None
         if job.error is not None:
             raise job.error
 
@@ -140,7 +140,7 @@ class CheckpointWriter:
                     self._write(job, job.snapshot.to_host())
                 finally:
                     job.snapshot.release()
-            except BaseException as problem:  # `_finish` raises it
+            except BaseException as problem:  # `_wait_for_current_job` raises it
                 job.error = problem
             finally:
                 job.done.set()
