@@ -1,44 +1,56 @@
-"""Records that are checked where they are made, and files of them.
+"""Checks and decodes values from outside: YAML and JSON files, stored results, options.
 
-Plans and settings are frozen dataclasses whose fields say what they may be: a type, a choice or a
-range. A wrong value is an error that names the field, what was found and what was expected.
+`Checked` is the base of plans and settings, which check their fields when they are made: type,
+choice and range. `Fields` reads a mapping field by field, or as a whole dataclass. An error names
+file and field, what was found and what was expected: `bench.json: rows[2].gpu = 3: expected …`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import json
+import math
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from headrace.errors import HeadraceError, PlanError
 
+Decoded = TypeVar("Decoded")
+
 
 def whole(default: int | None, low: int, high: int, meaning: str, *, unset: str = "") -> Any:
-    """A whole number. `meaning` is its help text; `unset` says what None stands for."""
+    """A field of a `Checked` record: a whole number from `low` to `high`.
+
+    `meaning` is its help text; `unset` says what happens if it is None.
+    """
     described = {"low": low, "high": high, "meaning": meaning, "unset": unset}
     return field(default=default, metadata=described)
 
 
 def number(default: float | None, low: float, high: float, meaning: str, *, unset: str = "") -> Any:
+    """A field of a `Checked` record: a number from `low` to `high`."""
     described = {"low": low, "high": high, "meaning": meaning, "unset": unset}
     return field(default=default, metadata=described)
 
 
 def choice(default: object, meaning: str, *, unset: str = "") -> Any:
+    """A field of a `Checked` record without a range: text, true or false, or one of a `Literal`."""
     return field(default=default, metadata={"meaning": meaning, "unset": unset})
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A frozen record whose fields are checked where it is made: type, choice and range."""
+    """Base of frozen records that check their fields when they are made: type, choice, range."""
 
-    #: What a wrong value raises.
+    #: The error that a wrong value raises.
     error: ClassVar[type[HeadraceError]] = PlanError
 
     def __post_init__(self) -> None:
@@ -47,12 +59,35 @@ class Checked:
             _check_field(known, hints[known.name], getattr(self, known.name), self.error)
 
     @classmethod
+    def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
+        """The record from the plain values of a file or of options; errors begin with `where`.
+
+        Unknown keys are refused. Lists become tuples, and text becomes a number where the field is
+        one, since YAML reads `1e-3` as text.
+        """
+        refuse_unknown(values, cls.field_names(), where, cls.error)
+        hints = typing.get_type_hints(cls)
+        try:
+            return cls(**{name: _from_yaml(value, hints[name]) for name, value in values.items()})
+        except cls.error as problem:
+            raise cls.error(f"{where}: {problem}") from None
+
+    @classmethod
     def field_names(cls) -> list[str]:
         return [known.name for known in dataclasses.fields(cls)]
 
 
+def _from_yaml(value: Any, hint: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str) and float in (hint, *typing.get_args(hint)):
+        with suppress(ValueError):  # `Checked` refuses what is not a number
+            return float(value)
+    return value
+
+
 def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]:
-    """The mapping in a YAML file. What is wrong with it is an `error` with file and line."""
+    """The mapping in a YAML file. Raises `error`, with file and line, if there is none."""
     import yaml
 
     try:
@@ -67,18 +102,226 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
         raise error(f"{path}{line}: is not YAML ({problem.problem})") from problem
     except yaml.YAMLError as problem:
         raise error(f"{path}: is not YAML ({' '.join(str(problem).split())})") from problem
-    except ValueError as problem:  # a date or number that is none, or a path that is none
+    except ValueError as problem:  # an impossible date or number, or a NUL in the path
         raise error(f"{path}: has a value that cannot be read ({problem})") from problem
     except RecursionError as problem:
         raise error(f"{path}: is nested too deeply") from problem
     return mapping(content, str(path), error)
 
 
+def read_json(
+    path: str | Path, error: type[HeadraceError], *, max_bytes: int | None = 1 << 30
+) -> Fields:
+    """The mapping in a JSON file. Raises `error`, with file and line, if there is none."""
+    try:
+        path = Path(path)
+        size = path.stat().st_size
+        if max_bytes is not None and size > max_bytes:
+            raise error(f"{path}: has {size:,} bytes; expected at most {max_bytes:,}")
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as problem:
+        raise error(f"{path}: cannot be read ({problem.strerror})") from problem
+    except UnicodeDecodeError as problem:
+        raise error(f"{path}: is not UTF-8 text ({problem.reason})") from problem
+    except json.JSONDecodeError as problem:
+        raise error(f"{path}:{problem.lineno}: is not JSON ({problem.msg})") from problem
+    except (ValueError, RecursionError) as problem:  # thousands of digits, or nested too deeply
+        raise error(f"{path}: cannot be read as JSON ({problem})") from problem
+    return Fields(content, str(path), error)
+
+
+class Fields:
+    """The fields of a mapping from a file, each checked when it is read.
+
+    Null counts as missing. `file` and `path` say in errors where the mapping stands:
+    `bench.json: rows[2].speedup = 'x': expected a number`.
+    """
+
+    def __init__(
+        self, values: object, file: str, error: type[HeadraceError], path: str = ""
+    ) -> None:
+        self.file, self.path, self.error = file, path, error
+        if not isinstance(values, Mapping):
+            raise self._problem(path, values, "a mapping")
+        self.values: Mapping[str, Any] = values
+
+    def number(self, name: str) -> float | None:
+        value: float | None = self._optional(name, float)
+        return value
+
+    def whole(self, name: str) -> int | None:
+        """A number, rounded."""
+        number = self.number(name)
+        return None if number is None else round(number)
+
+    def flag(self, name: str) -> bool:
+        """True or false; false if it is missing."""
+        return bool(self._optional(name, bool))
+
+    def text(self, name: str) -> str | None:
+        value: str | None = self._optional(name, str)
+        return value
+
+    def required(self, name: str) -> str:
+        """A text that must be there."""
+        value: str = self._decoded(self.values.get(name), str, self.path_of(name))
+        return value
+
+    def numbers(self, name: str) -> list[float | None]:
+        """A list of numbers and nulls; empty if it is missing."""
+        return list(self._optional(name, tuple[float | None, ...]) or ())
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts; empty if it is missing."""
+        return list(self._optional(name, tuple[str, ...]) or ())
+
+    def child(self, name: str) -> Fields | None:
+        value = self.values.get(name)
+        return None if value is None else self._fields(value, self.path_of(name))
+
+    def section(self, name: str) -> Fields:
+        """The mapping in a field; without fields if it is missing."""
+        return self.child(name) or self._fields({}, self.path_of(name))
+
+    def children(self, name: str) -> list[Fields]:
+        """A list of mappings; empty if it is missing."""
+        path, values = self.path_of(name), self._optional(name, tuple[Any, ...]) or ()
+        return [self._fields(value, f"{path}[{index}]") for index, value in enumerate(values)]
+
+    def named_children(self, name: str) -> Iterator[tuple[str, Fields]]:
+        """The keys and values of a mapping of mappings; none if it is missing."""
+        section = self.section(name)
+        for key, value in section.values.items():
+            yield str(key), self._fields(value, section.path_of(str(key)))
+
+    def plain(self, name: str) -> dict[str, Any]:
+        """A mapping with unchecked values; empty if it is missing."""
+        return {str(key): value for key, value in self.section(name).values.items()}
+
+    def record(self, kind: type[Decoded]) -> Decoded:
+        """These values as the dataclass `kind`, checked against its type hints.
+
+        A missing field gets its default. Unknown keys are ignored, since a later version may have
+        written them. If `kind` has a class method `unpacked`, that gets the mapping first: a
+        record may be stored in a shorter form than its fields. If it has a method `invalid`, that
+        checks what type hints cannot say.
+        """
+        unpacked = getattr(kind, "unpacked", None)
+        values = self.values if unpacked is None else unpacked(self.values)
+        given: dict[str, Any] = {}
+        for name, hint, required in _hints(typing.cast("Any", kind)):
+            value = values.get(name)
+            if required or value is not None:
+                given[name] = self._decoded(value, hint, self.path_of(name))
+        made = kind(**given)
+        invalid: Callable[[], Invalid | None] | None = getattr(made, "invalid", None)
+        if invalid is not None and (found := invalid()) is not None:
+            raise self._problem(self.path_of(found.field), found.value, found.expected)
+        return made
+
+    def path_of(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+    def problem(self, name: str, expected: str) -> HeadraceError:
+        """The error for a field whose value is not what was expected."""
+        return self._problem(self.path_of(name), self.values.get(name), expected)
+
+    def _problem(self, path: str, value: object, expected: str) -> HeadraceError:
+        if not path:
+            return self.error(f"{self.file}: expected {expected}, found {_kind(value)}")
+        if value is None:
+            return self.error(f"{self.file}: {path} is missing: expected {expected}")
+        return self.error(f"{self.file}: {path} = {_short(value)}: expected {expected}")
+
+    def _fields(self, values: object, path: str) -> Fields:
+        return Fields(values, self.file, self.error, path)
+
+    def _optional(self, name: str, hint: Any) -> Any:
+        value = self.values.get(name)
+        return None if value is None else self._decoded(value, hint, self.path_of(name))
+
+    def _decoded(self, value: Any, hint: Any, path: str) -> Any:
+        """The value, checked and converted to the type `hint`: a plain value, or a dataclass,
+        tuple or dict of them."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if is_union(hint):
+            if value is None and type(None) in arguments:
+                return None
+            kinds = [kind for kind in arguments if kind is not type(None)]
+            fitting = next((kind for kind in kinds if type(value) is kind), kinds[0])
+            return self._decoded(value, fitting, path)
+        if dataclasses.is_dataclass(hint):
+            return self._fields(value, path).record(typing.cast("type[Any]", hint))
+        if origin is tuple:
+            if not isinstance(value, list | tuple):
+                raise self._problem(path, value, "a list")
+            return tuple(
+                self._decoded(one, arguments[0], f"{path}[{index}]")
+                for index, one in enumerate(value)
+            )
+        if origin is dict:
+            inner = self._fields(value, path)
+            return {
+                str(key): self._decoded(one, arguments[1], inner.path_of(str(key)))
+                for key, one in inner.values.items()
+            }
+        if origin is Literal:
+            if value not in arguments:
+                raise self._problem(path, value, listed(arguments))
+            return value
+        if hint is float:
+            return self._number(value, path)
+        if hint is int:
+            if self._number(value, path, "a whole number") % 1:
+                raise self._problem(path, value, "a whole number")
+            return int(value)
+        if hint in _EXPECTED and (
+            not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
+        ):
+            raise self._problem(path, value, _EXPECTED[hint])
+        return value
+
+    def _number(self, value: object, path: str, expected: str = "a number") -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._problem(path, value, expected)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise self._problem(path, value, "a number below 1e308") from None
+        if not math.isfinite(number):
+            raise self._problem(path, value, "a finite number")
+        return number
+
+
+_EXPECTED = {bool: "true or false", str: "text"}
+
+
+class Invalid(NamedTuple):
+    """What is wrong with a record: the path of a field in it, its value, and what was expected."""
+
+    field: str
+    value: object
+    expected: str
+
+
+@functools.cache  # a result has thousands of spans
+def _hints(kind: Any) -> list[tuple[str, Any, bool]]:
+    """Name and type hint of each of a dataclass's fields, and whether it is required."""
+    hints = typing.get_type_hints(kind)
+    return [
+        (
+            known.name,
+            hints[known.name],
+            known.default is known.default_factory is dataclasses.MISSING,
+        )
+        for known in dataclasses.fields(kind)
+    ]
+
+
 def _check_field(
     known: dataclasses.Field[Any], hint: Any, value: object, error: type[HeadraceError]
 ) -> None:
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    allowed = typing.get_args(hint) if is_union else (hint,)
+    allowed = typing.get_args(hint) if is_union(hint) else (hint,)
     if value is None and type(None) in allowed:
         return
     if typing.get_origin(allowed[0]) is Literal:
@@ -104,13 +347,17 @@ def _check_field(
         raise error(f"{found}: expected a name")
 
 
+def require_whole(name: str, value: object, least: int, error: type[HeadraceError]) -> None:
+    """Raise `error` unless `value` is a whole number, `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise error(f"{name} = {quoted(value)}: expected a whole number, {least} or more")
+
+
 def mapping(
     values: object, where: str, error: type[HeadraceError] = PlanError
 ) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        found = "nothing" if values is None else type(values).__name__
-        raise error(f"{where}: expected a mapping, found {found}")
-    return values
+    """`values`, if they are a mapping; else raise `error`."""
+    return Fields(values, where, error).values
 
 
 def refuse_unknown(
@@ -119,6 +366,7 @@ def refuse_unknown(
     where: str,
     error: type[HeadraceError] = PlanError,
 ) -> None:
+    """Raise `error` for a key that is not known, and suggest the nearest one."""
     for key in given:
         if key not in known:
             raise error(
@@ -127,22 +375,44 @@ def refuse_unknown(
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
+    """ " (did you mean 'x'?)" with the known word most like `word`; empty if none is like it."""
     close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def quoted(value: object) -> str:
-    """The value as it was given, shortened where it is long: a few lines of YAML can stand for
-    more text than there is memory, and Python refuses to write out thousands of digits."""
+    """The value as Python writes it, shortened.
+
+    A few lines of YAML can expand to more text than fits in memory, and Python refuses to print
+    integers of thousands of digits.
+    """
     try:
-        return _SHORT.repr(value)
+        return _REPR.repr(value)
     except (ValueError, RecursionError):
         return f"<{type(value).__name__} too long to show>"
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 200, 200, 60
-_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 8
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 200, 200, 60
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = 8
+
+
+def _short(value: object) -> str:
+    text = quoted(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, Mapping | list):
+        return "a mapping" if isinstance(value, Mapping) else "a list"
+    return _short(value)
+
+
+def is_union(hint: Any) -> bool:
+    """Whether a type hint is `A | B` or `Optional[A]`."""
+    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
 
 
 def listed(words: Iterable[object]) -> str:
@@ -150,6 +420,7 @@ def listed(words: Iterable[object]) -> str:
 
 
 def shown(value: object) -> str:
+    """The value as tables show it: yes, no, – for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "–" if value is None else str(value)

@@ -1,4 +1,4 @@
-"""Checkpoints: what comes back is what was saved, as it was."""
+"""States: loading restores exactly what was saved."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ nested = st.recursive(
 
 @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(nested)
-def test_any_state_comes_back_as_it_was(state: Any) -> None:
+def test_any_state_is_restored_exactly(state: Any) -> None:
     with tempfile.TemporaryDirectory() as folder:
         assert same(round_trip(Path(folder), state), state)
 
 
-def test_numbers_and_texts_that_json_has_not(tmp_path: Path) -> None:
+def test_numbers_and_texts_that_json_lacks(tmp_path: Path) -> None:
     state = {
         "floats": [math.nan, math.inf, -math.inf, -0.0, 5e-324, 0.1],
         "ints": [2**63, -(2**63), 10**5000, 2**53 + 1],
@@ -125,7 +125,7 @@ def test_tied_tensors_stay_tied_and_are_written_once(tmp_path: Path) -> None:
     assert (path / "tensors.safetensors").stat().st_size < 3 * 4000 + 2000
 
 
-def test_tensors_that_are_not_plain_memory(tmp_path: Path) -> None:
+def test_strided_conjugated_and_negated_tensors(tmp_path: Path) -> None:
     base = torch.arange(6).to(torch.complex64).view(2, 3) * (1 + 2j)
     state = [
         base.conj(),
@@ -190,7 +190,7 @@ SCHEDULERS: list[Callable[[torch.optim.Optimizer], Any]] = [
 
 
 @pytest.mark.parametrize("scheduler", SCHEDULERS)
-def test_training_goes_on_as_if_it_had_not_stopped(
+def test_resumed_training_equals_uninterrupted_training(
     tmp_path: Path, scheduler: Callable[[torch.optim.Optimizer], Any]
 ) -> None:
     trained = Trained(scheduler)
@@ -217,16 +217,16 @@ def test_training_goes_on_as_if_it_had_not_stopped(
         ([torch.nn.parameter.UninitializedParameter()], r"is a .*UninitializedParameter"),
     ],
 )
-def test_what_cannot_be_kept_is_named(tmp_path: Path, state: Any, message: str) -> None:
+def test_a_value_that_cannot_be_stored_is_named(tmp_path: Path, state: Any, message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
         save_checkpoint(tmp_path, state, step=1)
     assert names(tmp_path) == []
 
 
-def test_a_state_that_holds_itself(tmp_path: Path) -> None:
+def test_a_state_that_contains_itself(tmp_path: Path) -> None:
     state: list[Any] = []
     state.append(state)
-    with pytest.raises(CheckpointError, match="does it hold itself"):
+    with pytest.raises(CheckpointError, match="does it contain itself"):
         save_checkpoint(tmp_path, state, step=1)
 
 
@@ -238,7 +238,7 @@ def test_steps_and_keep_are_checked(tmp_path: Path, step: Any) -> None:
         save_checkpoint(tmp_path, {}, step=1, keep=0)
 
 
-def test_bytes_depend_on_content_alone(tmp_path: Path) -> None:
+def test_equal_states_make_equal_files(tmp_path: Path) -> None:
     def state(clone: bool) -> Any:
         values: dict[str, Any] = {"b": torch.arange(9.0).view(3, 3).t(), "a": (1.5, math.nan)}
         values["c"] = torch.ones(3, dtype=torch.int8)
@@ -270,7 +270,7 @@ def test_loading_never_unpickles(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     weights_from_file(tmp_path / "weights.safetensors")
 
 
-def test_to_a_device(tmp_path: Path, device: Device) -> None:
+def test_load_to_a_device(tmp_path: Path, device: Device) -> None:
     state = {"a": torch.arange(5.0), "b": torch.ones((), dtype=torch.complex128)}
     path = save_checkpoint(tmp_path, state, step=1)
     back = load_checkpoint(path, device=device)

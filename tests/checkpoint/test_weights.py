@@ -1,4 +1,4 @@
-"""Weights in one file, as the safetensors package has them."""
+"""Weights in one .safetensors file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from headrace.checkpoint import save_checkpoint, weights_from_file, weights_to_file
-from headrace.checkpoint.tensorfile import DTYPE_NAMES
+from headrace.checkpoint.tensor_file import DTYPE_NAMES
 from headrace.device import Device
 from headrace.errors import CheckpointError
 from support.checkpoints import DTYPES, names, on, raw, same, truncate
@@ -34,7 +34,7 @@ def test_weights_round_trip(tmp_path: Path, device: Device) -> None:
     assert device.pinned.lent == 0
 
 
-def test_the_format_is_that_of_the_safetensors_package(tmp_path: Path) -> None:
+def test_the_safetensors_package_reads_our_files_and_we_read_its(tmp_path: Path) -> None:
     package = pytest.importorskip("safetensors.torch")
     known = [dtype for dtype in DTYPES if dtype in package._TYPES.values()]
     tensors = {f"ü {n}": torch.ones(n, 2).to(dtype) for n, dtype in enumerate(known)}
@@ -56,7 +56,7 @@ def test_weights_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         ({"__metadata__": torch.ones(1)}, "cannot be a tensor's name"),
         ({1: torch.ones(1)}, "cannot be a tensor's name"),
         ({"a": 1}, "weight 'a' is a int: expected a tensor"),
-        ({"a": torch.ones(1, dtype=torch.complex128)}, "which safetensors does not know"),
+        ({"a": torch.ones(1, dtype=torch.complex128)}, "which safetensors does not support"),
         ({"a": torch.ones(1, device="meta")}, "weight 'a' is a tensor on the meta device"),
     ):
         with pytest.raises(CheckpointError, match=message):
@@ -69,15 +69,26 @@ def test_weights_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
     for name in ("write", "fsync", "replace"):
         with monkeypatch.context() as patch:
             patch.setattr(os, name, fail)
-            with pytest.raises(CheckpointError, match="No space left on device; what was there"):
+            with pytest.raises(
+                CheckpointError, match="No space left on device; the old file is unchanged"
+            ):
                 weights_to_file(path, {"a": torch.zeros(3)})
         assert names(tmp_path) == ["w.safetensors"]
         assert torch.equal(weights_from_file(path)["a"], torch.ones(3))
     with pytest.raises(CheckpointError, match="were not read from"):
         weights_from_file(tmp_path / "missing")
     truncate(path)
-    with pytest.raises(CheckpointError, match="torn, or no safetensors file"):
+    with pytest.raises(CheckpointError, match="incomplete, or not a safetensors file"):
         weights_from_file(path)
+
+
+def test_loaded_weights_do_not_change_with_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    weights_to_file(path, {"a": torch.ones(1000), "n": torch.tensor(2.0), "e": torch.empty(0, 3)})
+    found = weights_from_file(path)
+    path.write_bytes(b"\xff" * path.stat().st_size)  # in place, as other tools may write
+    assert torch.equal(found["a"], torch.ones(1000))
+    assert (found["n"].shape, found["e"].shape) == ((), (0, 3))
 
 
 @pytest.mark.parametrize(
@@ -86,15 +97,16 @@ def test_weights_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Monk
         {"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}},
         {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}},
         {"a": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}},
+        {"a": {"dtype": "F4", "shape": [8], "data_offsets": [0, 4]}},
         {"a": {"dtype": "X1", "shape": [1], "data_offsets": [0, 4]}},
         {"a": {"dtype": "F32", "shape": [10**30], "data_offsets": [0, 4 * 10**30]}},
         {"a": 1},
         [],
     ],
 )
-def test_headers_that_are_wrong(tmp_path: Path, header: Any) -> None:
+def test_wrong_headers(tmp_path: Path, header: Any) -> None:
     text = json.dumps(header).encode()
     path = tmp_path / "w.safetensors"
     path.write_bytes(len(text).to_bytes(8, "little") + text + b"\0" * 4)
-    with pytest.raises(CheckpointError, match="torn, or no safetensors file"):
+    with pytest.raises(CheckpointError, match="incomplete, or not a safetensors file"):
         weights_from_file(path)

@@ -1,4 +1,4 @@
-"""Checkpoints written in the background: a consistent moment, no wait, no race."""
+"""The background writer: saves a consistent state, does not wait, has no races."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from headrace.checkpoint import (
     load_checkpoint,
     save_checkpoint,
     snapshot,
-    tensorfile,
+    tensor_file,
 )
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.errors import CheckpointError, ClosedError, EventNotRecordedError
@@ -24,7 +24,7 @@ from headrace.testing import Costs, FakeDevice
 from support.checkpoints import contents, names, on
 
 
-def test_the_weights_may_be_overwritten_at_once(tmp_path: Path, device: Device) -> None:
+def test_weights_may_be_overwritten_right_after_a_save(tmp_path: Path, device: Device) -> None:
     weight, count = on(device, 0.0, 50, 10), torch.zeros(())
     state = {"weight": weight, "again": weight, "t": weight.t(), "count": count, "none": weight[:0]}
     with CheckpointWriter(device, tmp_path, keep=9) as writer:
@@ -43,7 +43,7 @@ def test_the_weights_may_be_overwritten_at_once(tmp_path: Path, device: Device) 
     assert device.pinned.lent == 0
 
 
-def test_the_same_bytes_as_in_the_foreground(tmp_path: Path, device: Device) -> None:
+def test_background_and_foreground_write_the_same_bytes(tmp_path: Path, device: Device) -> None:
     state = {"a": on(device, 1.0, 3, 4).t(), "b": [on(device, 2.0), torch.ones(2)]}
     (tmp_path / "back").mkdir()
     (tmp_path / "fore").mkdir()
@@ -91,7 +91,7 @@ def test_save_does_not_wait_and_the_next_one_does(
     assert not [thread for thread in threading.enumerate() if "headrace-ch" in thread.name]
 
 
-def test_an_error_in_the_background_comes_up_as_itself(
+def test_the_next_save_or_close_raises_an_error_of_the_thread(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: Device
 ) -> None:
     state = {"weight": on(device, 1.0, 4)}
@@ -124,7 +124,7 @@ def test_an_error_in_the_background_comes_up_as_itself(
             other.close()
 
 
-def test_the_error_that_ends_the_block_is_the_one_raised(
+def test_an_error_in_the_block_is_not_hidden_by_one_of_the_thread(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail_with_a_bad_folder(device: Device) -> None:
@@ -137,7 +137,7 @@ def test_the_error_that_ends_the_block_is_the_one_raised(
     assert "the last checkpoint was not written" in caplog.text
 
 
-def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path, device: Device) -> None:
+def test_save_refuses_a_state_that_cannot_be_stored(tmp_path: Path, device: Device) -> None:
     with CheckpointWriter(device, tmp_path) as writer:
         with pytest.raises(CheckpointError, match=r"state\['a'\] is a set"):
             writer.save({"weight": on(device, 1.0), "a": {1}}, 1)
@@ -148,8 +148,8 @@ def test_a_state_that_cannot_be_kept_is_refused_at_once(tmp_path: Path, device: 
     assert device.pinned.lent == 0
 
 
-def test_no_pinned_memory_to_be_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 64)  # a weight each
+def test_no_pinned_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 64)  # a weight each
     with FakeDevice() as device, CheckpointWriter(device, tmp_path) as writer:
         taken: list[int] = []
         take = device.pinned.take
@@ -199,12 +199,12 @@ def test_every_edge_is_load_bearing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert races((FakeDevice, "wait"))
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "in line"])
-@pytest.mark.parametrize("piece_bytes", [64, 512, 16 << 20])
-def test_pieces_go_through_memory_that_was_pinned_at_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool, piece_bytes: int
+@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "no memory for clones"])
+@pytest.mark.parametrize("chunk_bytes", [64, 512, 16 << 20])
+def test_chunks_use_buffers_that_were_pinned_when_the_writer_was_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool, chunk_bytes: int
 ) -> None:
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", piece_bytes)
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", chunk_bytes)
     with FakeDevice(memory_bytes=1 << 20 if fits else 12_000) as device:
         weights = {
             "a": on(device, 1.0, 1000),
@@ -220,7 +220,7 @@ def test_pieces_go_through_memory_that_was_pinned_at_first(
                 for weight in weights.values():
                     weight.add_(1)
                 writer.save(weights, step, wait=True)
-        assert held == device.pinned.held_bytes == 2 * max(512, piece_bytes)
+        assert held == device.pinned.held_bytes == 2 * max(512, chunk_bytes)
         assert device.pinned.lent == 0
         assert device.hidden_waits == []
     for step in range(3):
@@ -229,13 +229,13 @@ def test_pieces_go_through_memory_that_was_pinned_at_first(
             assert torch.equal(found[name], torch.full(weight.shape, step + 2).to(weight.dtype))
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "in line"])
-def test_every_type_comes_back_bit_for_bit(
+@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "no memory for clones"])
+def test_every_dtype_is_restored_bit_for_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool
 ) -> None:
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 64)
-    raw = torch.arange(256, dtype=torch.uint8).repeat(2)  # signalling NaNs, -0.0 and all
-    dtypes = [*tensorfile.DTYPE_NAMES, torch.complex128]
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 64)
+    raw = torch.arange(256, dtype=torch.uint8).repeat(2)  # includes signalling NaNs and -0.0
+    dtypes = [*tensor_file.DTYPE_NAMES, torch.complex128]
     state = {str(dtype): raw.view(dtype) for dtype in dtypes if dtype is not torch.bool}
     state["flags"] = raw > 99
     with FakeDevice() as device, CheckpointWriter(device, tmp_path) as writer:
@@ -250,14 +250,14 @@ def test_every_type_comes_back_bit_for_bit(
             assert torch.equal(one.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "in line"])
+@pytest.mark.parametrize("fits", [True, False], ids=["cloned", "no memory for clones"])
 @pytest.mark.parametrize("at", [1, 2, 3])
 @pytest.mark.parametrize("what", ["wait", "copy"])
-def test_ctrl_c_on_the_way_to_the_host(
+def test_ctrl_c_during_the_copy_to_the_host(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fits: bool, at: int, what: str
 ) -> None:
-    """No buffer stays lent, and no memory is used again while a copy may still read it."""
-    monkeypatch.setattr(snapshot, "_PIECE_BYTES", 512)
+    """Every buffer is given back, and no memory is reused while a copy may still read it."""
+    monkeypatch.setattr(snapshot, "_CHUNK_BYTES", 512)
     with FakeDevice() as device:
         weight, calls = on(device, 1.0, 500), [0]
         original = getattr(device, what)
@@ -280,21 +280,21 @@ def test_ctrl_c_on_the_way_to_the_host(
         assert not device.races
 
 
-def test_what_a_look_at_the_state_raises_leaves_it_unwritten(tmp_path: Path) -> None:
+def test_nothing_is_written_if_the_check_raises(tmp_path: Path) -> None:
     with FakeDevice() as device:
         weight = on(device, 1.0, 4)
 
-        def look() -> None:
+        def check() -> None:
             device.work(30.0)
-            weight.mul_(2)  # behind the clone
-            device.synchronize("look")
+            weight.mul_(2)  # after the clone
+            device.synchronize("check")
 
         def fail() -> None:
             raise ZeroDivisionError
 
         with CheckpointWriter(device, tmp_path, keep=9) as writer:
             before = device.memory().allocated
-            writer.save({"weight": weight}, 1, unless_raised=look)
+            writer.save({"weight": weight}, 1, unless_raised=check)
             with pytest.raises(ZeroDivisionError) as caught:
                 writer.save({"weight": weight}, 2, unless_raised=fail)
             assert device.memory().allocated == before
@@ -305,7 +305,7 @@ def test_what_a_look_at_the_state_raises_leaves_it_unwritten(tmp_path: Path) -> 
     assert load_checkpoint(tmp_path / "step-00000001")["weight"][0] == 1.0
 
 
-def test_a_free_buffer_is_lent_while_another_is_being_pinned() -> None:
+def test_a_free_buffer_is_available_while_another_is_being_pinned() -> None:
     with FakeDevice() as device:
         device.pinned.take(512).release()
         allocate, begun, may_end = device.pinned._allocate, threading.Event(), threading.Event()
@@ -326,7 +326,7 @@ def test_a_free_buffer_is_lent_while_another_is_being_pinned() -> None:
         assert device.pinned.lent == 0
 
 
-def test_ctrl_c_in_the_midst_of_a_save_does_not_hang_the_close(
+def test_close_does_not_hang_after_ctrl_c_in_a_save(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with FakeDevice() as device:

@@ -1,18 +1,18 @@
-"""Checkpoints: folders written beside and renamed, never unpickled.
+"""Checkpoints: folders that are complete or not there, and never unpickled.
 
-In goes a state, nested dicts of tensors and plain values; out comes a folder that is whole or not
-there, from which the same state is read again, on any number of ranks.
+In goes a state: nested dicts of tensors and plain values. Out comes a folder, from which any number
+of ranks reads the same state again.
 
     with CheckpointWriter(device, folder) as writer:
         for step, batch in enumerate(loader, 1):
             ...
             if step % 1000 == 0:
-                writer.save({"model": model.state_dict(), "step": step}, step)   # goes on at once
+                writer.save({"model": model.state_dict(), "step": step}, step)   # does not wait
 
     newest = latest_checkpoint(folder)                  # the newest good one, or None
     state = load_checkpoint(newest)
 
-What lies in such a folder is written down in `docs/checkpoints.md`.
+`docs/checkpoints.md` describes the files.
 """
 
 from __future__ import annotations

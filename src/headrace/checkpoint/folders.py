@@ -1,6 +1,8 @@
-"""One checkpoint is one folder, `step-00001234/`, and a folder of those is what training resumes
-from. Each is written beside and renamed, so what bears such a name was whole once; that it still
-is, checksums tell."""
+"""Checkpoints as folders: `step-00001234/` is one, and training resumes from the newest good one.
+
+A checkpoint is written under another name and renamed when it is complete. Checksums show whether
+it has been damaged since.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,15 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint import durable, states
-from headrace.checkpoint.durable import DurableFile, FileDigest
+from headrace import atomic_files
+from headrace.atomic_files import DurableFile
+from headrace.checkpoint import states
 from headrace.checkpoint.pieces import StoredTensors
 from headrace.checkpoint.snapshot import on_host
-from headrace.checkpoint.tensorfile import check_file, read_tensors, write_tensors
+from headrace.checkpoint.tensor_file import FileDigest, read_tensors, write_tensors
 from headrace.device import Device, open_device
 from headrace.errors import CheckpointError
+from headrace.schema import Fields, Invalid, read_json, require_whole
 
 log = logging.getLogger("headrace")
 
@@ -29,12 +33,12 @@ FORMAT = "headrace-checkpoint"
 VERSION = 1
 STATE_FILE = "state.json"
 TENSOR_FILE = "tensors.safetensors"
-# From the content of each older version to that of the next: {1: _from_1_to_2}, say.
+# Functions that turn the content of an older version into that of the next: {1: _from_1_to_2}.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 _RANK_FILE = re.compile(r"tensors-\d{5,}-of-\d{5,}\.safetensors")
-# What a state may raise that no Headrace wrote, though its checksum is right.
-_UNREADABLE = (
+# What decoding may raise if another program wrote the state, with a valid checksum.
+_DECODING_ERRORS = (
     *(CheckpointError, LookupError, ValueError, TypeError, AttributeError, RuntimeError),
     *(OverflowError, MemoryError),
 )
@@ -47,11 +51,11 @@ _NAME = re.compile(r"(?P<replaced>\.replaced-)?step-(?P<step>\d{8,})(?(replaced)
 def save_checkpoint(
     folder: str | Path, state: object, *, step: int, keep: int = 2, device: Device | None = None
 ) -> Path:
-    """Write `state` into a new checkpoint in `folder`, and remove the oldest beyond `keep`.
+    """Write `state` to a new checkpoint in `folder`; keep the newest `keep`, remove older ones.
 
-    The state is a nest of dicts, lists, tuples, plain values and tensors. Waits for tensors that
-    lie on a device, in `device`'s ledger if it is given; `CheckpointWriter` does not. A good
-    checkpoint of the same step is replaced. After an error the older ones are as they were.
+    The state consists of dicts, lists, tuples, plain values and tensors. The host waits for tensors
+    on a device, in the ledger of `device` if given; `CheckpointWriter` does not wait. A checkpoint
+    of the same step is replaced. After an error the older checkpoints are unchanged.
     """
     require_counts(step=step, keep=keep)
     document, tensors = states.encode(state)
@@ -65,8 +69,9 @@ def write_checkpoint(
     """Write an encoded state whose tensors are on the host."""
     target = folder / f"step-{step:08d}"
     try:
-        with durable.new_folder(target) as temporary:
-            digest = write_tensors(temporary / TENSOR_FILE, tensors)
+        with atomic_files.temporary_folder(target) as temporary:
+            with DurableFile(temporary / TENSOR_FILE) as file:
+                digest = write_tensors(file, tensors)
             content = {
                 "step": step,
                 "tensors": {"bytes": digest.nbytes, "sha256": digest.sha256},
@@ -74,28 +79,25 @@ def write_checkpoint(
             }
             commit(temporary, target, content, keep=keep)
     except OSError as problem:
-        raise CheckpointError(
-            f"the checkpoint of step {step} was not written to {folder}: "
-            f"{problem.strerror or problem}; {still_there(folder)}"
-        ) from problem
+        raise not_written(step, folder, problem.strerror or str(problem)) from problem
     return target
 
 
 def commit(temporary: Path, target: Path, content: Mapping[str, Any], *, keep: int) -> None:
-    """Write `state.json` beside the tensors in a folder of a writer's own, give it its name, and
-    remove the oldest beyond `keep`."""
+    """Write `state.json` to the temporary folder, which has the tensors, and rename it to `target`.
+    Then remove checkpoints beyond the newest `keep`."""
     with DurableFile(temporary / STATE_FILE) as file:
         file.write(_state_json(content))
-    durable.sync_folder(temporary)
-    _put_in_place(temporary, target)
-    durable.sync_folder(target.parent)
-    _tidy(target.parent, target, keep)
+    atomic_files.sync_folder(temporary)
+    _rename(temporary, target)
+    atomic_files.sync_folder(target.parent)
+    _clean_up(target.parent, target, keep)
 
 
 def require_counts(*, step: int = 0, keep: int = 1) -> None:
-    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise CheckpointError(f"{name} = {number!r}: expected a whole number, {least} or more")
+    """Raise `CheckpointError` if a step or the number of checkpoints to keep is not valid."""
+    require_whole("step", step, 0, CheckpointError)
+    require_whole("keep", keep, 1, CheckpointError)
 
 
 def _state_json(content: Mapping[str, Any]) -> bytes:
@@ -111,10 +113,10 @@ def _checksum(content: object) -> str:
     return hashlib.sha256(_dumps(content).encode()).hexdigest()
 
 
-def _put_in_place(temporary: Path, target: Path) -> None:
-    """Rename, where a folder of that name may be already. Between the two renames the one that is
-    replaced still counts, under its other name."""
-    replaced = durable.unique(target, "replaced")
+def _rename(temporary: Path, target: Path) -> None:
+    """Rename a folder; one that has the name already is renamed first. Between the two renames that
+    one still counts as a checkpoint, under its `.replaced-` name."""
+    replaced = atomic_files.unique_path(target, "replaced")
     if target.exists():
         target.rename(replaced)
     try:
@@ -125,50 +127,57 @@ def _put_in_place(temporary: Path, target: Path) -> None:
         raise
 
 
-def still_there(folder: Path) -> str:
+def not_written(step: int, folder: Path, why: str) -> CheckpointError:
+    """The error for a checkpoint that was not written; it lists those that are still there."""
     try:
-        names = [found.path.name for found in _found(folder)]
+        names = [found.path.name for found in _checkpoint_folders(folder)]
     except OSError:
-        return "that folder cannot be read"
-    return f"still there: {', '.join(names)}" if names else "no older one is there"
+        older = "that folder cannot be read"
+    else:
+        older = f"still there: {', '.join(names)}" if names else "no older one is there"
+    return CheckpointError(
+        f"the checkpoint of step {step} was not written to {folder}: {why}; {older}"
+    )
 
 
-def _tidy(folder: Path, written: Path, keep: int) -> None:
-    """Remove what is not needed any more. The checkpoint is written: nothing here is fatal."""
+def _clean_up(folder: Path, written: Path, keep: int) -> None:
+    """Remove what is no longer needed. An error is only a warning: the checkpoint is written."""
     try:
-        durable.remove_left_behind(folder, "*step-*")
+        atomic_files.remove_abandoned(folder, "*step-*")
         _restore_replaced(folder)
         for path in _surplus(folder, written, keep):
-            durable.discard(path)
+            atomic_files.remove_folder(path)
     except OSError as problem:
         log.warning("older checkpoints in %s were not removed: %s", folder, problem)
 
 
 def _restore_replaced(folder: Path) -> None:
-    """After a crash between two renames: what was to be replaced gets its name back."""
-    for found in _found(folder):
+    """Undo the first rename of a replacement that crashed before the second one."""
+    for found in _checkpoint_folders(folder):
         target = folder / f"step-{found.step:08d}"
-        missing = not found.in_place and not target.exists()
-        if missing and problem_of(found.path, every_byte=True) is None:
+        is_missing = found.is_replaced and not target.exists()
+        if is_missing and find_problem(found.path, every_byte=True) is None:
             found.path.rename(target)
 
 
 def _surplus(folder: Path, written: Path, keep: int) -> list[Path]:
-    """The good checkpoints beyond the newest `keep`, and those that were replaced. Bad ones do not
-    count, and are left for someone to look at; older ones are not read for it, only measured."""
-    kept: list[_Found] = []
+    """Good checkpoints that are not among the newest `keep`, or were replaced.
+
+    Bad ones do not count: they stay, for somebody to look at. Of checkpoints older than `written`
+    only the size is checked, since reading them takes long.
+    """
+    kept: list[_CheckpointFolder] = []
     surplus: list[Path] = []
-    seen_written = False
-    for found in _found(folder):
+    is_older = False
+    for found in _checkpoint_folders(folder):
         if found.path == written:
             kept.append(found)
-            seen_written = True
+            is_older = True
             continue
-        # Of a later step than the one just written: it may be the newest good one, or not.
-        if problem_of(found.path, every_byte=not seen_written) is not None:
+        if find_problem(found.path, every_byte=not is_older) is not None:
             continue
-        replaced = any(found.step == other.step for other in kept)
-        if replaced or len(kept) >= keep:
+        was_replaced = any(found.step == other.step for other in kept)
+        if was_replaced or len(kept) >= keep:
             surplus.append(found.path)
         else:
             kept.append(found)
@@ -179,64 +188,67 @@ def _surplus(folder: Path, written: Path, keep: int) -> list[Path]:
 
 
 def latest_checkpoint(folder: str | Path) -> Path | None:
-    """The newest good checkpoint in `folder`; None if there is none.
+    """The newest good checkpoint in `folder`, checked byte by byte; None if there is none.
 
-    Every byte is checked. One that is torn, foreign or of an unknown version is named in a
-    warning, and the one before is taken.
+    Logs a warning for each one that is incomplete, damaged, foreign or of an unknown version, and
+    goes on to the next older one.
     """
     for path in candidates(Path(folder)):
-        problem = problem_of(path, every_byte=True)
+        problem = find_problem(path, every_byte=True)
         if problem is None:
             return path
-        say_refused(str(problem))
+        warn_refused(str(problem))
     return None
 
 
 def candidates(folder: Path) -> list[Path]:
-    """What bears a checkpoint's name, the newest first, good or not."""
+    """All folders with a checkpoint's name, newest first, good or bad."""
     try:
-        return [found.path for found in _found(folder)]
+        return [found.path for found in _checkpoint_folders(folder)]
     except FileNotFoundError:
         return []
     except OSError as problem:
-        raise CheckpointError(f"no checkpoint was looked for: {problem}") from problem
+        raise CheckpointError(f"cannot look for checkpoints: {problem}") from problem
 
 
-def say_refused(problem: str) -> None:
-    log.warning("checkpoint refused: %s; the one before is taken, if any", problem)
+def warn_refused(problem: str) -> None:
+    log.warning("checkpoint refused: %s; trying the next older one", problem)
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Found:
-    """A folder with a checkpoint's name. They sort by age."""
+@dataclass(frozen=True, slots=True)
+class _CheckpointFolder:
+    """A folder with a checkpoint's name. A replaced one has been renamed to `.replaced-…`."""
 
     step: int
-    in_place: bool
+    is_replaced: bool
     changed_ns: int
     path: Path
 
 
-def _found(folder: Path) -> list[_Found]:
-    """What bears a checkpoint's name, the newest first."""
+def _checkpoint_folders(folder: Path) -> list[_CheckpointFolder]:
+    """All folders with a checkpoint's name, newest first; replaced ones after their replacement."""
     found = []
     for path in folder.iterdir():
         name = _NAME.fullmatch(path.name)
         if name is not None and path.is_dir():
-            changed_ns = path.stat().st_mtime_ns
-            found.append(_Found(int(name["step"]), not name["replaced"], changed_ns, path))
-    return sorted(found, reverse=True)
+            is_replaced, changed_ns = bool(name["replaced"]), path.stat().st_mtime_ns
+            found.append(_CheckpointFolder(int(name["step"]), is_replaced, changed_ns, path))
+    return sorted(found, key=lambda one: (-one.step, one.is_replaced, -one.changed_ns))
 
 
-def problem_of(
+def find_problem(
     path: Path, *, every_byte: bool, share: tuple[int, int] = (0, 1)
 ) -> CheckpointError | None:
-    """What is wrong with a checkpoint. Without `every_byte`, sizes are looked at, not tensors;
-    `share` (rank, ranks) leaves most of its files to others."""
+    """What is wrong with a checkpoint; None if it is good.
+
+    Without `every_byte` only the sizes of its tensor files are checked. With `share = (rank,
+    ranks)`, only every `ranks`-th file is: other ranks check the others.
+    """
     rank, ranks = share
     try:
         for file, digest in _tensor_files(path, _read_content(path))[rank::ranks]:
             if every_byte:
-                check_file(file, digest)
+                digest.require(file)
             else:
                 digest.require_size(file, file.stat().st_size)
     except CheckpointError as problem:
@@ -252,30 +264,31 @@ def problem_of(
 def load_checkpoint(
     path: str | Path, *, device: Device | torch.device | str | None = None, parts: bool = False
 ) -> Any:
-    """The state in one checkpoint, checked byte for byte. Nothing in it is ever run.
+    """The state in a checkpoint, checked byte by byte. Nothing is unpickled.
 
-    Tensors come back on the host, from where `load_state_dict` takes them, or all of them on
-    `device`: then the host waits for their copies. With `parts`, large tensors of a checkpoint of
-    several ranks come as `StoredTensor`s, of which a rank reads its part; they are not checked.
+    Tensors are on the host, from where `load_state_dict` copies them, or all of them on `device`;
+    then the host waits for the copies. With `parts`, weights in a checkpoint of several ranks are
+    `StoredTensor`s, of which each rank reads its part; their bytes are not checked.
     """
     path = Path(path)
     try:
         content = _read_content(path)
         files = _tensor_files(path, content)
         tensors: Mapping[str, Any]
-        if "files" in content:
-            if not parts:
-                for file, digest in files:
-                    check_file(file, digest)
+        several_ranks = "files" in content
+        if not (several_ranks and parts):
+            for file, digest in files:
+                digest.require(file)
+        if several_ranks:
             stored = StoredTensors([file for file, _ in files], content, parts=parts)
             tensors = stored if parts else dict(stored)
         else:
-            tensors = read_tensors(*files[0])
+            tensors = read_tensors(files[0][0])
     except OSError as problem:
         raise _unreadable(path, problem) from problem
     except CheckpointError:
         raise
-    except _UNREADABLE as problem:
+    except _DECODING_ERRORS as problem:
         raise CheckpointError(
             f"{path / STATE_FILE} does not describe its tensors ({problem!r})"
         ) from problem
@@ -285,7 +298,7 @@ def load_checkpoint(
         return states.decode(content["state"], tensors, content.get("own", ()))
     except OSError as problem:
         raise _unreadable(path, problem) from problem
-    except _UNREADABLE as problem:
+    except _DECODING_ERRORS as problem:
         raise CheckpointError(
             f"{path / STATE_FILE} holds no state that can be read: {problem!r}"
         ) from problem
@@ -294,27 +307,24 @@ def load_checkpoint(
 def _moved(tensors: Mapping[str, Any], device: Device) -> Mapping[str, Any]:
     if not device.asynchronous:
         return tensors
-    with device.ledger.waiting("checkpoint_load"):  # the memory is not pinned, and used only once
+    # Pinned memory would not pay: each tensor is copied once.
+    with device.ledger.waiting("checkpoint_load"):
         return {name: tensor.to(device.torch_device) for name, tensor in tensors.items()}
 
 
 def _read_content(path: Path) -> dict[str, Any]:
-    """What state.json holds, as the present version has it."""
+    """The `content` of state.json, upgraded to the current version."""
     file = path / STATE_FILE
-    try:
-        document = json.loads(file.read_bytes())
-    except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{file} is torn, or no JSON: {problem}") from problem
-    found = document.get("format") if isinstance(document, dict) else None
-    if found != FORMAT:
-        raise CheckpointError(f"{file} has format = {found!r}: expected {FORMAT!r}")
-    version = document.get("version")
+    document = read_json(file, CheckpointError, max_bytes=None)
+    if document.values.get("format") != FORMAT:
+        raise document.problem("format", repr(FORMAT))
+    version = document.values.get("version")
     if type(version) is not int or (version != VERSION and version not in UPGRADES):
         known = ", ".join(map(str, sorted([*UPGRADES, VERSION])))
-        raise CheckpointError(f"{file} has version = {version!r}: this Headrace reads {known}")
-    content: dict[str, Any] | None = document.get("content")
-    if not isinstance(content, dict) or _checksum_or_none(content) != document.get("sha256"):
-        raise CheckpointError(f"{file} does not have its own checksum: its bytes have changed")
+        raise document.problem("version", f"{known}, which this Headrace reads")
+    content = dict(document.section("content").values)
+    if _checksum_or_none(content) != document.values.get("sha256"):
+        raise CheckpointError(f"{file} does not match its own checksum: the file was changed")
     while version != VERSION:
         content, version = UPGRADES[version](content), version + 1
     return content
@@ -323,22 +333,30 @@ def _read_content(path: Path) -> dict[str, Any]:
 def _checksum_or_none(content: object) -> str | None:
     try:
         return _checksum(content)
-    except (ValueError, RecursionError):  # a bare NaN, which no checkpoint has, or too deep
+    except (ValueError, RecursionError):  # NaN, which no checkpoint contains, or nested too deeply
         return None
 
 
 def _tensor_files(path: Path, content: dict[str, Any]) -> list[tuple[Path, FileDigest]]:
-    """The files that hold the tensors: one, or one for each rank that wrote."""
-    try:
-        told = content.get("files") or [{"name": TENSOR_FILE, **content["tensors"]}]
-        for one in told:
-            if one["name"] != TENSOR_FILE and not _RANK_FILE.fullmatch(one["name"]):
-                raise ValueError(f"no file of a checkpoint is called {one['name']!r}")
-        return [
-            (path / one["name"], FileDigest(int(one["bytes"]), str(one["sha256"]))) for one in told
-        ]
-    except (KeyError, TypeError, ValueError, AttributeError) as problem:
-        raise CheckpointError(f"{path / STATE_FILE} does not describe its tensors") from problem
+    """The tensor files with their sizes and checksums: one, or one for each rank that wrote."""
+    fields = Fields(content, str(path / STATE_FILE), CheckpointError, "content")
+    described = fields.children("files") or [fields.section("tensors")]
+    files = [one.record(_TensorFile) for one in described]
+    return [(path / file.name, FileDigest(file.bytes, file.sha256)) for file in files]
+
+
+@dataclass(frozen=True, slots=True)
+class _TensorFile:
+    """A tensor file as state.json describes it."""
+
+    bytes: int
+    sha256: str
+    name: str = TENSOR_FILE
+
+    def invalid(self) -> Invalid | None:
+        if self.name == TENSOR_FILE or _RANK_FILE.fullmatch(self.name):
+            return None
+        return Invalid("name", self.name, "tensors-00000-of-00008.safetensors or its like")
 
 
 def _unreadable(path: Path, problem: OSError) -> CheckpointError:

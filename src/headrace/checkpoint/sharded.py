@@ -1,11 +1,11 @@
-"""A checkpoint that several ranks write together: each one file, and rank 0 the index.
+"""A checkpoint that several ranks write together: one tensor file each, and state.json by rank 0.
 
-    rank 0   make a folder beside │ write a file │ gather what was written │ state.json, rename
-    others                        │ write a file │                         │
+    rank 0   create a temporary folder │ write a file │ gather │ write state.json, rename the folder
+    others                             │ write a file │        │
 
-Of a sharded tensor each rank writes its part; tensors that all ranks have are divided among them.
-Nothing bears a checkpoint's name before every file of it is on the disk. If one rank cannot write,
-all of them get its error, and the checkpoints before are as they were.
+Each rank writes its shard of a sharded tensor. Replicated tensors are divided among the ranks. The
+folder gets its name when every file is on the disk. If one rank cannot write, all ranks raise its
+error, and older checkpoints are unchanged.
 """
 
 from __future__ import annotations
@@ -18,18 +18,20 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint import durable, folders, states, tensorfile
-from headrace.checkpoint.durable import FileDigest
+from headrace import atomic_files
+from headrace.atomic_files import DurableFile
+from headrace.checkpoint import folders, states, tensor_file
+from headrace.checkpoint.tensor_file import FileDigest
 from headrace.device import Ledger
 from headrace.errors import CheckpointError
-from headrace.parallel import Ranks, is_sharded, local, place
+from headrace.parallel import Ranks, is_sharded, local_shard, shard_region
 
 _REASON = "checkpoint_ranks"
 
 
 @dataclass
 class SharedState:
-    """A state, encoded: what rank 0 writes of it, and the tensors that this rank writes."""
+    """An encoded state: the document that rank 0 writes, and this rank's values and tensors."""
 
     document: Any
     own: list[Any]
@@ -38,7 +40,7 @@ class SharedState:
 
 
 def encode(state: object, ranks: Ranks) -> SharedState:
-    """What this rank has to write of a state that all of them have."""
+    """Encode the state, and choose the tensors that this rank writes."""
     encoder = _SharedEncoder(ranks.rank)
     document = encoder.encode(state, ())
     replicated = {
@@ -46,7 +48,7 @@ def encode(state: object, ranks: Ranks) -> SharedState:
         for name, tensor in encoder.tensors.items()
         if name not in encoder.shards and name not in encoder.own_names
     }
-    mine = _divided(replicated, ranks.size)[ranks.rank]
+    mine = _divide(replicated, ranks.size)[ranks.rank]
     kept = {
         name: tensor
         for name, tensor in encoder.tensors.items()
@@ -55,19 +57,22 @@ def encode(state: object, ranks: Ranks) -> SharedState:
     return SharedState(document, encoder.own, kept, encoder.shards)
 
 
-def _divided(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[set[str]]:
-    """Which rank writes which: the same on all of them, since all have the same tensors."""
+def _divide(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[set[str]]:
+    """The tensors that each rank writes, by name: about the same bytes each.
+
+    All ranks have the same tensors, so all compute the same division.
+    """
     names: list[set[str]] = [set() for _ in range(ranks)]
-    load = [0] * ranks
+    nbytes = [0] * ranks
     for name, tensor in tensors.items():
-        lightest = load.index(min(load))
-        names[lightest].add(name)
-        load[lightest] += tensor.numel() * tensor.element_size()
+        smallest = nbytes.index(min(nbytes))
+        names[smallest].add(name)
+        nbytes[smallest] += tensor.numel() * tensor.element_size()
     return names
 
 
 class _SharedEncoder(states.Encoder):
-    """Also takes sharded tensors, and values that are each rank's own."""
+    """Also encodes sharded tensors and `PerRank` values."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -76,7 +81,7 @@ class _SharedEncoder(states.Encoder):
         self.own_names: set[str] = set()
         self.shards: dict[str, Any] = {}
 
-    def encode(self, value: object, path: states.Path) -> Any:
+    def encode(self, value: object, path: states.StatePath) -> Any:
         if not isinstance(value, states.PerRank):
             return super().encode(value, path)
         number, before = len(self.own), set(self.tensors)
@@ -84,16 +89,16 @@ class _SharedEncoder(states.Encoder):
         self.own_names |= set(self.tensors) - before
         return {"$ranks": number}
 
-    def _tensor(self, tensor: torch.Tensor, path: states.Path) -> dict[str, Any]:
+    def _tensor(self, tensor: torch.Tensor, path: states.StatePath) -> dict[str, Any]:
         if not is_sharded(tensor):
             return super()._tensor(tensor, path)
-        if tensor.dtype not in tensorfile.DTYPE_NAMES:
+        if tensor.dtype not in tensor_file.DTYPE_NAMES:
             raise CheckpointError(
-                f"{states.place(path)} is sharded and {tensor.dtype}, which safetensors does not "
-                "know"
+                f"{states.expression(path)} is sharded and {tensor.dtype}, which safetensors "
+                "does not support"
             )
-        offset, _ = place(tensor)
-        name = self._name(local(tensor), path)
+        offset, _ = shard_region(tensor)
+        name = self._name(local_shard(tensor), path)
         self.shards[name] = {"offset": list(offset), "shape": list(tensor.shape)}
         return {"$tensor": name}
 
@@ -108,59 +113,60 @@ def write_shared(
     ranks: Ranks,
     ledger: Ledger,
 ) -> Path:
-    """Write this rank's part of a checkpoint; `tensors` are the state's, on the host. Returns when
-    all of it is in place, on every rank."""
+    """Write this rank's part of a checkpoint; `tensors` are the state's, on the host.
+
+    Returns when the checkpoint is complete, on every rank.
+    """
     target = folder / f"step-{step:08d}"
-    making: AbstractContextManager[Path | None] = nullcontext()
+    creation: AbstractContextManager[Path | None] = nullcontext()
     if ranks.is_first:
-        making = durable.new_folder(target)
-    told: dict[str, Any] = {}
+        creation = atomic_files.temporary_folder(target)
+    temporary: Path | None = None
     try:
-        with making as made:
-            told = {"folder": str(made)}
-            return _write_together(target, state, tensors, step, keep, ranks, ledger, told)
+        with creation as temporary:
+            return _write_together(target, temporary, state, tensors, step, keep, ranks, ledger)
     except OSError as problem:
-        if not told:  # no folder: the others wait to be told of one
-            ranks.told({"error": f"{folder}: {problem.strerror or problem}"}, ledger, _REASON)
-        raise CheckpointError(
-            f"the checkpoint of step {step} was not written to {folder}: "
-            f"{problem.strerror or problem}; {folders.still_there(folder)}"
-        ) from problem
+        why = problem.strerror or str(problem)
+        if ranks.is_first and temporary is None:  # the other ranks wait for the folder's name
+            ranks.broadcast({"error": f"{folder}: {why}"}, ledger, _REASON)
+        raise folders.not_written(step, folder, why) from problem
 
 
 def _write_together(
     target: Path,
+    temporary: Path | None,
     state: SharedState,
     tensors: Mapping[str, torch.Tensor],
     step: int,
     keep: int,
     ranks: Ranks,
     ledger: Ledger,
-    told: dict[str, Any],
 ) -> Path:
-    told = ranks.told(told, ledger, _REASON)
-    _require_good([told], step, target)
-    temporary = Path(told["folder"])
+    message: dict[str, Any] = ranks.broadcast({"folder": str(temporary)}, ledger, _REASON)
+    _raise_errors([message], step, target)
+    temporary = Path(message["folder"])
     name = f"tensors-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
     try:
-        digest = tensorfile.write_tensors(temporary / name, tensors)
-        told = _written(name, digest, state)
+        with DurableFile(temporary / name) as file:
+            digest = tensor_file.write_tensors(file, tensors)
+        message = _written(name, digest, state)
     except OSError as problem:
-        told = {"error": f"rank {ranks.rank}: {problem.strerror or problem}"}
-    everyone = ranks.gathered(told, ledger, _REASON)
-    _require_good(everyone, step, target)
-    told = {}
+        message = {"error": f"rank {ranks.rank}: {problem.strerror or problem}"}
+    messages = ranks.all_gather(message, ledger, _REASON)
+    _raise_errors(messages, step, target)
+    message = {}
     if ranks.is_first:
         try:
-            content = _content(state.document, everyone, step)
+            content = _content(state.document, messages, step)
             folders.commit(temporary, target, content, keep=keep)
         except OSError as problem:
-            told = {"error": f"rank 0: {problem.strerror or problem}"}
-    _require_good([ranks.told(told, ledger, _REASON)], step, target)
+            message = {"error": f"rank 0: {problem.strerror or problem}"}
+    _raise_errors([ranks.broadcast(message, ledger, _REASON)], step, target)
     return target
 
 
 def _written(name: str, digest: FileDigest, state: SharedState) -> dict[str, Any]:
+    """What a rank tells the others about its file."""
     whole = [tensor for tensor in state.tensors if tensor not in state.shards]
     return {
         "file": {"name": name, "bytes": digest.nbytes, "sha256": digest.sha256},
@@ -170,51 +176,49 @@ def _written(name: str, digest: FileDigest, state: SharedState) -> dict[str, Any
     }
 
 
-def _require_good(told: list[dict[str, Any]], step: int, target: Path) -> None:
-    problems = [one["error"] for one in told if "error" in one]
-    if problems:
-        raise CheckpointError(
-            f"the checkpoint of step {step} was not written to {target.parent}: "
-            f"{'; '.join(problems)}; {folders.still_there(target.parent)}"
-        )
+def _raise_errors(messages: list[dict[str, Any]], step: int, target: Path) -> None:
+    """Raise the errors that ranks reported, on every rank."""
+    errors = [message["error"] for message in messages if "error" in message]
+    if errors:
+        raise folders.not_written(step, target.parent, "; ".join(errors))
 
 
-def _content(document: Any, everyone: list[dict[str, Any]], step: int) -> dict[str, Any]:
-    """What state.json says of a checkpoint of several files."""
+def _content(document: Any, written: list[dict[str, Any]], step: int) -> dict[str, Any]:
+    """The `content` of state.json, from what each rank has written."""
     whole: dict[str, int] = {}
     sharded: dict[str, Any] = {}
-    for number, one in enumerate(everyone):
+    for number, one in enumerate(written):
         whole |= dict.fromkeys(one["whole"], number)
         for name, shard in one["shards"].items():
             known = sharded.setdefault(name, {"shape": shard["shape"], "pieces": []})
-            # Ranks that replicate each other have the same part.
+            # Ranks that replicate each other have the same piece.
             if all(shard["offset"] != offset for _, offset in known["pieces"]):
                 known["pieces"].append([number, shard["offset"]])
     return {
         "step": step,
-        "files": [one["file"] for one in everyone],
+        "files": [one["file"] for one in written],
         "whole": whole,
         "sharded": sharded,
-        "own": [one["own"] for one in everyone],
+        "own": [one["own"] for one in written],
         "state": document,
     }
 
 
 def agreed_checkpoint(folder: str | Path, ranks: Ranks, ledger: Ledger) -> Path | None:
-    """The newest good checkpoint, for all ranks: each of them checks some of its files."""
+    """The newest good checkpoint, the same on all ranks; each rank checks some of its files."""
     folder = Path(folder)
     if not ranks.several:
         return folders.latest_checkpoint(folder)
     names: list[str] = []
     if ranks.is_first:
         names = [path.name for path in folders.candidates(folder)]
-    for name in ranks.told(names, ledger, _REASON):
+    for name in ranks.broadcast(names, ledger, _REASON):
         path = folder / name
-        problem = folders.problem_of(path, every_byte=True, share=(ranks.rank, ranks.size))
-        found = ranks.gathered(None if problem is None else str(problem), ledger, _REASON)
+        problem = folders.find_problem(path, every_byte=True, share=(ranks.rank, ranks.size))
+        found = ranks.all_gather(None if problem is None else str(problem), ledger, _REASON)
         problems = [f"rank {rank}: {one}" for rank, one in enumerate(found) if one is not None]
         if not problems:
             return path
         if ranks.is_first:
-            folders.say_refused("; ".join(problems))
+            folders.warn_refused("; ".join(problems))
     return None

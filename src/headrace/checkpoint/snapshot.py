@@ -1,13 +1,13 @@
-"""Tensors as they are at one moment, on their way to the host.
+"""Snapshots: tensors as they are at one point of a stream, copied to the host later.
 
-    current      [step N][clone][step N+1] …           the caller goes on at once
-    checkpoint                  [piece][piece] …       sent, and then read, by a thread
+    current stream      [step N][clone][step N+1] …        the caller does not wait
+    checkpoint stream                  [chunk][chunk] …    a thread queues the copies and waits
 
-Device tensors are cloned on the stream that works on them, into one piece of memory, so that it
-may overwrite them at once. Whoever calls `arrive` has it copied to the host on a stream of its own,
-piece by piece through a little pinned memory: to pin as much as a model takes would stop every
-launch of the process meanwhile. Where there is no memory for clones, the tensors themselves are
-copied, in line with the work on them, before the caller goes on.
+A snapshot clones device tensors on the current stream, into one block of memory, so the next step
+may overwrite them. `to_host` copies the clones on a stream of its own, in chunks through two pinned
+buffers: pinning as much memory as a model takes would block every kernel launch of the process
+meanwhile. If there is no memory for clones, the snapshot copies the tensors themselves to the host
+on the current stream, and the caller waits.
 """
 
 from __future__ import annotations
@@ -23,16 +23,19 @@ import torch
 from headrace.device import Device, Event, PinnedBuffer, Stream, open_device
 from headrace.errors import CheckpointError
 
-_PIECE_BYTES = 16 << 20
-_PIECES_UNDER_WAY = 2
+_CHUNK_BYTES = 16 << 20
+_CHUNKS_IN_FLIGHT = 2
 _ALIGNMENT = 64
-# Bits are copied, not numbers: not every kind of number can be copied in a bunch, or unchanged.
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+# Tensors are copied as integers of their element size: `_foreach_copy_` does not take every dtype,
+# and a float copy might change the bits of a NaN.
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 
 
 class Snapshot:
-    """`tensors` as they are when the current stream gets there. Release it after use. It may be
-    made in one thread, and arrive and be released in another."""
+    """`tensors` as they are at this point of the current stream. Release it after use.
+
+    `to_host` and `release` may be called from another thread.
+    """
 
     def __init__(self, device: Device, tensors: Mapping[str, torch.Tensor]) -> None:
         self._device = device
@@ -47,59 +50,59 @@ class Snapshot:
                 self._on_host[name] = _clone(tensor)
             else:
                 raise CheckpointError(
-                    f"{name!r} lies on {tensor.device}: expected {device} or the host"
+                    f"{name!r} is on {tensor.device}: expected {device} or the host"
                 )
         self._layout = _Layout.of(live)
         if live:
-            self._take(live)
+            self._clone(live)
 
-    def arrive(self) -> dict[str, torch.Tensor]:
-        """The tensors on the host, contiguous. Waits for their copies."""
+    def to_host(self) -> dict[str, torch.Tensor]:
+        """Copy the tensors to the host and wait for the copies. They are contiguous there."""
         if self._clones is not None:
             stream = self._device.stream("checkpoint")
             stream.wait_event(self._cloned)
             memory = _host_memory(self._layout.nbytes)
             try:
-                _carry(self._device, stream, [(self._clones, memory)])
-            except BaseException:  # Ctrl-C in a wait: a copy may still read them
+                _copy_to_host(self._device, stream, [(self._clones, memory)])
+            except BaseException:  # Ctrl-C while waiting: a copy may still read the clones
                 self._device.record_stream(self._clones, stream)
                 raise
-            self._clones = None  # now: its copies were waited for
+            self._clones = None
             self._on_host |= self._layout.views(memory)
         return self._on_host
 
     def release(self) -> None:
-        """Let go of it all, arrived or not."""
+        """Free the memory, whether the tensors were copied to the host or not."""
         self._on_host = {}
         self._clones = None
 
-    def _take(self, live: dict[str, torch.Tensor]) -> None:
+    def _clone(self, live: dict[str, torch.Tensor]) -> None:
         try:
             clones = self._device.empty((self._layout.nbytes,), torch.uint8)
         except torch.OutOfMemoryError:
             self._device.say_once(
                 "checkpoint memory",
-                "a checkpoint finds no memory on %s for a copy of what it saves: it is copied to "
-                "the host in line, and the next step waits for that",
+                "no memory on %s to clone the state for a checkpoint: training waits while the "
+                "state is copied to the host",
                 self._device,
             )
         else:
-            _copy(live, self._layout, clones)
+            _clone_into(clones, live, self._layout)
             self._cloned.record()
             self._clones = clones
             return
         memory = _host_memory(self._layout.nbytes)
         self._on_host |= self._layout.views(memory)
         pairs = [(_bytes(tensor), _bytes(self._on_host[name])) for name, tensor in live.items()]
-        _carry(self._device, self._device.current_stream(), pairs)
+        _copy_to_host(self._device, self._device.current_stream(), pairs)
 
 
 def reserve_staging(device: Device) -> None:
-    """Pin now what snapshots go through, so that none has to while a loop runs."""
+    """Allocate the pinned buffers of snapshots now, not while a loop runs."""
     buffers: list[PinnedBuffer] = []
     try:
-        while device.asynchronous and len(buffers) < _PIECES_UNDER_WAY:
-            buffers.append(device.pinned.take(_PIECE_BYTES))
+        while device.asynchronous and len(buffers) < _CHUNKS_IN_FLIGHT:
+            buffers.append(device.pinned.take(_CHUNK_BYTES))
     finally:
         for buffer in buffers:
             buffer.release()
@@ -109,85 +112,87 @@ def reserve_staging(device: Device) -> None:
 def on_host(
     tensors: Mapping[str, torch.Tensor], device: Device | None
 ) -> Iterator[Mapping[str, torch.Tensor]]:
-    """The tensors, contiguous and on the host, inside the block. Waits for those on a device."""
+    """The tensors, contiguous and on the host, until the block ends. Waits for device copies."""
     if device is None:
-        elsewhere = next((t.device for t in tensors.values() if not t.is_cpu), None)
-        if elsewhere is None:
+        on_device = next((t.device for t in tensors.values() if not t.is_cpu), None)
+        if on_device is None:
             yield {name: _plain(tensor).contiguous() for name, tensor in tensors.items()}
             return
-        device = open_device(elsewhere)
+        device = open_device(on_device)
     snapshot = Snapshot(device, tensors)
     try:
-        yield snapshot.arrive()
+        yield snapshot.to_host()
     finally:
         snapshot.release()
 
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Where tensors lie, one behind the other, in one piece of memory of `nbytes` bytes."""
+    """Offset, dtype and shape of each tensor in one block of `nbytes` bytes."""
 
-    places: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
+    offsets: dict[str, tuple[int, torch.dtype, tuple[int, ...]]]
     nbytes: int
 
     @classmethod
     def of(cls, tensors: Mapping[str, torch.Tensor]) -> _Layout:
-        places, end = {}, 0
+        offsets, end = {}, 0
         for name, tensor in tensors.items():
-            places[name] = (end, tensor.dtype, tuple(tensor.shape))
+            offsets[name] = (end, tensor.dtype, tuple(tensor.shape))
             end += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
-        return cls(places, end)
+        return cls(offsets, end)
 
     def bytes_of(self, name: str, memory: torch.Tensor) -> torch.Tensor:
-        """A tensor's part of `memory`, which is bytes."""
-        begin, dtype, shape = self.places[name]
+        """The bytes of a tensor in `memory`."""
+        begin, dtype, shape = self.offsets[name]
         return memory[begin : begin + math.prod(shape) * dtype.itemsize]
 
     def views(self, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-        """The tensors in `memory`."""
+        """The tensors as views of `memory`."""
         return {
             name: self.bytes_of(name, memory).view(dtype).view(shape)
-            for name, (_, dtype, shape) in self.places.items()
+            for name, (_, dtype, shape) in self.offsets.items()
         }
 
 
-def _copy(sources: Mapping[str, torch.Tensor], layout: _Layout, memory: torch.Tensor) -> None:
-    """Copy all to their places, with few launches: a model has hundreds of tensors."""
-    bunches: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
-    for name, source in sources.items():
+def _clone_into(memory: torch.Tensor, tensors: Mapping[str, torch.Tensor], layout: _Layout) -> None:
+    """Copy the tensors to `memory` with few kernel launches: a model has hundreds of tensors."""
+    by_dtype: dict[torch.dtype, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+    for name, source in tensors.items():
         target = layout.bytes_of(name, memory)
         if not source.is_contiguous():
             target.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
         elif source.numel():
-            word = _WORDS[source.element_size()]
-            to, of = bunches.setdefault(word, ([], []))
-            to.append(target.view(word))
-            of.append(source.view(-1).view(word))
-    for to, of in bunches.values():
-        torch._foreach_copy_(to, of)
+            dtype = _INTEGERS[source.element_size()]
+            targets, sources = by_dtype.setdefault(dtype, ([], []))
+            targets.append(target.view(dtype))
+            sources.append(source.view(-1).view(dtype))
+    for targets, sources in by_dtype.values():
+        torch._foreach_copy_(targets, sources)
 
 
-def _carry(device: Device, stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy device bytes to host bytes on `stream`, through pinned memory. Waits for them."""
-    under_way: deque[_Piece] = deque()
-    with device.use(stream):  # a thread's current device is another, too
+def _copy_to_host(
+    device: Device, stream: Stream, pairs: list[tuple[torch.Tensor, torch.Tensor]]
+) -> None:
+    """Copy device bytes to host bytes on `stream`, through pinned memory, and wait for them."""
+    in_flight: deque[_Chunk] = deque()
+    with device.use(stream):  # this thread may have another current device
         try:
             for source, target in pairs:
-                for part, there in zip(
-                    source.split(_PIECE_BYTES), target.split(_PIECE_BYTES), strict=True
+                for source_part, target_part in zip(
+                    source.split(_CHUNK_BYTES), target.split(_CHUNK_BYTES), strict=True
                 ):
-                    if len(under_way) == _PIECES_UNDER_WAY:
-                        under_way.popleft().land()
-                    under_way.append(_Piece(device, stream, part, there))
-            while under_way:
-                under_way.popleft().land()
+                    if len(in_flight) == _CHUNKS_IN_FLIGHT:
+                        in_flight.popleft().finish()
+                    in_flight.append(_Chunk(device, stream, source_part, target_part))
+            while in_flight:
+                in_flight.popleft().finish()
         finally:
-            while under_way:
-                under_way.popleft().drop()
+            while in_flight:
+                in_flight.popleft().abandon()
 
 
-class _Piece:
-    """Some bytes on their way from the device, through pinned memory, to where they are kept."""
+class _Chunk:
+    """Bytes being copied from the device, through a pinned buffer, to their target on the host."""
 
     def __init__(
         self, device: Device, stream: Stream, source: torch.Tensor, target: torch.Tensor
@@ -195,7 +200,7 @@ class _Piece:
         self._device = device
         self._target = target
         self._arrived: Event = device.event()
-        self._buffer: PinnedBuffer = device.pinned.take(_PIECE_BYTES)
+        self._buffer: PinnedBuffer = device.pinned.take(_CHUNK_BYTES)
         self._staging = self._buffer.view(source.shape, torch.uint8)
         try:
             device.copy(self._staging, source, known_pinned=True)
@@ -205,19 +210,20 @@ class _Piece:
             self._buffer.release(after=self._arrived)
             raise
 
-    def land(self) -> None:
-        """Wait until they are there, and put them where they are kept."""
+    def finish(self) -> None:
+        """Wait for the copy, and move the bytes from the pinned buffer to the target."""
         try:
             self._device.wait(self._arrived, "checkpoint_copy")
         except BaseException:
-            self.drop()
+            self.abandon()
             raise
         try:
             self._target.copy_(self._staging)
         finally:
             self._buffer.release()
 
-    def drop(self) -> None:
+    def abandon(self) -> None:
+        """Give the buffer back for use after the copy."""
         self._buffer.release(after=self._arrived)
 
 
@@ -234,5 +240,5 @@ def _clone(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Without history, and without a conjugation or sign that is yet to be applied."""
+    """Detached, with a pending conjugation or negation applied."""
     return tensor.detach().resolve_conj().resolve_neg()

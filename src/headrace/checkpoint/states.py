@@ -1,14 +1,14 @@
-"""A state as JSON and named tensors, and back.
+"""Encodes a state as JSON and named tensors, and decodes it again.
 
-What JSON has, stands there as it is. The rest is an object whose first key begins with "$":
+Values that JSON has are stored as they are. Any other is an object whose first key begins with "$":
 
-    {"$tensor": "optimizer/state/[0]/exp_avg"}     the tensor of that name; the same name twice
-                                                   is one tensor in two places
+    {"$tensor": "optimizer/state/[0]/exp_avg"}     the tensor of that name; a tensor that is in two
+                                                   places has the same name in both
     {"$tuple": […]}   {"$float": "nan"}   {"$int": "0x…"}   {"$str": "…"}
-    {"$dict": [[key, value], …]}                   keys that are no strings, or begin with "$"
-    {"$OrderedDict": …}   {"$Counter": …}          likewise
-    {"$ranks": 0}                                  the first of the values that each rank has of
-                                                   its own, in checkpoints of several ranks
+    {"$dict": [[key, value], …]}                   if a key is not a string, or begins with "$"
+    {"$OrderedDict": …}   {"$Counter": …}          pairs, as for $dict
+    {"$ranks": 0}                                  the first value that differs from rank to rank,
+                                                   in checkpoints of several ranks
 """
 
 from __future__ import annotations
@@ -22,32 +22,34 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint import tensorfile
+from headrace.checkpoint import tensor_file
 from headrace.errors import CheckpointError
 
-Path = tuple[str | int, ...]
+#: The keys that lead from the state to a value.
+StatePath = tuple[str | int, ...]
 
-_DEEPEST = 200
+_MAX_DEPTH = 200
 _EXPECTED = "expected dict, list, tuple, str, int, float, bool, None or a plain dense tensor"
-# An OrderedDict is what a module's state_dict is, a Counter what MultiStepLR keeps.
+# A module's state_dict is an OrderedDict; MultiStepLR keeps a Counter.
 _DICTS: dict[type, str] = {dict: "$dict", OrderedDict: "$OrderedDict", Counter: "$Counter"}
 _LARGEST_PLAIN_INT = 2**63
-# In a tensor's name "/" parts the keys and "[" begins a number; half a surrogate pair is no UTF-8.
+# In a tensor's name "/" separates keys and "[" begins an int; a lone surrogate is not UTF-8.
 _ESCAPED = re.compile("[~/\\[\ud800-\udfff]")
 
 
 @dataclass(frozen=True)
 class PerRank:
-    """A value that each rank has one of: `own` to be written, all of them once it was read."""
+    """A value that differs from rank to rank: `own` is this rank's, to be saved; `all` has every
+    rank's, after loading."""
 
     own: Any = None
     all: tuple[Any, ...] = ()
 
 
 def encode(state: object) -> tuple[Any, dict[str, torch.Tensor]]:
-    """The state as something for `json.dumps`, and its tensors by name: the very ones, uncopied.
+    """The state as a document for `json.dumps`, and its tensors by name, not copied.
 
-    Raises `CheckpointError` with the path and type of what cannot be kept.
+    Raises `CheckpointError` with the path and type of a value that cannot be stored.
     """
     encoder = Encoder()
     return encoder.encode(state, ()), encoder.tensors
@@ -56,7 +58,7 @@ def encode(state: object) -> tuple[Any, dict[str, torch.Tensor]]:
 def decode(
     document: Any, tensors: Mapping[str, torch.Tensor], own: Sequence[Sequence[Any]] = ()
 ) -> Any:
-    """The state of which `encode` made this. `own` has each rank's own values."""
+    """The state that `encode` got. `own` has the values that differ from rank to rank."""
     if isinstance(document, list):
         return [decode(value, tensors, own) for value in document]
     if not isinstance(document, dict):
@@ -92,33 +94,36 @@ def _decode_tensor(document: dict[str, Any], tensors: Mapping[str, torch.Tensor]
     tensor: Any = tensors[document["$tensor"]]
     if "dtype" not in document:
         return tensor  # type: ignore[no-any-return]
-    if not isinstance(tensor, torch.Tensor):  # of which a part may be asked for
+    if not isinstance(tensor, torch.Tensor):  # a StoredTensor
         tensor = tensor.whole()
     dtype = getattr(torch, document["dtype"], None)
     if not isinstance(dtype, torch.dtype):
-        raise CheckpointError(f"unknown type {document['dtype']!r} of a tensor")
+        raise CheckpointError(f"unknown dtype {document['dtype']!r} of a tensor")
     result: torch.Tensor = tensor.view(dtype).view(document["shape"])
     return result
 
 
-def place(path: Path) -> str:
-    """The path as one would type it."""
+def expression(path: StatePath) -> str:
+    """The path as Python code: `state['model'][0]`."""
     return "state" + "".join(f"[{key!r}]" for key in path)
 
 
 class Encoder:
+    """Encodes values, and collects their tensors in `tensors`."""
+
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._known: dict[tuple[object, ...], str] = {}
 
-    def encode(self, value: object, path: Path) -> Any:
-        if len(path) > _DEEPEST:
+    def encode(self, value: object, path: StatePath) -> Any:
+        if len(path) > _MAX_DEPTH:
             raise CheckpointError(
-                f"{place(path[:6])}… is nested more than {_DEEPEST} deep: does it hold itself?"
+                f"{expression(path[:6])}… is nested more than {_MAX_DEPTH} levels deep: does it "
+                "contain itself?"
             )
         if isinstance(value, torch.Tensor):
             return self._tensor(value, path)
-        # Types are taken exactly: a subclass (a numpy number, a named tuple) would not come back.
+        # Exact types only: a subclass (a numpy number, a named tuple) would be decoded as its base.
         kind = type(value)
         if value is None or kind is bool:
             return value
@@ -131,13 +136,14 @@ class Encoder:
             return items if kind is list else {"$tuple": items}
         if kind in _DICTS:
             return self._dict(value, path)  # type: ignore[arg-type]
-        raise CheckpointError(f"{place(path)} is a {_name(kind)}: {_EXPECTED}")
+        raise CheckpointError(f"{expression(path)} is a {_type_name(kind)}: {_EXPECTED}")
 
-    def _dict(self, values: dict[Any, object], path: Path) -> Any:
+    def _dict(self, values: dict[Any, object], path: StatePath) -> Any:
         for key in values:
             if type(key) not in (str, int):
                 raise CheckpointError(
-                    f"{place(path)} has the key {key!r}, a {_name(type(key))}: expected str or int"
+                    f"{expression(path)} has the key {key!r}, a {_type_name(type(key))}: "
+                    "expected str or int"
                 )
         plain = type(values) is dict and all(map(_is_plain_key, values))
         if plain:
@@ -148,19 +154,19 @@ class Encoder:
         ]
         return {_DICTS[type(values)]: pairs}
 
-    def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
-        require_plain(tensor, place(path))
+    def _tensor(self, tensor: torch.Tensor, path: StatePath) -> dict[str, Any]:
+        require_plain(tensor, expression(path))
         name = self._name(tensor, path)
-        if tensor.dtype in tensorfile.DTYPE_NAMES:
+        if tensor.dtype in tensor_file.DTYPE_NAMES:
             return {"$tensor": name}
-        # The file has no name for this type: it holds the bytes.
+        # safetensors lacks this dtype: the file has the bytes.
         dtype = str(tensor.dtype).removeprefix("torch.")
         return {"$tensor": name, "dtype": dtype, "shape": list(tensor.shape)}
 
-    def _name(self, tensor: torch.Tensor, path: Path) -> str:
-        """The name that the tensor is kept under: the one it has already, if any."""
+    def _name(self, tensor: torch.Tensor, path: StatePath) -> str:
+        """The tensor's name in the file. A tensor that is in two places has one name."""
         key = _memory(tensor)
-        # Tensors without elements share nothing, whatever their storage says.
+        # Tensors without elements may have the same address, but share nothing.
         name = self._known.get(key) if tensor.numel() else None
         if name is None:
             name = self._known[key] = tensor_name(path)
@@ -169,9 +175,10 @@ class Encoder:
 
 
 def require_plain(tensor: torch.Tensor, what: str) -> None:
-    """Raise unless all there is to the tensor is its elements."""
+    """Raise `CheckpointError` unless the tensor is dense, on a real device, and not of a subclass.
+    `what` begins the message."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
-        found = _name(type(tensor))
+        found = _type_name(type(tensor))
     elif tensor.is_quantized:
         found = "quantized tensor"
     elif tensor.layout is not torch.strided:
@@ -184,7 +191,7 @@ def require_plain(tensor: torch.Tensor, what: str) -> None:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """The same for two tensors that are the same elements of the same memory."""
+    """A key that two tensors share if they are the same elements of the same memory."""
     return (
         tensor.device,
         tensor.data_ptr(),
@@ -197,7 +204,7 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _encode_text(text: str) -> Any:
-    # Two halves of a surrogate pair would come back from JSON as one character.
+    # JSON would join two lone surrogates to one character.
     if is_unicode(text):
         return text
     return {"$str": text.encode("utf-8", "surrogatepass").hex()}
@@ -206,7 +213,7 @@ def _encode_text(text: str) -> Any:
 def _encode_number(number: int | float) -> Any:
     if isinstance(number, float):
         return number if math.isfinite(number) else {"$float": repr(number)}
-    # Other readers of JSON have 64 bits at most, and Python's own takes 4300 digits.
+    # Other JSON readers take 64 bits at most, and Python's own 4300 digits.
     return number if abs(number) < _LARGEST_PLAIN_INT else {"$int": hex(number)}
 
 
@@ -222,16 +229,16 @@ def is_unicode(text: str) -> bool:
     return True
 
 
-def tensor_name(path: Path) -> str:
-    """A name of its own for each path: `optimizer/state/[0]/exp_avg`."""
+def tensor_name(path: StatePath) -> str:
+    """The name of the tensor at a path, unique: `optimizer/state/[0]/exp_avg`."""
     parts = (f"[{key}]" if isinstance(key, int) else _escape(key) for key in path)
     name = "/".join(parts)
-    return name if name != tensorfile.METADATA else f"~{ord(name[0]):x};{name[1:]}"
+    return name if name != tensor_file.METADATA else f"~{ord(name[0]):x};{name[1:]}"
 
 
 def _escape(key: str) -> str:
     return _ESCAPED.sub(lambda found: f"~{ord(found[0]):x};", key)
 
 
-def _name(kind: type) -> str:
+def _type_name(kind: type) -> str:
     return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__name__}"

@@ -1,17 +1,16 @@
-"""Weights alone, in one .safetensors file that any tool can read."""
+"""Weights alone, in one .safetensors file that other tools can read."""
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from headrace.checkpoint import durable, states
+from headrace.atomic_files import atomic_file
+from headrace.checkpoint import states
 from headrace.checkpoint.snapshot import on_host
-from headrace.checkpoint.tensorfile import DTYPE_NAMES, METADATA, read_tensors, write_tensors
+from headrace.checkpoint.tensor_file import DTYPE_NAMES, METADATA, read_tensors, write_tensors
 from headrace.device import Device
 from headrace.errors import CheckpointError
 
@@ -19,29 +18,23 @@ from headrace.errors import CheckpointError
 def weights_to_file(
     path: str | Path, tensors: Mapping[str, torch.Tensor], *, device: Device | None = None
 ) -> None:
-    """Write named tensors to `path`, whole or not at all; a file that is there is replaced.
+    """Write named tensors to `path`, and replace an existing file. After an error that file is
+    unchanged.
 
-    The bytes depend on names and weights alone. Tied tensors are written under each of their
-    names. Waits for tensors that lie on a device, in `device`'s ledger if it is given.
+    Equal names and weights make equal files. Tied tensors are written once for each name. The host
+    waits for tensors on a device, in the ledger of `device` if given.
     """
     path = Path(path)
     for name, tensor in tensors.items():
         _require_writable(name, tensor)
-    temporary = durable.unique(path, "writing")
     try:
-        with on_host(tensors, device) as arrived:
-            write_tensors(temporary, arrived)
-        temporary.replace(path)
-        durable.sync_folder(path.parent)
-        durable.remove_left_behind(path.parent, glob.escape(path.name))
+        with on_host(tensors, device) as arrived, atomic_file(path) as file:
+            write_tensors(file, arrived)
     except OSError as problem:
         raise CheckpointError(
             f"weights were not written to {path}: {problem}; "
-            f"{'what was there still is' if path.exists() else 'no such file is there'}"
+            f"{'the old file is unchanged' if path.exists() else 'no such file is there'}"
         ) from problem
-    finally:
-        with suppress(OSError):
-            temporary.unlink()  # gone already, unless something went wrong
 
 
 def weights_from_file(path: str | Path) -> dict[str, torch.Tensor]:
@@ -60,4 +53,6 @@ def _require_writable(name: object, tensor: object) -> None:
         raise CheckpointError(f"weight {name!r} is a {type(tensor).__name__}: expected a tensor")
     states.require_plain(tensor, f"weight {name!r}")
     if tensor.dtype not in DTYPE_NAMES:
-        raise CheckpointError(f"weight {name!r} is {tensor.dtype}, which safetensors does not know")
+        raise CheckpointError(
+            f"weight {name!r} is {tensor.dtype}, which safetensors does not support"
+        )

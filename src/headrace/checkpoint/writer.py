@@ -1,4 +1,4 @@
-"""Checkpoints written in the background, while training goes on."""
+"""Writes checkpoints in the background, while training goes on."""
 
 from __future__ import annotations
 
@@ -22,35 +22,36 @@ log = logging.getLogger("headrace")
 
 
 class CheckpointWriter:
-    """Saves what the training state is now, and lets the caller go on at once.
+    """Saves the current training state without making the caller wait.
 
         with CheckpointWriter(device, folder) as writer:
             ...
             writer.save(state, step)          # weights may be overwritten as soon as it returns
 
-    One checkpoint is written at a time: `save` first waits for the one before (`checkpoint` in
-    the ledger; the background thread's own waits for its copies are `checkpoint_copy`). All that
-    the caller does is to clone what is saved, on the device: until the thread has copied it to the
-    host, a snapshot needs that device memory once more. An error in the background is raised, as
-    itself, by the next `save` or by `close`. A process that ends without `close` loses the
-    checkpoint that is being written, and none of the older ones. Where the device has no memory
-    for clones, `save` copies to the host itself, and waits for it (`checkpoint_copy`).
+    `save` clones the state on the device; a background thread copies the clones to the host and
+    writes them. Until they are copied, the state takes its device memory twice. If there is no
+    memory for clones, `save` itself copies the state to the host and waits (`checkpoint_copy` in
+    the ledger, as for the thread's own waits).
 
-    With several `ranks` all of them save the same step, each its part: the folder is to be on a
-    file system that all of them share.
+    One checkpoint is written at a time: `save` first waits for the previous one (`checkpoint` in
+    the ledger). The next `save` or `close` raises an error of the background thread. A process
+    that ends without `close` loses the checkpoint being written, and none of the older ones.
+
+    With several `ranks`, all of them save the same step, each its part. `folder` must be on a file
+    system that they share.
     """
 
     def __init__(
         self, device: Device, folder: str | Path, keep: int = 2, *, ranks: Ranks = SINGLE
     ) -> None:
         require_counts(keep=keep)
-        self._ranks = ranks.beside()  # the thread's own: the others go on
+        self._ranks = ranks.with_own_group()  # the thread must not mix with training's collectives
         self._device = device
         self._folder = Path(folder)
         self._keep = keep
         self._queue: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
-        self._under_way: _Job | None = None
+        self._current_job: _Job | None = None
         self._closed = False
         reserve_staging(device)
 
@@ -62,16 +63,16 @@ class CheckpointWriter:
         wait: bool = False,
         unless_raised: Callable[[], object] | None = None,
     ) -> None:
-        """Write `state`, as it is at this point of the current stream, as the checkpoint of `step`.
+        """Save `state`, as it is at this point of the current stream, as the checkpoint of `step`.
 
         With `wait`, the checkpoint is on the disk when this returns. `unless_raised` is called
-        once the device has been told to clone the state: a look at what led to it, that may wait
-        for the device while this has enough to do. If it raises, nothing is written.
+        after the clones are queued; it may wait for the device, which has work meanwhile. If it
+        raises, nothing is written: check the last losses there.
         """
         if self._closed:
             raise ClosedError("a CheckpointWriter was used after its close")
         require_counts(step=step)
-        self._finish()
+        self._wait_for_current_job()
         shared = sharded.encode(state, self._ranks) if self._ranks.several else None
         document, tensors = (None, shared.tensors) if shared is not None else states.encode(state)
         self._start()
@@ -80,19 +81,20 @@ class CheckpointWriter:
             if unless_raised is not None:
                 unless_raised()
         except BaseException:
-            snapshot.release()  # the error may be kept, and hold on to it
+            snapshot.release()  # now: the caller may keep the error, which refers to the snapshot
             raise
         job = _Job(document, snapshot, step, shared)
-        self._queue.put(job)  # first: Ctrl-C between the two must not leave one waited for in vain
-        self._under_way = job
+        # In this order: after Ctrl-C between the two, `close` must not wait for a job not queued.
+        self._queue.put(job)
+        self._current_job = job
         if wait:
-            self._finish()
+            self._wait_for_current_job()
 
     def close(self) -> None:
-        """Wait for the checkpoint under way, end the thread, and raise what went wrong, if so."""
+        """Wait for the checkpoint being written, end the thread, and raise its error, if any."""
         self._closed = True
         try:
-            self._finish()
+            self._wait_for_current_job()
         finally:
             thread, self._thread = self._thread, None
             if thread is not None:
@@ -108,7 +110,7 @@ class CheckpointWriter:
         except Exception:
             if kind is None:
                 raise
-            # The error that ended the block matters more.
+            # The error that ended the block is more important.
             log.warning("the last checkpoint was not written", exc_info=True)
 
     def _start(self) -> None:
@@ -117,17 +119,17 @@ class CheckpointWriter:
             thread.start()
             self._thread = thread
 
-    def _finish(self) -> None:
-        job = self._under_way
+    def _wait_for_current_job(self) -> None:
+        job = self._current_job
         if job is None:
             return
         if job.done.is_set():
             self._device.ledger.passed("checkpoint")
         else:
-            # Two at once would need the memory twice, and could be renamed in the wrong order.
+            # Two at once would take the memory twice, and an older one might be renamed last.
             with self._device.ledger.waiting("checkpoint"):
                 job.done.wait()
-        self._under_way = None
+        self._current_job = None
         if job.error is not None:
             raise job.error
 
@@ -135,28 +137,28 @@ class CheckpointWriter:
         while (job := self._queue.get()) is not None:
             try:
                 try:
-                    self._write(job, job.snapshot.arrive())
+                    self._write(job, job.snapshot.to_host())
                 finally:
                     job.snapshot.release()
-            except BaseException as problem:  # raised in the foreground, as itself
+            except BaseException as problem:  # `_wait_for_current_job` raises it
                 job.error = problem
             finally:
                 job.done.set()
-            del job  # what went wrong may hold on to all that was to be written
+            del job  # its error may refer to all that was to be written
 
     def _write(self, job: _Job, tensors: Mapping[str, torch.Tensor]) -> None:
-        told: dict[str, Any] = {"step": job.step, "keep": self._keep}
+        step, keep = job.step, self._keep
         if job.shared is None:
-            write_checkpoint(self._folder, job.document, tensors, **told)
+            write_checkpoint(self._folder, job.document, tensors, step=step, keep=keep)
         else:
             ranks, ledger = self._ranks, self._device.ledger
             sharded.write_shared(
-                self._folder, job.shared, tensors, ranks=ranks, ledger=ledger, **told
+                self._folder, job.shared, tensors, step=step, keep=keep, ranks=ranks, ledger=ledger
             )
 
 
 class _Job:
-    """One checkpoint to be written."""
+    """A checkpoint for the thread to write."""
 
     def __init__(
         self, document: Any, snapshot: Snapshot, step: int, shared: sharded.SharedState | None

@@ -25,9 +25,9 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.atomic_files import user_cache
 from headrace.device import Device
 from headrace.engine.forward import LossFunction
-from headrace.user_cache import user_cache
 
 log = logging.getLogger("headrace")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._higher_order_ops")

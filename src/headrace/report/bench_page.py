@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from headrace.report.bench_result import BenchResult, Row, Sample
 from headrace.report.charts import (
     Bar,
     Cell,
@@ -17,7 +16,13 @@ from headrace.report.charts import (
     meter,
     table,
 )
-from headrace.report.environment import bullets, command_block, machine_list, settings_list
+from headrace.report.environment import (
+    bullets,
+    command_block,
+    machine_list,
+    recorded,
+    settings_list,
+)
 from headrace.report.figures import (
     brief,
     clock,
@@ -36,6 +41,7 @@ from headrace.report.markup import Child, Markup, tag
 from headrace.report.page import Section, Stat, Verdict, page
 from headrace.report.thinning import spread
 from headrace.report.timelines import timelines
+from headrace.runs.records import WEIGHTS, BenchResult, PlanResult, Sample, WaitFigures
 
 #: Below this the difference is not worth a sentence.
 _NOTHING = 0.02
@@ -49,15 +55,6 @@ _REASONS = {
     "pageable_copy": "a copy from memory that is not pinned",
     "losses": "a loss is read",
 }
-#: The most that each of the six parts of a score can give; together 100.
-_WEIGHTS = {
-    "gain": 30,
-    "effort": 25,
-    "complexity": 15,
-    "maintainability": 15,
-    "memory": 10,
-    "risk": 5,
-}
 #: The monitor's sensors: name, what it reads, how that is written, the top of its scale.
 _Sensor = tuple[str, Callable[[Sample], float | None], Callable[[float], str], float | None]
 _SENSORS: tuple[_Sensor, ...] = (
@@ -70,9 +67,9 @@ _SENSORS: tuple[_Sensor, ...] = (
 
 def bench_page(result: BenchResult, source: str) -> str:
     environment = result.environment
-    device = str(environment.get("device_name") or environment.get("device") or "")
-    date = moment(environment.get("date"))
-    work = ": ".join(dict.fromkeys(filter(None, (result.work, result.description))))
+    device = environment.device_name or environment.device
+    date = moment(environment.date or None)
+    work = ": ".join(dict.fromkeys(filter(None, (result.work.name, result.work.description))))
     kicker = " · ".join(filter(None, ("bench", work, device, date)))
     sections = [
         _speed_section(result),
@@ -95,12 +92,12 @@ def _bench_verdict(result: BenchResult) -> Verdict:
     reference, taken = result.reference, result.taken
     warnings = _warnings(result)
     sentences = result.verdict.sentences
-    if reference is None or reference.pace is None:
+    if reference is None or reference.ms_per_step is None:
         return Verdict("No plan could be measured", "–", "ms a step", sentences, [], warnings)
-    if taken is None or taken.pace is None:
+    if taken is None or taken.ms_per_step is None:
         taken = reference
-    assert taken.pace is not None
-    gain = reference.pace.median / taken.pace.median
+    assert taken.ms_per_step is not None
+    gain = reference.ms_per_step.median / taken.ms_per_step.median
     if taken is reference or abs(gain - 1) < _NOTHING:
         headline = f"Nothing to gain: no plan is clearly faster than {reference.plan}"
     else:
@@ -111,26 +108,25 @@ def _bench_verdict(result: BenchResult) -> Verdict:
     )
 
 
-def _equal_words(row: Row) -> str:
-    verdict = "not compared" if row.equal is None else row.equal.verdict
+def _equal_words(row: PlanResult) -> str:
     return {
         "reference": "and what the others are compared with",
         "identical": "with the very same losses",
         "within": "with the same losses within tolerance",
         "unequal": "but with other losses",
-    }.get(verdict, "losses not compared")
+    }.get(row.equal.verdict, "losses not compared")
 
 
-def _stats(result: BenchResult, reference: Row, taken: Row) -> list[Stat]:
+def _stats(result: BenchResult, reference: PlanResult, taken: PlanResult) -> list[Stat]:
     def before(text: str) -> str | None:
         return text if taken is not reference else None
 
-    assert reference.pace is not None
-    assert taken.pace is not None
+    assert reference.ms_per_step is not None
+    assert taken.ms_per_step is not None
     stats = [
-        Stat("A step", ms(taken.pace.median), before(ms(reference.pace.median))),
+        Stat("A step", ms(taken.ms_per_step.median), before(ms(reference.ms_per_step.median))),
         Stat(
-            f"{result.unit} a second".capitalize(),
+            f"{result.work.unit} a second".capitalize(),
             number(taken.per_s),
             before(number(reference.per_s)),
         ),
@@ -166,7 +162,7 @@ def _warnings(result: BenchResult) -> Sequence[str]:
     for row in result.rows:
         if row.error is not None:
             warnings.append(f"{row.plan} failed: {row.error}")
-        elif row.equal is not None and row.equal.verdict == "unequal":
+        elif row.equal.verdict == "unequal":
             step = "" if row.equal.first_step is None else f" from step {row.equal.first_step} on"
             why = f": {row.equal.why}" if row.equal.why else ""
             warnings.append(
@@ -177,8 +173,10 @@ def _warnings(result: BenchResult) -> Sequence[str]:
 
 
 def _speed_section(result: BenchResult) -> Section:
-    measured = [row for row in result.rows if row.pace is not None]
-    most = max((row.pace.high for row in measured if row.pace is not None), default=1.0)
+    measured = [row for row in result.rows if row.ms_per_step is not None]
+    most = max(
+        (row.ms_per_step.high for row in measured if row.ms_per_step is not None), default=1.0
+    )
     rows = [_pace_bar(result, row) for row in result.rows]
     seen = any(_busy_ms(row) is not None for row in measured)
     lead = (
@@ -199,10 +197,14 @@ def _speed_section(result: BenchResult) -> Section:
                 *(
                     [
                         Cell(number(value), value)
-                        for value in (row.pace.median, row.pace.low, row.pace.high)
+                        for value in (
+                            row.ms_per_step.median,
+                            row.ms_per_step.low,
+                            row.ms_per_step.high,
+                        )
                     ]
-                    + [", ".join(number(value) for value in row.pace.repeats) or "–"]
-                    if row.pace is not None
+                    + [", ".join(number(value) for value in row.ms_per_step.repeats) or "–"]
+                    if row.ms_per_step is not None
                     else [row.error or "not measured", "–", "–", "–"]
                 ),
                 Cell(number(_busy_ms(row)), _busy_ms(row)),
@@ -216,29 +218,29 @@ def _speed_section(result: BenchResult) -> Section:
     return Section("speed", "Time a step", lead, tag("figure", content, class_="chart"))
 
 
-def _pace_bar(result: BenchResult, row: Row) -> Bar:
+def _pace_bar(result: BenchResult, row: PlanResult) -> Bar:
     label = _plan_label(result, row)
-    if row.pace is None:
+    if row.ms_per_step is None:
         why = row.error or "not measured"
         failed = tag("span", "failed" if row.error else "not measured", class_="failed")
         return Bar(label, [], failed, f"{row.plan}: {why}", mark="is-failed")
     busy = _busy_ms(row)
-    median = row.pace.median
+    median, low, high = row.ms_per_step.median, row.ms_per_step.low, row.ms_per_step.high
     if busy is None:
         segments = [Segment(median, "plain", "a step")]
     else:
         busy = min(busy, median)
         segments = [Segment(busy, "compute", "at work"), Segment(median - busy, "idle", "waiting")]
     tip = (
-        f"{row.plan}: {ms(median)} a step, {number(row.pace.low)} to {ms(row.pace.high)} over "
-        f"{len(row.pace.repeats) or 1} repeats"
+        f"{row.plan}: {ms(median)} a step, {number(low)} to {ms(high)} over "
+        f"{len(row.ms_per_step.repeats) or 1} repeats"
     )
     if busy is not None:
         tip += f"; the GPU works for {ms(busy)} of it"
     if row.speedup is not None:
         tip += f"; {times(row.speedup)}"
     value = [tag("b", ms(median)), " ", tag("span", times(row.speedup), class_="times")]
-    return Bar(label, segments, value, tip, row.pace.low, row.pace.high, _mark(result, row))
+    return Bar(label, segments, value, tip, low, high, _mark(result, row))
 
 
 def _gpu_section(result: BenchResult) -> Section:
@@ -301,7 +303,7 @@ def _gpu_section(result: BenchResult) -> Section:
 
 
 def _timelines_section(result: BenchResult) -> Section:
-    found = [(row.plan, row.timeline) for row in result.rows if row.timeline is not None]
+    found = result.timelines
     title = "Timelines"
     if not found:
         why = _unseen(result, "when each kernel and copy ran: no timeline was recorded")
@@ -311,7 +313,8 @@ def _timelines_section(result: BenchResult) -> Section:
         "which it had something to do: half full is half idle. Click a timeline, then use the "
         "wheel or + and −; arrow keys go from one kernel to the next; drag to move."
     )
-    without = [row.plan for row in result.rows if row.timeline is None]
+    drawn = {plan for plan, _ in found}
+    without = [row.plan for row in result.rows if row.plan not in drawn]
     note = tag("p", f"No timeline of {', '.join(without)}.", class_="empty") if without else None
     looks = [
         ("kernel", "kernels"),
@@ -375,27 +378,22 @@ def _loss_lines(result: BenchResult) -> tuple[list[Line], list[Line]]:
 
 def _equality_words(result: BenchResult) -> str:
     """Whether the plans compute the same, in a sentence or two."""
-    by_verdict: dict[str, list[Row]] = {}
+    by_verdict: dict[str, list[PlanResult]] = {}
     for row in result.rows:
-        if row.equal is not None:
-            by_verdict.setdefault(row.equal.verdict, []).append(row)
+        by_verdict.setdefault(row.equal.verdict, []).append(row)
     said = []
     if same := by_verdict.get("identical"):
         said.append(f"{_names_of(same)} gave the reference's losses bit for bit.")
     if within := by_verdict.get("within"):
-        worst = max(within, key=lambda row: (row.equal and row.equal.largest) or 0.0)
-        assert worst.equal is not None
+        worst = max(within, key=lambda row: row.equal.largest or 0.0)
         said.append(
             f"{_names_of(within)} stayed within the tolerance of {brief(worst.equal.tolerance)}; "
             f"the largest difference is {brief(worst.equal.largest)} ({worst.plan})."
         )
         said += [
-            f"({row.plan}: {row.equal.why}.)"
-            for row in within
-            if row.equal is not None and row.equal.why and not row.is_peer
+            f"({row.plan}: {row.equal.why}.)" for row in within if row.equal.why and not row.is_peer
         ]
     for row in by_verdict.get("unequal", ()):
-        assert row.equal is not None
         step = "" if row.equal.first_step is None else f" at step {row.equal.first_step}"
         said.append(
             f"{row.plan} is not the same: it first differs{step}, by up to "
@@ -441,7 +439,6 @@ def _equality_table(result: BenchResult) -> Markup:
                 row.equal.why or "–",
             ]
             for row in result.rows
-            if row.equal is not None
         ],
     )
 
@@ -458,7 +455,7 @@ def _waits_section(result: BenchResult) -> Section:
         assert row.waits is not None
         found = row.waits.by_reason
         segments = [
-            Segment(found[reason][1], looks[reason], words(reason))
+            Segment(found[reason].ms_per_step, looks[reason], words(reason))
             for reason in reasons
             if reason in found
         ]
@@ -500,19 +497,19 @@ def _waits_section(result: BenchResult) -> Section:
     return Section(anchor, title, lead, tag("figure", content, class_="chart"))
 
 
-def _reasons(rows: Sequence[Row]) -> list[str]:
+def _reasons(rows: Sequence[PlanResult]) -> list[str]:
     """All reasons, the costliest first."""
     costs: dict[str, float] = {}
     for row in rows:
-        for reason, (_, wait_ms) in (row.waits.by_reason if row.waits else {}).items():
-            costs[reason] = costs.get(reason, 0.0) + wait_ms
+        for reason, wait in (row.waits.by_reason if row.waits else {}).items():
+            costs[reason] = costs.get(reason, 0.0) + wait.ms_per_step
     return sorted(costs, key=lambda reason: (-costs[reason], reason))
 
 
-def _wait_cell(found: tuple[float, float] | None) -> Cell:
+def _wait_cell(found: WaitFigures | None) -> Cell:
     if found is None:
         return Cell("–")
-    return Cell(f"{number(found[0])} × · {ms(found[1])}", found[1])
+    return Cell(f"{number(found.per_step)} × · {ms(found.ms_per_step)}", found.ms_per_step)
 
 
 def _use_section(result: BenchResult) -> Section:
@@ -547,12 +544,12 @@ def _use_section(result: BenchResult) -> Section:
     )
 
 
-def _points(row: Row, sensor: _Sensor) -> list[tuple[float, float]]:
+def _points(row: PlanResult, sensor: _Sensor) -> list[tuple[float, float]]:
     found = [(sample.at_s, sensor[1](sample)) for sample in row.samples]
     return [(at, value) for at, value in found if value is not None]
 
 
-def _use_chart(row: Row, sensor: _Sensor, top: float) -> Markup:
+def _use_chart(row: PlanResult, sensor: _Sensor, top: float) -> Markup:
     name, _, written, _ = sensor
     points = _points(row, sensor)
     if not points:
@@ -599,14 +596,14 @@ def _score_section(result: BenchResult) -> Section:
     rows = [row for row in result.rows if row.score]
     if not rows:
         return Section(anchor, title, "", empty("This result holds no scores."))
-    rows.sort(key=lambda row: -row.score.get("total", 0.0))
+    rows.sort(key=lambda row: -(row.score.total if row.score else 0.0))
     columns: list[Child] = ["plan", "total, of 100"]
-    columns += [[name, " ", tag("small", f"of {weight}")] for name, weight in _WEIGHTS.items()]
+    columns += [[name, " ", tag("small", f"of {weight}")] for name, weight in WEIGHTS.items()]
     body = [
         [
             _plan_label(result, row),
             _part(row, "total", 100, "plain"),
-            *(_part(row, name, weight, "compute") for name, weight in _WEIGHTS.items()),
+            *(_part(row, name, weight, "compute") for name, weight in WEIGHTS.items()),
         ]
         for row in rows
     ]
@@ -617,16 +614,14 @@ def _score_section(result: BenchResult) -> Section:
     return Section(anchor, title, lead, table("Scores, best first", columns, body, class_="scores"))
 
 
-def _part(row: Row, name: str, weight: float, look: str) -> Cell:
-    value = row.score.get(name)
-    if value is None:
-        return Cell("–")
+def _part(row: PlanResult, name: str, weight: float, look: str) -> Cell:
+    value: float = getattr(row.score, name)
     return Cell(meter(value / weight, number(value), look), value)
 
 
 def _rows_section(result: BenchResult) -> Section:
     columns = (
-        *("plan", "ms a step", "speed", f"{result.unit} a second", "waits a step"),
+        *("plan", "ms a step", "speed", f"{result.work.unit} a second", "waits a step"),
         *("host blocked ms", "data ms", "GPU busy", "NVML", "CPU cores", "power W"),
         *("peak memory", "reserved", "over GPU's own", "two streams", "losses"),
     )
@@ -637,13 +632,13 @@ def _rows_section(result: BenchResult) -> Section:
     return Section("rows", "All figures", lead, content)
 
 
-def _all_of(result: BenchResult, row: Row) -> list[Cell | Child]:
+def _all_of(result: BenchResult, row: PlanResult) -> list[Cell | Child]:
     gpu = row.gpu
     busy = None if gpu is None else gpu.busy_share
     over = None if gpu is None else gpu.over_busy_share
-    median = None if row.pace is None else row.pace.median
+    median = None if row.ms_per_step is None else row.ms_per_step.median
     waits = None if row.waits is None else row.waits.per_step
-    equal: Child = row.error or ("–" if row.equal is None else row.equal.verdict)
+    equal: Child = row.error or row.equal.verdict
     return [
         _plan_label(result, row),
         Cell(number(median), median),
@@ -666,41 +661,40 @@ def _all_of(result: BenchResult, row: Row) -> list[Cell | Child]:
 
 def _plans_section(result: BenchResult) -> Section:
     title, anchor = "Plans", "plans"
-    rows = [row for row in result.rows if row.fields]
-    names = list(dict.fromkeys(name for row in rows for name in row.fields if name != "name"))
-    differing = [name for name in names if len({plain(row.fields.get(name)) for row in rows}) > 1]
+    rows = [(row.plan, row.fields) for row in result.rows if row.fields]
+    names = list(dict.fromkeys(name for _, fields in rows for name in fields if name != "name"))
+    differing = [name for name in names if len({plain(own.get(name)) for _, own in rows}) > 1]
     if not rows:
         return Section(anchor, title, "", empty("This result does not hold the plans' fields."))
     if not differing:
         return Section(anchor, title, "", empty("No field differs between the plans."))
     body: list[Cells] = []
     for name in differing:
-        first = plain(rows[0].fields.get(name))
-        values = [plain(row.fields.get(name)) for row in rows]
-        cells = [Cell(value, look=None if value == first else "changed") for value in values]
+        values = [plain(fields.get(name)) for _, fields in rows]
+        cells = [Cell(value, look=None if value == values[0] else "changed") for value in values]
         body.append([name, *cells])
-    lead = f"The fields in which the plans differ; bold is what differs from {rows[0].plan}."
-    columns = ("field", *(row.plan for row in rows))
+    lead = f"The fields in which the plans differ; bold is what differs from {rows[0][0]}."
+    columns = ("field", *(plan for plan, _ in rows))
     return Section(anchor, title, lead, table("Fields that differ", columns, body, class_="plans"))
 
 
 def _environment_section(result: BenchResult) -> Section:
     content = [
-        command_block(result.environment.get("command")),
+        command_block(result.environment.command),
         [tag("h3", "What could not be seen"), bullets(result.missing)] if result.missing else None,
         tag("h3", "Machine"),
         machine_list(result.environment),
         tag("h3", "Settings"),
-        settings_list(result.settings | result.work_options),
+        settings_list(recorded(result.settings) | result.work.options),
     ]
     return Section("environment", "How it was measured", "", content)
 
 
-def _busy_ms(row: Row) -> float | None:
+def _busy_ms(row: PlanResult) -> float | None:
     return None if row.gpu is None else row.gpu.busy_ms_per_step
 
 
-def _shares(row: Row) -> tuple[float, float, float]:
+def _shares(row: PlanResult) -> tuple[float, float, float]:
     """(busy, computing, idle) in percent: together no more than 100."""
     assert row.gpu is not None
     busy = min(1.0, max(0.0, row.gpu.busy_share or 0.0))
@@ -713,7 +707,7 @@ def _percent(bar: Bar) -> Bar:
     return Bar(bar.label, segments, bar.value, bar.tip, mark=bar.mark)
 
 
-def _plan_label(result: BenchResult, row: Row) -> Child:
+def _plan_label(result: BenchResult, row: PlanResult) -> Child:
     """The plan's name, with a word for those that matter, and for what its step lacked."""
     badge = None
     if row.plan == result.verdict.take:
@@ -731,16 +725,16 @@ def _plan_label(result: BenchResult, row: Row) -> Child:
     return [row.plan, *([" ", each] for each in badges)] if badges else row.plan
 
 
-def _is_reference(result: BenchResult, row: Row) -> bool:
+def _is_reference(result: BenchResult, row: PlanResult) -> bool:
     reference = result.reference
     return reference is not None and row.plan == reference.plan
 
 
-def _mark(result: BenchResult, row: Row) -> str | None:
+def _mark(result: BenchResult, row: PlanResult) -> str | None:
     return "is-taken" if row.plan == result.verdict.take else None
 
 
-def _names_of(rows: Sequence[Row]) -> str:
+def _names_of(rows: Sequence[PlanResult]) -> str:
     names = [row.plan for row in rows]
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 

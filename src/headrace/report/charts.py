@@ -203,14 +203,14 @@ def _has_numbers(rows: Sequence[Cells], at: int) -> bool:
     """Whether a column has figures: they stand at its right, and so do its heading and what is
     not known."""
     cells = [row[at] for row in rows if at < len(row)]
-    return any(isinstance(cell, Cell) and isinstance(cell.value, float) for cell in cells)
+    return any(isinstance(cell, Cell) and isinstance(cell.value, int | float) for cell in cells)
 
 
 def _cell(cell: Cell | Child, column_look: str | None, *, heads_row: bool) -> Markup:
     if not isinstance(cell, Cell):
         cell = Cell(cell)
     name, scope = ("th", "row") if heads_row else ("td", None)
-    exact = repr(cell.value) if isinstance(cell.value, float) else cell.value
+    exact = repr(float(cell.value)) if isinstance(cell.value, int | float) else cell.value
     look = " ".join(filter(None, (column_look, cell.look))) or None
     return tag(name, cell.shown, scope=scope, data_value=exact, class_=look)
 

@@ -7,15 +7,17 @@ Zoomed in, a kernel is a block of full height.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
 
 from headrace.device import Kind, Timeline
-from headrace.report.bench_result import KINDS, StoredTimeline
 from headrace.report.charts import Cell, Cells, as_table, percent, table
 from headrace.report.figures import ms, number, share, tick, ticks
 from headrace.report.markup import Markup, json_script, shown_text, tag
 from headrace.report.thinning import coverage, fewer_spans
+from headrace.runs.records import StoredTimeline
 
+_KINDS = typing.get_args(Kind)
 _MOST_SPANS = 6_000  # of one plan
 _MOST_OF_ALL = 60_000
 _BINS = 480  # across the longest timeline, as drawn without the script
@@ -65,7 +67,8 @@ def _timeline(plan: str, stored: StoredTimeline, length_ns: int, most: int) -> M
     timeline = Timeline(stored.spans)
     kept = Timeline(fewer_spans(timeline.spans, most))
     lanes = _ordered_lanes(kept)
-    steps = f"{stored.steps} steps" if stored.steps > 1 else "1 step"
+    count = round(stored.steps)
+    steps = f"{count} steps" if count > 1 else "1 step"
     end_ms = max(span.end_ns for span in timeline.spans) / 1e6
     described = f"Timeline of {plan}: {steps} in {ms(end_ms)}; " + "; ".join(
         f"{lane} busy {share(_busy(timeline, lane))}" for lane in lanes
@@ -124,7 +127,7 @@ def _lane(timeline: Timeline, lane: str, length_ns: int) -> list[Markup]:
     end = max(span.end_ns for span in timeline.spans) / length_ns * _BINS
     paths = [tag("rect", width=f"{end:.2f}", height=100, class_="track")]
     base = [0.0] * _BINS
-    for kind in KINDS:
+    for kind in _KINDS:
         chosen = [span for span in timeline.on(lane) if span.kind == kind]
         if chosen:
             level = coverage(chosen, length_ns, _BINS)
@@ -181,7 +184,7 @@ def _data(timeline: Timeline, lanes: Sequence[str]) -> dict[str, object]:
             numbers += [start - before, end - start, index]
             before = start
         packed.append({"lane": shown_text(lane), "spans": numbers})
-    return {"names": [[name, KINDS.index(kind)] for name, kind in names], "lanes": packed}
+    return {"names": [[name, _KINDS.index(kind)] for name, kind in names], "lanes": packed}
 
 
 def _names_table(plan: str, timeline: Timeline) -> Markup:

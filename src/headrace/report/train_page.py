@@ -22,9 +22,11 @@ from headrace.report.lines import Axis, Line, line_chart, line_legend
 from headrace.report.markup import Child, Markup, tag
 from headrace.report.page import Section, Stat, Verdict, page
 from headrace.report.thinning import spread
-from headrace.report.training_run import TrainingRun, Use
+from headrace.runs.records import TrainingRun, UseLine
 
 _EPOCHS_SHOWN = 100
+#: A chart's title, what it shows, how that is written, the top of its scale.
+_Sensor = tuple[str, Callable[[UseLine], float | None], Callable[[float], str], float | None]
 
 
 def train_page(run: TrainingRun, source: str) -> str:
@@ -57,9 +59,10 @@ def train_verdict(run: TrainingRun) -> Verdict:
             f"In a profiler window the GPU was busy {share(run.busy.busy_share)} of the time."
         )
     done = counted(run.updates, "update")
-    if run.final is not None:
-        figure, label = score(run.final.bleu), f"BLEU, chrF {score(run.final.chrf)}"
-        headline = f"BLEU {score(run.final.bleu)} after {counted(len(run.epochs), 'epoch')}, {done}"
+    if run.finished is not None:
+        final = run.finished.scores
+        figure, label = score(final.bleu), f"BLEU, chrF {score(final.chrf)}"
+        headline = f"BLEU {score(final.bleu)} after {counted(len(run.epochs), 'epoch')}, {done}"
     else:
         sentences.append(f"Go on with: headrace train --resume {run.path}")
         headline = (
@@ -68,7 +71,7 @@ def train_verdict(run: TrainingRun) -> Verdict:
         if last is not None and last.bleu is not None:
             figure, label = score(last.bleu), "BLEU on a sample of valid"
         else:
-            loss = last.loss if last is not None else run.steps[-1][1] if run.steps else None
+            loss = last.loss if last is not None else run.steps[-1].loss if run.steps else None
             figure, label = number(loss), "loss"
     return Verdict(headline, figure, label, sentences, _stats(run))
 
@@ -111,7 +114,7 @@ def _stats(run: TrainingRun) -> list[Stat]:
 
 def _losses_section(run: TrainingRun) -> Section:
     title, anchor = "Losses", "losses"
-    running = [(float(step), loss) for step, loss in run.steps]
+    running = [(float(line.step), line.loss) for line in run.steps if line.loss is not None]
     trained = [(float(epoch.step), epoch.loss) for epoch in run.epochs if epoch.loss is not None]
     valid = [
         (float(epoch.step), epoch.valid_loss)
@@ -165,8 +168,9 @@ def _bleu_section(run: TrainingRun) -> Section:
         f"On a sample of held-out sentences, translated greedily after each epoch: best "
         f"{score(max(value for _, value in points))}."
     )
-    if run.final is not None:
-        lead += f" At the end, with beam search: {score(run.final.bleu)}. {run.final.signature}"
+    if run.finished is not None:
+        final = run.finished.scores
+        lead += f" At the end, with beam search: {score(final.bleu)}. {final.bleu_signature}"
     chart = line_chart(
         [Line("BLEU", points, 2, dots=True)],
         label=lead,
@@ -254,7 +258,7 @@ def _waits_section(run: TrainingRun) -> Section:
 
 def _use_section(run: TrainingRun) -> Section:
     title, anchor = "Use over time", "use"
-    shown: list[tuple[str, Callable[[Use], float | None], Callable[[float], str], float | None]] = [
+    shown: list[_Sensor] = [
         ("GPU use, by NVML", lambda use: use.gpu_share, share, 1.0),
         ("CPU cores in use", lambda use: use.cpu_share, number, None),
         ("CPU cores of the loading workers", lambda use: use.workers_cpu_share, number, None),
@@ -344,7 +348,7 @@ def _busy_section(run: TrainingRun) -> Section:
 
 def _examples_section(run: TrainingRun) -> Section:
     title, anchor = "Translations", "examples"
-    if not run.examples:
+    if run.finished is None or not run.finished.examples:
         why = "There are none before the run is finished."
         return Section(anchor, title, "", empty(why))
     src, trg = (str(run.settings.get(side, "")) for side in ("src", "trg"))
@@ -358,7 +362,7 @@ def _examples_section(run: TrainingRun) -> Section:
             tag("dt", "translation"),
             tag("dd", tag("b", found), lang=trg or None),
         )
-        for source, reference, found in run.examples
+        for source, reference, found in run.finished.examples
     ]
     lead = "Sentences that the model never saw."
     return Section(anchor, title, lead, tag("dl", entries, class_="pairs"))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from headrace.report.charts import Bar, Cell, Cells, Segment, as_table, bars, empty, legend, table
+from headrace.report.effects import Effect, effects, trial_name
 from headrace.report.environment import command_block, machine_list, settings_list
-from headrace.report.figures import factor, moment, ms, number, share, size, times, words
+from headrace.report.figures import factor, moment, ms, number, plain, share, size, times, words
 from headrace.report.markup import Child, tag
 from headrace.report.page import Section, Stat, Verdict, page
-from headrace.report.tune_result import Effect, Trial, TuneResult, effects
+from headrace.runs.records import TrialRecord, TuneResult
 
 _MOST_BARS = 60
 _LOOKS = {"winner": "good", "same as winner": "good", "kept": "compute", "dropped": "host"}
@@ -16,9 +17,9 @@ _SIGNS = {"winner": "★ winner", "same as winner": "≈ same as winner", "dropp
 
 def tune_page(result: TuneResult, source: str) -> str:
     environment = result.environment
-    device = str(environment.get("device_name") or environment.get("device") or "")
-    work = ": ".join(dict.fromkeys(filter(None, (result.work, result.description))))
-    date = moment(environment.get("date"))
+    device = environment.device_name or environment.device
+    work = ": ".join(dict.fromkeys(filter(None, (result.work.name, result.work.description))))
+    date = moment(environment.date or None)
     kicker = " · ".join(filter(None, ("tune", work, device, date)))
     sections = [
         _winner_section(result),
@@ -31,21 +32,24 @@ def tune_page(result: TuneResult, source: str) -> str:
 
 
 def tune_verdict(result: TuneResult) -> Verdict:
-    won, start = result.won or next(iter(result.measured), None), result.start
+    fastest = next((trial for trial, _ in result.measured), None)
+    won, start = result.won or fastest, result.start
     failed = [trial for trial in result.trials if trial.status in ("failed", "out of memory")]
-    if won is None or won.pace_ms is None or start is None or start.pace_ms is None:
+    won_ms = None if won is None else result.pace_ms(won)
+    start_ms = None if start is None else result.pace_ms(start)
+    if won is None or won_ms is None or start is None or start_ms is None:
         why = ["Every trial failed: the table says why."]
         return Verdict("Nothing could be measured", "–", "ms", [*result.sentences, *why], [])
-    gain = start.pace_ms / won.pace_ms if won.pace_ms > 0 else 1.0
+    gain = start_ms / won_ms if won_ms > 0 else 1.0
     if won is start or gain < 1.02:
-        headline = f"Nothing to gain: nothing is clearly faster than {start.name}"
+        headline = f"Nothing to gain: nothing is clearly faster than {trial_name(start)}"
     else:
-        headline = f"Take {won.name}: {factor(gain)} times as fast as {start.name}"
+        headline = f"Take {trial_name(won)}: {factor(gain)} times as fast as {trial_name(start)}"
     stats = [
         Stat(
             f"The winner, {result.pace_unit}",
-            ms(won.pace_ms),
-            ms(start.pace_ms) if won is not start else None,
+            ms(won_ms),
+            ms(start_ms) if won is not start else None,
         ),
         Stat(
             "Tried",
@@ -59,16 +63,23 @@ def tune_verdict(result: TuneResult) -> Verdict:
         stats.append(Stat("Peak memory", size(won.peak_memory_bytes)))
     unfinished = [] if result.won else ["The search is not finished: this is the best so far."]
     return Verdict(
-        headline, times(gain), f"the speed of {start.name}", result.sentences, stats, unfinished
+        headline,
+        times(gain),
+        f"the speed of {trial_name(start)}",
+        result.sentences,
+        stats,
+        unfinished,
     )
 
 
 def _winner_section(result: TuneResult) -> Section:
-    if not any(result.winner.values()):
+    winner = result.winner
+    parts = {} if winner is None else {"plan": winner.plan, "loader": winner.loader}
+    if not any(parts.values()):
         why = empty("There is no winner yet.")
         return Section("winner", "The winner", "", why)
     content: list[Child] = []
-    for part, values in result.winner.items():
+    for part, values in parts.items():
         if values:
             content += [tag("h3", part), settings_list(values)]
     return Section(
@@ -82,21 +93,19 @@ def _trials_section(result: TuneResult) -> Section:
     if not shown:
         return Section(anchor, title, "", empty("No trial was measured."))
     rows = []
-    for trial in shown:
-        assert trial.pace_ms is not None
-        low, high = _spread(trial)
+    for trial, pace in shown:
+        name = trial_name(trial)
+        low, high = _spread(trial, pace)
         sign = _SIGNS.get(trial.status, trial.status)
-        label: Child = [trial.name, " ", tag("span", sign, class_=f"badge {_badge(trial)}")]
-        tip = f"{trial.name}: {ms(trial.pace_ms)}, {trial.status}\n{_rungs(trial)}"
+        label: Child = [name, " ", tag("span", sign, class_=f"badge {_badge(trial)}")]
+        tip = f"{name}: {ms(pace)}, {trial.status}\n{_rungs(trial)}"
         if trial.why:
             tip += f"\n{trial.why}"
         rungs = f" {len(trial.rungs)} rung{'s' if len(trial.rungs) != 1 else ''}"
-        segments = [Segment(trial.pace_ms, _LOOKS.get(trial.status, "compute"), trial.status)]
+        segments = [Segment(pace, _LOOKS.get(trial.status, "compute"), trial.status)]
         mark = "is-taken" if trial.status == "winner" else None
-        rows.append(
-            Bar(label, segments, [tag("b", ms(trial.pace_ms)), rungs], tip, low, high, mark)
-        )
-    most = max(max(trial.pace_ms or 0.0, _spread(trial)[1] or 0.0) for trial in shown)
+        rows.append(Bar(label, segments, [tag("b", ms(pace)), rungs], tip, low, high, mark))
+    most = max(max(pace, _spread(trial, pace)[1] or 0.0) for trial, pace in shown)
     lead = (
         f"Milliseconds {result.pace_unit}, the fastest first; the thin line spans the repeats of "
         "the last rung. Each rung is a longer measurement: what was clearly behind was dropped "
@@ -165,9 +174,9 @@ def _effect_bar(effect: Effect, noise: float) -> Bar:
 def _table_section(result: TuneResult) -> Section:
     body: list[Cells] = [
         [
-            trial.number,
-            trial.name,
-            Cell(number(trial.pace_ms), trial.pace_ms),
+            plain(trial.id),
+            trial_name(trial),
+            Cell(number(result.pace_ms(trial)), result.pace_ms(trial)),
             _rungs(trial) or "–",
             trial.status,
             trial.why or "–",
@@ -182,29 +191,29 @@ def _table_section(result: TuneResult) -> Section:
 
 def _environment_section(result: TuneResult) -> Section:
     content = [
-        command_block(result.environment.get("command")),
+        command_block(result.environment.command),
         tag("h3", "Machine"),
         machine_list(result.environment),
         tag("h3", "Settings"),
-        settings_list(result.settings | result.work_options),
+        settings_list(result.settings | result.work.options),
     ]
     return Section("environment", "How it was measured", "", content)
 
 
-def _rungs(trial: Trial) -> str:
+def _rungs(trial: TrialRecord) -> str:
     return "; ".join(
         f"{rung.steps} steps: {', '.join(number(value) for value in rung.ms_per_step)}"
         for rung in trial.rungs
     )
 
 
-def _spread(trial: Trial) -> tuple[float | None, float | None]:
+def _spread(trial: TrialRecord, pace: float) -> tuple[float | None, float | None]:
     """Of the last rung's repeats, where they are in the same unit as the figure."""
-    if not trial.rungs or trial.pace_ms is None:
+    if not trial.rungs:
         return None, None
     low, high = min(trial.rungs[-1].ms_per_step), max(trial.rungs[-1].ms_per_step)
-    return (low, high) if low <= trial.pace_ms <= high else (None, None)
+    return (low, high) if low <= pace <= high else (None, None)
 
 
-def _badge(trial: Trial) -> str:
+def _badge(trial: TrialRecord) -> str:
     return "take" if trial.status in ("winner", "same as winner") else "other"

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.atomic_files import replace_file
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
 from headrace.data import end_workers, loader_error
 from headrace.device import Ledger
@@ -35,10 +36,11 @@ from headrace.errors import (
     LoaderError,
     NonFiniteError,
     OutOfMemoryError,
+    RunError,
     StepError,
     TranslationError,
 )
-from headrace.parallel import SINGLE, Agreement, Ranks, end_children, spread_of
+from headrace.parallel import SINGLE, Agreement, Ranks, kill_children, parallelism_of
 from headrace.report import try_report
 from headrace.runs import (
     MetricsLog,
@@ -46,9 +48,9 @@ from headrace.runs import (
     ProgressLine,
     RunFolder,
     StopRequests,
-    replace_file,
     shared_folder,
 )
+from headrace.runs.records import EpochLine, StepLine
 from headrace.translation.build import RunParts, build_run, check_settings
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
@@ -216,11 +218,11 @@ def _new_folder(
     if ranks.is_first:
         folder = RunFolder.create(project, name)
         if is_plan_file(settings.plan):
-            replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes())
+            replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes(), RunError)
             settings = settings.but(plan=PLAN_FILE)
         folder.write_config(settings.to_dict())
         path = folder.path
-    return shared_folder(Path(ranks.told(str(path), Ledger())))
+    return shared_folder(Path(ranks.broadcast(str(path), Ledger())))
 
 
 def _description(parts: RunParts) -> str:
@@ -258,7 +260,7 @@ class TrainingLoop:
         """Train to the end, beginning at `first_batch` of the current epoch. Returns the name of
         the signal that stopped it; None: it is done."""
         while not self._is_done():
-            (number,) = self._agreement.settle(self._stop.number)
+            (number,) = self._agreement.wait(self._stop.number)
             stopped = _signal_name(number) or self._epoch(first_batch)
             if stopped is not None:
                 return stopped
@@ -306,7 +308,7 @@ class TrainingLoop:
             if ranks.several and not engine.is_between_updates:
                 continue
             due = ranks.is_first and now - saved_at > settings.save_every
-            stop, save = self._agreement.look(self._stop.number, int(due))
+            stop, save = self._agreement.poll(self._stop.number, int(due))
             if stop or save:
                 self._checkpoints.save()
                 saved_at = time.monotonic()
@@ -325,13 +327,8 @@ class TrainingLoop:
 
     def _note_step(self, tokens_per_s: float) -> None:
         engine, observers = self._parts.engine, self._observers
-        observers.metrics.write(
-            "step",
-            engine.updates,
-            epoch=engine.epochs,
-            loss=self._losses.mean,
-            tokens_per_s=tokens_per_s,
-        )
+        line = StepLine(engine.updates, engine.epochs, self._losses.mean, tokens_per_s)
+        observers.metrics.write("step", line.step, **line.values())
         observers.monitor.note(engine.updates)
 
     def _end_epoch(self, result: EpochResult) -> None:
@@ -340,8 +337,7 @@ class TrainingLoop:
         progress.status("validating")
         found = _validate(self._parts)
         figures = result.statistics
-        self._observers.metrics.write(
-            "epoch",
+        line = EpochLine(
             engine.updates,
             epoch=result.epoch,
             loss=self._losses.mean,
@@ -353,6 +349,7 @@ class TrainingLoop:
             replays=figures.replays,
             **found,
         )
+        self._observers.metrics.write("epoch", line.step, **line.values())
         # The loss of the whole epoch, also if it was resumed.
         result = replace(result, mean_loss=self._losses.mean)
         progress.epoch_ends(result, {k: v for k, v in found.items() if k != "valid_nll"})
@@ -409,7 +406,7 @@ def _averaged_weights(engine: Engine) -> AbstractContextManager[object]:
 def _trained_model(parts: RunParts, weights: Path | None = None) -> TrainedModel:
     """The model as it is, or with `weights`. Of a model sharded over ranks, a whole copy."""
     model, vocabularies = parts.model, parts.data.vocabularies
-    if spread_of(parts.engine.model) == "fsdp":
+    if parallelism_of(parts.engine.model) == "fsdp":
         model = whole_copy(parts.settings, vocabularies, parts.model, parts.device)
     if weights is not None:
         load_weights(model, weights)
@@ -535,7 +532,7 @@ def _close_unneeded(writer: CheckpointWriter) -> None:
 def leave_overdue(grace_s: float, folder: RunFolder, tell: Callable[[str], object]) -> None:
     """End the process: the grace time after SIGTERM is over, and the run has not stopped yet."""
     tell(f"not stopped {grace_s:g} s after SIGTERM: exiting now; {_how_to_resume(folder)}")
-    end_children()
+    kill_children()
     os._exit(128 + signal.SIGTERM)
 
 

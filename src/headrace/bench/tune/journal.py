@@ -15,6 +15,7 @@ from headrace.bench.tune.candidates import Candidate
 from headrace.bench.tune.trials import Measurement
 from headrace.errors import TuneError
 from headrace.runs import MetricsLog, read_metrics
+from headrace.schema import Fields
 
 _KIND = "measurement"
 
@@ -75,7 +76,7 @@ class Journal:
             same = line["steps"] == steps and (
                 Candidate.from_dict(line["candidate"]).key == candidate.key
             )
-            found = Measurement(**line["found"])
+            found = Fields(line["found"], "found", TuneError).record(Measurement)
         except (KeyError, TypeError, ValueError) as problem:
             raise TuneError(
                 f"{self._path}: measurement {number} cannot be read ({problem}); begin anew"

@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.atomic_files import build_folder, user_cache
 from headrace.errors import CorpusError
-from headrace.translation.corpus.atomic_folder import build_folder
 from headrace.translation.corpus.corpus import Corpus, read_sources
 from headrace.translation.corpus.encoded import write_ids
 from headrace.translation.corpus.prepared import (
@@ -34,7 +34,6 @@ from headrace.translation.corpus.toy.generator import (
 )
 from headrace.translation.corpus.vocabulary import LEAST_SIZE, Vocabulary
 from headrace.translation.settings import TrainSettings
-from headrace.user_cache import user_cache
 
 # With more pieces whole phrases of so small a language become pieces, and nothing is learned.
 BUILTIN_VOCABULARY = 1000

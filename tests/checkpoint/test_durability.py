@@ -1,4 +1,4 @@
-"""A crash or an error of the disk, at any point of a save, loses nothing that was there."""
+"""A crash or a disk error at any point of a save loses no older checkpoint."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoint import durable, latest_checkpoint, load_checkpoint, save_checkpoint
+from headrace import atomic_files
+from headrace.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
 from support.checkpoints import SAVES, contents, example, flip, names, same
 from support.places import TESTS
@@ -19,8 +20,8 @@ from support.places import TESTS
 # --- crashes --------------------------------------------------------------------------------------
 
 
-# For every n, a child process does one save and dies in its n-th call that changes the disk, a
-# write being done in half. Leaves one folder each.
+# For every n, a child process does one save and dies in its n-th call that changes the disk; a
+# write is done in half. Leaves one folder for each n.
 CRASHES = """
 import os, shutil, sys
 from pathlib import Path
@@ -87,16 +88,18 @@ def test_killed_at_every_point_of_a_save(
         found = load_checkpoint(newest)
         assert same(found, example(found["number"]))
         outcomes.append(found["number"])
-        save_checkpoint(folder, example(77), step=77)  # goes on, and tidies up
+        save_checkpoint(folder, example(77), step=77)  # works, and removes what was left
         assert len(names(folder)) == 2, names(folder)
         assert all(name.startswith("step-") for name in names(folder)), names(folder)
-    # Never in between, and never back: the old one up to some point, the new one from there on.
+    # The old checkpoint up to some point, the new one from there on, and nothing else.
     assert set(outcomes) == {steps[-1], 1000}
     assert outcomes == sorted(outcomes)
-    assert caplog.records == []  # nothing half-written bore a checkpoint's name
+    assert caplog.records == []  # no incomplete folder had a checkpoint's name
 
 
-def test_durable_before_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_everything_is_synced_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     calls: list[str] = []
 
     def fsync(descriptor: int) -> None:
@@ -120,7 +123,7 @@ def test_durable_before_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_folder_of_a_live_writer_is_left_alone(tmp_path: Path) -> None:
-    with durable.new_folder(tmp_path / "step-00000009") as alive:
+    with atomic_files.temporary_folder(tmp_path / "step-00000009") as alive:
         (tmp_path / ".writing-step-00000008-0123").mkdir()
         save_checkpoint(tmp_path, {}, step=1)
         assert names(tmp_path) == sorted([alive.name, "step-00000001"])
@@ -140,7 +143,7 @@ def test_keep(tmp_path: Path, keep: int) -> None:
     assert names(tmp_path) == sorted(["notes", "step-1", *expected])
 
 
-def test_a_later_step_that_is_good_outlives_an_earlier_one_written_now(tmp_path: Path) -> None:
+def test_a_good_checkpoint_of_a_later_step_is_kept(tmp_path: Path) -> None:
     for step in (40, 50):
         save_checkpoint(tmp_path, example(step), step=step)
     flip(tmp_path / "step-00000050" / "tensors.safetensors", -1)
@@ -151,7 +154,7 @@ def test_a_later_step_that_is_good_outlives_an_earlier_one_written_now(tmp_path:
     assert newest.name == "step-00000040"
 
 
-def test_the_same_step_again_replaces(tmp_path: Path) -> None:
+def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
     save_checkpoint(tmp_path, example(1), step=1)
     for number in (2, 3):
         path = save_checkpoint(tmp_path, example(number), step=2)
@@ -167,12 +170,12 @@ def test_long_step_numbers_sort_as_numbers(tmp_path: Path) -> None:
     assert newest.name == "step-100000000"
 
 
-# --- a disk that does not do as told --------------------------------------------------------------
+# --- disk errors ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["write", "fsync", "rename", "mkdir"])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EIO])
-def test_errors_of_the_disk(
+def test_disk_errors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, number: int
 ) -> None:
     save_checkpoint(tmp_path, example(1), step=1)
@@ -215,7 +218,7 @@ def test_a_missing_folder(tmp_path: Path) -> None:
     assert names(tmp_path) == []
 
 
-def test_what_cannot_be_removed_is_no_error(
+def test_a_checkpoint_that_cannot_be_removed_is_only_a_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     save_checkpoint(tmp_path, example(1), step=1)
@@ -223,7 +226,7 @@ def test_what_cannot_be_removed_is_no_error(
     def fail(folder: Path) -> None:
         raise PermissionError(errno.EACCES, "not allowed")
 
-    monkeypatch.setattr(durable, "discard", fail)
+    monkeypatch.setattr(atomic_files, "remove_folder", fail)
     save_checkpoint(tmp_path, example(2), step=2, keep=1)
     assert "not allowed" in caplog.text
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
