@@ -87,13 +87,13 @@ def use(cache: GraphCache[torch.Tensor], batch: Any) -> str:
 
 class TestCache:
     def test_a_shape_is_captured_after_so_many_uses(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=2)
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=4, capture_after=2)
         ways = [use(cache, on(capturing, float(number), 1.0)) for number in range(6)]
         assert ways == ["eager", "eager", "capture", "replay", "replay", "replay"]
         assert len(cache) == cache.captures == 1
 
     def test_each_shape_has_its_own(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=1)
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=4, capture_after=1)
         for _ in range(4):
             for size in (3, 2, 1):
                 use(cache, on(capturing, *map(float, range(size))))
@@ -101,7 +101,7 @@ class TestCache:
 
     def test_the_largest_is_captured_first(self, capturing: Device) -> None:
         """Pieces of memory cut for small shapes would serve no large one."""
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=1)
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=4, capture_after=1)
         small, large = on(capturing, 1.0), on(capturing, *[1.0] * 1000)
         assert [use(cache, small) for _ in range(3)] == ["eager", "capture", "replay"]
         assert [use(cache, large) for _ in range(2)] == ["eager", "capture"]
@@ -111,7 +111,7 @@ class TestCache:
         assert (len(cache), cache.captures, cache.evictions) == (2, 3, 0)
 
     def test_the_least_used_goes(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=1)
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=2, capture_after=1)
         one, two, three = (on(capturing, *[1.0] * size) for size in (3, 2, 1))
         for batch in (one, one, one, one, two, two):
             use(cache, batch)
@@ -121,7 +121,7 @@ class TestCache:
         assert use(cache, two) == "eager"  # until it is used more than another
 
     def test_shapes_that_take_turns_do_not_throw_each_other_out(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=1)
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=2, capture_after=1)
         sizes = [3, 2, 1]
         for _ in range(20):
             for size in sizes:
@@ -129,7 +129,7 @@ class TestCache:
         assert cache.captures <= 4
 
     def test_memory_is_counted_and_given_back(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=0)
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=2, capture_after=0)
         batch = (torch.ones(1 << 20).to(capturing.torch_device),)
         use(cache, batch)  # what PyTorch keeps for itself is there from now on
         cache.close()
@@ -143,7 +143,9 @@ class TestCache:
         assert use(cache, batch) == "capture"  # it may be used again
 
     def test_endless_shapes_do_not_fill_the_memory(self) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(open_device("cpu"), most=2, after=2)
+        cache: GraphCache[torch.Tensor] = GraphCache(
+            open_device("cpu"), max_graphs=2, capture_after=2
+        )
         for number in range(20_000):
             cache.find(number)
         assert len(cache._uses) <= 4096

@@ -74,7 +74,7 @@ def test_equal_numbers_made_anew_are_no_change() -> None:
     assert state.changed() is None
 
 
-def test_put_back() -> None:
+def test_restore() -> None:
     """Whatever a step that does not count has done."""
     first = torch.zeros(2)
     kept, row, window = {"h": first, "n": 1}, [first], deque([1, 2, 3], maxlen=3)
@@ -98,7 +98,7 @@ def test_put_back() -> None:
 
     state = state_of(loss, model)
     loss(model, None)
-    state.put_back()
+    state.restore()
     assert count == 0
     assert list(kept.items()) == [("h", first), ("n", 1)]
     assert kept["h"] is first

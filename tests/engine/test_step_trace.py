@@ -11,14 +11,14 @@ from torch import nn
 
 import headrace as hr
 from headrace.device import Device
-from headrace.engine.step_trace import StepTrace, Tracing
+from headrace.engine.step_trace import StepTrace, StepTracer
 from headrace.testing import FakeDevice
 
 
 def traced(device: Device, work: Any) -> StepTrace:
-    with Tracing(device, until=traced.__code__) as tracing:
+    with StepTracer(device, caller=traced.__code__) as tracer:
         work()
-    return tracing.trace
+    return tracer.trace
 
 
 def test_the_same_work_does_not_differ(fake_device: FakeDevice) -> None:
