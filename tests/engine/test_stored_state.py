@@ -162,7 +162,7 @@ class TestBadState:
     def test_of_another_kind(self, device: Device) -> None:
         engine = make(device, "pipeline")
         with pytest.raises(
-            StepError, match="no engine's state of a format from 1 to 4: found None"
+            StepError, match="not an engine's state: found format None, expected 1 to 4"
         ):
             engine.load_state_dict({"model": {}})
 
