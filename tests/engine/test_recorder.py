@@ -1,4 +1,4 @@
-"""Values reach the loop in order, each once; an open group's last ones with its update."""
+"""Values reach the loop in order, each once. An open group's last batch waits for the update."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_what_was_not_handed_out_is_part_of_the_state(device: Device) -> None:
         one.send()
     one.drain()
     assert [entry.step for entry in one.unseen()] == [0, 1, 2]
-    assert one.unseen() == []  # looked at once
+    assert one.unseen() == []  # each is returned once
     stored = values_of_state(one.state(), device)
     assert [(entry.step, entry.values) for entry in stored] == [
         (0, {"loss": 0.0}),
@@ -56,7 +56,9 @@ def test_restored_values_come_first(device: Device) -> None:
 
 def test_an_open_groups_last_batch_waits_for_the_update(device: Device) -> None:
     one = recorder(device, HoldingRecorder)
-    result = torch.zeros((), device=device.torch_device)  # a replay writes its results anew
+    result = torch.zeros(
+        (), device=device.torch_device
+    )  # like the result of a graph: each replay overwrites it
     for index in range(3):
         result.fill_(float(index))
         one.push(launched(device, index, updated=False, loss=result, skipped=0))

@@ -56,7 +56,7 @@ class FrozenValues:
                     if changed is not None
                     else f"the optimizer's {_changed_setting(before, settings)} changes from step "
                     "to step, and a graph would repeat the value it was captured with: keep it "
-                    "constant (in a scheduler cycle_momentum=False, for SGD's lr fused=True)"
+                    "constant (cycle_momentum=False in a scheduler; SGD's lr needs fused=True)"
                 )
         self._settings, self._batches_since_change = settings, 0
         return before is not None or cleared

@@ -1,11 +1,11 @@
 """Training steps as graphs: forward, loss, backward, clipping and update, captured for each shape.
 
-A shape's first batches are launched one by one and train as usual. The last two of them are
-watched for what no graph can repeat (a host wait, say) and compared with each other: a graph would
-repeat what Python decided at capture. Then the step is captured, which runs nothing, and replayed
-from that batch on, as long as the Python values it was captured with stay the same. With
-accumulation the update is a graph of its own. If a step cannot be captured, its kernels are
-launched one by one, and the log says why, once.
+The first batches of a shape run eagerly and train as usual. The last two of them are watched, for
+what no graph can repeat (a host wait, say) and for differences between them: a graph would repeat
+what Python decided at capture. Then the step is captured, which runs nothing. From that batch on it
+is replayed, as long as the Python values that it was captured with stay the same. With accumulation
+the update is a graph of its own. A step that cannot be captured runs eagerly, and the log says why,
+once.
 """
 
 from __future__ import annotations
@@ -54,9 +54,10 @@ _GRADIENTS_DIFFER = (
 
 @dataclass(frozen=True, slots=True)
 class GraphReport:
-    """What became of a plan's graphs. `shapes` have a graph now. `replays` and `one_by_one` count
-    batches: replayed, and launched kernel by kernel. `why` says why nothing is captured (any more);
-    None if graphs are in use. `decision` says what `graphs="auto"` measured."""
+    """What became of a plan's graphs. `shapes` is how many shapes have a graph now. `replays`
+    counts batches that were replayed, `one_by_one` those whose kernels were launched one by one.
+    `why` says why nothing is captured (any more); None if graphs are in use. `decision` says what
+    `graphs="auto"` measured."""
 
     shapes: int
     captures: int
@@ -69,8 +70,8 @@ class GraphReport:
 
 
 class GraphedStep:
-    """A step that replays the graph of a batch's shape, or launches kernels one by one if there is
-    no graph. Weightless batches, which only keep the ranks in step, go to the `eager` step."""
+    """A step that replays the graph of a batch's shape, or runs eagerly if there is none.
+    Weightless batches, which only keep the ranks in step, go to the `eager` step."""
 
     def __init__(self, eager: EagerStep, graphs: StepGraphs) -> None:
         self._eager, self._graphs = eager, graphs
@@ -99,8 +100,7 @@ class StepGraphs:
     def __init__(self, parts: Parts, plan: Plan) -> None:
         self._parts, self._plan_name = parts, plan.name
         self._timing = GraphTiming() if plan.graphs == "auto" else None
-        # Only steps after the warm-up are like those to come. A loss is compiled with the first
-        # batch.
+        # Watch only after the warm-up, when steps are like those to come. The first batch compiles.
         compiles = isinstance(parts.forward.loss, CompiledLoss)
         warm_up = (_DDP_WARM_UP_STEPS if parts.spread == "ddp" else 0) + compiles
         self._watch_after = plan.graph_after + warm_up
@@ -119,7 +119,7 @@ class StepGraphs:
         self._reached_by: dict[Hashable, frozenset[int]] = {}
         self._capturable: CapturableOptimizer | None = None
         self._replays = self._one_by_one = 0
-        self._why: str | None = None
+        self._why_eager: str | None = None
         obstacle = capture_obstacle(parts)
         if obstacle is not None:
             self._give_up(obstacle)
@@ -127,18 +127,18 @@ class StepGraphs:
     def train(self, fetched: Fetched) -> Launched:
         """Train on one batch, on the current stream."""
         batch = fetched.batch
-        key = self._key_for(batch) if self._why is None else None
+        key = self._key_for(batch) if self._why_eager is None else None
         captured = None if key is None else self._graph_for(key, batch)
         if key is None or captured is None:
             self._one_by_one += 1
-            watched = key is not None and self._why is None and self._should_watch(key)
-            return self._launch_watched(key, fetched) if watched else self._launch(key, fetched)
+            watched = key is not None and self._why_eager is None and self._should_watch(key)
+            return self._run_watched(key, fetched) if watched else self._run_eagerly(key, fetched)
         self._replays += 1
         return self._replay(key, captured, fetched)
 
     def begin_epoch(self) -> None:
         """Drop graphs whose memory is no longer the model's or the optimizer's."""
-        if self._why is not None:
+        if self._why_eager is not None:
             return
         obstacle = capture_obstacle(self._parts)
         if obstacle is not None:
@@ -165,12 +165,12 @@ class StepGraphs:
         group, timing = self._parts.group, self._timing
         self._drop_graphs()
         group.reached = self._with_gradients() if group.is_open else set()
-        # An optimizer that was capturable stays so. Older states have no "prepared": all were.
-        if state is not None and state.get("prepared", self._why is None):
+        # An optimizer that was capturable stays so. In older states, without "prepared", all were.
+        if state is not None and state.get("prepared", self._why_eager is None):
             self._capturable = CapturableOptimizer(self._parts)
         elif self._capturable is not None:
             self._capturable, self._parts.update.rates = None, None
-        if timing is None or state is None or self._why is not None:
+        if timing is None or state is None or self._why_eager is not None:
             return
         if state["pays"] is not None:
             timing.pays, timing.decision = state["pays"], state["decision"]
@@ -184,7 +184,7 @@ class StepGraphs:
             replays=self._replays,
             one_by_one=self._one_by_one,
             memory_bytes=self._graphs.memory_bytes + self._updates.memory_bytes,
-            why=self._why,
+            why=self._why_eager,
             decision=None if self._timing is None else self._timing.decision,
         )
 
@@ -205,18 +205,18 @@ class StepGraphs:
                 self._drop_graphs_and_rewatch()
             return signature(batch)
         except CaptureError as problem:
-            self._give_up(_describe(problem))
+            self._give_up(_describe_failure(problem))
             return None
 
     def _graph_for(self, key: Hashable, batch: Any) -> CapturedWork[LossParts] | None:
-        """The graph for this batch, captured now if it is due; None: launch it one by one."""
+        """The graph for this batch, captured now if it is due; None: run it eagerly."""
         captured = self._graphs.find(key)
         if captured is not None or not self._is_due(key):
             return captured
         try:
             return self._capture(key, batch)
         except CaptureError as problem:
-            self._give_up(_describe(problem))
+            self._give_up(_describe_failure(problem))
             return None
 
     def _is_due(self, key: Hashable) -> bool:
@@ -226,7 +226,7 @@ class StepGraphs:
     def _should_watch(self, key: Hashable) -> bool:
         return self._watch.wants(hash(key), self._graphs.uses(key))
 
-    def _launch(
+    def _run_eagerly(
         self, key: Hashable | None, fetched: Fetched, tracer: StepTracer | None = None
     ) -> Launched:
         parts, traced = self._parts, tracer or nullcontext()
@@ -248,13 +248,13 @@ class StepGraphs:
                 parts.use()
         return parts.launched(fetched, loss, updated=updated)
 
-    def _launch_watched(self, key: Hashable, fetched: Fetched) -> Launched:
-        """Train on a batch, and look for what no graph could repeat."""
+    def _run_watched(self, key: Hashable, fetched: Fetched) -> Launched:
+        """Train on a batch eagerly, and look for what no graph could repeat."""
         device = self._parts.device
-        tracer = StepTracer(device, caller=StepGraphs._launch.__code__)
+        tracer = StepTracer(device, caller=StepGraphs._run_eagerly.__code__)
         known = storages([*self._known_tensors(), *flatten_batch(fetched.batch)])
         with loss_mode(self._parts.forward.loss, "plain"), device.watch() as obstacles:
-            launched = self._launch(key, fetched, tracer)
+            launched = self._run_eagerly(key, fetched, tracer)
         is_first = self._graphs.uses(key) == 1
         if obstacles:
             why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
@@ -301,7 +301,7 @@ class StepGraphs:
     def _update(self) -> None:
         """Update with a full group's gradients, by a graph of its own."""
         parts, group = self._parts, self._parts.group
-        if self._why is not None:
+        if self._why_eager is not None:
             parts.use()
             return
         parts.update.write_rates()
@@ -316,7 +316,7 @@ class StepGraphs:
                     self._updates.drop(key)
                     update = None
             except CaptureError as problem:
-                self._give_up(_describe(problem))
+                self._give_up(_describe_failure(problem))
             finally:
                 before.restore()
         if update is None:
@@ -406,8 +406,8 @@ class StepGraphs:
     # --- accumulation: gradients that keep their memory -------------------------------------------
 
     def _gradients_in_place(self) -> bool:
-        """Whether a group is about to begin with all its gradients in memory that stays, at zero.
-        The first call asks the group to keep that memory from now on."""
+        """Whether a group is about to begin and all its gradients exist, as zeros in memory that
+        stays. The first call asks the group to keep that memory from now on."""
         group, state = self._parts.group, self._parts.optimizer.state
         if group.is_open:
             return False
@@ -433,8 +433,8 @@ class StepGraphs:
 
     @contextmanager
     def _recording_reached(self) -> Iterator[None]:
-        """Inside the block, add the parameters that backward gives a gradient to
-        `group.reached`."""
+        """Inside the block, `group.reached` collects the parameters to which backward gives a
+        gradient."""
         group = self._parts.group
         handles = [
             p.register_post_accumulate_grad_hook(lambda p: group.reached.add(id(p)))
@@ -450,8 +450,8 @@ class StepGraphs:
     # --- when graphs are dropped ------------------------------------------------------------------
 
     def _give_up(self, why: str) -> None:
-        """Stop capturing for good: launch all further batches one by one, and say why."""
-        self._why = why
+        """Stop capturing for good: run all further batches eagerly, and log why."""
+        self._why_eager = why
         self._drop_graphs()
         release_graph_state(self._parts)
         warn_not_captured(self._parts.device, self._plan_name, why)
@@ -475,7 +475,7 @@ class StepGraphs:
     def _timed(self, key: Hashable | None, *, replay: bool) -> Iterator[None]:
         """Time the step in the block, alone on the device, if the decision still needs it."""
         timing, device = self._timing, self._parts.device
-        if timing is None or key is None or self._why is not None:
+        if timing is None or key is None or self._why_eager is not None:
             yield
             return
         warmed_up = replay or self._graphs.uses(key) > self._watch_after
@@ -492,7 +492,7 @@ class StepGraphs:
     def _apply(self, timing: GraphTiming) -> None:
         """Give graphs up if they do not pay."""
         if not timing.pays:
-            self._why = timing.decision
+            self._why_eager = timing.decision
             self._drop_graphs()
             release_graph_state(self._parts)
 
@@ -508,7 +508,7 @@ def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
     )
 
 
-def _describe(problem: CaptureError) -> str:
+def _describe_failure(problem: CaptureError) -> str:
     """A failed capture in words: what was raised, and on which line of the user's code."""
     cause = problem.__cause__
     if cause is None:

@@ -1,9 +1,9 @@
 """Undoes a failed batch, so that `on_error` can store the state from before it.
 
-Besides its result, a forward changes buffers (batch norm's means, say) and random generators. Both
-are restored. PyTorch counts the versions of a tensor, which shows what buffers change: all are
-saved before an epoch's first batch, and later only those that some batch has changed. Batch norm's
-kernels do not count versions, so buffers with the names of its buffers are always saved.
+A forward may change buffers (batch norm's means, say) and random generators. Both are restored.
+A tensor's version counter shows which buffers change: all are saved before an epoch's first batch,
+later only those that some batch has changed. Batch norm's kernels do not advance the counter, so
+buffers that are named like its buffers are always saved.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _UNVERSIONED = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RestoringStep:
-    """A step after whose failure buffers and random generators are restored."""
+    """A step that restores buffers and random generators after a batch that failed."""
 
     def __init__(self, step: Step, buffers: SavedBuffers, device: Device, lanes: Lanes) -> None:
         self._step, self._buffers, self._device, self._lanes = step, buffers, device, lanes

@@ -76,7 +76,7 @@ class PositionTracker:
         self._loader_after_pass: Any = None
 
     def checked(self, state: dict[str, Any]) -> dict[str, Any]:
-        """Return the state, or raise for a mistake in it that else only the next pass would find.
+        """Return the state, or raise for a mistake that would otherwise show only in the next pass.
         To check random states, sets the generators to them and then back."""
         now = random_states(self._device)
         try:
@@ -122,7 +122,9 @@ class PositionTracker:
         # A loader's own state may lack its sampler's generator: that of Accelerate's does. If it
         # has it, the loader sets the generator again later.
         if state is not None and (state["generators"] or state["loader"] is None):
-            self._set_generators(state["generators"], begun=state["random_at_start"] is not None)
+            self._set_loader_generators(
+                state["generators"], begun=state["random_at_start"] is not None
+            )
         self._random_at_start = random_states(self._device)
         self._generators_at_start = states_of(self._generators)
         if state is None:
@@ -164,7 +166,7 @@ class PositionTracker:
             set_random_states(self._device, self._random_to_restore)
             self._random_to_restore = None
 
-    def _set_generators(self, states: list[dict[str, Any]] | None, *, begun: bool) -> None:
+    def _set_loader_generators(self, states: list[dict[str, Any]] | None, *, begun: bool) -> None:
         """Set the loader's own generators to stored states. If the stored epoch had not `begun`,
         set only those with the same seed: users may make a loader for each epoch, with a seed of
         its own."""
