@@ -18,11 +18,12 @@ from headrace.engine.step import Parts
 from headrace.errors import CaptureError
 from headrace.parallel import bare
 
-# A change counts as frequent if it comes less than so many batches after the one before ...
+# Changes less than this many batches apart are frequent.
 _STEADY_BATCHES = 10
-# ... and so many frequent changes end capturing.
+# After this many frequent changes the step is no longer captured.
 _MAX_FREQUENT_CHANGES = 3
-# No settings of an update: the parameters, what a scheduler remembers, and what a capture sets.
+# Entries of a parameter group that are not compared: the parameters, what a scheduler remembers,
+# and what a capture sets.
 _NO_SETTINGS = ("params", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 

@@ -51,8 +51,8 @@ class StepWatch:
     def learn(self, key: int, trace: StepTrace, known: set[Storage], *, first: bool) -> str | None:
         """Add a batch's trace. Returns why the step cannot be captured, if that is clear now.
 
-        `known` is memory that the step may read: the caller notices when it is replaced. What a
-        shape's `first` batch leaves behind is not held against it: it may be a one-time setup.
+        `known` is memory that the step may read: the caller notices when it is replaced. Later
+        batches may read what a shape's `first` batch has made: that may be a one-time setup.
         """
         trace.read = {storage: read for storage, read in trace.read.items() if storage not in known}
         for storage, read in trace.read.items():

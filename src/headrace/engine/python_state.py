@@ -225,7 +225,7 @@ class _Items:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same object, or equal constants, or containers of such."""
+    """Whether two values are the same object, equal constants, or containers of the same values."""
     if one is other:
         return True
     if type(one) is not type(other):
@@ -457,7 +457,7 @@ class _Search:
 
     def _opaque_object(self, value: Any, name: str, depth: int) -> bool:
         """Add an object whose state is not in its attributes, by its own way to read it. Returns
-        whether `value` is of such a kind."""
+        whether `value` is one."""
         if isinstance(value, random.Random):
             self._add_getter(name, value.getstate, value.setstate)
         elif isinstance(value, torch.Generator):

@@ -1,10 +1,10 @@
 """Where an engine stands in its epochs, and how a restored engine gets there again.
 
-A loader that keeps its own state is given it back. A sampler with `start_at` is told the first
-batch. With any other loader, the batches before are loaded and dropped; that takes time, and the
-log says so.
+A loader that keeps its own state loads that state. A loader or sampler with `start_at` begins at
+the right batch. With any other loader, the batches before it are loaded and dropped; that takes
+time, and the log says so.
 
-A resumed epoch draws the random numbers of an uninterrupted one. For that, the generators are set
+A resumed epoch draws the same random numbers as an uninterrupted one. For that, generators are set
 
 1. before the loader begins, to where they were when the epoch began: it may draw its order;
 2. while the last of the dropped batches is loaded, to where they were before it: a loader that

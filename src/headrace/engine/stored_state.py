@@ -94,8 +94,8 @@ class Position:
 
     `batch` counts the epoch's batches *trained on*, `own_batch` those of them that this rank's
     loader gave (None: all). `share_ended` says that this rank's loader has no more. `loader` is the
-    loader's own state after them. `deferred` are the values not yet handed out; `epoch_loss` is the
-    sum of the losses that were, and of their weights.
+    loader's own state after them. `deferred` are the values not yet handed out. `epoch_loss` is,
+    for those that were, the sum of loss × weight and the sum of weights.
 
     Random states: `random` is now, `random_at_start` when the epoch began, and `generators` are the
     loader's own generators then. `drawn_ahead` are those before each batch that was fetched and not
@@ -117,11 +117,11 @@ class Position:
 
 
 def upgrade(state: object) -> dict[str, Any]:
-    """A stored state of any format, in the present format. Raises `StepError` if it is none."""
+    """A stored state of any format, in the present format. Raises `StepError` for anything else."""
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if not isinstance(state, dict) or type(found) is not int or not 1 <= found <= FORMAT:
         raise StepError(
-            f"this is not an engine's state: found format {found!r}, expected 1 to {FORMAT}"
+            f"this is not an engine's state of a format from 1 to {FORMAT}: found {found!r}"
         )
     if not isinstance(state.get("step"), dict):
         raise StepError("this is not an engine's state: it has no 'step'")
