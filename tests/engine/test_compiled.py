@@ -1,4 +1,4 @@
-"""`compile`: which settings each compilation has, what happens if it fails, and what is told."""
+"""`compile`: the settings of each compilation, what happens if one fails, and what is reported."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class CompilingFake(FakeDevice):
 
 
 class Inductor:
-    """Stands in for inductor, and keeps what each compilation was: with dynamic sizes or not, with
-    the tiling analysis or not. The graph runs as it was traced. `fails` says which raise."""
+    """Stands in for inductor. Records for each compilation whether it had dynamic sizes and the
+    tiling analysis. The graph runs as it was traced. `fails` says which compilations raise."""
 
     def __init__(self, fails: Callable[[bool, bool], bool] = lambda dynamic, analysed: False):
         self.fails = fails
@@ -54,7 +54,7 @@ def _fresh() -> Iterator[None]:
     torch.compiler.reset()
     yield
     torch.compiler.reset()
-    assert inductor.triton.coalesce_tiling_analysis  # as everybody else has it
+    assert inductor.triton.coalesce_tiling_analysis  # as it was
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ class TestSettings:
         assert (result.compiled.why, result.compiled.compilations) == (None, 2)
         assert result.losses == engine_on("cpu", "pipeline").epoch(rows(3, 5, 3, 7, 9)).losses
 
-    def test_what_fails_with_the_analysis_is_tried_without(
+    def test_what_fails_with_the_analysis_is_compiled_without_it(
         self, use: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
         use(backend := Inductor(lambda dynamic, analysed: analysed))
@@ -110,14 +110,16 @@ class TestSettings:
         assert "not compiled" not in caplog.text
         assert result.losses == engine_on("cpu", "pipeline").epoch(rows(3, 3, 3)).losses
 
-    def test_a_user_who_has_turned_it_off_keeps_that(self, use: Any) -> None:
+    def test_an_analysis_that_the_user_turned_off_stays_off(self, use: Any) -> None:
         use(backend := Inductor(lambda dynamic, analysed: True))
         with inductor.patch({"triton.coalesce_tiling_analysis": False}):
             engine_on(Compiling()).epoch(rows(3, 5))
             assert not inductor.triton.coalesce_tiling_analysis
-        assert backend.asked == [(False, False)]  # once more would be the same
+        assert backend.asked == [(False, False)]  # a second attempt would be the same
 
-    def test_a_pytorch_without_the_setting(self, use: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_pytorch_without_the_setting_compiles_as_usual(
+        self, use: Any, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         monkeypatch.setattr(compiled, "_TILING", "of_another_version")
         use(backend := Inductor())
         result = engine_on(Compiling()).epoch(rows(3, 5))
@@ -125,7 +127,7 @@ class TestSettings:
         assert result.compiled is not None
         assert result.compiled.compiled
 
-    def test_a_capture_that_compiles_once_more_has_it_too(self, use: Any) -> None:
+    def test_a_second_compilation_in_a_capture_has_no_analysis(self, use: Any) -> None:
         use(backend := Inductor(lambda dynamic, analysed: dynamic and analysed))
         compiled, model = CompiledLoss(loss, Compiling()), model_of()
         first, second = rows(3, 5)
@@ -152,7 +154,7 @@ class TestFailure:
         assert json.loads(result.to_json())["compiled"]["why"] == result.compiled.why
         assert result.losses == engine_on("cpu", "pipeline").epoch(rows(3, 3, 3)).losses
 
-    def test_of_the_users_own_is_passed_on(self, use: Any) -> None:
+    def test_an_error_in_user_code_is_raised(self, use: Any) -> None:
         use(Inductor())
 
         def wrong(model: Any, batch: torch.Tensor) -> torch.Tensor:
@@ -164,7 +166,7 @@ class TestFailure:
     def test_a_step_that_the_compiler_skips_is_not_called_compiled(
         self, use: Any, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """A graph break inside `try` in a loop: PyTorch runs the whole function as it is."""
+        """A graph break inside `try` in a loop: PyTorch runs the whole function uncompiled."""
         use(backend := Inductor())
         printed: list[str] = []
 
@@ -191,7 +193,7 @@ class TestFailure:
         assert len(printed) == 4
 
     @pytest.mark.parametrize("kind", ["function", "object", "module"])
-    def test_code_that_an_earlier_engine_compiled_counts(self, use: Any, kind: str) -> None:
+    def test_code_compiled_by_an_earlier_engine_counts(self, use: Any, kind: str) -> None:
         class CallableLoss:
             def __call__(self, model: Any, batch: torch.Tensor) -> torch.Tensor:
                 return loss(model, batch)
@@ -212,7 +214,7 @@ class TestFailure:
         assert second.report() == CompileReport(compiled=True)
 
 
-class TestTold:
+class TestReport:
     def test_before_the_first_batch_nothing_is_known(self, use: Any) -> None:
         use(Inductor())
         assert engine_on(Compiling()).compiled == CompileReport(compiled=False)
@@ -230,7 +232,7 @@ class TestTold:
         assert engine.epoch(rows(3)).compiled == engine.compiled
         assert engine.evaluate(rows(3)).compiled == engine.compiled
 
-    def test_a_step_of_ones_own(self, caplog: pytest.LogCaptureFixture) -> None:
+    def test_a_users_own_step_is_not_compiled(self, caplog: pytest.LogCaptureFixture) -> None:
         engine = hr.Engine.from_step(lambda batch: None, device="cpu", plan="max")
         assert engine.compiled is not None
         assert engine.compiled.why == "it is your own (Engine.from_step)"
@@ -247,8 +249,8 @@ class TestTold:
         assert engine.compiled.seconds > 0
         assert "compiled the step in" in caplog.text
 
-    def test_a_graph_of_plain_kernels_is_told_apart(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Captured, but not compiled."""
+    def test_a_captured_step_that_is_not_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It is replayed, and the report says that it is not compiled."""
 
         def broken(*_: Any) -> Any:
             raise InternalTorchDynamoError("broken on purpose")

@@ -1,4 +1,4 @@
-"""Deferred values: in order, exactly once, never waited for but in `drain`."""
+"""Deferred values arrive in order, each exactly once. Only `drain` waits for them."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_in_order_exactly_once(device: Device, every: int) -> None:
     assert device.pinned.lent == 0
 
 
-def test_several_values_and_numbers_of_the_host(device: Device) -> None:
+def test_tensors_and_python_numbers_together(device: Device) -> None:
     deferred = DeferredScalars(device, 2)
     deferred.push(0, {"loss": on(device, 1.5), "weight": 30, "accuracy": on(device, 0.25)})
     (entry,) = deferred.drain()
@@ -150,7 +150,7 @@ def test_a_loss_in_a_graph_is_not_kept_alive(device: Device) -> None:
     assert deferred.drain()[0].values["loss"] == 6.0
 
 
-def test_misuse(device: Device) -> None:
+def test_wrong_arguments_are_refused(device: Device) -> None:
     with pytest.raises(DeferredError, match=r"'loss' has shape \(2,\): expected a single number"):
         DeferredScalars(device).push(0, torch.ones(2, device=device.torch_device))
     for every in (0, -1, 1.5, True):

@@ -1,4 +1,4 @@
-"""Graphs by shape: signatures, use counts, the cap; on the fake device, and on CUDA where it is."""
+"""Graphs by shape: signatures, use counts and the limit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class TestSignature:
             (Pair(torch.ones(2), "en"), Pair(torch.ones(2), "zh")),
         ],
     )
-    def test_what_tells_batches_apart(self, one: Any, other: Any) -> None:
+    def test_different_batches_have_different_signatures(self, one: Any, other: Any) -> None:
         assert signature(one) != signature(other)
         assert signature(one) == signature(one)
 
@@ -59,7 +59,7 @@ class TestSignature:
             ((torch.ones(2), {1, 2}), "a batch holds a set, which cannot be compared"),
         ],
     )
-    def test_what_no_graph_can_take_in(self, batch: Any, message: str) -> None:
+    def test_batches_that_no_graph_can_hold(self, batch: Any, message: str) -> None:
         with pytest.raises(CaptureError, match=message):
             signature(batch)
 
@@ -73,7 +73,7 @@ def on(device: Device, *numbers: float) -> tuple[torch.Tensor]:
 
 
 def use(cache: GraphCache[torch.Tensor], batch: Any) -> str:
-    """What the engine does with a batch, and which way it went."""
+    """Use a batch as the engine does. Returns how it ran."""
     key = signature(batch)
     captured, way = cache.find(key), "replay"
     if captured is None and cache.is_due(key):
@@ -86,22 +86,22 @@ def use(cache: GraphCache[torch.Tensor], batch: Any) -> str:
 
 
 class TestCache:
-    def test_a_shape_is_captured_after_so_many_uses(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=2)
+    def test_a_shape_is_captured_after_two_uses(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=4, capture_after=2)
         ways = [use(cache, on(capturing, float(number), 1.0)) for number in range(6)]
         assert ways == ["eager", "eager", "capture", "replay", "replay", "replay"]
         assert len(cache) == cache.captures == 1
 
-    def test_each_shape_has_its_own(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=1)
+    def test_each_shape_has_its_own_graph(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=4, capture_after=1)
         for _ in range(4):
             for size in (3, 2, 1):
                 use(cache, on(capturing, *map(float, range(size))))
         assert (len(cache), cache.captures, cache.evictions) == (3, 3, 0)
 
     def test_the_largest_is_captured_first(self, capturing: Device) -> None:
-        """Pieces of memory cut for small shapes would serve no large one."""
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=4, after=1)
+        """Memory blocks of small shapes are of no use to a large one."""
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=4, capture_after=1)
         small, large = on(capturing, 1.0), on(capturing, *[1.0] * 1000)
         assert [use(cache, small) for _ in range(3)] == ["eager", "capture", "replay"]
         assert [use(cache, large) for _ in range(2)] == ["eager", "capture"]
@@ -110,8 +110,8 @@ class TestCache:
         assert use(cache, large) == "replay"
         assert (len(cache), cache.captures, cache.evictions) == (2, 3, 0)
 
-    def test_the_least_used_goes(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=1)
+    def test_the_least_used_graph_is_replaced(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=2, capture_after=1)
         one, two, three = (on(capturing, *[1.0] * size) for size in (3, 2, 1))
         for batch in (one, one, one, one, two, two):
             use(cache, batch)
@@ -120,18 +120,18 @@ class TestCache:
         assert use(cache, one) == "replay"  # the one used most is still there
         assert use(cache, two) == "eager"  # until it is used more than another
 
-    def test_shapes_that_take_turns_do_not_throw_each_other_out(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=1)
+    def test_shapes_that_take_turns_do_not_evict_each_other(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=2, capture_after=1)
         sizes = [3, 2, 1]
         for _ in range(20):
             for size in sizes:
                 use(cache, on(capturing, *[1.0] * size))
         assert cache.captures <= 4
 
-    def test_memory_is_counted_and_given_back(self, capturing: Device) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(capturing, most=2, after=0)
+    def test_memory_is_counted_and_freed(self, capturing: Device) -> None:
+        cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=2, capture_after=0)
         batch = (torch.ones(1 << 20).to(capturing.torch_device),)
-        use(cache, batch)  # what PyTorch keeps for itself is there from now on
+        use(cache, batch)  # PyTorch allocates memory for itself at the first capture
         cache.close()
         before = capturing.memory().reserved
         use(cache, batch)
@@ -140,10 +140,12 @@ class TestCache:
         cache.close()
         assert (len(cache), cache.memory_bytes) == (0, 0)
         assert capturing.memory().reserved == before
-        assert use(cache, batch) == "capture"  # it may be used again
+        assert use(cache, batch) == "capture"  # the cache may be used again
 
     def test_endless_shapes_do_not_fill_the_memory(self) -> None:
-        cache: GraphCache[torch.Tensor] = GraphCache(open_device("cpu"), most=2, after=2)
+        cache: GraphCache[torch.Tensor] = GraphCache(
+            open_device("cpu"), max_graphs=2, capture_after=2
+        )
         for number in range(20_000):
             cache.find(number)
         assert len(cache._uses) <= 4096

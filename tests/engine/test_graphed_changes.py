@@ -1,4 +1,4 @@
-"""The graph plan where things change: the same losses and weights as without graphs."""
+"""Changes during training: the graph plan keeps the losses and weights of a plan without graphs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def both(
     begin: Callable[[nn.Module], object] = lambda model: None,
     **options: Any,
 ) -> Engine:
-    """Two epochs with something done between them, under both plans."""
+    """Train two epochs under both plans, call `between` in the middle, and compare the results."""
     found = []
     for plan in (Plan.preset("pipeline"), GRAPH):
         torch.manual_seed(0)
@@ -70,7 +70,7 @@ def both(
 
 @pytest.mark.parametrize("make", [adamw, sgd])
 class TestState:
-    """What the optimizer makes for a parameter stays: it must not be made in a graph."""
+    """The optimizer's state of a parameter outlives a step, so no graph may create it."""
 
     def test_a_parameter_is_unfrozen(self, capturing: Device, make: Optimizer) -> None:
         engine = both(
@@ -83,7 +83,7 @@ class TestState:
         assert engine.graphs.why is None
 
     @pytest.mark.parametrize("accumulate", [1, 2])
-    def test_the_state_is_forgotten(
+    def test_the_state_is_cleared(
         self, capturing: Device, make: Optimizer, accumulate: int
     ) -> None:
         both(
@@ -134,7 +134,7 @@ class TestModels:
     @pytest.mark.parametrize(
         "rows", [[7, 7, 6, 6, 6, 6, 7, 6, 6, 6, 7, 7], [6] * 6 + [7] + [6] * 5]
     )
-    def test_parameters_that_some_batches_use(
+    def test_parameters_that_only_some_batches_use(
         self, capturing: Device, accumulate: int, rows: str
     ) -> None:
         batches = [batch for count in rows for batch in data(1, rows=int(count))]
@@ -184,7 +184,7 @@ class TestOptimizers:
         assert same(found[0][2], found[1][2])
 
     def test_a_checkpoint_of_a_plan_without_graphs(self, capturing: Device) -> None:
-        """Of an optimizer that is not fused, whose `capturable` it does not have."""
+        """Its optimizer is not fused and not capturable; graphs make it capturable again."""
 
         def engine_of(plan: Any) -> Engine:
             model = make_model(capturing)
@@ -197,7 +197,7 @@ class TestOptimizers:
         optimizer_of(engine).load_state_dict(stored)
         assert len(engine.epoch(data(6)).losses) == 6
 
-    def test_a_state_made_under_graph_goes_on_without(self) -> None:
+    def test_a_state_taken_under_graph_is_loaded_without_graphs(self) -> None:
         with FakeDevice() as device:
             model = make_model(device)
             optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -210,7 +210,7 @@ class TestOptimizers:
         other.load_state_dict(state)
         assert len(other.epoch(data(4)).losses) == 4
 
-    def test_a_rate_that_goes_through_a_tensor(self, capturing: Device) -> None:
+    def test_a_learning_rate_that_is_a_tensor_for_a_while(self, capturing: Device) -> None:
         def change(engine: Engine) -> None:
             group = optimizer_of(engine).param_groups[0]
             group["lr"] = torch.tensor(0.1).to(capturing.torch_device)
@@ -219,7 +219,7 @@ class TestOptimizers:
 
         both(capturing, change)
 
-    def test_the_decay_of_averages(self, capturing: Device) -> None:
+    def test_another_decay_of_averages(self, capturing: Device) -> None:
         def change(engine: Engine) -> None:
             assert engine.ema is not None
             engine.ema.decay = 0.1
@@ -258,8 +258,8 @@ def test_a_scheduler_that_raises(capturing: Device, accumulate: int) -> None:
 
 
 @pytest.mark.unsanitized
-def test_an_error_of_pythons_own_in_a_capture(capturing: Device) -> None:
-    """The process goes on as before, dropout included; graphs are given up."""
+def test_a_python_error_in_a_capture(capturing: Device) -> None:
+    """Training continues without graphs, with the same random numbers."""
 
     def fragile(model: nn.Module, batch: Any) -> torch.Tensor:
         value = loss(model, batch)
@@ -284,7 +284,7 @@ def test_an_error_of_pythons_own_in_a_capture(capturing: Device) -> None:
     assert "KeyError: 'only here'" in str(engine.graphs.why)
 
 
-def test_the_precision_given_to_the_engine_outlives_a_plan(capturing: Device) -> None:
+def test_the_engines_precision_holds_under_another_plan(capturing: Device) -> None:
     model = make_model(capturing)
     engine = Engine(model, adamw(model.parameters()), loss, device=capturing, precision="bf16")
     engine.use_plan("graph")
@@ -292,7 +292,7 @@ def test_the_precision_given_to_the_engine_outlives_a_plan(capturing: Device) ->
 
 
 def test_gradients_outside_the_optimizer_that_the_user_clears(capturing: Device) -> None:
-    """A graph adds to their memory: it is captured anew when that is not theirs any more."""
+    """A graph adds to the old tensors, so it is captured again when the user has cleared them."""
     found = []
     for plan in ("pipeline", "graph"):
         model = make_model(capturing, dropout=0.0)

@@ -1,4 +1,4 @@
-"""The Python values that a loss function can read: found, compared, and put back."""
+"""The Python values that a loss function can read: found, compared and restored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def with_a_global(model: Any, batch: Any) -> Any:
     return model(batch.x) * scale
 
 
-def test_a_global_is_told_from_an_attribute_of_the_same_name() -> None:
+def test_a_global_is_not_confused_with_an_attribute_of_the_same_name() -> None:
     global x, scale
     state = state_of(with_a_global)
     x += 1
@@ -36,7 +36,7 @@ def test_a_global_is_told_from_an_attribute_of_the_same_name() -> None:
     assert changed is not None
     assert changed.name == "scale"
     assert f"{__file__}:{with_a_global.__code__.co_firstlineno + 1}" in str(changed)
-    assert state.changed() is None  # that was the new look
+    assert state.changed() is None  # the call before took a new snapshot
 
 
 class Trainer:
@@ -62,7 +62,7 @@ def test_only_attributes_that_the_loss_names_count() -> None:
     assert changed.name == "Trainer.weight"
 
 
-def test_equal_numbers_made_anew_are_no_change() -> None:
+def test_new_objects_of_equal_value_are_no_change() -> None:
     box = {"beta": 0.1, "sizes": (1, 2)}
     state = state_of(lambda model, batch: model(batch) * box["beta"])
     box["beta"] = sum([0.05, 0.05])
@@ -74,8 +74,7 @@ def test_equal_numbers_made_anew_are_no_change() -> None:
     assert state.changed() is None
 
 
-def test_put_back() -> None:
-    """Whatever a step that does not count has done."""
+def test_restore_undoes_all_that_a_step_changed() -> None:
     first = torch.zeros(2)
     kept, row, window = {"h": first, "n": 1}, [first], deque([1, 2, 3], maxlen=3)
     space, names, dice = SimpleNamespace(h=first), {"a"}, random.Random(0)
@@ -98,7 +97,7 @@ def test_put_back() -> None:
 
     state = state_of(loss, model)
     loss(model, None)
-    state.put_back()
+    state.restore()
     assert count == 0
     assert list(kept.items()) == [("h", first), ("n", 1)]
     assert kept["h"] is first
@@ -110,7 +109,7 @@ def test_put_back() -> None:
     assert state.changed() is None
 
 
-def test_what_a_loop_does_outside_is_followed_into_new_objects() -> None:
+def test_a_new_object_is_followed() -> None:
     box: dict[str, Any] = {"inner": {"n": 1}}
     state = state_of(lambda model, batch: model(batch) * box["inner"]["n"])
     box["inner"] = {"n": 1}
@@ -121,7 +120,7 @@ def test_what_a_loop_does_outside_is_followed_into_new_objects() -> None:
     assert changed.name.startswith("box['inner']")
 
 
-def test_a_module_is_looked_at_in_all_its_parts() -> None:
+def test_all_submodules_are_compared() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     state = state_of(lambda model, batch: model(batch), model)
     model[1].p = 0.2
@@ -134,7 +133,7 @@ def test_a_module_is_looked_at_in_all_its_parts() -> None:
     assert changed.name == "Sequential.training"
 
 
-def test_loops_in_what_refers_to_what_end() -> None:
+def test_cyclic_references_end() -> None:
     ring: list[Any] = []
     ring.append(ring)
     space = SimpleNamespace(ring=ring)

@@ -1,4 +1,4 @@
-"""Values reach the loop in order, each once; an open group's last ones with its update."""
+"""Values reach the loop in order, each once. An open group's last batch waits for the update."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 
 from headrace.data import Cursor, Fetched
 from headrace.device import Device
-from headrace.engine.deferred import DeferredScalars, DeferredValues, restored
+from headrace.engine.deferred import DeferredScalars, DeferredValues, values_of_state
 from headrace.engine.lanes import Lanes
 from headrace.engine.recorder import HoldingRecorder, Recorder
 from headrace.engine.stages import Launched
-from headrace.engine.weighted_sum import NOTHING
+from headrace.engine.weighted_sum import EMPTY_SUM
 from headrace.plan import Plan
 
 
@@ -24,7 +24,7 @@ def launched(device: Device, index: int, *, updated: bool = True, **more: Any) -
 
 def recorder(device: Device, kind: type[Recorder] = Recorder, **options: Any) -> Any:
     lanes = Lanes(device, Plan.preset("pipeline"), split=False)
-    return kind(DeferredScalars(device, 2), lanes, **{"loss": NOTHING, **options})
+    return kind(DeferredScalars(device, 2), lanes, **{"loss": EMPTY_SUM, **options})
 
 
 def test_what_was_not_handed_out_is_part_of_the_state(device: Device) -> None:
@@ -34,8 +34,8 @@ def test_what_was_not_handed_out_is_part_of_the_state(device: Device) -> None:
         one.send()
     one.drain()
     assert [entry.step for entry in one.unseen()] == [0, 1, 2]
-    assert one.unseen() == []  # looked at once
-    stored = restored(one.state(), device)
+    assert one.unseen() == []  # each is returned once
+    stored = values_of_state(one.state(), device)
     assert [(entry.step, entry.values) for entry in stored] == [
         (0, {"loss": 0.0}),
         (1, {"loss": 1.0}),
@@ -56,7 +56,9 @@ def test_restored_values_come_first(device: Device) -> None:
 
 def test_an_open_groups_last_batch_waits_for_the_update(device: Device) -> None:
     one = recorder(device, HoldingRecorder)
-    result = torch.zeros((), device=device.torch_device)  # a replay writes its results anew
+    result = torch.zeros(
+        (), device=device.torch_device
+    )  # like the result of a graph: each replay overwrites it
     for index in range(3):
         result.fill_(float(index))
         one.push(launched(device, index, updated=False, loss=result, skipped=0))
@@ -64,7 +66,7 @@ def test_an_open_groups_last_batch_waits_for_the_update(device: Device) -> None:
     one.drain()
     assert [entry.values["loss"] for entry in one.hand_out()] == [0.0, 1.0]
     assert one.awaits()
-    stored = restored(one.state(), device)
+    stored = values_of_state(one.state(), device)
     assert [(entry.step, entry.values) for entry in stored] == [(2, {"loss": 2.0, "skipped": 0.0})]
     one.amend({"skipped": torch.ones((), device=device.torch_device)})
     one.drain()

@@ -1,5 +1,5 @@
-"""What a restored engine takes up again: loaders of all kinds, what they drew, and the epoch's
-sums; and that a state taken after an error has all of it."""
+"""A restored engine continues loaders of all kinds, their random numbers and the epoch's sums, also
+from a state taken after an error."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from support.scheduled_engines import make, uninterrupted
 
 
 class Steps:
-    """So many steps of an engine: then it is in the midst of them, unless the epoch has ended."""
+    """Takes `count` steps and leaves the loop open, unless the epoch has ended by then."""
 
-    def __init__(self, engine: Engine, loader: Any, most: int) -> None:
+    def __init__(self, engine: Engine, loader: Any, count: int) -> None:
         self.losses: list[float] = []
         self._steps = engine.steps(loader)
-        for _ in range(most):
+        for _ in range(count):
             info = next(self._steps, None)
             if info is None:
                 assert engine.last_result is not None
@@ -60,8 +60,8 @@ class TestLoaders:
     @pytest.mark.parametrize("plan", ["baseline", "pipeline", "streams4"])
     @pytest.mark.parametrize("at", [3, 9, 10, 14])
     def test_in_a_new_process(self, device: Device, plan: str, loader: Loaders, at: int) -> None:
-        """In the midst of an epoch, and between two: order and noise are those of a run that was
-        not interrupted, and so are dropout's masks, which a CPU draws from the same generator."""
+        """Stopped within an epoch or between two. Order, noise and dropout masks (which a CPU draws
+        from the same generator) are those of an uninterrupted run."""
         whole = new(device, plan)
         expected = losses_of(whole, loader(), 3)
         seen, stored = stopped(new(device, plan), loader(), at)
@@ -74,7 +74,7 @@ class TestLoaders:
         assert same(weights(other), weights(whole))
 
     def test_what_workers_draw(self) -> None:
-        """They are seeded when the loader begins, and load what came before once more."""
+        """Workers are seeded when the loader begins, and load the earlier batches again."""
 
         def workers() -> DataLoader[Any]:
             context = torch.multiprocessing.get_context("fork")
@@ -100,7 +100,7 @@ class TestLoaders:
         expected = losses_of(whole, one, 2)
         engine, one = new(device), loader()
         seen, stored = stopped(engine, one, 6)
-        one = loader() if isinstance(one, OwnEpochs) else one  # such a one is not to be rolled back
+        one = loader() if isinstance(one, OwnEpochs) else one  # it cannot be rolled back
         engine.load_state_dict(stored)
         assert seen + losses_of(engine, one, 2) == expected
 
@@ -114,8 +114,8 @@ class TestLoaders:
     def test_what_was_fetched_ahead_is_drawn_again(
         self, at: int, depth: int, other_depth: int, again: int
     ) -> None:
-        """Also if more was fetched ahead than is now, and if it is stopped once more before all of
-        that was trained on. Without dropout the device's draws are not the loader's."""
+        """Also with another prefetch depth, and if training stops again before all of it was
+        trained on. Without dropout, only the loader draws."""
 
         def made(ahead: int) -> Engine:
             plan = Plan.preset("pipeline").but(prefetch_depth=ahead)
@@ -137,7 +137,7 @@ class TestLoaders:
                 seen += last.epoch(augmented()).losses
             assert seen == expected
 
-    def test_an_epochs_own_loader_keeps_its_own_seed(self, device: Device) -> None:
+    def test_a_loader_made_for_each_epoch_keeps_its_seed(self, device: Device) -> None:
         def of(epoch: int) -> DataLoader[Any]:
             draw = torch.Generator().manual_seed(epoch)
             return DataLoader(pairs(), batch_size=5, shuffle=True, generator=draw)
@@ -164,24 +164,24 @@ class TestLoaders:
             other.load_state_dict(stored)
             assert seen + rest(other) == expected
 
-    def test_evaluated_before_it_goes_on(self, device: Device) -> None:
-        def epochs(engine: Engine, most: int) -> list[float]:
+    def test_an_evaluation_before_each_epoch(self, device: Device) -> None:
+        def train_to(engine: Engine, epochs: int) -> list[float]:
             found: list[float] = []
-            while engine.epochs < most:
+            while engine.epochs < epochs:
                 engine.evaluate(DataLoader(pairs(), batch_size=5))  # draws a seed
                 found += engine.epoch(DataLoader(pairs(), batch_size=5, shuffle=True)).losses
             return found
 
-        expected = epochs(new(device), 3)
+        expected = train_to(new(device), 3)
         engine = new(device)
-        seen = epochs(engine, 1)
+        seen = train_to(engine, 1)
         stored = copy.deepcopy(engine.state_dict())
         other = new(device)
         seeded(99)
         other.load_state_dict(stored)
-        assert seen + epochs(other, 3) == expected
+        assert seen + train_to(other, 3) == expected
 
-    def test_one_that_draws_after_its_last_batch(self, device: Device) -> None:
+    def test_a_loader_that_draws_after_its_last_batch(self, device: Device) -> None:
         class Drawing:
             def __iter__(self) -> Iterator[Any]:
                 yield from generated()
@@ -195,10 +195,10 @@ class TestLoaders:
 
     @pytest.mark.parametrize("plan", ["baseline", "pipeline"])
     @pytest.mark.parametrize("fails_in", ["loader", "send"])
-    def test_a_batch_that_could_not_be_had_is_drawn_again(
+    def test_a_batch_that_failed_is_drawn_again(
         self, device: Device, plan: str, fails_in: str
     ) -> None:
-        """Though a part of it was drawn already."""
+        """Also if part of it was drawn already."""
         fails = [False]
 
         class Moving:
@@ -230,7 +230,7 @@ class TestLoaders:
         engine.on_step = lambda info: seen.extend(e.values["loss"] for e in info.come_back)
         with pytest.raises(BoomError):
             engine.epoch(Failing())
-        assert kept[0]["batch"] == 6  # those before it came first
+        assert kept[0]["batch"] == 6  # the batches before it were trained on first
         fails[0] = False
         other = made()
         seeded(99)
@@ -239,10 +239,10 @@ class TestLoaders:
 
     @pytest.mark.parametrize("fails_at", [4, 5, 6])
     @pytest.mark.parametrize("fails_in", ["loader", "send"])
-    def test_one_that_fails_again_among_those_fetched_ahead(
+    def test_a_loader_that_fails_again_at_a_batch_fetched_ahead(
         self, device: Device, fails_at: int, fails_in: str
     ) -> None:
-        """What was to be drawn again, and was not, or came to nothing, still is."""
+        """Batches that were still to be drawn again are drawn again by the next engine."""
         fails = [False]
 
         class Moving:
@@ -278,7 +278,7 @@ class TestLoaders:
         assert seen + losses_of(other, Failing(), 1) == expected
 
     @pytest.mark.parametrize("max_steps", [None, 3])
-    def test_the_timeout_holds_for_batches_that_are_dropped(self, max_steps: int | None) -> None:
+    def test_the_timeout_counts_for_dropped_batches(self, max_steps: int | None) -> None:
         goes_on = threading.Event()
 
         class Hanging:
@@ -301,8 +301,8 @@ class TestLoaders:
         assert not any(thread.is_alive() for thread in threads)
 
     @pytest.mark.parametrize("drawn", [False, True])
-    def test_one_that_could_not_begin(self, device: Device, drawn: bool) -> None:
-        """What it drew until then is drawn again, with what it had not drawn yet."""
+    def test_a_loader_that_could_not_begin(self, device: Device, drawn: bool) -> None:
+        """The next pass draws again what it had drawn until then."""
         fails = [False]
 
         class Shuffling:
@@ -329,7 +329,7 @@ class TestLoaders:
         other.load_state_dict(kept[0])
         assert seen + losses_of(other, Shuffling(), 1) == expected
 
-    def test_another_place_than_the_states(self, device: Device) -> None:
+    def test_the_user_chooses_another_position(self, device: Device) -> None:
         _, stored = stopped(new(device), data(BATCHES), 5)
         other = new(device)
         other.load_state_dict(stored)
@@ -338,7 +338,7 @@ class TestLoaders:
         assert (state["batch"], state["own_batch"]) == (1, 1)
         steps.close()
 
-    def test_another_number_of_generators_is_said(
+    def test_another_number_of_generators_is_logged(
         self, device: Device, caplog: pytest.LogCaptureFixture
     ) -> None:
         _, stored = stopped(new(device), own_generator(), 10)
@@ -347,17 +347,17 @@ class TestLoaders:
         other.epoch(augmented())
         assert "has 0 generators of its own, and had 1" in caplog.text
 
-    def test_an_epoch_cut_short_leaves_no_loaders_state(self, device: Device) -> None:
+    def test_an_epoch_cut_short_stores_no_loader_state(self, device: Device) -> None:
         engine = new(device)
         engine.epoch(OwnEpochs(), max_steps=4)
         assert engine.state_dict()["loader"] is None
 
     @pytest.mark.parametrize("plan", ["baseline", "pipeline", "streams4"])
     @pytest.mark.parametrize("at", [3, 10, 14])
-    def test_a_loader_whose_state_dict_raises_keeps_none(
+    def test_a_loader_whose_state_dict_raises_has_no_state(
         self, device: Device, plan: str, at: int
     ) -> None:
-        """Its batches are dropped again, and its generator goes back, as without the methods."""
+        """Its batches are dropped and its generator is restored, as without the method."""
 
         def loader() -> Any:
             draw = torch.Generator().manual_seed(7)
@@ -382,25 +382,25 @@ class TestLoaders:
             other.epoch(Raising(pairs(), batch_size=5))
         assert "Raising.load_state_dict refused" in caught.value.__notes__[0]
 
-    def test_every_sampler_and_the_loader_are_told_the_epoch(self, device: Device) -> None:
-        told: list[tuple[str, int]] = []
+    def test_set_epoch_is_called_on_the_loader_and_all_samplers(self, device: Device) -> None:
+        calls: list[tuple[str, int]] = []
 
-        class Told(RandomSampler):
+        class EpochSampler(RandomSampler):
             def set_epoch(self, epoch: int) -> None:
-                told.append(("sampler", epoch))
+                calls.append(("sampler", epoch))
 
-        class Teller(DataLoader[Any]):
+        class EpochLoader(DataLoader[Any]):
             def set_epoch(self, epoch: int) -> None:
-                told.append(("loader", epoch))
+                calls.append(("loader", epoch))
 
-        inner = BatchSampler(Told(pairs()), 5, drop_last=False)  # type: ignore[arg-type]
-        loader = Teller(pairs(), batch_sampler=inner)
+        inner = BatchSampler(EpochSampler(pairs()), 5, drop_last=False)  # type: ignore[arg-type]
+        loader = EpochLoader(pairs(), batch_sampler=inner)
         engine = new(device)
         engine.epoch(loader)
         engine.epoch(loader)
-        assert told == [("loader", 0), ("sampler", 0), ("loader", 1), ("sampler", 1)]
+        assert calls == [("loader", 0), ("sampler", 0), ("loader", 1), ("sampler", 1)]
 
-    def test_a_list_costs_no_look_at_the_generators(
+    def test_random_states_are_not_read_for_a_list(
         self, device: Device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         looks: list[int] = []
@@ -424,7 +424,7 @@ class TestLoaders:
 
 
 class Raising(DataLoader[Any]):
-    """Has the methods of a loader that keeps a state, as one prepared by Accelerate has."""
+    """Has the methods of a loader with a state, but they raise, as Accelerate's may."""
 
     def state_dict(self) -> Any:
         raise BoomError
@@ -434,7 +434,7 @@ class Raising(DataLoader[Any]):
 
 
 class TestAFailedBeginning:
-    """An epoch that fails before its first batch leaves the place as it was."""
+    """An epoch that fails before its first batch leaves the position as it was."""
 
     def test_the_loader_is_not_there_yet(self, device: Device) -> None:
         def broken() -> Iterator[Any]:
@@ -452,7 +452,7 @@ class TestAFailedBeginning:
         assert torch.equal(again["random"]["host"], stored["random"]["host"])
         assert seen + losses_of(other, own_generator(), 2) == expected
 
-    def test_the_loader_is_another(self, device: Device) -> None:
+    def test_the_loader_is_too_short(self, device: Device) -> None:
         _, stored = stopped(new(device), data(BATCHES), 5)
         other = new(device)
         other.load_state_dict(stored)
@@ -461,7 +461,7 @@ class TestAFailedBeginning:
         assert other.epoch(data(BATCHES)).statistics.batches == 5
 
     @pytest.mark.parametrize("fails", ["start_at", "load_state_dict", "max_steps"])
-    def test_the_loader_cannot_be_brought_there(self, device: Device, fails: str) -> None:
+    def test_the_loader_cannot_be_brought_to_the_position(self, device: Device, fails: str) -> None:
         class Refusing(OwnEpochs):
             def load_state_dict(self, state: dict[str, int]) -> None:
                 raise BoomError
@@ -501,7 +501,7 @@ class TestAFailedBeginning:
         assert seen + losses_of(other, data(BATCHES), 1) == expected
         assert same(weights(other), weights(whole))
 
-    def test_what_was_left_out_is_counted_once(self, device: Device) -> None:
+    def test_updates_left_out_are_counted_once(self, device: Device) -> None:
         def broken() -> Iterator[Any]:
             raise BoomError
             yield
@@ -517,7 +517,7 @@ class TestAFailedBeginning:
             other.epoch(broken())
         assert len(other.epoch(bad_batches(BATCHES, 2)).losses) == BATCHES
 
-    def test_on_error_is_called_there_too(self, device: Device) -> None:
+    def test_on_error_is_called(self, device: Device) -> None:
         class Gone:
             def __iter__(self) -> Iterator[Any]:
                 raise BoomError
@@ -542,9 +542,9 @@ def new_after_one(device: Device) -> Engine:
 
 
 class TestOtherLoops:
-    """One training loop of an engine at a time: another, or going back, ends the one before."""
+    """An engine has one training loop at a time: another loop or a loaded state ends it."""
 
-    def test_a_loop_that_somebody_holds(self, device: Device) -> None:
+    def test_loading_a_state_ends_an_open_loop(self, device: Device) -> None:
         whole = new(device)
         expected = losses_of(whole, data(BATCHES), 2)
         engine = new(device)
@@ -559,7 +559,7 @@ class TestOtherLoops:
         assert losses_of(engine, data(BATCHES), 2) == expected
         assert same(weights(engine), weights(whole))
 
-    def test_in_the_midst_of_a_loop(self, device: Device) -> None:
+    def test_loading_a_state_inside_the_loop_ends_it(self, device: Device) -> None:
         engine = new(device)
         for info in engine.steps(data(BATCHES)):
             if info.batch == 4:
@@ -572,7 +572,7 @@ class TestOtherLoops:
         engine.epoch(data(3))
         assert next(other, None) is None
 
-    def test_from_inside_a_step(self, device: Device) -> None:
+    def test_a_second_loop_inside_on_step_is_refused(self, device: Device) -> None:
         engine = new(device)
         engine.on_step = lambda info: engine.epoch(data(3))
         with pytest.raises(StepError, match="is under way"):
@@ -582,7 +582,7 @@ class TestOtherLoops:
 class TestTheEpochsLoss:
     @pytest.mark.parametrize("at", [1, 7, 9])
     @pytest.mark.parametrize("settles", [True, False])
-    def test_a_plateau_is_told_of_the_whole_epoch(
+    def test_a_plateau_scheduler_gets_the_whole_epochs_loss(
         self, device: Device, at: int, settles: bool
     ) -> None:
         def made() -> tuple[Engine, torch.optim.Optimizer]:
@@ -622,7 +622,7 @@ class TestTheEpochsLoss:
 
 class TestOlderStates:
     def test_of_format_2(self) -> None:
-        """Written by Headrace before loaders' generators and the epoch's sums were part of it."""
+        """Format 2 had neither the loader's generators nor the epoch's sums."""
         device = open_device("cpu")
         options = {"accumulate": 3, "on_nonfinite": "skip"}
         expected = uninterrupted(device, "pipeline", 2, **options)
@@ -632,4 +632,4 @@ class TestOlderStates:
         engine = make(device, "pipeline", **options)
         assert engine.load_state_dict(state["engine"]) == 5
         losses = [*engine.epoch(EACH).losses, *engine.epoch(EACH).losses]
-        assert losses == pytest.approx(expected[0], rel=1e-6)  # another CPU may round otherwise
+        assert losses == pytest.approx(expected[0], rel=1e-6)  # other CPUs may round differently

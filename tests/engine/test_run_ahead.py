@@ -1,4 +1,4 @@
-"""The run-ahead window: never more steps, nor more bytes, in flight than asked for."""
+"""The run-ahead window: never more steps or bytes in flight than its limits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_host_waits_for_the_oldest_step() -> None:
         assert device.now_ms == 70.0  # three steps ahead of the device
 
 
-def test_no_wait_where_the_device_is_faster() -> None:
+def test_no_wait_if_the_device_is_faster() -> None:
     with FakeDevice(costs=FREE) as device:
         window = RunAhead(device, steps=1)
         for _ in range(10):
@@ -38,7 +38,7 @@ def test_no_wait_where_the_device_is_faster() -> None:
         assert device.ledger.statistics().count == 0
 
 
-def test_a_step_larger_than_the_window_goes_alone() -> None:
+def test_a_step_larger_than_the_window_runs_alone() -> None:
     with FakeDevice(costs=FREE) as device:
         window = RunAhead(device, steps=8, max_bytes=100)
         for nbytes in (50, 50, 1000, 10):
@@ -49,7 +49,7 @@ def test_a_step_larger_than_the_window_goes_alone() -> None:
         assert device.ledger.statistics()["run_ahead"].count == 3
 
 
-def test_on_every_device(device: Device) -> None:
+def test_the_limit_holds_on_every_device(device: Device) -> None:
     window = RunAhead(device, steps=2)
     for _ in range(5):
         window.admit()
@@ -63,11 +63,11 @@ def test_on_every_device(device: Device) -> None:
     st.integers(1, 5),
     st.none() | st.integers(1, 120),
 )
-def test_never_more_than_asked_for(
-    steps: list[tuple[int, float, float]], most: int, max_bytes: int | None
+def test_limits_hold_for_any_steps(
+    steps: list[tuple[int, float, float]], limit: int, max_bytes: int | None
 ) -> None:
     with FakeDevice(costs=FREE) as device:
-        window = RunAhead(device, most, max_bytes)
+        window = RunAhead(device, limit, max_bytes)
         ends: list[tuple[float, int]] = []
         for nbytes, device_ms, host_ms in steps:
             window.admit(nbytes)
@@ -76,7 +76,7 @@ def test_never_more_than_asked_for(
             device_end = device.current_stream().actor.time_ns
             ends.append((device_end, nbytes))
             flying = [size for end, size in ends if end > device.host().time_ns]
-            assert len(flying) <= most
+            assert len(flying) <= limit
             if max_bytes is not None and len(flying) > 1:
                 assert sum(flying) <= max_bytes
             device.host_work(host_ms)

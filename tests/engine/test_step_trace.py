@@ -1,4 +1,4 @@
-"""What a step computed, and how two runs of it differ."""
+"""The trace of a step, and how the traces of two runs differ."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import nn
 
 import headrace as hr
 from headrace.device import Device
-from headrace.engine.step_trace import StepTrace, Tracing
+from headrace.engine.step_trace import StepTrace, StepTracer
 from headrace.testing import FakeDevice
 
 
 def traced(device: Device, work: Any) -> StepTrace:
-    with Tracing(device, until=traced.__code__) as tracing:
+    with StepTracer(device, caller=traced.__code__) as tracer:
         work()
-    return tracing.trace
+    return tracer.trace
 
 
-def test_the_same_work_does_not_differ(fake_device: FakeDevice) -> None:
+def test_two_runs_of_the_same_work_do_not_differ(fake_device: FakeDevice) -> None:
     x = torch.ones(3, device=fake_device.torch_device)
 
     def work() -> Any:
@@ -30,7 +30,7 @@ def test_the_same_work_does_not_differ(fake_device: FakeDevice) -> None:
     assert traced(fake_device, work).difference(traced(fake_device, work)) is None
 
 
-def test_another_number_another_operation_another_tensor(fake_device: FakeDevice) -> None:
+def test_differences_are_named_with_their_line(fake_device: FakeDevice) -> None:
     x, y = (torch.ones(3, device=fake_device.torch_device) for _ in range(2))
     cases = [
         (lambda: x * 0.9, lambda: x * 0.81, "is given 0.9, and was given 0.81"),
@@ -47,22 +47,22 @@ def test_another_number_another_operation_another_tensor(fake_device: FakeDevice
         assert f"{__file__}:{now.__code__.co_firstlineno}" in str(found)
 
 
-def test_a_host_number_that_device_work_returned_is_no_number_of_pythons() -> None:
-    """Attention returns the seed and offset of its dropout, on the host, and takes them back in
-    backward: they differ for each batch, and a capture keeps them on the device."""
+def test_a_host_number_that_device_work_returned_is_no_constant() -> None:
+    """Attention returns the seed and offset of its dropout on the host, and backward takes them as
+    arguments. They differ for each batch; in a capture they stay on the device."""
     seam: Any = SimpleNamespace(
         holds=lambda tensor: tensor.dim() > 0, read_host=lambda tensor: tensor.tolist()
     )
     x, drawn = torch.ones(3), iter([0.1, 0.2])
 
     def work(number: float) -> None:
-        offset = x.sum() + next(drawn)  # as if it lay on the host, being a number
+        offset = x.sum() + next(drawn)  # the fake `holds` says that 0-dim tensors are on the host
         _ = x * (offset * 2)
         _ = x * torch.tensor(number)
 
     first = traced(seam, lambda: work(0.5))
     found = traced(seam, lambda: work(0.5)).difference(first)
-    assert "aten::add" in str(found)  # what Python gave; not the product
+    assert "aten::add" in str(found)  # the number from Python, not the product
     first.operations = [one for one in first.operations if "add" not in one.name]
     drawn = iter([0.3, 0.4])
     for number, differs in ((0.5, False), (0.6, True)):
@@ -72,7 +72,7 @@ def test_a_host_number_that_device_work_returned_is_no_number_of_pythons() -> No
 
 
 def test_a_storage_among_the_arguments_is_not_read(fake_device: FakeDevice) -> None:
-    """It would be copied to the host, all of it."""
+    """Reading it would copy all of it to the host."""
     x = torch.ones(4, device=fake_device.torch_device)
     empty = torch.empty(0, device=fake_device.torch_device)
     waits = len(fake_device.hidden_waits)
@@ -81,7 +81,7 @@ def test_a_storage_among_the_arguments_is_not_read(fake_device: FakeDevice) -> N
 
 
 def test_a_capture_that_fails_leaves_everything_as_it_was(capturing: Device) -> None:
-    """Only during the capture the loss changes what it carries, draws on the host, and raises."""
+    """The loss changes its state, draws on the host and raises, all only during the capture."""
     model = nn.Linear(3, 1).to(capturing.torch_device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     carried = {"h": torch.zeros(1, device=capturing.torch_device), "n": 0}

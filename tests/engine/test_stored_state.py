@@ -1,4 +1,4 @@
-"""An engine that is stopped, stored and restored goes on as if it had never stopped."""
+"""An engine that is stopped, stored and restored continues as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def clone(state: Any) -> Any:
 
 
 def interrupted(device: Device, plan: str, epochs: int, at: int, **options: Any) -> Any:
-    """Stopped after `at` batches in all, and gone on with in another engine."""
+    """Train, stop after `at` batches in all, and continue in another engine."""
     torch.manual_seed(3)
     engine = make(device, plan, **options)
     torch.manual_seed(4)
@@ -44,7 +44,7 @@ def interrupted(device: Device, plan: str, epochs: int, at: int, **options: Any)
             assert engine.last_result is not None
             values = list(engine.last_result.losses)
         losses += values
-    torch.manual_seed(99)  # another process stands elsewhere
+    torch.manual_seed(99)  # another process has other random states
     random.seed(99)
     numpy.random.seed(99)
     other = make(device, plan, **options)
@@ -71,7 +71,7 @@ class TestResume:
 
     @settings(max_examples=20, deadline=None)
     @given(at=st.integers(1, 25), plan=st.sampled_from(["pipeline", "event", "graph"]))
-    def test_wherever_it_stops(self, at: int, plan: str) -> None:
+    def test_wherever_training_stops(self, at: int, plan: str) -> None:
         if at % len(BATCHES) == 0:
             at += 1  # an epoch's last batch is not followed by a step of the same loop
         expected = uninterrupted(open_device("cpu"), plan, 2, accumulate=1)
@@ -91,7 +91,7 @@ class TestResume:
             losses = other.epoch(BATCHES).losses
         assert list(losses) == expected[0][len(BATCHES) :]
 
-    def test_fp16_scaling_is_part_of_it(self, device: Device) -> None:
+    def test_fp16_scaling_is_part_of_the_state(self, device: Device) -> None:
         engine = make(device, "pipeline", precision="fp16")
         engine.epoch(BATCHES[:3])
         state = clone(engine.state_dict())
@@ -102,15 +102,15 @@ class TestResume:
 
 
 class TestPosition:
-    def test_batches_are_numbered_on(self, device: Device) -> None:
+    def test_batches_are_numbered_from_first_batch_on(self, device: Device) -> None:
         engine = make(device, "pipeline")
         seen = [info.batch for info in engine.steps(BATCHES[5:], first_batch=5)]
         assert seen == list(range(5, 13))
         assert engine.last_result is not None
         assert len(engine.last_result.losses) == 8
 
-    def test_the_state_counts_what_was_trained_on(self, device: Device) -> None:
-        """Not what was prefetched."""
+    def test_the_state_counts_batches_trained_on(self, device: Device) -> None:
+        """Not those that were prefetched."""
         asked = []
 
         def loader() -> Iterator[Any]:
@@ -143,10 +143,10 @@ class TestBadState:
             ("deferred", [{"steps": [1], "numbers": [{}], "names": ["a"], "rows": torch.ones(2)}]),
         ],
     )
-    def test_in_a_part_that_only_a_pass_needs(
+    def test_a_mistake_in_a_part_that_only_a_pass_needs(
         self, device: Device, name: str, value: object
     ) -> None:
-        """It is refused when it is loaded; generators stand as before then."""
+        """Loading the state is refused, and leaves the random generators as they were."""
         engine = make(device, "pipeline")
         next(steps := engine.steps(BATCHES))
         state = clone(engine.state_dict())
@@ -159,14 +159,14 @@ class TestBadState:
         make(device, "pipeline")
         assert torch.equal(found, torch.rand(2))
 
-    def test_of_another_kind(self, device: Device) -> None:
+    def test_a_state_that_is_not_an_engines(self, device: Device) -> None:
         engine = make(device, "pipeline")
         with pytest.raises(
-            StepError, match="no engine's state of a format from 1 to 4: found None"
+            StepError, match="not an engine's state of a format from 1 to 4: found None"
         ):
             engine.load_state_dict({"model": {}})
 
-    def test_of_an_engine_with_other_parts(self, device: Device) -> None:
+    def test_a_state_of_an_engine_with_other_parts(self, device: Device) -> None:
         state = clone(make(device, "pipeline").state_dict())
         model = make_model(device)
         optimizer = torch.optim.AdamW(model.parameters(), fused=True)
@@ -174,14 +174,14 @@ class TestBadState:
         with pytest.raises(StepError, match="scheduler: this engine has none, the stored state"):
             engine.load_state_dict(state)
 
-    def test_of_an_engine_made_from_a_step(self, device: Device) -> None:
+    def test_an_engine_made_from_a_step_has_no_state(self, device: Device) -> None:
         engine = Engine.from_step(lambda batch: None, device=device)
         with pytest.raises(StepError, match="made from a step keeps no state"):
             engine.state_dict()
 
 
 def test_a_state_may_be_loaded_more_than_once(device: Device) -> None:
-    """Training on does not change what was stored: a run can be rolled back to it again."""
+    """Training does not change a loaded state, so a run can return to it again."""
     model = make_model(device, 0.0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     engine = Engine(model, optimizer, loss, plan="pipeline", device=device)
@@ -195,9 +195,7 @@ def test_a_state_may_be_loaded_more_than_once(device: Device) -> None:
 
 
 @pytest.mark.parametrize("accumulate", [1, 3, 4, 5])
-def test_a_group_that_is_fuller_than_groups_are_now_is_refused(
-    device: Device, accumulate: int
-) -> None:
+def test_a_group_fuller_than_accumulate_is_refused(device: Device, accumulate: int) -> None:
     model = make_model(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     engine = Engine(model, optimizer, loss, device=device, accumulate=4)
@@ -213,8 +211,8 @@ def test_a_group_that_is_fuller_than_groups_are_now_is_refused(
         other.load_state_dict(state)
 
 
-def test_rates_are_of_the_batches_that_took_the_time() -> None:
-    """Values that a restored engine had not yet reported are of a time that is not counted."""
+def test_rates_do_not_count_batches_before_the_resume() -> None:
+    """The values that a stored state had not handed out yet took their time earlier."""
 
     def weighted(model: torch.nn.Module, batch: Any) -> dict[str, Any]:
         return {"loss": loss(model, batch), "weight": 3}

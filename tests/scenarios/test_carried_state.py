@@ -29,7 +29,7 @@ from torch.nn.functional import cross_entropy
 
 import headrace as hr
 from headrace.device import Device
-from headrace.engine import graph_rules
+from headrace.engine.capturable_optimizer import CapturableOptimizer
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
 
@@ -91,7 +91,7 @@ class Run:
 
         def on_step(info: hr.StepInfo) -> None:
             if capturable_from is not None and info.batch + 1 == capturable_from:
-                graph_rules.Prepared(self.engine._training.parts)  # type: ignore[arg-type]
+                CapturableOptimizer(self.engine._training.parts)  # type: ignore[arg-type]
             if isinstance(getattr(loss, "__self__", None), Untouched):
                 loss.__self__.steps += 1
 

@@ -206,7 +206,7 @@ class TestOutOfMemory:
             assert engine.epoch(data(2, 40)).statistics.batches == 2  # and goes on
         for part in (
             "no memory left for batch (400, 8), (400,)",
-            "the largest that fitted was of 40 samples",
+            "the largest batch that fitted had 40 samples",
             "weights 0.0 MB, ",
             "optimizer 0.0 MB",
             "activations, batches and others",

@@ -17,7 +17,7 @@ from headrace.data.source import TimedIterator
 from headrace.device import Device, open_device
 from headrace.engine import Engine, StepInfo
 from headrace.engine.deferred import _Block
-from headrace.engine.restoring import KeptBuffers
+from headrace.engine.restoring import SavedBuffers
 from headrace.errors import NonFiniteError
 from headrace.testing import FakeDevice
 from support.engines import bad_batches, data, loss, make_engine, make_model, same, weights
@@ -273,21 +273,21 @@ class TestBuffers:
                 self.register_buffer("late", torch.zeros(3))
 
         model = Model()
-        kept = KeptBuffers(model)
-        kept.keep()
-        assert len(kept._copies) == 5
+        saved = SavedBuffers(model)
+        saved.save()
+        assert len(saved._copies) == 5
         model.norm(torch.randn(4, 2))
-        kept.keep()
-        assert len(kept._copies) == 3
+        saved.save()
+        assert len(saved._copies) == 3
         model.late.add_(1)  # type: ignore[operator]
-        assert not kept.put_back()  # it was not kept
-        kept.keep()
+        assert not saved.restore()  # it was not saved
+        saved.save()
         model.late.add_(1)  # type: ignore[operator]
-        kept.keep()
+        saved.save()
         before = {name: value.clone() for name, value in model.state_dict().items()}
         model.late.add_(1)  # type: ignore[operator]
         model.norm(torch.randn(4, 2))
-        assert kept.put_back()
+        assert saved.restore()
         assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 
 

@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensor_file
 from headrace.device import Device, open_device
-from headrace.engine import Engine, graph_rules
+from headrace.engine import Engine
+from headrace.engine.graph_obstacles import capture_obstacle
 from headrace.errors import CheckpointError, StepError
 from headrace.parallel import Agreement, Ranks, full_state_dict, set_gradient_sync
 from headrace.parallel.models import full_tensor
@@ -375,7 +376,7 @@ def talk(rank: int, size: int) -> dict[str, Any]:
 
 def graphs_refused(rank: int, size: int) -> list[str | None]:
     engines = (new_engine("ddp"), new_engine("fsdp"))
-    return [graph_rules.why_not(engine._training.parts) for engine in engines]
+    return [capture_obstacle(engine._training.parts) for engine in engines]
 
 
 def deferred_waits(rank: int, size: int) -> dict[str, int]:

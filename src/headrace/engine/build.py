@@ -26,14 +26,14 @@ from headrace.data import (
     first_of,
 )
 from headrace.device import Device, deterministic_kernels
-from headrace.engine import graph_rules
 from headrace.engine.accelerated import plain_optimizer
 from headrace.engine.clipping import Clipping
 from headrace.engine.compiled import CompiledLoss, CompileReport
 from headrace.engine.deferred import DeferredScalars, SummedScalars
 from headrace.engine.ema import Ema
 from headrace.engine.forward import Forward, LossFunction
-from headrace.engine.graphed import GraphedStep, StepGraphs, say_uncaptured
+from headrace.engine.graph_state import release_graph_state
+from headrace.engine.graphed import GraphedStep, StepGraphs, warn_not_captured
 from headrace.engine.group import Group
 from headrace.engine.halving import HalvingStep, require_halvable
 from headrace.engine.host_sync import HostSync
@@ -42,7 +42,7 @@ from headrace.engine.loop import Observers, Pass, Stages, Window
 from headrace.engine.loss_function import require_loss_function
 from headrace.engine.nonfinite import NonFinitePolicy, UpdateGuard
 from headrace.engine.recorder import HoldingRecorder, Recorder
-from headrace.engine.restoring import KeptBuffers, RestoringStep
+from headrace.engine.restoring import RestoringStep, SavedBuffers
 from headrace.engine.resume import Start
 from headrace.engine.run_ahead import RunAhead
 from headrace.engine.schedules import Every, Schedule, Scheduler, schedule_of
@@ -116,7 +116,7 @@ class ModelTraining:
         self._clipping = (
             None if clip_norm is None else Clipping(device, model, optimizer, clip_norm)
         )
-        self._buffers = KeptBuffers(model) if restores and not self.ranks.several else None
+        self._buffers = SavedBuffers(model) if restores and not self.ranks.several else None
         self._group = Group(
             device,
             optimizer,
@@ -142,9 +142,9 @@ class ModelTraining:
         if plan.graphs != "off" and device.captures:
             self.graphs = StepGraphs(self._parts, plan)
             return
-        graph_rules.release(self._parts)
+        release_graph_state(self._parts)
         if plan.graphs != "off":
-            say_uncaptured(device, plan.name, f"{device} captures no graphs")
+            warn_not_captured(device, plan.name, f"{device} captures no graphs")
 
     def _parts_under(self, plan: Plan) -> Parts:
         device, optimizer, spread = self.device, self._optimizer, parallelism_of(self.model)
@@ -232,7 +232,7 @@ class OwnTraining:
 
     def follow(self, plan: Plan) -> None:
         if plan.graphs != "off":
-            say_uncaptured(self._device, plan.name, "it is your own")
+            warn_not_captured(self._device, plan.name, "it is your own")
 
     @property
     def compiled(self) -> CompileReport:

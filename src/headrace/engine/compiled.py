@@ -1,13 +1,14 @@
-"""The loss function compiled: fewer, larger kernels for the same work.
+"""The loss function, compiled: the same work in fewer and larger kernels.
 
-What is compiled is `loss(model, batch)`, model and loss together, so that the loss is fused too.
-The first shape is compiled as it is; if another comes, once more with dynamic sizes, since PyTorch
-recompiles a function a few times at most. Compiled code draws other dropout masks and rounds
-differently: losses agree with those of the plain code within a tolerance, not bit for bit.
+`torch.compile` is given `loss(model, batch)`, model and loss together, so that the loss is fused
+too. The first shape is compiled with its own sizes. For a second shape the function is compiled
+once more, with dynamic sizes, since PyTorch limits how often it recompiles a function. Compiled
+code draws other dropout masks and rounds differently: its losses agree with those of the plain
+code within a tolerance, not bit for bit.
 
-Inductor's analysis of memory tiling fails on some graphs with dynamic sizes (an assertion in its
-`get_pw_red_splits`). Only the first compilation therefore has it; all later ones, and a second try
-where the first compilation fails, leave it out, which costs such code a few percent of its speed.
+Inductor's tiling analysis fails on some graphs with dynamic sizes (an assertion in its
+`get_pw_red_splits`). So only the first compilation uses it. All later ones, and a second attempt
+if the first compilation fails, go without, which costs a few percent of speed.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ log = logging.getLogger("headrace")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._higher_order_ops")
 _TILING = "coalesce_tiling_analysis"
 _SKIPPED = (
-    "PyTorch's compiler skipped the whole step without an error; run with "
-    "TORCH_LOGS=graph_breaks to see the line it could not compile"
+    "PyTorch's compiler skipped the whole step without an error: run with "
+    "TORCH_LOGS=graph_breaks to see the line that it could not compile"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class CompileReport:
     """Whether a plan's step runs as compiled code. `why` says why it does not; None if it does, or
-    if no batch has been trained on yet. `compilations` counts the graphs that were compiled here,
-    `seconds` is how long that took: both stay 0 where PyTorch still had the code."""
+    if no batch was trained on yet. `compilations` counts the graphs that `torch.compile` compiled
+    for this engine, `seconds` is the time that took. Both stay 0 if PyTorch still had the code."""
 
     compiled: bool
     why: str | None = None
@@ -51,61 +52,61 @@ class CompileReport:
 
 
 class CompiledLoss:
-    """A loss function that is compiled when it is first called, and for new shapes. If that
-    cannot be done it is called as it is, from then on, and why is said once."""
+    """A loss function that is compiled at its first call, and for new shapes. If compilation fails,
+    it runs uncompiled from then on, and the log says why, once."""
 
     def __init__(self, loss: LossFunction, device: Device) -> None:
         self.plain = loss
-        #: "careful" also knows what to do if compilation fails; the other two just call.
-        self.mode: Literal["careful", "plain", "compiled"] = "careful"
-        self.why_not: str | None = None
+        #: "fallback" runs compiled code, or the plain code if compilation fails.
+        self.mode: Literal["fallback", "plain", "compiled"] = "fallback"
+        self.why_uncompiled: str | None = None
         self.seconds = 0.0
         self._compilations = 0
         self._ran_compiled = False
         self._device = device
-        keep_compiled_code()
+        _set_cache_folder()
         self._function = _function_of(loss)
         self._compiled = torch.compile(self._function)
 
     def __call__(self, model: Any, batch: Any) -> Any:
-        if self.mode == "plain" or self.why_not is not None:
+        if self.mode == "plain" or self.why_uncompiled is not None:
             return self.plain(model, batch)
         if self.mode == "compiled":
             with _tiling_analysis(self._compilations == 0):
                 return self._compiled(model, batch)
-        return self._carefully(model, batch)
+        return self._call_or_fall_back(model, batch)
 
     def report(self) -> CompileReport:
-        """What became of it so far."""
-        compiled = self._ran_compiled and self.why_not is None
-        return CompileReport(compiled, self.why_not, self._compilations, self.seconds)
+        """Whether compiled code has run so far, and if not, why."""
+        compiled = self._ran_compiled and self.why_uncompiled is None
+        return CompileReport(compiled, self.why_uncompiled, self._compilations, self.seconds)
 
-    def _carefully(self, model: Any, batch: Any) -> Any:
+    def _call_or_fall_back(self, model: Any, batch: Any) -> Any:
         random_state = self._device.random_state()
-        for analysed in self._attempts():
-            before, start = _graphs_compiled(), time.perf_counter()
+        for with_analysis in self._attempts():
+            before, start = _compiled_graphs(), time.perf_counter()
             try:
-                with _strict_compiler(), _tiling_analysis(analysed):
+                with _strict_compiler(), _tiling_analysis(with_analysis):
                     returned = self._compiled(model, batch)
             except Exception as error:
-                if not _is_the_compilers(error):
+                if not _is_compiler_error(error):
                     raise
-                # Not the error itself: its traceback holds what the step had computed so far.
+                # Keep only its text: its traceback holds what the step had computed so far.
                 problem = _first_line(error)
                 self._device.set_random_state(random_state)
             else:
-                self._note(_graphs_compiled() - before, time.perf_counter() - start)
+                self._count(_compiled_graphs() - before, time.perf_counter() - start)
                 return returned
         self._give_up(problem)
         return self.plain(model, batch)
 
     def _attempts(self) -> tuple[bool, ...]:
-        """With the tiling analysis, without it, or first with and then without."""
+        """Whether each attempt to compile uses the tiling analysis."""
         if self._compilations:
             return (False,)
         return (True, False) if _can_skip_tiling_analysis() else (True,)
 
-    def _note(self, graphs: int, took_s: float) -> None:
+    def _count(self, graphs: int, took_s: float) -> None:
         if graphs:
             self._compilations += graphs
             self.seconds += took_s
@@ -116,21 +117,21 @@ class CompiledLoss:
             self._ran_compiled = True
 
     def _give_up(self, why: str) -> None:
-        self.why_not = why
+        self.why_uncompiled = why
         self._device.say_once(
             f"compile: {why}", "the step is not compiled and runs as it is: %s", why
         )
 
 
-def loss_of(loss: LossFunction) -> LossFunction:
-    """A loss function as the user wrote it."""
+def uncompiled(loss: LossFunction) -> LossFunction:
+    """The loss function as the user wrote it."""
     return loss.plain if isinstance(loss, CompiledLoss) else loss
 
 
 @contextmanager
-def loss_as(loss: LossFunction, mode: Literal["plain", "compiled"]) -> Iterator[None]:
-    """Inside the block the loss function, if it is one to be compiled, runs as it was written, or
-    as it was compiled before."""
+def loss_mode(loss: LossFunction, mode: Literal["plain", "compiled"]) -> Iterator[None]:
+    """Inside the block a `CompiledLoss` runs as it was written ("plain") or as it was compiled,
+    without a fallback. Other loss functions run as they are."""
     if not isinstance(loss, CompiledLoss):
         yield
         return
@@ -138,18 +139,19 @@ def loss_as(loss: LossFunction, mode: Literal["plain", "compiled"]) -> Iterator[
     try:
         yield
     finally:
-        loss.mode = "careful"
+        loss.mode = "fallback"
 
 
-def keep_compiled_code() -> None:
-    """Keep compiled code from run to run where it outlives a reboot, unless the user chose."""
+def _set_cache_folder() -> None:
+    """Have inductor cache compiled code where it survives a reboot, unless the user has chosen a
+    folder."""
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(user_cache() / "compiled"))
 
 
 @contextmanager
 def _strict_compiler() -> Iterator[None]:
-    """Inside the block the compiler raises where it would quietly give up, and compiles backward
-    at once, so that all it cannot do is known before any of the step has run."""
+    """Inside the block the compiler raises where it would silently give up, and compiles backward
+    together with forward. So every failure is known before any of the step has run."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
 
@@ -162,7 +164,7 @@ def _strict_compiler() -> Iterator[None]:
 
 
 def _can_skip_tiling_analysis() -> bool:
-    """Whether this PyTorch has the setting, and it is on."""
+    """Whether this PyTorch version has the setting and it is on."""
     import torch._inductor.config as inductor
 
     return bool(getattr(inductor.triton, _TILING, False))
@@ -170,7 +172,7 @@ def _can_skip_tiling_analysis() -> bool:
 
 @contextmanager
 def _tiling_analysis(wanted: bool) -> Iterator[None]:
-    """Inside the block, compile without the tiling analysis unless it is wanted."""
+    """Inside the block, turn the tiling analysis off unless it is wanted."""
     if wanted or not _can_skip_tiling_analysis():
         yield
         return
@@ -181,16 +183,17 @@ def _tiling_analysis(wanted: bool) -> Iterator[None]:
 
 
 def _function_of(loss: Any) -> LossFunction:
-    """What is given to the compiler. Of an object that can be called, its method: PyTorch would
-    wrap the object in a function that all objects share, whose compiled code tells nothing."""
-    as_it_is = isinstance(loss, torch.nn.Module | functools.partial) or inspect.isroutine(loss)
-    function: LossFunction = loss if as_it_is else loss.__call__
+    """What is given to the compiler. For a callable object this is its `__call__` method: PyTorch
+    would wrap the object in a function that all such objects share, and `_has_compiled_code` could
+    not tell them apart."""
+    directly = isinstance(loss, torch.nn.Module | functools.partial) or inspect.isroutine(loss)
+    function: LossFunction = loss if directly else loss.__call__
     return function
 
 
 def _has_compiled_code(function: Any) -> bool:
-    """Whether PyTorch keeps compiled code for a function, from an earlier engine, say. Where that
-    cannot be told, yes."""
+    """Whether PyTorch has compiled code for a function, for example from an earlier engine. True if
+    that cannot be found out."""
     from torch._dynamo import eval_frame
 
     entries = getattr(eval_frame, "_debug_get_cache_entry_list", None)
@@ -206,14 +209,14 @@ def _first_line(problem: Exception) -> str:
     return f"{type(problem).__name__}: {lines[0] + more if lines else 'no message'}"
 
 
-def _graphs_compiled() -> int:
+def _compiled_graphs() -> int:
     from torch._dynamo.utils import counters
 
     return int(counters["stats"]["unique_graphs"])
 
 
-def _is_the_compilers(problem: BaseException | None) -> bool:
-    """Whether an error, or one that it came from, is the compiler's and not the user's code's."""
+def _is_compiler_error(problem: BaseException | None) -> bool:
+    """Whether an error, or one of its causes, was raised by the compiler and not by user code."""
     while problem is not None:
         if type(problem).__module__.startswith(_COMPILERS):
             return True

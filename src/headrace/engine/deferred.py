@@ -1,10 +1,10 @@
-"""Values read late, never waited for.
+"""Deferred values: losses and metrics that the host reads late and never waits for.
 
-A loss stays on the device. Every so many steps the values gathered there are copied to pinned
-memory on a stream of their own, and are read when that copy has passed, which nobody waits for:
+A loss stays on the device. Every few steps the values gathered there are copied to pinned memory,
+on a stream of their own. The host reads them when the copy is done, and does not wait for that:
 
     compute   [step 1][step 2]..[step 10][step 11]..
-    losses                        [copy 1–10]           host reads them some steps later
+    losses                        [copy 1–10]           the host reads them some steps later
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from headrace.errors import DeferredError, StepError
 from headrace.parallel import SINGLE, AllReduce, Ranks
 
 Scalar = torch.Tensor | float | int
-_MOST_BLOCKS = 4
-# Stands for a value that is on the device. Told by identity: a value of the host may be NaN too.
+_MAX_BLOCKS = 4
+# Stands for a value that is on the device. Compared with `is`: a host value may be NaN, too.
 _ON_DEVICE = float("nan")
 
 
 @dataclass(frozen=True, slots=True)
 class DeferredValues:
-    """One step's values, come back from the device. Numbers are exact: they travel as float64,
-    or as float32 where all of them are."""
+    """One step's values, arrived on the host. They are exact: the copy uses float64, or float32 if
+    that holds all of them."""
 
     step: int
     values: dict[str, float]
 
     @property
     def non_finite(self) -> tuple[str, ...]:
-        """The names of values that were NaN or infinite in this very step."""
+        """The names of values that were NaN or infinite in this step."""
         return tuple(name for name, value in self.values.items() if not math.isfinite(value))
 
 
@@ -47,15 +47,15 @@ class DeferredScalars:
         deferred = DeferredScalars("cuda")                   # or a Device
         for step, batch in enumerate(loader):
             deferred.push(step, loss)                        # or {"loss": …, "accuracy": …}
-            for entry in deferred.ready():                   # what has come back; never blocks
+            for entry in deferred.ready():                   # what has arrived; never blocks
                 print(entry.step, entry.values["loss"])
-        rest = deferred.drain()                              # waits, and the ledger knows
+        rest = deferred.drain()                              # waits; the ledger records it
 
-    Python numbers among the values cost the device nothing. Device and pinned memory are bounded:
-    four blocks of `every` steps each; when all are under way, `push` waits for the oldest
-    (`deferred_full` in the ledger). Keys may change from step to step. With several `ranks` each
-    block is summed over them on its way, all of its values at once: then `push`, `flush` and
-    `drain` are called at the same steps on all of them.
+    Python numbers among the values cost the device nothing. Device and pinned memory are limited to
+    four blocks of `every` steps each. If all four are being copied, `push` waits for the oldest
+    (`deferred_full` in the ledger). Keys may change from step to step. With several `ranks`, one
+    all-reduce sums each block over them before its copy. Then all ranks must call `push`, `flush`
+    and `drain` at the same steps.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class DeferredScalars:
         self._ranks = ranks
         self._stream = stream if stream is not None else self._device.stream("losses")
         self._filling: _Block | None = None
-        self._under_way: deque[_Block] = deque()
+        self._in_flight: deque[_Block] = deque()
         self._idle: list[_Block] = []
-        self._come_back: deque[DeferredValues] = deque()
+        self._arrived_values: deque[DeferredValues] = deque()
 
     def push(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
         """Keep this step's values on the device, to be read back with the others."""
@@ -85,7 +85,7 @@ class DeferredScalars:
     def add(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
         """The first half of `push`: keep this step's values on the device."""
         block = self._filling
-        if block is not None and type(values) is dict and block.add_only(step, values):
+        if block is not None and type(values) is dict and block.add_single(step, values):
             return
         # A dict nearly always: asking for any Mapping is slower.
         named = values if isinstance(values, (dict, Mapping)) else {"loss": values}
@@ -108,116 +108,116 @@ class DeferredScalars:
         block.add(step, numbers, tensors)
 
     def send_full(self) -> None:
-        """The second half of `push`: send a full block on its way."""
+        """The second half of `push`: start the copy of a full block."""
         if self.is_full:
             self.flush()
 
     @property
     def is_full(self) -> bool:
-        """Whether there are enough values to be sent."""
+        """Whether the present block is full."""
         return self._filling is not None and len(self._filling.entries) == self._every
 
     def flush(self) -> None:
-        """Send what was pushed so far on its way, without waiting for a full block."""
+        """Start the copy of what was pushed so far, even if the block is not full."""
         block = self._filling
         if block is not None:
-            block.send(self._stream, self._ranks)  # if that fails, its values are still here
-            self._under_way.append(block)
+            block.send(self._stream, self._ranks)  # if this raises, the block keeps its values
+            self._in_flight.append(block)
             self._filling = None
 
     def ready(self) -> list[DeferredValues]:
-        """The values that have come back since the last call. Never blocks."""
-        if not self._under_way and not self._come_back:
+        """The values that have arrived since the last call. Never blocks."""
+        if not self._in_flight and not self._arrived_values:
             return []
         self.awaits()
-        arrived = list(self._come_back)
-        self._come_back.clear()
+        arrived = list(self._arrived_values)
+        self._arrived_values.clear()
         return arrived
 
     def drain(self, reason: str = "losses") -> list[DeferredValues]:
-        """All values not yet handed out. Waits for those still under way."""
+        """All values not yet handed out. Waits for those that have not arrived."""
         self.flush()
-        while self._under_way:
-            self._under_way[0].wait(reason)
+        while self._in_flight:
+            self._in_flight[0].wait(reason)
             self._collect()
         return self.ready()
 
     def awaits(self) -> bool:
-        """Whether values are still on their way. Never blocks."""
-        while self._under_way and self._under_way[0].has_arrived():
+        """Whether some values have not arrived yet. Never blocks."""
+        while self._in_flight and self._in_flight[0].has_arrived():
             self._collect()
-        return bool(self._under_way) or self._filling is not None
+        return bool(self._in_flight) or self._filling is not None
 
     @property
     def pending(self) -> int:
         """Steps that were pushed and not yet handed out."""
-        blocks = [*self._under_way, *([self._filling] if self._filling else [])]
-        return len(self._come_back) + sum(len(block.entries) for block in blocks)
+        blocks = [*self._in_flight, *([self._filling] if self._filling else [])]
+        return len(self._arrived_values) + sum(len(block.entries) for block in blocks)
 
     def abandon(self) -> None:
-        """Leave out what was not sent yet: another rank will not take part in its sum any more."""
+        """Drop values whose copy has not started: other ranks no longer take part in their sum."""
         if self._filling is not None:
             self._idle.append(self._filling)
             self._filling = None
 
     def state(self) -> list[dict[str, Any]]:
-        """What was pushed and not yet handed out, as plain values and the device's own tensors:
-        nothing is waited for. `restored` makes values of it again."""
-        blocks = [*self._under_way, *([self._filling] if self._filling else [])]
-        return to_be_restored(self._come_back) + [block.state() for block in blocks]
+        """What was pushed and not yet handed out, as Python numbers and tensors on the device.
+        Never blocks. `values_of_state` turns it into values again."""
+        blocks = [*self._in_flight, *([self._filling] if self._filling else [])]
+        return state_of_values(self._arrived_values) + [block.state() for block in blocks]
 
     def close(self) -> None:
-        """Give the pinned memory back. What was not drained is lost, so drain first."""
+        """Give the pinned memory back. Values that were not drained are lost, so drain first."""
         self.flush()
-        for block in [*self._under_way, *self._idle]:
+        for block in [*self._in_flight, *self._idle]:
             block.release()
-        self._under_way.clear()
+        self._in_flight.clear()
         self._idle.clear()
 
     def _collect(self) -> None:
-        block = self._under_way[0]
-        self._come_back.extend(block.read())  # if that fails, its values are still under way
-        self._idle.append(self._under_way.popleft())
+        block = self._in_flight[0]
+        self._arrived_values.extend(block.read())  # if this raises, the block stays in flight
+        self._idle.append(self._in_flight.popleft())
 
     def _take_block(self, layout: _Layout) -> _Block:
-        while self._under_way and self._under_way[0].has_arrived():
+        while self._in_flight and self._in_flight[0].has_arrived():
             self._collect()
-        if len(self._under_way) == _MOST_BLOCKS:
-            self._under_way[0].wait("deferred_full")
+        if len(self._in_flight) == _MAX_BLOCKS:
+            self._in_flight[0].wait("deferred_full")
             self._collect()
         for index, block in enumerate(self._idle):
             if block.layout == layout:
                 return self._idle.pop(index)
-        for block in self._idle:  # of another layout: rare, and not worth keeping
+        for block in self._idle:  # another layout is rare: not worth keeping
             block.release()
         self._idle.clear()
         return _Block(self._device, self._every, layout)
 
 
 class SummedScalars:
-    """The scalars of several ranks: each value is the mean over all of them, by weight."""
+    """Deferred scalars of several ranks: each value is the mean over all of them, by weight."""
 
     def __init__(self, scalars: DeferredScalars, device: Device) -> None:
         self._scalars, self._device = scalars, device
 
     def add(self, step: int, values: Mapping[str, Scalar]) -> None:
-        self._scalars.add(step, _to_be_summed(values, self._device))
+        self._scalars.add(step, _weighted(values, self._device))
 
     @property
     def is_full(self) -> bool:
         return self._scalars.is_full
 
     def ready(self) -> list[DeferredValues]:
-        return [_as_means(summed) for summed in self._scalars.ready()]
+        return [_means(summed) for summed in self._scalars.ready()]
 
     def drain(self, reason: str = "losses") -> list[DeferredValues]:
-        return [_as_means(summed) for summed in self._scalars.drain(reason)]
+        return [_means(summed) for summed in self._scalars.drain(reason)]
 
     def state(self) -> list[dict[str, Any]]:
         if self.pending:
             raise StepError(
-                "values of earlier batches are not summed over ranks yet: expected engine.settle() "
-                "on all ranks before a state is taken"
+                "values of earlier batches are not summed over ranks yet: expected a call of "
+                "engine.settle() on all ranks before engine.state_dict()"
             )
         return []
 
@@ -238,16 +238,16 @@ class SummedScalars:
         self._scalars.close()
 
 
-def to_be_restored(entries: Iterable[DeferredValues]) -> list[dict[str, Any]]:
-    """Values that have come back, as `DeferredScalars.state` has them."""
+def state_of_values(entries: Iterable[DeferredValues]) -> list[dict[str, Any]]:
+    """Values that have arrived, in the form of `DeferredScalars.state`."""
     return [
         {"steps": [entry.step], "numbers": [entry.values], "names": [], "rows": None}
         for entry in entries
     ]
 
 
-def restored(state: Iterable[Mapping[str, Any]], device: Device) -> list[DeferredValues]:
-    """The values of a stored `DeferredScalars.state`, whose tensors are on the host by now."""
+def values_of_state(state: Iterable[Mapping[str, Any]], device: Device) -> list[DeferredValues]:
+    """The values in a stored `DeferredScalars.state`."""
     entries = []
     for block in state:
         rows: list[list[float]] = [[]] * len(block["steps"])
@@ -260,8 +260,8 @@ def restored(state: Iterable[Mapping[str, Any]], device: Device) -> list[Deferre
     return entries
 
 
-def _to_be_summed(values: Mapping[str, Scalar], device: Device) -> dict[str, torch.Tensor]:
-    """What ranks add up, to have means by weight: each value times its weight, and the weight."""
+def _weighted(values: Mapping[str, Scalar], device: Device) -> dict[str, torch.Tensor]:
+    """What ranks sum to get means by weight: each value times its weight, and the weight."""
     dtype = torch.float32 if device.torch_device.type == "mps" else torch.float64
 
     def number(value: Scalar) -> torch.Tensor:
@@ -271,13 +271,13 @@ def _to_be_summed(values: Mapping[str, Scalar], device: Device) -> dict[str, tor
 
     total = number(values.get("weight", 1))
     numbers = {name: number(value) for name, value in values.items() if name != "weight"}
-    # The loss of nothing is often 0/0.
+    # The loss of a batch of weight 0 is often 0/0.
     shares = {name: torch.where(total > 0, one * total, 0.0) for name, one in numbers.items()}
     return shares | {"weight": total}
 
 
-def _as_means(summed: DeferredValues) -> DeferredValues:
-    """The means, of what ranks have added up."""
+def _means(summed: DeferredValues) -> DeferredValues:
+    """The means by weight, from the sums over ranks."""
     weight = summed.values["weight"]
     values = {
         name: value / weight if weight and name != "weight" else value
@@ -288,7 +288,7 @@ def _as_means(summed: DeferredValues) -> DeferredValues:
 
 @dataclass(frozen=True, slots=True)
 class _Layout:
-    """Which names are read from the device, and in which type."""
+    """The names of the values that are read from the device, and their dtypes."""
 
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
@@ -299,22 +299,22 @@ class _Layout:
         return cls(names, tuple(tensor.dtype for tensor in tensors))
 
     def fits(self, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> bool:
-        """Whether these values have this layout; the order of names counts, too."""
-        if len(tensors) == len(numbers) == 1 and len(self.names) == 1:  # mostly: a loss, no more
+        """Whether these values have this layout. The order of names counts, too."""
+        if len(tensors) == len(numbers) == 1 and len(self.names) == 1:  # a loss alone, mostly
             return self.names[0] in numbers and self.dtypes[0] == tensors[0].dtype
         return self == _Layout.of(numbers, tensors)
 
     @property
     def dtype(self) -> torch.dtype:
-        """One type in which all of them are exact."""
+        """A dtype that holds all of them exactly."""
         exact = (torch.float32, torch.float16, torch.bfloat16)
         return torch.float32 if all(t in exact for t in self.dtypes) else torch.float64
 
 
 class _Block:
-    """Room for `every` steps' values, on the device and in pinned memory.
+    """Memory for the values of `every` steps, on the device and pinned on the host.
 
-    It is filled again only after the host has read it, so the copy that read it needs no edge.
+    It is filled again only after the host has read it. So the next writes need no edge to the copy.
     """
 
     def __init__(self, device: Device, every: int, layout: _Layout) -> None:
@@ -327,24 +327,24 @@ class _Block:
         self._filled, self._arrived = device.event(), device.event()
         self._sum: AllReduce | None = None
         self._rows: list[torch.Tensor] = []
-        #: The name of a single value, and an entry's numbers where it is on the device.
-        self._only = layout.names[0] if len(layout.names) == 1 else None
-        self._no_numbers = {} if self._only is None else {self._only: _ON_DEVICE}
+        #: The name of the value if the layout has only one, and then each entry's numbers.
+        self._only_name = layout.names[0] if len(layout.names) == 1 else None
+        self._only_numbers = {} if self._only_name is None else {self._only_name: _ON_DEVICE}
         if layout.names:
             shape = (every, len(layout.names))
             self._on_device = device.empty(shape, layout.dtype)
-            # Views of each row, made once: a single value's row is the number itself.
+            # Views of the rows, made once. If there is one value, its rows are 0-dim.
             single = self._on_device.view(-1) if shape[1] == 1 else self._on_device
             self._rows = list(single.unbind(0))
             self._buffer = device.pinned.take(math.prod(shape) * layout.dtype.itemsize)
             self._on_host = self._buffer.view(shape, layout.dtype)
 
-    def add_only(self, step: int, values: dict[str, Scalar]) -> bool:
-        """The short way, for a single value (mostly: a loss, no more). Whether it could be gone."""
+    def add_single(self, step: int, values: dict[str, Scalar]) -> bool:
+        """A faster `add` for a single tensor, usually the loss. Returns False if unusable."""
         row = len(self.entries)
-        if len(values) != 1 or self._only not in values or row == len(self._rows):
+        if len(values) != 1 or self._only_name not in values or row == len(self._rows):
             return False
-        value = values[self._only]
+        value = values[self._only_name]
         if (
             not isinstance(value, torch.Tensor)
             or value.dim()
@@ -352,7 +352,7 @@ class _Block:
         ):
             return False
         self._rows[row].copy_(value.detach())
-        self.entries.append((step, self._no_numbers))
+        self.entries.append((step, self._only_numbers))
         return True
 
     def add(self, step: int, numbers: dict[str, float], tensors: list[torch.Tensor]) -> None:
@@ -363,16 +363,17 @@ class _Block:
                 value = tensors[0]
                 row.copy_(value if value.dim() == 0 else value.reshape(()))
             else:
-                fitting = [
+                row_values = [
                     value
                     if value.dim() == 0 and value.dtype == row.dtype
                     else value.to(row.dtype).reshape(())
                     for value in tensors
                 ]
-                torch.stack(fitting, out=row)
+                torch.stack(row_values, out=row)
         self.entries.append((step, numbers))
 
     def send(self, stream: Stream, ranks: Ranks) -> None:
+        """Start the sum over ranks, if there are several, and the copy to the host."""
         if self._on_device is None:
             return
         self._filled.record()
@@ -384,7 +385,7 @@ class _Block:
                 self._copy("ranks")
 
     def _copy(self, reason: str) -> None:
-        """To the host, in order after the sum over ranks, if there is one."""
+        """Start the copy to the host, after the sum over ranks if there is one."""
         assert self._on_device is not None
         assert self._on_host is not None
         if self._sum is not None:
@@ -397,7 +398,7 @@ class _Block:
     def has_arrived(self) -> bool:
         if self._on_device is None:
             return True
-        if self._sum is not None:  # the hosts do it
+        if self._sum is not None:  # computed by the hosts, not on the stream
             if not self._sum.done():
                 return False
             self._copy("ranks")
@@ -412,14 +413,14 @@ class _Block:
     def read(self) -> list[DeferredValues]:
         rows: list[list[float]] = [[]] * len(self.entries)
         if self._on_host is not None:
-            # No host wait: this is pinned host memory, and its copy has passed.
+            # No host wait: this is pinned memory, and the copy to it is done.
             rows = self._device.read_host(self._on_host[: len(self.entries)])
-        come_back = [
+        arrived = [
             DeferredValues(step, named | dict(zip(self.layout.names, row, strict=True)))
             for (step, named), row in zip(self.entries, rows, strict=True)
         ]
         self.entries = []
-        return come_back
+        return arrived
 
     def state(self) -> dict[str, Any]:
         count = len(self.entries)
@@ -431,7 +432,7 @@ class _Block:
         }
 
     def release(self) -> None:
-        """Let go of the memory, in order after the copy that may still read it."""
+        """Give the memory back. Its next use is ordered after the copy that may still run."""
         if self._buffer is not None:
             after = self._arrived if self._arrived.recorded else None
             if after is not None:

@@ -31,7 +31,7 @@ from headrace.engine.graphed import GraphReport
 from headrace.engine.loop import Observers, Pass
 from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.engine.results import EpochResult
-from headrace.engine.resume import Place, Start, tell_epoch
+from headrace.engine.resume import PositionTracker, Start, set_loader_epoch
 from headrace.engine.schedules import Every, Scheduler
 from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
@@ -178,7 +178,7 @@ class Engine:
         self._non_finite = NonFiniteWatch(policy, device)
         self._running: Pass | None = None
         self._stepped: weakref.ref[Steps] | None = None
-        self._place = Place(device)
+        self._place = PositionTracker(device)
         self._iterators = UsedIterators()
         self._cache: BatchCache | None = None
         self._follow_plan()
@@ -306,10 +306,10 @@ class Engine:
         the next `epoch(loader)` goes on after them."""
         training = self._with_a_state()
         self._end_other_loop()
-        state = stored_state.upgraded(state)
+        state = stored_state.upgrade(state)
         stored_state.restore(state, training.parts, training.schedule, training.graphs)
-        with stored_state.fitting():
-            own = self._place.checked(stored_state.own_part(state, self.ranks))
+        with stored_state.mismatch_as_step_error():
+            own = self._place.checked(stored_state.for_rank(state, self.ranks))
             self._non_finite.skipped, self.epochs = int(own["left_out"]), own["epoch"]
             return self._place.restore(own)
 
@@ -407,12 +407,12 @@ class Engine:
         self._change_plan()
         self._look_at_mode()
         loader = unprefetched(loader)
-        tell_epoch(loader, self.epochs)
+        set_loader_epoch(loader, self.epochs)
         try:
             loader, start = self._place.begin(loader, first)
             return self._open(loader, max_steps, start)
         except BaseException:
-            self._place.not_begun()
+            self._place.cancel()
             raise
 
     def _open(self, loader: Iterable[Any], max_steps: int | None, start: Start) -> Pass:
@@ -480,7 +480,7 @@ class Engine:
             failed = False
         except torch.OutOfMemoryError as problem:
             graphs = self.graphs
-            raise memory_error.explained(
+            raise memory_error.out_of_memory_error(
                 problem,
                 device=self.device,
                 plan=self.plan,

@@ -1,13 +1,13 @@
-"""Work captured once per shape and replayed.
+"""Graphs by batch shape: captured once, then replayed.
 
-A graph reads and writes the memory it was captured with. So each shape has inputs of its own, and
-a batch that has arrived is copied into them, on the device and on the stream that replays:
+A graph reads and writes the memory it was captured with. So each graph has input tensors of its
+own, and each batch is copied into them, on the device and on the stream that replays:
 
     transfer  ..[copy N+1]......[copy N+2]..           from the host, beside the replays
-    compute   ..[N into place][replay N][N+1 into place][replay N+1]..
+    compute   ..[N to inputs][replay N][N+1 to inputs][replay N+1]..
 
-That stream's order is all that a slot's life needs here: nothing writes the inputs while a replay
-reads them, and results are copied out before the next replay overwrites them.
+That stream's order suffices: nothing writes the inputs while a replay reads them, and results are
+copied out before the next replay overwrites them.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from headrace.device import Device, Graph
 from headrace.errors import CaptureError
 
 Result = TypeVar("Result")
-# Shapes whose uses are counted. A loader that never repeats a shape must not fill the memory.
-_MOST_COUNTED = 4096
+# A loader that never repeats a shape must not fill the memory with use counts.
+_MAX_COUNTED_KEYS = 4096
 
 
-class Captured(Generic[Result]):
-    """One captured piece of work: its inputs, and what it returned (memory that each replay
-    writes anew)."""
+class CapturedWork(Generic[Result]):
+    """One graph with its inputs. `result` is what the work returned at capture; each replay
+    overwrites its memory."""
 
     def __init__(self, inputs: list[torch.Tensor], graph: Graph, result: Result) -> None:
         self._inputs = inputs
@@ -38,7 +38,7 @@ class Captured(Generic[Result]):
         self.result = result
 
     def replay(self, leaves: list[torch.Tensor]) -> Result:
-        """Run it on the tensors of another batch, on the current stream."""
+        """Run the graph on the tensors of another batch, on the current stream."""
         if leaves:
             torch._foreach_copy_(self._inputs, leaves)
         self._graph.replay()
@@ -49,30 +49,30 @@ class Captured(Generic[Result]):
 
 
 class GraphCache(Generic[Result]):
-    """Graphs by key, at most `most` of them: a key that is used more than the least used graph
-    takes its place. A key is due for capture after `after` uses; until then, run it as it is."""
+    """Graphs by key, `max_graphs` at most. A key is due for capture after `capture_after` uses. If
+    the cache is full, a key that is used more than the least used graph replaces that graph."""
 
-    def __init__(self, device: Device, *, most: int, after: int) -> None:
+    def __init__(self, device: Device, *, max_graphs: int, capture_after: int) -> None:
         self._device = device
-        self._most = most
-        self._after = after
-        self._graphs: dict[Hashable, Captured[Result]] = {}
-        # By hash: a key has the batch's own values in it, which are not to be kept alive.
+        self._max_graphs = max_graphs
+        self._capture_after = capture_after
+        self._graphs: dict[Hashable, CapturedWork[Result]] = {}
+        # By hash: a key holds values of the batch, and counting must not keep those alive.
         self._uses: Counter[int] = Counter()
         self._pool: object | None = None
-        #: Device memory that the graphs' pool took, in bytes.
+        #: Device memory of the graphs' pool, in bytes.
         self.memory_bytes = 0
         self.captures = self.evictions = 0
-        self._largest = -1
+        self._largest_bytes = -1
 
     def __len__(self) -> int:
         return len(self._graphs)
 
-    def find(self, key: Hashable) -> Captured[Result] | None:
-        """The graph for `key`, if there is one. Counts the use."""
+    def find(self, key: Hashable) -> CapturedWork[Result] | None:
+        """The graph for `key`, if there is one. Counts a use of `key`."""
         self._uses[hash(key)] += 1
-        if len(self._uses) > _MOST_COUNTED:
-            self._forget_rare()
+        if len(self._uses) > _MAX_COUNTED_KEYS:
+            self._forget_rare_keys()
         return self._graphs.get(key)
 
     def uses(self, key: Hashable) -> int:
@@ -80,26 +80,32 @@ class GraphCache(Generic[Result]):
 
     def is_due(self, key: Hashable) -> bool:
         """Whether `key`, which has no graph, has been used often enough for one."""
-        if self.uses(key) <= self._after:
+        if self.uses(key) <= self._capture_after:
             return False
-        return len(self._graphs) < self._most or self.uses(key) > self.uses(self._least_used())
+        return len(self._graphs) < self._max_graphs or self.uses(key) > self.uses(
+            self._least_used()
+        )
 
-    def capture(self, key: Hashable, batch: Any, work: Callable[[Any], Result]) -> Captured[Result]:
-        """Record `work(batch)`, without running it, with inputs of its own in the batch's place.
+    def capture(
+        self, key: Hashable, batch: Any, work: Callable[[Any], Result]
+    ) -> CapturedWork[Result]:
+        """Record `work(batch)` without running it, with copies of the batch's tensors as inputs.
 
-        Raises `CaptureError` with all graphs closed: after a failed capture none may be replayed.
+        If it raises (`CaptureError`), all graphs are closed: after a failed capture none may be
+        replayed.
         """
         nbytes, _ = measure_leaves(batch_leaves(batch))
-        if nbytes > self._largest:
-            # The largest first: smaller shapes then fit into the memory it took, while pieces cut
-            # for small shapes serve no large one. The others are captured anew when they come.
+        if nbytes > self._largest_bytes:
+            # Capture the largest shape first: smaller ones then fit into its memory, while blocks
+            # allocated for small shapes are of no use to a large one. The graphs dropped here are
+            # captured again at their next use.
             self.close()
-            self._largest = nbytes
-        if len(self._graphs) >= self._most:
+            self._largest_bytes = nbytes
+        if len(self._graphs) >= self._max_graphs:
             self._graphs.pop(self._least_used()).close()
             self.evictions += 1
-        # What steps launched one by one left in the allocator can serve no graph: without this,
-        # the device would have to hold both.
+        # A graph cannot use memory that eager steps left cached in the allocator. Without this
+        # call the device would have to hold both.
         self._device.release_unused()
         before = self._device.memory().reserved
         if self._pool is None:
@@ -110,27 +116,27 @@ class GraphCache(Generic[Result]):
             graph, result = self._device.capture(lambda: work(own_batch), self._pool)
         except torch.OutOfMemoryError as problem:
             self.close()
-            raise CaptureError("there is no memory for its inputs") from problem
+            raise CaptureError("the device has no memory for a graph's inputs") from problem
         except BaseException:
             self.close()
             raise
         self.memory_bytes += max(0, self._device.memory().reserved - before)
         self.captures += 1
-        captured = self._graphs[key] = Captured(inputs, graph, result)
+        captured = self._graphs[key] = CapturedWork(inputs, graph, result)
         return captured
 
     def drop(self, key: Hashable) -> None:
-        """Let go of one graph."""
+        """Drop one graph."""
         self._graphs.pop(key).close()
 
     def close(self) -> None:
-        """Let go of all graphs and of their memory. Uses stay counted: it may be used again."""
+        """Drop all graphs and free their memory. The cache may be used again: use counts stay."""
         for captured in self._graphs.values():
             captured.close()
         had_graphs = bool(self._graphs) or self._pool is not None
         self._graphs.clear()
         self._pool = None
-        self._largest = -1
+        self._largest_bytes = -1
         self.memory_bytes = 0
         if had_graphs:
             self._device.release_unused()
@@ -138,21 +144,26 @@ class GraphCache(Generic[Result]):
     def _least_used(self) -> Hashable:
         return min(self._graphs, key=self.uses)
 
-    def _forget_rare(self) -> None:
-        kept = dict(self._uses.most_common(_MOST_COUNTED // 2))
+    def _forget_rare_keys(self) -> None:
+        kept = dict(self._uses.most_common(_MAX_COUNTED_KEYS // 2))
         kept |= {hash(key): self.uses(key) for key in self._graphs}
         self._uses = Counter(kept)
 
 
 def signature(batch: Any) -> Hashable:
-    """What tells a batch that a graph can take in from one it cannot: the nesting, each tensor's
-    shape, type and strides, and every value that is no tensor, since a graph keeps the one it was
-    captured with. Raises `CaptureError` for what cannot be told apart."""
+    """The key of a batch's graph. Batches with equal signatures can share a graph.
+
+    It consists of the nesting, each tensor's shape, dtype and strides, and every value that is not
+    a tensor, since a graph freezes those. Raises `CaptureError` for values that cannot be compared.
+    """
     if type(batch) is torch.Tensor:
         strides = None if batch.is_contiguous() else batch.stride()
         return (batch.shape, batch.dtype, strides)
     if moves_itself(batch):
-        raise CaptureError(f"a batch holds a {type(batch).__name__}, which moves itself")
+        raise CaptureError(
+            f"a batch holds a {type(batch).__name__}, which moves itself with .to(), and a graph "
+            "needs its tensors: let the loader return them in a tuple or dict"
+        )
     if isinstance(batch, Mapping):
         return (type(batch), *((key, signature(value)) for key, value in batch.items()))
     if isinstance(batch, tuple | list):
@@ -164,6 +175,7 @@ def signature(batch: Any) -> Hashable:
         hash(batch)
     except TypeError:
         raise CaptureError(
-            f"a batch holds a {type(batch).__name__}, which cannot be compared from batch to batch"
+            f"a batch holds a {type(batch).__name__}, which cannot be compared from batch to "
+            "batch: return it as a tensor, a number or a string, or leave it out"
         ) from None
     return (type(batch), batch)

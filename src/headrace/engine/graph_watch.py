@@ -1,7 +1,7 @@
-"""Before a capture: would a graph repeat what the step does?
+"""Checks before a capture that a graph would repeat what the step does.
 
-A shape's last batches before its capture are watched. Two in a row must do the same, and read the
-same tensors: a graph would repeat what Python decided at capture.
+`StepWatch` compares the last batches of a shape before its capture. Two in a row must run the same
+operations on the same tensors: otherwise a graph would repeat what Python decided at capture.
 """
 
 from __future__ import annotations
@@ -12,55 +12,64 @@ import torch
 
 from headrace.engine.step_trace import StepTrace, Storage
 
-# Two batches of a shape in a row must do the same: so many are compared before it is given up.
-_MOST_WATCHED = 6
-# A batch's operations take memory to remember: shapes of which one batch was watched so far.
-_MOST_REMEMBERED = 8
+# Give up capturing after this many batches of a shape without two in a row that agree.
+_MAX_WATCHED = 6
+# A trace takes memory. Shapes that were watched once and wait for a second batch keep theirs.
+_MAX_TRACES = 8
 
 
 class StepWatch:
-    """What watched batches did, by the hash of their shape. Batches are watched from a shape's
-    `first` use on; from its use number `last` on even where many other shapes are, too."""
+    """Compares traces of watched batches, by the hash of their shape.
+
+    A shape's batches are watched from its `first` use on, while fewer than `_MAX_TRACES` other
+    shapes are being watched, and from its `last` use on in any case.
+    """
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last
         self._traces: dict[int, StepTrace] = {}
         self._differences: Counter[int] = Counter()
-        #: Shapes of which two batches did the same, and what else they read.
+        #: Shapes of which two batches agreed, and the tensors that they read from elsewhere.
         self._agreed: dict[int, list[torch.Tensor]] = {}
         self._made: set[Storage] = set()
 
     def wants(self, key: int, uses: int) -> bool:
-        """Whether a shape's next batch, after so many, is to be watched."""
+        """Whether to watch the next batch of a shape that was used `uses` times."""
         if key in self._agreed or uses < self._first:
             return False
         # A loader that never repeats a shape must not be watched for ever.
-        return key in self._traces or uses >= self._last or len(self._traces) < _MOST_REMEMBERED
+        return key in self._traces or uses >= self._last or len(self._traces) < _MAX_TRACES
 
     def has_agreed(self, key: int) -> bool:
+        """Whether two batches of this shape in a row did the same."""
         return key in self._agreed
 
     def read_by(self, key: int) -> list[torch.Tensor]:
-        """What batches of a shape read besides the batch and what the step is known to read."""
+        """Tensors that a shape's batches read besides the batch and the `known` ones."""
         return self._agreed[key]
 
     def learn(self, key: int, trace: StepTrace, known: set[Storage], *, first: bool) -> str | None:
-        """Note what a batch did. Returns why the step cannot be captured, if that is clear now. A
-        shape's first batch may be the one in which something is set up, once for all."""
-        trace.read = {one: read for one, read in trace.read.items() if one not in known}
+        """Add a batch's trace. Returns why the step cannot be captured, if that is clear now.
+
+        `known` is memory that the step may read: the caller notices when it is replaced. Later
+        batches may read what a shape's `first` batch has made: that may be a one-time setup.
+        """
+        trace.read = {storage: read for storage, read in trace.read.items() if storage not in known}
         for storage, read in trace.read.items():
             if storage in self._made:
                 where = "" if read.line is None else f" at {read.line}"
                 return (
                     f"the step reads{where} a tensor that it made for an earlier batch, and a "
-                    "graph would go on with the old one: keep one tensor, and write to it in place"
+                    "graph would keep reading the old one: keep one tensor and write to it in "
+                    "place, with copy_()"
                 )
         if not first:
-            self._made = {one for one in self._made | trace.survivors() if not one.expired()}
+            made = self._made | trace.survivors()
+            self._made = {storage for storage in made if not storage.expired()}
         return self._compare(key, trace)
 
     def _compare(self, key: int, trace: StepTrace) -> str | None:
-        """With the batch of this shape before. Two that did the same may be captured."""
+        """Compare with the shape's previous batch. If they agree, the shape may be captured."""
         before = self._traces.pop(key, None)
         difference = None if before is None else trace.difference(before)
         if before is not None and difference is None:
@@ -68,14 +77,14 @@ class StepWatch:
             return None
         if difference is not None:
             self._differences[key] += 1
-            if self._differences[key] == _MOST_WATCHED - 1:
-                return f"the step is not the same for each batch: {difference}"
-        if len(self._traces) == _MOST_REMEMBERED:
+            if self._differences[key] == _MAX_WATCHED - 1:
+                return f"the step differs between batches of one shape: {difference}"
+        if len(self._traces) == _MAX_TRACES:
             self._traces.pop(next(iter(self._traces)))
         self._traces[key] = trace
         return None
 
     def forget(self) -> None:
-        """Watch each shape anew."""
+        """Watch every shape again."""
         self._agreed.clear()
         self._traces.clear()

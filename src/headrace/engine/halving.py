@@ -1,11 +1,11 @@
-"""`on_oom="halve"`: a batch that does not fit on the device is trained on in halves.
+"""`on_oom="halve"`: train on a batch that does not fit on the device in two halves.
 
-    whole   forward ─ backward: no memory
+    whole   forward ─ backward: out of memory
     halves  forward ─ backward, forward ─ backward, then one update
 
-Gradients of loss × weight are summed over the halves and divided by their weights' sum, as those
-of an accumulation group are: the update is the whole batch's, to rounding. A loss without a weight
-is taken for a mean over the batch's rows. Halves that do not fit are halved again.
+Gradients of loss × weight are summed over the halves and divided by the sum of their weights, as in
+an accumulation group. So the update is that of the whole batch, up to rounding. A loss without a
+weight is taken for a mean over the batch's rows. Halves that do not fit are halved again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,19 @@ from headrace.plan import Plan
 
 
 def require_halvable(model: torch.nn.Module, plan: Plan) -> None:
-    """Raise `StepError` where two halves would not be the same step, or could not be agreed on."""
+    """Raise `StepError` if halves would train differently from the whole batch, or if other ranks
+    would not know of them."""
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.modules.batchnorm._BatchNorm):
             raise StepError(
                 f"on_oom = 'halve': {name or 'the model'} is a {type(module).__name__}, whose mean "
-                "over a half is not that of the whole: expected a model without batch norm"
+                "over a half batch differs from that over the whole: expected a model without "
+                "batch norm"
             )
     if plan.graphs != "off":
         raise StepError(
-            f"on_oom = 'halve': plan {plan.name} has graphs = {plan.graphs!r}, whose memory is "
-            "taken when they are captured: expected 'off'"
+            f"on_oom = 'halve': plan {plan.name} has graphs = {plan.graphs!r}, and a graph's "
+            "memory is fixed at capture: expected graphs = 'off'"
         )
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
@@ -43,20 +45,20 @@ def require_halvable(model: torch.nn.Module, plan: Plan) -> None:
         if ranks > 1:
             raise StepError(
                 f"on_oom = 'halve': this is one of {ranks} processes, and the others would wait "
-                "for a step that it makes twice: expected one"
+                "while it trains on halves: expected a single process"
             )
 
 
 @dataclass(slots=True)
-class _Done:
-    """A part that was trained on, and what it weighs in the batch's means."""
+class _TrainedPart:
+    """A part of a batch that was trained on, and its weight in the batch's means."""
 
     loss: LossParts
     weight: Scalar
 
 
 class HalvingStep:
-    """Trains on a batch whole if it fits, else in parts."""
+    """Trains on the whole batch if it fits, else on its halves, quarters and so on."""
 
     def __init__(self, eager: EagerStep) -> None:
         self._eager, self._parts, self._lanes = eager, eager.parts, eager.lanes
@@ -65,30 +67,30 @@ class HalvingStep:
         parts, lanes = self._parts, self._lanes
         group, guard = parts.group, parts.update.guard
         parts.begin()
-        kept = self._set_aside()
+        earlier = self._set_gradients_aside()
         with lanes.on(lanes.backward):
             weight = None if group.weight.value is None else group.weight.value.clone()
             seen = None if guard is None else guard.seen()
         try:
-            done = self._passes(fetched.batch, rows=None, of=None)
-        except BaseException:  # the group is as it was: this batch is not in it
-            self._put_back(kept)
+            trained = self._train_parts(fetched.batch, rows=None, batch_rows=None)
+        except BaseException:  # leave the group as it was, without this batch
+            self._put_gradients_back(earlier)
             with lanes.on(lanes.backward):
                 group.weight.set(weight)
                 if guard is not None:
                     guard.forget(seen)
             raise
-        if len(done) > 1:
+        if len(trained) > 1:
             with lanes.on(lanes.backward):
                 group.join_parts()
-        self._add_back(kept)
+        self._add_gradients_back(earlier)
         with lanes.on(lanes.backward, "backward"):
             group.gathered()
             if updated := group.is_full:
                 parts.use()
         lanes.backward_to_forward()
         with lanes.on(lanes.forward):
-            loss = done[0].loss if len(done) == 1 else _together(done)
+            loss = trained[0].loss if len(trained) == 1 else _combined(trained)
         return parts.launched(fetched, loss, updated=updated)
 
     def finish(self) -> Finished | None:
@@ -97,11 +99,14 @@ class HalvingStep:
     def recover(self, counted: tuple[int, int]) -> bool:
         return self._eager.recover(counted)
 
-    def _passes(self, batch: Any, *, rows: int | None, of: int | None) -> list[_Done]:
-        """Gather the gradients of `batch`, which is `rows` rows of a batch of `of`."""
+    def _train_parts(
+        self, batch: Any, *, rows: int | None, batch_rows: int | None
+    ) -> list[_TrainedPart]:
+        """Gather the gradients of `batch`, in halves if it does not fit. It has `rows` of the
+        `batch_rows` rows of the whole batch; None if it is the whole batch."""
         parts, lanes = self._parts, self._lanes
-        share = None if rows is None or of is None else rows / of
-        kept = self._set_aside()
+        share = None if rows is None or batch_rows is None else rows / batch_rows
+        earlier = self._set_gradients_aside()
         problem = ""
         try:
             with lanes.on(lanes.forward, "forward"):
@@ -111,49 +116,58 @@ class HalvingStep:
                 parts.gather(loss, share)
             lanes.backward_to_forward()
         except torch.OutOfMemoryError as found:
-            # Not to be kept: its traceback holds all that the step had allocated so far.
+            # Keep only its text: its traceback holds all that the step had allocated so far.
             problem = str(found)
         if not problem:
-            self._add_back(kept)
+            self._add_gradients_back(earlier)
             weight = share if share is not None and not loss.weighted else loss.weight
-            return [_Done(_detached(loss), weight)]
+            return [_TrainedPart(_detached(loss), weight)]
         loss = None  # type: ignore[assignment]
-        self._put_back(kept)
+        self._put_gradients_back(earlier)
         halves = split(batch)
         if halves is None:
             raise torch.OutOfMemoryError(problem)
         parts.device.say_once(
             "halved",
-            "a batch found no memory on %s and is trained on in two halves; so will others, "
-            "which costs time: smaller batches do not",
+            "a batch did not fit into the memory of %s and is trained on in two halves, which "
+            "takes longer: use smaller batches if this happens often",
             parts.device,
         )
         parts.device.release_unused()
-        total = of or sum(count for count, _ in halves)
-        return [done for count, half in halves for done in self._passes(half, rows=count, of=total)]
+        total = batch_rows or sum(count for count, _ in halves)
+        return [
+            part
+            for count, half in halves
+            for part in self._train_parts(half, rows=count, batch_rows=total)
+        ]
 
-    # --- gradients of what was trained on before ------------------------------------------------
+    # --- gradients of earlier batches and parts -------------------------------------------------
 
-    def _set_aside(self) -> list[torch.Tensor | None] | None:
-        """A backward that fails leaves gradients half added to: so they are not there meanwhile."""
-        kept = [p.grad for p in self._parts.group.parameters()]
-        if all(gradient is None for gradient in kept):
+    def _set_gradients_aside(self) -> list[torch.Tensor | None] | None:
+        """Take the gradients away, so that a backward that fails cannot leave them half summed.
+        Returns them; None if there are none."""
+        earlier = [p.grad for p in self._parts.group.parameters()]
+        if all(gradient is None for gradient in earlier):
             return None
         for parameter in self._parts.group.parameters():
             parameter.grad = None
-        return kept
+        return earlier
 
-    def _put_back(self, kept: list[torch.Tensor | None] | None) -> None:
+    def _put_gradients_back(self, earlier: list[torch.Tensor | None] | None) -> None:
+        """Replace the present gradients by the earlier ones."""
         parameters = self._parts.group.parameters()
-        for parameter, gradient in zip(parameters, kept or [None] * len(parameters), strict=True):
+        for parameter, gradient in zip(
+            parameters, earlier or [None] * len(parameters), strict=True
+        ):
             parameter.grad = gradient
 
-    def _add_back(self, kept: list[torch.Tensor | None] | None) -> None:
-        if kept is None:
+    def _add_gradients_back(self, earlier: list[torch.Tensor | None] | None) -> None:
+        """Add the present gradients to the earlier ones."""
+        if earlier is None:
             return
         lanes = self._lanes
         with lanes.on(lanes.backward), torch.no_grad():
-            for parameter, gradient in zip(self._parts.group.parameters(), kept, strict=True):
+            for parameter, gradient in zip(self._parts.group.parameters(), earlier, strict=True):
                 if gradient is not None and parameter.grad is not None:
                     gradient.add_(parameter.grad)
                 if gradient is not None:
@@ -162,8 +176,8 @@ class HalvingStep:
 
 
 def split(batch: Any) -> list[tuple[int, Any]] | None:
-    """Two halves of a batch along the first dimension of its tensors, each with its rows; None if
-    it has one row, or its tensors do not all have the same number of them."""
+    """Split a batch in two along the first dimension of its tensors. Returns each half with its
+    number of rows; None if the batch has one row, or tensors with different numbers of rows."""
     leaves = flatten_batch(batch)
     tensors = [leaf for leaf in leaves if is_plain_tensor(leaf) and leaf.dim() > 0]
     counts = {len(tensor) for tensor in tensors}
@@ -187,16 +201,16 @@ def _detached(loss: LossParts) -> LossParts:
     return LossParts(loss.loss.detach(), loss.weight, loss.weighted, values)
 
 
-def _together(done: list[_Done]) -> LossParts:
-    """What the whole batch would have reported: means by weight, and the weights' sum."""
-    first = done[0].loss
-    total = sum(one.weight for one in done)
+def _combined(trained: list[_TrainedPart]) -> LossParts:
+    """What the whole batch would have reported: means by weight, and the sum of the weights."""
+    first = trained[0].loss
+    total = sum(part.weight for part in trained)
     values: dict[str, Scalar] = {}
     for name in first.values:
         if name == "weight":
             values[name] = total
         else:
-            values[name] = sum(one.loss.values[name] * one.weight for one in done) / total
+            values[name] = sum(part.loss.values[name] * part.weight for part in trained) / total
     loss = values["loss"]
     assert isinstance(loss, torch.Tensor)
     return LossParts(loss, total if first.weighted else 1, first.weighted, values)

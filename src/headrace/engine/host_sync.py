@@ -1,4 +1,4 @@
-"""The plan's host waits: after every batch, or every so many, by stream or by event."""
+"""Host waits that a plan asks for (`sync`): after every batch or every few, by stream or event."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from headrace.plan import Plan
 
 
 class HostSync:
-    """A run-ahead window in which the host also waits as the plan says."""
+    """A run-ahead window that also makes the host wait, as the plan's `sync` says. `last` is the
+    stream on which a step ends."""
 
     def __init__(self, window: RunAhead, device: Device, plan: Plan, last: Stream) -> None:
-        self._window, self._device, self._last = window, device, last
+        self._window, self._device, self._last_stream = window, device, last
         self._by_event = plan.sync == "event"
         self._every = 1 if plan.sync == "batch" else plan.sync_every
         self._events: list[Event] = []
@@ -24,19 +25,19 @@ class HostSync:
         self._window.launched(stream)
         self._batches += 1
         if self._by_event:
-            self._mark()
+            self._record_event()
         if self._batches % self._every == 0:
             self._wait()
 
     def finish(self) -> None:
-        """Also after the last batch, if it was not just done."""
+        """Wait for the last batch, unless the host has just done so."""
         if self._batches > self._synchronized:
             self._wait()
 
-    def _mark(self) -> None:
-        """An event for this batch; a look, without waiting, at which earlier ones have passed."""
+    def _record_event(self) -> None:
+        """Record an event for this batch, and drop those that have passed. Never blocks."""
         event = self._device.event()
-        event.record(self._last)
+        event.record(self._last_stream)
         self._events = [earlier for earlier in self._events if not earlier.query()]
         self._events.append(event)
 
@@ -45,5 +46,5 @@ class HostSync:
             self._device.wait(self._events[-1], "sync")
             self._events.clear()
         else:
-            self._device.synchronize("sync", self._last)
+            self._device.synchronize("sync", self._last_stream)
         self._synchronized = self._batches

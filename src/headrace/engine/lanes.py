@@ -1,4 +1,4 @@
-"""Which stream each part of a step runs on under a plan, and the edges between them.
+"""The lanes of a plan: which stream runs each part of a step, and the edges between them.
 
 pipeline      transfer | the caller's stream (forward, backward, update) | losses
 baseline, interval, event
@@ -14,16 +14,16 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from headrace.device import Device, Stream, StreamManager
 from headrace.plan import Plan
 
-_THERE_ALREADY = nullcontext()
+_ON_CALLERS_STREAM = nullcontext()
 
 
 class Lanes:
-    """The streams of one pass over a loader, ordered among themselves and with the caller's.
+    """The streams of one pass over a loader, ordered among themselves and with the caller's stream.
 
-    With `split`, backward and update have a stream of their own and four edges order a batch:
+    With `split`, backward and update have a stream of their own, and four edges order a batch:
     forward after its transfer, backward after its forward, the next forward after this update, and
-    new transfers after the backward that used the memory before. The first and the last are the
-    prefetcher's: a transfer waits for the forward stream, which has waited for the update.
+    a new transfer after the backward that read its memory before. The prefetcher makes the first
+    and the last: a transfer waits for the forward stream, which has waited for the update.
     """
 
     def __init__(self, device: Device, plan: Plan, *, split: bool, annotate: bool = False) -> None:
@@ -44,11 +44,11 @@ class Lanes:
             self.transfers = (transfer,) if transfer is following else (transfer, following)
 
     def on(self, stream: Stream, name: str | None = None) -> AbstractContextManager[object]:
-        """Send work to `stream`, called `name` in the vendor's profiler if that is wanted; nothing
-        to do for the caller's, on which the loop runs."""
+        """Inside the block, launch work on `stream`. With `annotate`, the vendor's profiler shows
+        it as `name`. For the caller's stream there is nothing to do: the loop runs on it."""
         if name is not None and self._annotate:
             return self._annotated(stream, name)
-        return _THERE_ALREADY if stream is self.caller else self._device.use(stream)
+        return _ON_CALLERS_STREAM if stream is self.caller else self._device.use(stream)
 
     @contextmanager
     def _annotated(self, stream: Stream, name: str) -> Iterator[None]:
@@ -56,19 +56,19 @@ class Lanes:
             yield
 
     def take_over(self) -> None:
-        """The engine's streams start after what the caller's holds."""
+        """Make the engine's streams wait for the caller's stream."""
         for stream in self._own():
             stream.wait_stream(self.caller)
 
     def give_back(self) -> None:
-        """The caller's stream goes on after what the engine's hold."""
+        """Make the caller's stream wait for the engine's streams."""
         for stream in self._own():
             self.caller.wait_stream(stream)
 
     @contextmanager
     def given_back(self) -> Iterator[None]:
-        """Inside the block the caller may look at the state, and put work of its own on a stream;
-        the engine's streams go on after that."""
+        """Inside the block the caller may read the state and launch work on its stream. The
+        engine's streams wait for that work."""
         self.give_back()
         try:
             yield
@@ -76,11 +76,13 @@ class Lanes:
             self.take_over()
 
     def forward_to_backward(self) -> None:
+        """The edge from a batch's forward to its backward."""
         if self._split:
             self._forwarded.record(self.forward)
             self.backward.wait_event(self._forwarded)
 
     def backward_to_forward(self) -> None:
+        """The edge from a batch's update to the next forward."""
         if self._split:
             self._updated.record(self.backward)
             self.forward.wait_event(self._updated)

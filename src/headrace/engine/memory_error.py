@@ -1,4 +1,4 @@
-"""A step that did not fit on the device: what holds the memory, and what to change."""
+"""The error for a step that does not fit on the device: what holds the memory, what to change."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.errors import OutOfMemoryError
 from headrace.plan import Plan
 
 
-def explained(
+def out_of_memory_error(
     problem: BaseException,
     *,
     device: Device,
@@ -22,9 +22,10 @@ def explained(
     largest: str | None,
     graph_bytes: int,
 ) -> OutOfMemoryError:
-    """The error that says so. `batch` is the one that did not fit, `largest` one that did."""
+    """The error to raise for PyTorch's `problem`. `batch` is the batch that did not fit, `largest`
+    the size of the largest that did, both in words."""
     memory = device.memory()
-    held = _held(parts, graph_bytes)
+    held = _bytes_held(parts, graph_bytes)
     rest = memory.allocated - sum(held.values())
     if rest > 0:
         held["activations, batches and others"] = rest
@@ -33,17 +34,17 @@ def explained(
         f"{device} has no memory left for batch {batch}"
         if batch is not None
         else f"{device} has no memory left for the next batch",
-        f"the largest that fitted was {largest}" if largest else "none fitted before",
+        f"the largest batch that fitted had {largest}" if largest else "no batch fitted before",
         f"allocated {_mb(memory.allocated)} of {_mb(memory.total)} ({shares}), kept for reuse "
         f"{_mb(memory.reserved - memory.allocated)}, free {_mb(memory.free)}",
-        f"to change: {'; '.join(_remedies(memory.reserved - memory.allocated, plan, parts))}",
+        f"try {'; or '.join(_remedies(memory.reserved - memory.allocated, plan, parts))}",
         f"PyTorch says: {str(problem).strip().splitlines()[0] if str(problem).strip() else '-'}",
     ]
     return OutOfMemoryError(". ".join(lines))
 
 
-def _held(parts: Parts | None, graph_bytes: int) -> dict[str, int]:
-    """Bytes by what holds them, as far as it is the engine's own."""
+def _bytes_held(parts: Parts | None, graph_bytes: int) -> dict[str, int]:
+    """The bytes of what the engine itself holds, by name."""
     held = {"graphs": graph_bytes}
     if parts is None:
         return held
@@ -68,10 +69,10 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _remedies(kept: int, plan: Plan, parts: Parts | None) -> list[str]:
+def _remedies(cached_bytes: int, plan: Plan, parts: Parts | None) -> list[str]:
     found = ["smaller batches, with accumulate for the same update"]
     if parts is not None and plan.graphs == "off":
-        found.append("on_oom='halve', which trains on such a batch in two halves")
+        found.append("on_oom='halve', which trains on a batch that does not fit in two halves")
     if plan.precision in (None, "fp32", "tf32"):
         found.append("precision='bf16'")
     if plan.prefetch_depth > 1 or plan.run_ahead_bytes is None:
@@ -79,9 +80,12 @@ def _remedies(kept: int, plan: Plan, parts: Parts | None) -> list[str]:
     if plan.cache_batches:
         found.append(f"cache_batches below {plan.cache_batches}")
     if plan.graphs != "off":
-        found.append("graph_shapes, or graphs: off")
-    if kept > 512 << 20:
-        found.append("PYTORCH_ALLOC_CONF=expandable_segments:True, as much is kept in pieces")
+        found.append("a plan with a smaller graph_shapes, or with graphs: off")
+    if cached_bytes > 512 << 20:
+        found.append(
+            "PYTORCH_ALLOC_CONF=expandable_segments:True, since the memory kept for reuse may be "
+            "fragmented"
+        )
     return found
 
 

@@ -1,18 +1,18 @@
-"""The Python values that a step's code can read: what a captured graph would freeze.
+"""The Python values that a step's code can read, which a captured graph would freeze.
 
 A replayed graph runs no Python. A number that the loss function reads from a closure, a global, a
-default argument or an object would stay what it was at capture, and a tensor that it stores for the
-next batch would never be looked at again. So these values are found once, by following what the
-loss function's code names, and compared before each batch:
+default argument or an object would stay what it was at capture. A tensor that it stores for the
+next batch would never be read again. So these values are found once, by following what the loss
+function's code names, and compared before each batch:
 
     def loss(model, batch):
         out, h = model(batch.x, state["h"])      # `state` is in the closure, "h" among its keys
         state["h"] = h.detach()                  # another tensor each time: noticed
         return criterion(out, batch.y) * weight  # `weight`, a global: noticed when it changes
 
-Followed are the functions, classes and containers of the user's own code, and all attributes of
-modules. Libraries are not followed beyond their modules' attributes: whatever they keep elsewhere
-is noticed by what the step computes (`step_trace.py`).
+The search follows functions, classes and containers of the user's own code, and all attributes of
+modules. It does not enter libraries, apart from their modules' attributes: if a library keeps a
+value elsewhere, a change shows in what the step computes (`step_trace.py`).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from headrace.device import Device
 from headrace.source_lines import Site, is_users
 
 _LARGE = 1000  # of longer containers only the length is compared
-_DEEPEST = 12
-_PLAIN = (int, float, complex, bool, str, bytes, type(None), Enum)
-_COMPARED = (numpy.generic, torch.dtype, torch.device, types.MethodType, PurePath, range)
-# What every module has: compared elsewhere, or of no consequence to what it computes.
+_MAX_DEPTH = 12
+_CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), Enum)
+_COMPARED_BY_VALUE = (numpy.generic, torch.dtype, torch.device, types.MethodType, PurePath, range)
+# Attributes that every module has. They are compared elsewhere, or do not affect its results.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
-# Methods that change what they are called on.
-_CHANGING = {
+# Methods that change the object they are called on.
+_MUTATING_METHODS = {
     "append",
     "appendleft",
     "extend",
@@ -75,8 +75,9 @@ _CHANGING = {
 
 
 @dataclass(frozen=True, slots=True)
-class Changed:
-    """A value that is not what it was: its name, and the line that changes it, if one is found."""
+class ChangedValue:
+    """A value that has changed: its name, and the line that changes it, if one is found. As text,
+    it says why the step cannot be captured and what to do."""
 
     name: str
     line: Site | None
@@ -87,42 +88,43 @@ class Changed:
         remedy = (
             "keep the same tensor and write to it in place, with copy_()"
             if self.has_tensors
-            else "make it a tensor on the device, and write to it in place"
+            else "make it a tensor on the device and write to it in place, with fill_()"
         )
         return (
-            f"{self.name} changes from batch to batch{where}, and a graph would keep it as it was "
-            f"at capture: {remedy}"
+            f"{self.name} changes from batch to batch{where}, and a graph would repeat the value "
+            f"it was captured with: {remedy}"
         )
 
 
 class PythonState:
-    """The values that a loss function and its model can read, as they were at the last look."""
+    """A snapshot of the values that a loss function and its model can read."""
 
     def __init__(self, device: Device, loss: object, model: torch.nn.Module) -> None:
         self._device, self._loss, self._model = device, loss, model
-        self._found = self._walk()
+        self._found = self._search()
 
-    def _walk(self) -> _Walk:
-        return _Walk(self._device, self._loss, self._model)
+    def _search(self) -> _Search:
+        return _Search(self._device, self._loss, self._model)
 
-    def changed(self) -> Changed | None:
-        """The first value that has changed since the last look, which this is then."""
+    def changed(self) -> ChangedValue | None:
+        """The first value that differs from the snapshot. If there is one, take a new snapshot."""
         changed = self.changed_so_far()
         if changed is not None:
-            self._found = self._walk()
+            self._found = self._search()
         return changed
 
-    def changed_so_far(self) -> Changed | None:
-        """The same without a new look, so that `put_back` can still undo the change."""
-        place = self._found.changed_place()
-        return None if place is None else self._found.describe(place)
+    def changed_so_far(self) -> ChangedValue | None:
+        """Like `changed`, but keeps the snapshot, so that `restore` can still undo the change."""
+        variable = self._found.changed_variable()
+        return None if variable is None else self._found.describe(variable)
 
-    def put_back(self) -> None:
-        """Undo what has changed since the last look, after a step that is not to count."""
-        self._found.put_back()
+    def restore(self) -> None:
+        """Set all values back to the snapshot, after a step that does not count."""
+        self._found.restore()
 
     def iterator(self) -> tuple[str, Site | None] | None:
-        """An iterator that the code draws from, and the line: what it gives next cannot be told."""
+        """The name and line of an iterator that the code draws from, if any. Its next item cannot
+        be known without drawing it."""
         return self._found.iterator
 
     def tensors(self) -> list[torch.Tensor]:
@@ -130,50 +132,52 @@ class PythonState:
         return self._found.tensors
 
 
-# --- places: where a value is, and what it was ----------------------------------------------------
+# --- variables: where a value is kept, and what it was at the snapshot ----------------------------
 
 
-class _Attributes:
-    """Some entries of a mapping: an object's attributes, a function's globals, a dict's keys."""
+class _MappingEntries:
+    """Some entries of a mapping: an object's attributes, or a function's globals."""
 
     def __init__(self, mapping: Any, keys: list[Any], names: list[str]) -> None:
         self._mapping, self._keys, self._names = mapping, keys, names
-        # One call for all of them: this is done before each batch.
+        # One call gets all of them, since this runs before each batch.
         get = operator.itemgetter(*keys)
         self._get = get if len(keys) > 1 else lambda mapping: (get(mapping),)
         self._values = self._get(mapping)
-        self._at = 0
+        self._changed_at = 0
 
     def has_changed(self) -> bool:
         try:
             now = self._get(self._mapping)
         except KeyError:
-            self._at = next(i for i, key in enumerate(self._keys) if key not in self._mapping)
+            self._changed_at = next(
+                i for i, key in enumerate(self._keys) if key not in self._mapping
+            )
             return True
         if all(map(operator.is_, now, self._values)):
             return False
         for at, (one, other) in enumerate(zip(now, self._values, strict=True)):
             if not _same(one, other):
-                self._at = at
+                self._changed_at = at
                 return True
         self._values = now
         return False
 
     @property
     def name(self) -> str:
-        return self._names[self._at]
+        return self._names[self._changed_at]
 
     def value(self) -> Any:
-        return self._mapping.get(self._keys[self._at])
+        return self._mapping.get(self._keys[self._changed_at])
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         for key, value in zip(self._keys, self._values, strict=True):
             if self._mapping.get(key, self) is not value:
                 self._mapping[key] = value
 
 
-class _Content:
-    """Which items a container has: their number and, of a short one, which."""
+class _Items:
+    """A container's items: how many there are and, unless it is large, which."""
 
     def __init__(self, container: Any, name: str) -> None:
         self.name = self._name = name
@@ -206,7 +210,7 @@ class _Content:
     def value(self) -> Any:
         return self._value
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self._items is None or not self.has_changed():
             return
         container: Any = self._container
@@ -221,15 +225,15 @@ class _Content:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Whether two values are the same one, or equal numbers or texts."""
+    """Whether two values are the same object, equal constants, or containers of the same values."""
     if one is other:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, _PLAIN):
+    if isinstance(one, _CONSTANT_TYPES):
         return bool(one == other) or (one != one and other != other)
     if isinstance(one, tuple | list | set | frozenset | dict | deque):
-        # A container made anew each time: the same if what is in it is.
+        # Code may build an equal container each time: compare the items.
         if len(one) != len(other) or len(one) > _LARGE:
             return False
         if isinstance(one, set | frozenset):
@@ -237,14 +241,14 @@ def _same(one: Any, other: Any) -> bool:
         if isinstance(one, dict):
             return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
         return all(map(_same, one, other))
-    if isinstance(one, _COMPARED):
+    if isinstance(one, _COMPARED_BY_VALUE):
         return bool(one == other)
     return False
 
 
 @dataclass(slots=True)
-class _Asked:
-    """Something that is asked for its value: a closure's cell, a generator's position."""
+class _Getter:
+    """A value behind a function: a closure's cell, a random generator's state."""
 
     name: str
     get: Callable[[], Any]
@@ -261,44 +265,44 @@ class _Asked:
     def value(self) -> Any:
         return self.get()
 
-    def put_back(self) -> None:
+    def restore(self) -> None:
         if self.set is not None and self.has_changed():
             self.set(self._value)
 
 
-_Place = _Attributes | _Content | _Asked
+_Variable = _MappingEntries | _Items | _Getter
 
 
 # --- finding them ---------------------------------------------------------------------------------
 
 
-class _Walk:
-    """All places that can be reached from a loss function and a model. Which attributes count
-    depends on the names in all code that is reached: so it is walked until no new ones come up."""
+class _Search:
+    """Finds all variables that can be reached from a loss function and a model. An attribute counts
+    if some code that is reached names it. So the search is repeated until it finds no new names."""
 
     def __init__(self, device: Device, loss: object, model: torch.nn.Module) -> None:
         self._device = device
         self._own_package = _package_of(loss)
         self._codes: dict[int, types.CodeType] = {}
         self._names = {"forward"}
-        known = 0
-        while known != len(self._names):
-            known = len(self._names)
-            self.places: list[_Place] = []
+        known_names = 0
+        while known_names != len(self._names):
+            known_names = len(self._names)
+            self.variables: list[_Variable] = []
             self.tensors: list[torch.Tensor] = []
             self.iterator: tuple[str, Site | None] | None = None
             self._seen: set[int] = set()
             self._classes: set[type] = set()
-            self._kept: list[object] = []  # an id stays an object's own for as long as it lives
-            self._value(loss, _name_of(loss), 0)
-            self._value(model, type(model).__name__, 0)
+            self._kept_alive: list[object] = []  # an `id` is unique only while its object lives
+            self._follow(loss, _name_of(loss), 0)
+            self._follow(model, type(model).__name__, 0)
 
-    def changed_place(self) -> _Place | None:
-        return next((place for place in self.places if place.has_changed()), None)
+    def changed_variable(self) -> _Variable | None:
+        return next((variable for variable in self.variables if variable.has_changed()), None)
 
-    def put_back(self) -> None:
-        for place in self.places:
-            place.put_back()
+    def restore(self) -> None:
+        for variable in self.variables:
+            variable.restore()
 
     # --- values by kind ---------------------------------------------------------------------------
 
@@ -306,12 +310,12 @@ class _Walk:
         if id(value) in self._seen:
             return False
         self._seen.add(id(value))
-        self._kept.append(value)
+        self._kept_alive.append(value)
         return True
 
-    def _value(self, value: Any, name: str, depth: int) -> None:
-        """Follow a value that has a name."""
-        if isinstance(value, _PLAIN) or depth > _DEEPEST or not self._is_new(value):
+    def _follow(self, value: Any, name: str, depth: int) -> None:
+        """Add what can be read through a value. `name` is what messages call it."""
+        if isinstance(value, _CONSTANT_TYPES) or depth > _MAX_DEPTH or not self._is_new(value):
             return
         if isinstance(value, torch.Tensor):
             self._tensor(value, name)
@@ -320,37 +324,39 @@ class _Walk:
         elif isinstance(value, types.FunctionType):
             self._function(value, name, depth)
         elif isinstance(value, types.MethodType):
-            self._value(value.__self__, name.rpartition(".")[0] or name, depth)
-            self._value(value.__func__, name, depth)
+            self._follow(value.__self__, name.rpartition(".")[0] or name, depth)
+            self._follow(value.__func__, name, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
-                self._value(part, name, depth)
+                self._follow(part, name, depth)
         elif isinstance(value, list | tuple | set | frozenset | dict | deque):
             self._container(value, name, depth)
         elif isinstance(value, types.ModuleType):
             if self._is_own(getattr(value, "__file__", None) or ""):
                 self._attributes(vars(value), f"{name}.", depth, only=self._names)
-        elif not self._kept_in_c(value, name, depth):
+        elif not self._opaque_object(value, name, depth):
             self._object(value, name, depth)
 
     def _tensor(self, tensor: torch.Tensor, name: str) -> None:
         self.tensors.append(tensor)
         if not tensor.is_inference() and not self._device.holds(tensor):
-            # A kernel that is captured keeps the numbers of a host tensor.
-            self._ask(name, lambda: tensor._version)
+            # A captured kernel freezes the values it takes from a host tensor.
+            self._add_getter(name, lambda: tensor._version)
 
     def _container(self, value: Any, name: str, depth: int) -> None:
         if not isinstance(value, tuple | frozenset):  # those cannot change
-            self.places.append(_Content(value, name))
+            self.variables.append(_Items(value, name))
         if len(value) > _LARGE:
             return
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, item in list(pairs):
-            self._value(item, f"{name}[{key!r}]" if isinstance(key, _PLAIN) else name, depth + 1)
+            self._follow(
+                item, f"{name}[{key!r}]" if isinstance(key, _CONSTANT_TYPES) else name, depth + 1
+            )
 
     def _function(self, function: types.FunctionType, name: str, depth: int) -> None:
         self._attributes(vars(function), f"{function.__name__}.", depth, only=self._names)
-        self._value(getattr(function, "__wrapped__", None), name, depth + 1)
+        self._follow(getattr(function, "__wrapped__", None), name, depth + 1)
         code = function.__code__
         if not self._is_own(code.co_filename):
             return
@@ -360,18 +366,18 @@ class _Walk:
         parameters = code.co_varnames[: code.co_argcount][::-1]
         defaults = zip(parameters, (function.__defaults__ or ())[::-1], strict=False)
         for parameter, default in [*defaults, *(function.__kwdefaults__ or {}).items()]:
-            self._value(default, parameter, depth + 1)
+            self._follow(default, parameter, depth + 1)
         self._attributes(function.__globals__, "", depth, only=_names_in(code).globals)
 
     def _cell(self, cell: types.CellType, variable: str, depth: int) -> None:
         if self._is_new(cell):
-            self._ask(variable, lambda: _content(cell), functools.partial(_fill, cell))
-            self._value(_content(cell), variable, depth + 1)
+            self._add_getter(variable, lambda: _content(cell), functools.partial(_fill, cell))
+            self._follow(_content(cell), variable, depth + 1)
 
     def _object(self, value: Any, name: str, depth: int) -> None:
         kind = value if isinstance(value, type) else type(value)
         if kind.__module__.partition(".")[0] == __name__.partition(".")[0]:
-            self._own_object(value, name)
+            self._engine(value, name)
             return
         for one in kind.__mro__:
             if self._is_own(_file_of(one)):
@@ -385,32 +391,35 @@ class _Walk:
             for slot in (slots,) if isinstance(slots, str) else slots:
                 if slot in self._names and hasattr(value, slot):
                     get = functools.partial(getattr, value, slot, None)
-                    self._ask(f"{name}.{slot}", get, functools.partial(setattr, value, slot))
-                    self._value(get(), f"{name}.{slot}", depth + 1)
+                    self._add_getter(f"{name}.{slot}", get, functools.partial(setattr, value, slot))
+                    self._follow(get(), f"{name}.{slot}", depth + 1)
 
     def _class(self, kind: type, name: str, depth: int) -> None:
-        """The methods that are named, or called by a sign (`x[0]`, `x()`), and class attributes."""
+        """Follow a class's attributes and methods that code names, and all methods that syntax
+        calls (`x[0]`, `x()`)."""
         if kind in self._classes:
             return
         self._classes.add(kind)
         for attribute, member in list(vars(kind).items()):
             dunder = attribute.startswith("__") and attribute.endswith("__")
-            if attribute in _NOT_CALLED or not (dunder or attribute in self._names):
+            if attribute in _NOT_CALLED_BY_A_STEP or not (dunder or attribute in self._names):
                 continue
             functions = _functions_of(member)
             for function in functions:
-                self._value(function, f"{name}.{attribute}", depth + 1)
+                self._follow(function, f"{name}.{attribute}", depth + 1)
             if not dunder and not functions:
                 get = functools.partial(_class_attribute, kind, attribute)
                 where = f"{kind.__name__}.{attribute}"
-                self._ask(where, get, functools.partial(setattr, kind, attribute))
-                self._value(member, where, depth + 1)
+                self._add_getter(where, get, functools.partial(setattr, kind, attribute))
+                self._follow(member, where, depth + 1)
 
-    def _own_object(self, value: Any, name: str) -> None:
-        """An engine that a loss function asks how far it is."""
+    def _engine(self, value: Any, name: str) -> None:
+        """Add the counters of one of our own objects: a loss function may read `engine.updates`."""
         for attribute in ("updates", "epochs"):
             if attribute in self._names and isinstance(getattr(value, attribute, None), int):
-                self._ask(f"{name}.{attribute}", functools.partial(getattr, value, attribute))
+                self._add_getter(
+                    f"{name}.{attribute}", functools.partial(getattr, value, attribute)
+                )
 
     def _modules(self, root: torch.nn.Module, name: str, depth: int) -> None:
         for path, module in root.named_modules():
@@ -421,65 +430,68 @@ class _Walk:
                     self._class(kind, prefix[:-1], depth)
             own = [key for key in vars(module) if key not in _OF_EVERY_MODULE]
             self._attributes(vars(module), prefix, depth, only=own)
-            self._entries(module._buffers, list(module._buffers), prefix)
+            self._add_entries(module._buffers, list(module._buffers), prefix)
             for tensors in (module._parameters, module._buffers):
                 self.tensors += [one for one in tensors.values() if one is not None]
 
     def _attributes(self, mapping: Any, prefix: str, depth: int, only: Iterable[str]) -> None:
         keys = [key for key in only if key in mapping]
-        self._entries(mapping, keys, prefix)
+        self._add_entries(mapping, keys, prefix)
         for key in keys:
-            self._value(mapping[key], f"{prefix}{key}", depth + 1)
+            self._follow(mapping[key], f"{prefix}{key}", depth + 1)
 
-    def _entries(self, mapping: Any, keys: list[str], prefix: str) -> None:
+    def _add_entries(self, mapping: Any, keys: list[str], prefix: str) -> None:
         if keys:
-            self.places.append(_Attributes(mapping, keys, [f"{prefix}{key}" for key in keys]))
+            self.variables.append(
+                _MappingEntries(mapping, keys, [f"{prefix}{key}" for key in keys])
+            )
 
-    def _ask(
+    def _add_getter(
         self,
         name: str,
         get: Callable[[], Any],
         put: Callable[[Any], object] | None = None,
         same: Callable[[Any, Any], bool] = _same,
     ) -> None:
-        self.places.append(_Asked(name, get, put, same))
+        self.variables.append(_Getter(name, get, put, same))
 
-    def _kept_in_c(self, value: Any, name: str, depth: int) -> bool:
-        """Objects that no attribute tells about, each with a way to ask. Whether it is one."""
+    def _opaque_object(self, value: Any, name: str, depth: int) -> bool:
+        """Add an object whose state is not in its attributes, by its own way to read it. Returns
+        whether `value` is one."""
         if isinstance(value, random.Random):
-            self._ask(name, value.getstate, value.setstate)
+            self._add_getter(name, value.getstate, value.setstate)
         elif isinstance(value, torch.Generator):
             if value.device.type == "cpu" and value is not torch.default_generator:
-                self._ask(name, value.get_state, value.set_state, torch.equal)
+                self._add_getter(name, value.get_state, value.set_state, torch.equal)
         elif isinstance(value, numpy.random.Generator):
             bits: Any = value.bit_generator
-            self._ask(name, lambda: repr(bits.state))
+            self._add_getter(name, lambda: repr(bits.state))
         elif _has_bytes(value):  # an array, a ctypes number, mapped memory
-            self._ask(name, lambda: _bytes_of(value))
+            self._add_getter(name, lambda: _bytes_of(value))
         elif hasattr(type(value), "get_obj"):  # multiprocessing.Value
-            self._value(value.get_obj(), name, depth + 1)
+            self._follow(value.get_obj(), name, depth + 1)
         elif isinstance(value, torch.optim.Optimizer):
             if "param_groups" in self._names:
                 for at, group in enumerate(value.param_groups):
                     settings = [key for key in group if key != "params"]
-                    self._entries(group, settings, f"{name}.param_groups[{at}].")
+                    self._add_entries(group, settings, f"{name}.param_groups[{at}].")
         elif isinstance(value, LRScheduler):
-            self._ask(f"{name}.last_epoch", lambda: value.last_epoch)
+            self._add_getter(f"{name}.last_epoch", lambda: value.last_epoch)
         elif isinstance(value, ContextVar):
-            self._ask(name, functools.partial(value.get, None))
-            self._value(value.get(None), name, depth + 1)
+            self._add_getter(name, functools.partial(value.get, None))
+            self._follow(value.get(None), name, depth + 1)
         elif isinstance(value, weakref.ReferenceType):
-            self._value(value(), name, depth + 1)
-        elif isinstance(value, _CACHED):
-            # A cache that is filled no more changes nothing; one that still is, does.
-            self._ask(name, lambda: value.cache_info().misses)
-            self._value(value.__wrapped__, name, depth + 1)
+            self._follow(value(), name, depth + 1)
+        elif isinstance(value, _LRU_CACHE):
+            # A hit changes nothing; a miss means that the function ran again.
+            self._add_getter(name, lambda: value.cache_info().misses)
+            self._follow(value.__wrapped__, name, depth + 1)
         elif isinstance(value, Iterator) and not self._is_own(_file_of(type(value))):
             self.iterator = self.iterator or (name, self._line_naming(name))
         elif isinstance(value, UserDict | UserList):
-            self._value(value.data, name, depth + 1)
+            self._follow(value.data, name, depth + 1)
         elif isinstance(value, queue.Queue):
-            self._value(value.queue, name, depth + 1)
+            self._follow(value.queue, name, depth + 1)
         else:
             return False
         return True
@@ -496,7 +508,7 @@ class _Walk:
                 self._read_code(constant)
 
     def _is_own(self, file: str) -> bool:
-        """Whether a file is the user's own, not a library's."""
+        """Whether a file is the user's own, or of the library that the loss function is from."""
         if not file or not is_users(file):
             return False
         package = _library(file)
@@ -504,11 +516,12 @@ class _Walk:
 
     # --- lines ------------------------------------------------------------------------------------
 
-    def describe(self, place: _Place) -> Changed:
-        return Changed(place.name, self._line_naming(place.name), _has_tensors(place.value()))
+    def describe(self, variable: _Variable) -> ChangedValue:
+        name = variable.name
+        return ChangedValue(name, self._line_naming(name), _has_tensors(variable.value()))
 
     def _line_naming(self, name: str) -> Site | None:
-        """The line that changes what is called so, else the first that names it."""
+        """The line that changes the variable `name`, else the first line that names it."""
         for word in reversed(_WORDS.findall(name)):
             named: Site | None = None
             for code in self._codes.values():
@@ -523,8 +536,8 @@ class _Walk:
 
 
 _WORDS = re.compile(r"[^\W\d]\w*")
-# A constant may be one, too: getattr(self, "h").
-_NAMES_AN_ATTRIBUTE = (
+# Instructions that name an attribute. A constant may be a name, too: getattr(self, "h").
+_ATTRIBUTE_INSTRUCTIONS = (
     "LOAD_ATTR",
     "LOAD_METHOD",
     "STORE_ATTR",
@@ -532,9 +545,9 @@ _NAMES_AN_ATTRIBUTE = (
     "LOAD_SUPER_ATTR",
     "LOAD_CONST",
 )
-_STORES = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
-_CACHED = type(functools.lru_cache(lambda: None))
-_NOT_CALLED = {
+_STORE_INSTRUCTIONS = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
+_LRU_CACHE = type(functools.lru_cache(lambda: None))
+_NOT_CALLED_BY_A_STEP = {
     "__init__",
     "__new__",
     "__init_subclass__",
@@ -556,7 +569,7 @@ _NOT_CALLED = {
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """What a function's code names, the functions inside it included."""
+    """The names in a function's code and in the functions inside it."""
 
     globals: frozenset[str]
     attributes: frozenset[str]
@@ -568,7 +581,7 @@ def _names_in(code: types.CodeType) -> _Names:
     for instruction in dis.get_instructions(code):
         if instruction.opname.endswith(("_GLOBAL", "_NAME")):
             names.add(instruction.argval)
-        elif instruction.opname in _NAMES_AN_ATTRIBUTE and isinstance(instruction.argval, str):
+        elif instruction.opname in _ATTRIBUTE_INSTRUCTIONS and isinstance(instruction.argval, str):
             attributes.add(instruction.argval)
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
@@ -580,7 +593,7 @@ def _names_in(code: types.CodeType) -> _Names:
 
 @functools.cache
 def _lines_naming(code: types.CodeType, word: str) -> list[tuple[int, bool]]:
-    """The lines of a function that name something, and whether they seem to change it."""
+    """The lines of a function that name `word`, each with whether it seems to change it."""
     lines: dict[int, tuple[set[str], bool]] = {}
     for instruction in dis.get_instructions(code):
         line = instruction.positions.lineno if instruction.positions is not None else None
@@ -591,9 +604,9 @@ def _lines_naming(code: types.CodeType, word: str) -> list[tuple[int, bool]]:
         if isinstance(value, str):
             named.add(value)
         stores = instruction.opname in ("STORE_SUBSCR", "DELETE_SUBSCR") or (
-            instruction.opname in _STORES and value == word
+            instruction.opname in _STORE_INSTRUCTIONS and value == word
         )
-        lines[line] = (named, changes or stores or value in _CHANGING)
+        lines[line] = (named, changes or stores or value in _MUTATING_METHODS)
     return [(line, changes) for line, (named, changes) in lines.items() if word in named]
 
 
@@ -607,7 +620,7 @@ def _functions_of(member: Any) -> list[Any]:
         found = [member.func]
     else:
         found = [member]
-    return [one for one in found if isinstance(one, types.FunctionType | _CACHED)]
+    return [one for one in found if isinstance(one, types.FunctionType | _LRU_CACHE)]
 
 
 def _has_tensors(value: Any) -> bool:
@@ -632,7 +645,7 @@ def _bytes_of(value: Any) -> bytes:
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:  # a variable that is assigned later
+    except ValueError:  # not assigned yet
         return None
 
 
@@ -651,7 +664,8 @@ def _name_of(loss: object) -> str:
 
 
 def _file_of(kind: type) -> str:
-    """Where a class was made. One that has no file, as in a notebook, is nobody's library."""
+    """The file of a class: "" for the standard library, a name in <> if there is no file, as in a
+    notebook."""
     if kind.__module__.partition(".")[0] in sys.stdlib_module_names - {"__main__"}:
         return ""
     module = sys.modules.get(kind.__module__)
@@ -668,7 +682,7 @@ def _library(file: str) -> str | None:
 
 
 def _package_of(loss: Any) -> str | None:
-    """The package of the loss function, if it is an installed one: it is followed then."""
+    """The installed package that the loss function is from, if any: the search enters that one."""
     while isinstance(loss, functools.partial):
         loss = loss.func
     code = getattr(getattr(loss, "__func__", loss), "__code__", None)

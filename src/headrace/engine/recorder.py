@@ -1,4 +1,4 @@
-"""The values of launched batches, on their way back to the loop: in order, each exactly once."""
+"""Hands the values of launched batches back to the loop: in order, each exactly once."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from headrace.engine.deferred import (
     DeferredValues,
     Scalar,
     SummedScalars,
-    to_be_restored,
+    state_of_values,
 )
 from headrace.engine.lanes import Lanes
 from headrace.engine.stages import Launched
@@ -20,8 +20,9 @@ from headrace.engine.weighted_sum import WeightedSum
 
 
 class Recorder:
-    """Values of one pass. Those that were `restored`, which a stored state had not handed out, come
-    first. What has arrived and was not handed out is part of the state."""
+    """The values of one pass. First come those `restored` from a stored state that had not handed
+    them out. Values that were not handed out yet are part of the state. `loss` is the epoch's sum
+    over what was handed out before this pass."""
 
     def __init__(
         self,
@@ -32,10 +33,11 @@ class Recorder:
         loss: WeightedSum,
     ) -> None:
         self._scalars, self._lanes = scalars, lanes
-        #: All that have arrived.
+        #: All values that have arrived in this pass, and those restored.
         self.entries: list[DeferredValues] = list(restored)
-        self._looked_at = self._handed_out = 0
-        self._summed, self._loss = 0, loss
+        # How many of them were returned by `unseen`, handed out, and added to the epoch's loss.
+        self._seen = self._handed_out = self._summed = 0
+        self._loss = loss
 
     def push(self, launched: Launched) -> None:
         """Keep a batch's values on the device, to be read back with others."""
@@ -43,47 +45,47 @@ class Recorder:
             self._add(launched.fetched.index, launched.values)
 
     def send(self) -> None:
-        """Once the batch is counted: send values on their way, if there are enough."""
+        """Start the copy to the host if enough values were pushed. Count the batch first."""
         if self._scalars.is_full:
             self.flush()
 
     def amend(self, values: Mapping[str, Scalar]) -> None:
-        """The pass ends. `values` are what a last partial group's update says of the group's last
-        batch: none, where updates are not guarded."""
+        """Call at the end of a pass. `values` are what the update of a last partial group adds to
+        the values of its last batch: nothing here, since these updates are not guarded."""
 
     def awaits(self) -> bool:
-        """Whether values are still on their way. Never blocks."""
+        """Whether some values have not arrived yet. Never blocks."""
         return self._scalars.awaits()
 
     def has_news(self) -> bool:
-        """Whether values have arrived that were not handed out. Never blocks."""
+        """Whether values have arrived that were not handed out yet. Never blocks."""
         self.entries += self._scalars.ready()
         return len(self.entries) > self._handed_out
 
     def drain(self, reason: str = "losses") -> None:
-        """Wait for all values that are on their way."""
+        """Wait for all values."""
         self.flush()
         self.entries += self._scalars.drain(reason)
 
     def flush(self) -> None:
-        """Send what was pushed so far on its way."""
+        """Start the copy of all values pushed so far."""
         with self._lanes.on(self._lanes.forward):
             self._scalars.flush()
 
     def unseen(self) -> list[DeferredValues]:
-        """What has arrived since this was called last."""
-        found = self.entries[self._looked_at :]
-        self._looked_at = len(self.entries)
+        """Values that have arrived since the last call."""
+        found = self.entries[self._seen :]
+        self._seen = len(self.entries)
         return found
 
     def hand_out(self) -> tuple[DeferredValues, ...]:
-        """What has arrived and was not handed out: now it is."""
+        """Hand out the values that have arrived and were not handed out yet."""
         found = tuple(self.entries[self._handed_out :])
         self._handed_out = len(self.entries)
         return found
 
     def loss(self) -> WeightedSum:
-        """The epoch's loss so far: of values that were handed out, before this pass and in it."""
+        """The epoch's loss over all values handed out so far, before this pass and in it."""
         self._loss = self._loss.plus(self.entries[self._summed : self._handed_out], "loss")
         self._summed = self._handed_out
         return self._loss
@@ -94,11 +96,11 @@ class Recorder:
         return self._scalars.pending
 
     def state(self) -> list[dict[str, Any]]:
-        """What was not handed out yet, those of a restored state among it."""
-        return to_be_restored(self.entries[self._handed_out :]) + self._scalars.state()
+        """The values not handed out yet, in a form that can be stored."""
+        return state_of_values(self.entries[self._handed_out :]) + self._scalars.state()
 
     def abandon(self) -> None:
-        """Leave out what was not sent yet: another rank will not take part in its sum any more."""
+        """Drop values whose copy has not started: other ranks no longer take part in their sum."""
         self._scalars.abandon()
 
     def close(self) -> None:
@@ -111,9 +113,9 @@ class Recorder:
 
 
 class HoldingRecorder(Recorder):
-    """Where updates are guarded: whether a batch's update was left out is one of its values. So the
-    last batch of an open group is held back until the group's update is known, or another batch has
-    joined the group."""
+    """A recorder for guarded updates. There a batch's values say whether its update was left out.
+    So the last batch of an open group is held back until the group's update is launched, or another
+    batch has joined the group. `held` is such a batch from a stored state."""
 
     def __init__(self, *args: Any, held: DeferredValues | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -127,7 +129,7 @@ class HoldingRecorder(Recorder):
             super().push(launched)
             return
         with self._lanes.on(self._lanes.forward):
-            values = {  # copies: a replay writes its results anew
+            values = {  # copies: the next replay overwrites its results
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in launched.values.items()
             }
@@ -135,8 +137,8 @@ class HoldingRecorder(Recorder):
 
     def amend(self, values: Mapping[str, Scalar]) -> None:
         if self._held is not None:
-            index, known = self._held
-            self._held = index, {**known, **values}
+            index, earlier = self._held
+            self._held = index, {**earlier, **values}
             self._send_held()
 
     def awaits(self) -> bool:

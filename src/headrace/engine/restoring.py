@@ -1,9 +1,9 @@
-"""A batch that fails leaves nothing behind: for those who want to store the state then.
+"""Undoes a failed batch, so that `on_error` can store the state from before it.
 
-What a forward changes besides its result (batch norm's means, say) goes back, and so do the random
-generators. Which buffers change is told by their versions, which PyTorch counts: before an epoch's
-first batch all are kept, later on those that some batch has changed. Batch norm's kernels do not
-count, so what has the names of its buffers is always kept.
+A forward may change buffers (batch norm's means, say) and random generators. Both are restored.
+A tensor's version counter shows which buffers change: all are saved before an epoch's first batch,
+later only those that some batch has changed. Batch norm's kernels do not advance the counter, so
+buffers that are named like its buffers are always saved.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from headrace.device import Device
 from headrace.engine.lanes import Lanes
 from headrace.engine.stages import Finished, Launched, Step
 
-_UNCOUNTED = ("running_mean", "running_var", "num_batches_tracked")
+_UNVERSIONED = ("running_mean", "running_var", "num_batches_tracked")
 
 
 class RestoringStep:
-    """A step, around which buffers and random generators are kept."""
+    """A step that restores buffers and random generators after a batch that failed."""
 
-    def __init__(self, step: Step, buffers: KeptBuffers, device: Device, lanes: Lanes) -> None:
+    def __init__(self, step: Step, buffers: SavedBuffers, device: Device, lanes: Lanes) -> None:
         self._step, self._buffers, self._device, self._lanes = step, buffers, device, lanes
-        self._random: dict[str, Any] | None = None  # before the batch under way
+        self._random: dict[str, Any] | None = None  # before the current batch
 
     def __call__(self, fetched: Fetched) -> Launched:
         with self._lanes.on(self._lanes.forward):
-            self._buffers.keep()
+            self._buffers.save()
         self._random = rng_states(self._device)
         launched = self._step(fetched)
         self._random = None
@@ -41,44 +41,44 @@ class RestoringStep:
 
     def recover(self, counted: tuple[int, int]) -> bool:
         whole, random = self._step.recover(counted), self._random
-        if random is None:  # no batch was under way
+        if random is None:  # the error came between two batches
             return whole
         self._random = None
         set_rng_states(self._device, random)
-        return self._buffers.put_back() and whole
+        return self._buffers.restore() and whole
 
 
-class KeptBuffers:
-    """A model's buffers as they were before the batch at hand."""
+class SavedBuffers:
+    """Copies of a model's buffers from before the current batch."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._live: list[torch.Tensor] | None = None
         self._versions: list[int] = []
         self._copies: dict[int, torch.Tensor] = {}
-        self._uncounted: set[int] = set()
-        self._all = False
+        self._unversioned: set[int] = set()
+        self._saved_all = False
 
     def begin_epoch(self) -> None:
-        """Others may have been made, or loaded, since."""
+        """Look for buffers again: the user may have made or loaded others since."""
         self._live = None
         self._copies = {}
 
     @torch.no_grad()
-    def keep(self) -> None:
-        """Before a batch, on the stream that runs it."""
+    def save(self) -> None:
+        """Call before a batch, on the stream that runs it."""
         if self._live is None:
-            found = self._found()
+            found = self._find()
             self._live = list(found.values())
-            self._uncounted = {at for at, name in enumerate(found) if name.endswith(_UNCOUNTED)}
+            self._unversioned = {at for at, name in enumerate(found) if name.endswith(_UNVERSIONED)}
             self._versions = [buffer._version for buffer in self._live]
             self._copies = {at: buffer.clone() for at, buffer in enumerate(self._live)}
-            self._all = True
+            self._saved_all = True
             return
         changed = self._changed()
-        if self._all:
-            self._copies = {at: self._copies[at] for at in self._uncounted.union(changed)}
-            self._all = False
+        if self._saved_all:
+            self._copies = {at: self._copies[at] for at in self._unversioned.union(changed)}
+            self._saved_all = False
         for at in changed:
             self._versions[at] = self._live[at]._version
             if at not in self._copies:
@@ -88,20 +88,21 @@ class KeptBuffers:
             torch._foreach_copy_(list(self._copies.values()), live)
 
     @torch.no_grad()
-    def put_back(self) -> bool:
-        """After a batch that failed, on the same stream. Whether all is as it was before it."""
+    def restore(self) -> bool:
+        """Call after a batch that failed, on the same stream. Returns whether all buffers are as
+        they were before it."""
         if self._live is None:
-            return True  # nothing was begun
-        found = list(self._found().values())
+            return True  # no batch has run
+        found = list(self._find().values())
         same = len(found) == len(self._live) and all(map(operator.is_, found, self._live))
-        known = same and all(at in self._copies for at in self._changed())
+        complete = same and all(at in self._copies for at in self._changed())
         if self._copies:
             live = [self._live[at] for at in self._copies]
             torch._foreach_copy_(live, list(self._copies.values()))
         self.begin_epoch()
-        return known
+        return complete
 
-    def _found(self) -> dict[str, torch.Tensor]:
+    def _find(self) -> dict[str, torch.Tensor]:
         named = self._model.named_buffers()
         return {name: buffer for name, buffer in named if not buffer.is_inference()}
 

@@ -1,4 +1,4 @@
-"""What an epoch gave: every loss with its step, the waits, the rates. A frozen record."""
+"""The result of an epoch: its losses, rates and host waits, as a frozen record."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from headrace.engine.compiled import CompileReport
 class EpochStatistics:
     """Counts and rates of one pass over a loader.
 
-    `updates` are optimizer steps, `replays` batches that ran as a captured graph. Rates are per
-    second of wall time, the reading of the last loss included. `weight_per_s` is tokens a second
-    where weights are token counts; None without weights. `host_blocked_share` is the part of the
-    time in which the host waited for the device; `data_wait_share` that in which it waited for the
-    loader: 0 is never, 1 always. Memory in bytes.
+    `updates` counts optimizer steps, `replays` counts batches that ran as a graph. Rates are per
+    second of wall time, until the last loss was read. `weight_per_s` is tokens per second if
+    weights are token counts; None without weights. `host_blocked_share` is the share of the time
+    in which the host waited for the device, `data_wait_share` that in which it waited for the
+    loader: 0 is never, 1 is always.
     """
 
     batches: int
@@ -38,12 +38,12 @@ class EpochStatistics:
 
 @dataclass(frozen=True, slots=True)
 class EpochResult:
-    """One pass over a loader, to the last loss.
+    """The result of one pass over a loader.
 
-    `losses` has one float a batch, in order. `mean_loss` and `metrics` are means over batches by
-    weight. `waits` is the ledger's record of this pass alone. `non_finite` lists the batches whose
-    loss was NaN or infinite. `compiled` says whether the step ran as compiled code, and why not;
-    None if the plan does not ask for that.
+    `losses` has one float per batch, in order. `mean_loss` and `metrics` are means over batches,
+    by weight. `waits` holds the host waits of this pass. `non_finite` lists the batches whose loss
+    was NaN or infinite. `compiled` says whether the step ran as compiled code, and if not, why;
+    None if the plan does not compile.
     """
 
     epoch: int
@@ -59,7 +59,7 @@ class EpochResult:
     compiled: CompileReport | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists and numbers."""
+        """The result as plain dicts, lists, numbers and strings."""
         content = {
             name: getattr(self, name)
             for name in ("epoch", "plan", "device", "mean_loss", "metrics")
@@ -74,7 +74,7 @@ class EpochResult:
         }
 
     def to_json(self) -> str:
-        """One JSON object. JSON has no NaN or infinity: those become null."""
+        """The result as a JSON object. NaN and infinity become null: JSON has neither."""
         return json.dumps(_finite(self.to_dict()), allow_nan=False)
 
 

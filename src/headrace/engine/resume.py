@@ -1,13 +1,16 @@
-"""Finding the place in a loader: the first batch that a restored engine has not trained on.
+"""Where an engine stands in its epochs, and how a restored engine gets there again.
 
-Loaders that keep their own state are given it back. A sampler that knows its epoch's plan
-(`start_at`) is told where to begin. Of any other the batches before are asked for and dropped,
-which takes the time of loading them, and is said.
+A loader that keeps its own state loads that state. A loader or sampler with `start_at` begins at
+the right batch. With any other loader, the batches before it are loaded and dropped; that takes
+time, and the log says so.
 
-Random generators go back first to where they stood when the epoch began, from which a loader draws
-its order; then, for each batch that had been fetched and not trained on, to where they stood before
-it; then to where they stood when the state was taken. (A loader that is a batch ahead of what it
-gives made that batch when the last one trained on was asked for: so they also go back to there.)
+A resumed epoch draws the same random numbers as an uninterrupted one. For that, generators are set
+
+1. before the loader begins, to where they were when the epoch began: it may draw its order;
+2. while the last of the dropped batches is loaded, to where they were before it: a loader that
+   works one batch ahead makes the next batch at that time;
+3. once the loader has begun, to where they were when the state was taken;
+4. while a batch is loaded that had been fetched but not trained on, to where they were before it.
 """
 
 from __future__ import annotations
@@ -33,47 +36,48 @@ from headrace.data import (
     with_samplers,
 )
 from headrace.device import Device
-from headrace.engine.deferred import DeferredValues, restored
+from headrace.engine.deferred import DeferredValues, values_of_state
 from headrace.engine.loop import Pass
 from headrace.engine.stored_state import Position
-from headrace.engine.weighted_sum import NOTHING, WeightedSum
+from headrace.engine.weighted_sum import EMPTY_SUM, WeightedSum
 
 log = logging.getLogger("headrace")
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where in its epoch a pass begins: at batch `first`, which is the loader's first. `cursor` is
-    where the loader stands. `pending` are values that were not handed out yet, and `loss` is the
-    sum of those that were. `draws` are to be repeated."""
+    """Where in its epoch a pass begins. `first` is the number of the loader's next batch, and
+    `cursor` is the loader's position before it. `pending` are values of earlier batches that were
+    not handed out yet, `loss` is the sum of those that were. `draws` are the random draws to
+    repeat."""
 
     first: int = 0
     cursor: Cursor = Cursor(0)  # noqa: RUF009 - frozen
     pending: tuple[DeferredValues, ...] = ()
-    loss: WeightedSum = NOTHING
+    loss: WeightedSum = EMPTY_SUM
     draws: Draws | None = None
 
 
-class Place:
-    """Where an engine stands in its epochs, across interruptions."""
+class PositionTracker:
+    """Knows where an engine stands in its epochs, also after a state was loaded."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
-        # A loaded state: until a pass begins, and in that pass, should it come to nothing.
-        self._restored: dict[str, Any] | None = None
+        # A loaded state that the next pass will begin from, and the one that this pass began from.
+        self._loaded: dict[str, Any] | None = None
         self._resumed: dict[str, Any] | None = None
-        # Where its generators stood, until they stand there again.
-        self._random: dict[str, Any] | None = None
-        # In a pass: where generators stood when it began, and those of the loader's own.
+        # The random states of a loaded state, until they are restored.
+        self._random_to_restore: dict[str, Any] | None = None
+        # The random states when the pass began, those of the loader's own generators included.
         self._random_at_start: dict[str, Any] | None = None
         self._generators: list[torch.Generator] | None = None  # None: no loader has begun yet
         self._generators_at_start: list[dict[str, Any]] = []
-        # Between two passes: the loader's own state.
-        self._loader_between: Any = None
+        # The loader's own state after the last pass.
+        self._loader_after_pass: Any = None
 
     def checked(self, state: dict[str, Any]) -> dict[str, Any]:
-        """The state; raises for what else only a pass would find. Generators are set to where it
-        says, and then back."""
+        """Return the state, or raise for a mistake that would otherwise show only in the next pass.
+        To check random states, sets the generators to them and then back."""
         now = rng_states(self._device)
         try:
             for random in (state["random"], state["random_at_start"]):
@@ -92,80 +96,85 @@ class Place:
             count, rows = len(block["steps"]), block["rows"]
             fits = rows is None or tuple(rows.shape) == (count, len(block["names"]))
             if not fits or len(block["numbers"]) != count:
-                raise ValueError("its values not yet reported are of other shapes")
+                raise ValueError("the shapes of its pending values do not match their names")
         return state
 
     def restore(self, state: dict[str, Any]) -> int:
-        """Go back to an engine's state. Returns how many batches it had trained on."""
-        self._restored = state
-        self._random = state["random"]
+        """Take the position from a loaded state. Returns how many batches of the epoch it had
+        trained on."""
+        self._loaded = state
+        self._random_to_restore = state["random"]
         if state["random_at_start"] is None:
-            self._draw_on()  # between two epochs; else once the loader has begun, which draws, too
+            self._restore_random()  # between two epochs; else once the loader has begun
         batch: int = state["batch"]
         return batch
 
     # --- a pass over a loader ---------------------------------------------------------------------
 
     def begin(self, loader: Iterable[Any], first: int | None) -> tuple[Iterable[Any], Start]:
-        """An epoch's loader from the right batch on, and what there is of the batches before. With
-        `first`, the loader is there already."""
-        state, self._restored = self._restored, None
+        """Begin a pass. Returns the loader, brought to the batch to begin at, and the start of the
+        pass. `first` says that the loader begins at that batch already."""
+        state, self._loaded = self._loaded, None
         self._resumed = state
         if state is not None and state["random_at_start"] is not None:
             set_rng_states(self._device, state["random_at_start"])
         self._generators = generators_of(loader)
-        # A loader's own state may lack its sampler's generator, as that of Accelerate's does; if it
-        # has it, the loader sets it again.
+        # A loader's own state may lack its sampler's generator: that of Accelerate's does. If it
+        # has it, the loader sets the generator again later.
         if state is not None and (state["generators"] or state["loader"] is None):
-            self._set_generators(state["generators"], begun=state["random_at_start"] is not None)
+            self._set_loader_generators(
+                state["generators"], begun=state["random_at_start"] is not None
+            )
         self._random_at_start = rng_states(self._device)
         self._generators_at_start = generator_states(self._generators)
         if state is None:
             begin = first or 0
             return loader, Start(begin, Cursor(begin), draws=Draws(loader))
-        draws = Draws(loader, state["drawn_ahead"], state["drawn_last"], begun=self._draw_on)
+        draws = Draws(loader, state["drawn_ahead"], state["drawn_last"], begun=self._restore_random)
         own = state["batch"] if state["own_batch"] is None else state["own_batch"]
         if first is None:
-            # Of a share that has come to its end, the last batch stands in.
-            loader = sought(loader, own - 1 if state["share_ended"] else own, state["loader"])
-        elif first != state["batch"]:  # another place than the state's
+            # If this rank's loader has ended, it begins at its last batch, which is given again.
+            loader = loader_at(loader, own - 1 if state["share_ended"] else own, state["loader"])
+        elif first != state["batch"]:  # the user chose another position
             state = {**state, "batch": first, "share_ended": False, "loader": None}
             own = first
         return loader, Start(
             state["batch"],
             Cursor(own, state["share_ended"], state["loader"], draws.last),
-            pending=tuple(restored(state["deferred"], self._device)),
+            pending=tuple(values_of_state(state["deferred"], self._device)),
             loss=WeightedSum(*state["epoch_loss"]),
             draws=draws,
         )
 
     def end(self, run: Pass, *, failed: bool) -> None:
-        """A pass has ended. One that fails before its first batch leaves the place as it was."""
-        self._loader_between = run.stages.feed.end_state
+        """Call when a pass has ended. If it failed before its first batch, the position stays what
+        it was before the pass."""
+        self._loader_after_pass = run.stages.feed.end_state
         if failed and not run.has_trained:
-            self.not_begun()
+            self.cancel()
         self._resumed = None
 
-    def not_begun(self) -> None:
-        """The pass came to nothing: the place is that which was restored, if one was."""
+    def cancel(self) -> None:
+        """Undo `begin`: the next pass begins from the loaded state again, if there was one."""
         state, self._resumed = self._resumed, None
         if state is not None:
             self.restore(state)
 
-    def _draw_on(self) -> None:
-        """The generators stand where they stood when the state was taken."""
-        if self._random is not None:
-            set_rng_states(self._device, self._random)
-            self._random = None
+    def _restore_random(self) -> None:
+        """Set the generators to where they were when the loaded state was taken."""
+        if self._random_to_restore is not None:
+            set_rng_states(self._device, self._random_to_restore)
+            self._random_to_restore = None
 
-    def _set_generators(self, states: list[dict[str, Any]] | None, *, begun: bool) -> None:
-        """The loader's own go on from where they were. If its epoch had not `begun`, only if they
-        are known to be the same ones, by their seeds: an epoch's loader may be made for it."""
+    def _set_loader_generators(self, states: list[dict[str, Any]] | None, *, begun: bool) -> None:
+        """Set the loader's own generators to stored states. If the stored epoch had not `begun`,
+        set only those with the same seed: users may make a loader for each epoch, with a seed of
+        its own."""
         own = self._generators or []
         if states is not None and len(states) != len(own):
             log.warning(
-                "the loader has %d generators of its own, and had %d when the state was taken: its "
-                "order may be another",
+                "the loader has %d generators of its own, and had %d when the state was taken, so "
+                "it may shuffle differently: resume with the loader that the state was taken with",
                 len(own),
                 len(states),
             )
@@ -174,27 +183,28 @@ class Place:
             if begun or generator.initial_seed() == state["seed"]:
                 generator.set_state(state["state"].to("cpu"))
 
-    # --- where it is ------------------------------------------------------------------------------
+    # --- the position -----------------------------------------------------------------------------
 
     def position(self, epoch: int, run: Pass | None) -> Position:
-        random = self._random or rng_states(self._device)
+        """The present position: in the pass `run`, or between two passes."""
+        random = self._random_to_restore or rng_states(self._device)
         if run is not None:
-            return self._in_a_pass(epoch, run, random)
-        if self._restored is not None:
-            return _position_of(self._restored, random)
+            return self._position_in_pass(epoch, run, random)
+        if self._loaded is not None:
+            return _position_of(self._loaded, random)
         generators = None if self._generators is None else generator_states(self._generators)
-        return Position(epoch, random, loader=self._loader_between, generators=generators)
+        return Position(epoch, random, loader=self._loader_after_pass, generators=generators)
 
-    def _in_a_pass(self, epoch: int, run: Pass, random: dict[str, Any]) -> Position:
+    def _position_in_pass(self, epoch: int, run: Pass, random: dict[str, Any]) -> Position:
         feed, recorder, progress = run.stages.feed, run.stages.recorder, run.progress
         if not feed.has_begun:
-            return self._before_the_pass(epoch)
+            return self._position_before_pass(epoch)
         cursor, failed = progress.cursor, feed.failed_drawn_from
         ahead = feed.drawn_ahead(cursor)
         if failed is not None and feed.is_ahead_of(cursor):
             ahead = [*ahead, failed]
         elif failed is not None:
-            random = random | failed  # what a batch drew that could not be had
+            random = random | failed  # repeat what the batch that failed has drawn
         loss = recorder.loss()
         return Position(
             epoch,
@@ -211,28 +221,30 @@ class Place:
             drawn_last=cursor.drawn_from,
         )
 
-    def _before_the_pass(self, epoch: int) -> Position:
-        """If its loader could not begin, whatever that drew until then."""
+    def _position_before_pass(self, epoch: int) -> Position:
+        """The position if the loader could not begin: what it has drawn will be drawn again."""
         if self._resumed is not None:
             return _position_of(self._resumed, self._resumed["random"])
         random = self._random_at_start or rng_states(self._device)
-        between, generators = self._loader_between, self._generators_at_start
-        return Position(epoch, random, loader=between, generators=generators)
+        loader, generators = self._loader_after_pass, self._generators_at_start
+        return Position(epoch, random, loader=loader, generators=generators)
 
 
 def _position_of(state: dict[str, Any], random: dict[str, Any]) -> Position:
-    return Position(**{one.name: state[one.name] for one in fields(Position)} | {"random": random})
+    stored = {field.name: state[field.name] for field in fields(Position)}
+    return Position(**stored | {"random": random})
 
 
-def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
-    """The rest of an epoch from `batch` on, given the loader's own state, if it keeps one."""
+def loader_at(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
+    """The loader from `batch` of its epoch on. `state` is the loader's own stored state, if it
+    keeps one."""
     keeper = state_keeper(loader)
     if keeper is not None and state is not None:
         try:
             keeper.load_state_dict(state)
         except Exception as problem:
             problem.add_note(
-                f"headrace: {type(loader).__name__}.load_state_dict refused the loader's state in "
+                f"headrace: {type(loader).__name__}.load_state_dict refused the loader state in "
                 "the engine's state: expected the kind of loader it was taken with"
             )
             raise
@@ -246,9 +258,9 @@ def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
     return Skipping(loader, batch)
 
 
-def tell_epoch(loader: Iterable[Any], epoch: int) -> None:
-    """Samplers that shuffle by epoch must be told which one it is; and so must a loader that would
-    tell them itself when it begins, as one prepared by Accelerate does."""
+def set_loader_epoch(loader: Iterable[Any], epoch: int) -> None:
+    """Call `set_epoch` of the loader and its samplers, which shuffle by epoch. A loader prepared by
+    Accelerate has one, too, and passes its epoch on to the samplers when it begins."""
     for owner in with_samplers(loader):
         if callable(getattr(owner, "set_epoch", None)):
             owner.set_epoch(epoch)

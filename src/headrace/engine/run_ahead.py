@@ -10,54 +10,54 @@ from headrace.device import Device, Event, Stream, open_device
 
 
 class RunAhead:
-    """Bounds the steps, and the bytes of their batches, that are launched and not yet done.
+    """Limits the steps that are launched and not yet done, and the bytes of their batches.
 
-    Without a bound the host would queue work for minutes ahead: an interrupt would answer late,
-    and memory for batches in flight would have no limit. `admit` waits (asleep, not spinning) for
-    the oldest step while the window is full; the ledger knows it as `run_ahead`.
+    Without a limit the host would queue minutes of work: it would react late to an interrupt, and
+    batches in flight would take any amount of memory. While the window is full, `admit` waits for
+    the oldest step (asleep, not spinning). The ledger records this wait as `run_ahead`.
     """
 
     def __init__(
         self, device: Device | str | torch.device, steps: int, max_bytes: int | None = None
     ) -> None:
         self._device = open_device(device)
-        self._steps = steps
+        self._max_steps = steps
         self._max_bytes = max_bytes
-        self._flying: deque[tuple[Event, int]] = deque()
-        self._bytes = 0
-        self._spare: list[Event] = []
+        self._steps_in_flight: deque[tuple[Event, int]] = deque()
+        self._bytes_in_flight = 0
+        self._spare_events: list[Event] = []
         self._admitted_bytes = 0
 
     def admit(self, nbytes: int = 0) -> None:
-        """Call before a step is launched. A step larger than the whole window goes alone."""
+        """Call before a step is launched. A step with more than `max_bytes` runs alone."""
         while self._is_full(nbytes):
-            if not self._flying[0][0].query():
-                self._device.wait(self._flying[0][0], "run_ahead")
-            self._land()
+            if not self._steps_in_flight[0][0].query():
+                self._device.wait(self._steps_in_flight[0][0], "run_ahead")
+            self._retire_oldest()
         self._admitted_bytes = nbytes
 
     def _is_full(self, nbytes: int) -> bool:
-        if len(self._flying) >= self._steps:
+        if len(self._steps_in_flight) >= self._max_steps:
             return True
-        bounded = self._max_bytes is not None and len(self._flying) > 0
-        return bounded and self._bytes + nbytes > (self._max_bytes or 0)
+        bounded = self._max_bytes is not None and len(self._steps_in_flight) > 0
+        return bounded and self._bytes_in_flight + nbytes > (self._max_bytes or 0)
 
     def launched(self, stream: Stream) -> None:
-        """Call after the step's last operation was put on `stream`."""
-        event = self._spare.pop() if self._spare else self._device.event()
+        """Call after the step's last operation was launched on `stream`."""
+        event = self._spare_events.pop() if self._spare_events else self._device.event()
         event.record(stream)
-        self._flying.append((event, self._admitted_bytes))
-        self._bytes += self._admitted_bytes
+        self._steps_in_flight.append((event, self._admitted_bytes))
+        self._bytes_in_flight += self._admitted_bytes
 
     def finish(self) -> None:
-        """After the last step. A window has nothing to wait for then; a plan's host sync may."""
+        """Call after the last step. A window waits for nothing here; `HostSync` may."""
 
     @property
     def in_flight(self) -> int:
-        """Steps launched and not known to be done; looked at only when the window is full."""
-        return len(self._flying)
+        """Steps launched and not known to be done. Checked only when the window is full."""
+        return len(self._steps_in_flight)
 
-    def _land(self) -> None:
-        event, nbytes = self._flying.popleft()
-        self._bytes -= nbytes
-        self._spare.append(event)
+    def _retire_oldest(self) -> None:
+        event, nbytes = self._steps_in_flight.popleft()
+        self._bytes_in_flight -= nbytes
+        self._spare_events.append(event)

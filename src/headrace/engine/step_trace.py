@@ -1,8 +1,8 @@
-"""What a step computed: its operations with their numbers, and the tensors it read from elsewhere.
+"""A step's trace: its operations, their constants, and the tensors it read from elsewhere.
 
-A graph repeats one run of a step. So two runs on batches of one shape are compared before it is
-captured: the same operations, with the same numbers, on the same tensors. Where they differ, Python
-decided so, and a graph would repeat what was decided at capture.
+A graph repeats one run of a step. So two runs on batches of one shape are compared before the step
+is captured: they must run the same operations, with the same constants, on the same tensors. Where
+they differ, Python made a decision, and a graph would repeat the one it made at capture.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_iter
 from headrace.device import Device
 from headrace.source_lines import Site, users_line_inside
 
-__all__ = ["Read", "StepTrace", "Storage", "Tracing", "storages"]
+__all__ = ["StepTrace", "StepTracer", "Storage", "TensorRead", "storages"]
 
-_NUMBERS = (
+_CONSTANT_TYPES = (
     *(int, float, complex, bool, str, type(None)),
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
@@ -30,10 +30,11 @@ _NUMBERS = (
 
 @dataclass(frozen=True, slots=True)
 class _Operation:
-    """One operation: its name, what it was given besides tensors, and the line that called it."""
+    """One operation. `constants` are its arguments besides tensors, `shapes` are those of its
+    tensors with their dtypes, `line` is the user's line that called it."""
 
     name: str
-    numbers: tuple[Any, ...]
+    constants: tuple[Any, ...]
     shapes: tuple[Any, ...]
     line: Site | None
 
@@ -41,14 +42,14 @@ class _Operation:
         return (
             self.name == other.name
             and self.shapes == other.shapes
-            # As text: NaN is the same as NaN, and -0.0 is not 0.0.
-            and repr(self.numbers) == repr(other.numbers)
+            # As text: NaN equals NaN, and -0.0 differs from 0.0.
+            and repr(self.constants) == repr(other.constants)
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
-    """A tensor that a run read and did not make, and the first line that did."""
+class TensorRead:
+    """A tensor that a run read but did not make, and the first line that read it."""
 
     tensor: torch.Tensor
     line: Site | None
@@ -56,55 +57,59 @@ class Read:
 
 @dataclass(slots=True)
 class StepTrace:
-    """One run: its operations, what it read and did not make, and what it made."""
+    """One run of a step. `read` holds memory that it read but did not make, `made` memory that it
+    made."""
 
     operations: list[_Operation] = field(default_factory=list)
-    read: dict[Storage, Read] = field(default_factory=dict)
+    read: dict[Storage, TensorRead] = field(default_factory=dict)
     made: set[Storage] = field(default_factory=set)
     #: The Python numbers that the loss function returned.
     returned: dict[str, float] = field(default_factory=dict)
 
     def difference(self, before: StepTrace) -> str | None:
-        """Why a graph of one of two runs would not do for the other; None if it would."""
+        """Why a graph of this run would be wrong for the run `before`; None if it would not."""
         for now, then in zip(self.operations, before.operations, strict=False):
             if not now.same_as(then):
                 return _difference(now, then)
         if len(self.operations) != len(before.operations):
             longer, count = max(self.operations, before.operations, key=len), len(self.operations)
             extra = longer[min(count, len(before.operations))]
-            return f"{extra.name}{_at(extra.line)} is computed for some batches only"
+            return (
+                f"{extra.name}{_at(extra.line)} is computed for some batches only: compute it for "
+                "every batch, and choose with torch.where"
+            )
         for name, number in self.returned.items():
             if repr(before.returned.get(name)) != repr(number):
                 return (
-                    f"the loss function returned {number!r} as {name!r}, and "
-                    f"{before.returned.get(name)!r} for the batch before: a graph would repeat "
-                    "that number. Return it as a tensor on the device"
+                    f"the loss function returned the Python number {number!r} as {name!r}, and "
+                    f"{before.returned.get(name)!r} for the batch before: return it as a tensor on "
+                    "the device"
                 )
         for storage, read in self.read.items():
             if storage not in before.read:
                 return (
-                    f"another tensor is read for each batch{_at(read.line)}: keep one, and write "
-                    "to it in place"
+                    f"another tensor is read for each batch{_at(read.line)}: keep one tensor and "
+                    "write to it in place, with copy_()"
                 )
         return None
 
     def survivors(self) -> set[Storage]:
-        """Of what it made, what is still there."""
+        """The memory that this run made and that is still alive."""
         return {storage for storage in self.made if not storage.expired()}
 
 
 def _difference(now: _Operation, then: _Operation) -> str:
     if now.name == then.name and now.shapes == then.shapes:
-        pairs = zip(now.numbers, then.numbers, strict=False)
+        pairs = zip(now.constants, then.constants, strict=False)
         new, old = next((one, two) for one, two in pairs if repr(one) != repr(two))
         return (
             f"{now.name}{_at(now.line)} is given {new!r}, and was given {old!r} for the batch "
-            "before: make that number a tensor on the device, and write to it in place"
+            "before: make it a tensor on the device and write to it in place"
         )
     was = then.name if then.name != now.name else "the same on other shapes"
     return (
         f"{now.name}{_at(now.line)} is computed where the batch before, of the same shape, had "
-        f"{was}{_at(then.line)}"
+        f"{was}{_at(then.line)}: run the same operations for every batch"
     )
 
 
@@ -112,18 +117,18 @@ def _at(line: Site | None) -> str:
     return "" if line is None else f" at {line}"
 
 
-class Tracing(TorchDispatchMode):
-    """Inside the block, notes what runs in `trace`. `until` is the code of the function that calls
-    the user's: lines are looked for no further out."""
+class StepTracer(TorchDispatchMode):
+    """Inside the block, records operations in `trace`. `caller` is the code of the function that
+    calls the user's code: frames outside it are not searched for the user's line."""
 
-    def __init__(self, device: Device, until: CodeType) -> None:
+    def __init__(self, device: Device, caller: CodeType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = StepTrace()
         self._in_backward = False
         self._device = device
-        self._until = until
-        # Host tensors that device work returned: an attention's random seed and offset, say.
-        self._returned: set[Storage] = set()
+        self._caller = caller
+        # Host tensors that device work returned, such as an attention's random seed and offset.
+        self._returned_to_host: set[Storage] = set()
 
     def __torch_dispatch__(
         self,
@@ -133,63 +138,64 @@ class Tracing(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         with torch._C.DisableTorchFunction():
-            on_device = self._note(func, args, kwargs) if self._is_noted() else False
+            on_device = self._record(func, args, kwargs) if self._is_recorded() else False
         result = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
-                    self._makes(value, on_device)
+                    self._record_made(value, on_device)
         return result
 
     def forward_ends(self, returned: dict[str, float]) -> None:
-        """The next block is the backward of the same run; `returned` are the Python numbers that
-        the loss function returned."""
+        """Call between forward and backward of a run, each traced in a block of its own. `returned`
+        are the Python numbers that the loss function returned."""
         self.trace.returned = returned
         self._in_backward = True
 
-    def _is_noted(self) -> bool:
+    def _is_recorded(self) -> bool:
         node = torch._C._current_autograd_node()
         if node is None:
-            return not self._in_backward  # there, what no node runs is the engine's own
-        # Gradients are added up differently by a group's first batch and by the others.
+            return not self._in_backward  # in backward, what no autograd node runs is the engine's
+        # A group's first batch adds its gradients up by other operations than the later ones.
         return not node.name().endswith("AccumulateGrad")
 
-    def _note(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Note an operation. Returns whether it works on the device."""
-        line = users_line_inside(self._until)
-        numbers: list[Any] = []
+    def _record(self, func: Any, args: Any, kwargs: Any) -> bool:
+        """Record an operation. Returns whether it works on the device."""
+        line = users_line_inside(self._caller)
+        constants: list[Any] = []
         shapes: list[Any] = []
         on_device = False
         for value in tree_iter((args, kwargs or {})):
             if isinstance(value, torch.Tensor):
                 shapes.append((value.dtype, *value.shape))
-                on_device |= self._reads(value, line, numbers)
-            elif isinstance(value, _NUMBERS):
-                numbers.append(value)
-            else:  # not its text: a storage's would be all of its numbers
-                numbers.append(type(value).__name__)
+                on_device |= self._record_read(value, line, constants)
+            elif isinstance(value, _CONSTANT_TYPES):
+                constants.append(value)
+            else:  # the type alone: the text of a storage would be all of its content
+                constants.append(type(value).__name__)
         name = str(func).removesuffix(".default").replace("aten.", "aten::")
-        self.trace.operations.append(_Operation(name, tuple(numbers), tuple(shapes), line))
+        self.trace.operations.append(_Operation(name, tuple(constants), tuple(shapes), line))
         return on_device
 
-    def _reads(self, tensor: torch.Tensor, line: Site | None, numbers: list[Any]) -> bool:
-        """Note a tensor that an operation is given. Returns whether it comes from the device."""
+    def _record_read(self, tensor: torch.Tensor, line: Site | None, constants: list[Any]) -> bool:
+        """Record a tensor argument. Returns whether its values come from the device. Those of a
+        single number on the host are added to `constants`."""
         if tensor.is_meta or not torch._C._has_storage(tensor):
             return False
         storage = Storage(tensor.untyped_storage())
         if self._device.holds(tensor):
             if storage not in self.trace.made:
-                self.trace.read.setdefault(storage, Read(tensor.detach(), line))
+                self.trace.read.setdefault(storage, TensorRead(tensor.detach(), line))
             return True
-        if storage in self._returned:
+        if storage in self._returned_to_host:
             return True
         if tensor.numel() == 1:
-            # A host number beside device tensors: the kernel that is captured keeps it.
+            # A captured kernel freezes a number that it takes from the host.
             with torch._C._DisableTorchDispatch():
-                numbers.append(repr(self._device.read_host(tensor.detach().reshape(1, 1))))
+                constants.append(repr(self._device.read_host(tensor.detach().reshape(1, 1))))
         return False
 
-    def _makes(self, tensor: torch.Tensor, on_device: bool) -> None:
+    def _record_made(self, tensor: torch.Tensor, on_device: bool) -> None:
         if tensor.is_meta or not torch._C._has_storage(tensor):
             return
         storage = Storage(tensor.untyped_storage())
@@ -197,9 +203,9 @@ class Tracing(TorchDispatchMode):
             if storage not in self.trace.read:
                 self.trace.made.add(storage)
         elif on_device:
-            self._returned.add(storage)
+            self._returned_to_host.add(storage)
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[Storage]:
-    """The storages of tensors."""
+    """The storages (memory) of tensors."""
     return {Storage(tensor.untyped_storage()) for tensor in tensors}

@@ -1,4 +1,4 @@
-"""All that an engine must know to go on as if it had never stopped, as plain values and tensors."""
+"""An engine's state: all it needs to continue as if never interrupted, as values and tensors."""
 
 from __future__ import annotations
 
@@ -16,11 +16,18 @@ from headrace.engine.group import Phase
 from headrace.engine.schedules import Schedule
 from headrace.engine.step import Parts
 from headrace.errors import StepError
-from headrace.parallel import Ranks, is_sharded, local_shard, shard_like, shard_region, unwrap
+from headrace.parallel import (
+    Ranks,
+    is_sharded,
+    local_shard,
+    shard_like,
+    shard_region,
+    unwrap,
+)
 
 FORMAT = 4
-# What PyTorch and Python raise for the state of another model, or of no engine at all.
-_DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
+# What PyTorch and Python raise for a state of another model, or for something else altogether.
+_MISMATCH_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
 
 def state_of(
@@ -30,31 +37,31 @@ def state_of(
     position: Position,
     left_out: int,
 ) -> dict[str, Any]:
-    """The state between two batches, after so many updates were `left_out` that were not finite.
-    Tensors are the live ones: copy them before going on."""
+    """The state between two batches. `left_out` counts updates left out because they were not
+    finite. Tensors are the live ones: copy them before training continues."""
     ema, scaler = parts.update.ema, parts.update.scaler
 
-    def own(value: Any) -> Any:
+    def per_rank(value: Any) -> Any:
         return PerRank(own=value) if parts.ranks.several else value
 
     scales = None
     if scaler is not None:
-        with parts.device.ledger.waiting("scaler_state"):  # PyTorch's scaler reads it back
+        with parts.device.ledger.waiting("scaler_state"):  # PyTorch reads the scale back
             scales = scaler.state_dict()
     return {
         "format": FORMAT,
         "epoch": position.epoch,
         "batch": position.batch,
-        "own_batch": own(position.own_batch),
-        "share_ended": own(position.share_ended),
-        "loader": own(position.loader),
+        "own_batch": per_rank(position.own_batch),
+        "share_ended": per_rank(position.share_ended),
+        "loader": per_rank(position.loader),
         "deferred": position.deferred,
         "epoch_loss": position.epoch_loss,
         "left_out": left_out,
-        "random_at_start": own(position.random_at_start),
-        "generators": own(position.generators),
-        "drawn_ahead": own(position.drawn_ahead),
-        "drawn_last": own(position.drawn_last),
+        "random_at_start": per_rank(position.random_at_start),
+        "generators": per_rank(position.generators),
+        "drawn_ahead": per_rank(position.drawn_ahead),
+        "drawn_last": per_rank(position.drawn_last),
         "graphs": None if graphs is None else graphs.state_dict(),
         "ledger": parts.device.ledger.state_dict(),
         "model": dict(unwrap(parts.model).state_dict()),
@@ -63,13 +70,13 @@ def state_of(
         "scaler": scales,
         "ema": None if ema is None else ema.state(),
         "step": _step_state(parts),
-        "random": own(position.random),
+        "random": per_rank(position.random),
     }
 
 
 def _step_state(parts: Parts) -> dict[str, Any]:
-    """Where the step stands in its accumulation group. A guard's notes of a group that came to
-    nothing are not to count."""
+    """The accumulation group's state, and what clipping and the guard know of it. After an error
+    (a phase other than clean) the guard's notes on the failed group are not stored."""
     group, clipping, guard = parts.group, parts.update.clipping, parts.update.guard
     begun = group.phase is Phase.CLEAN
     return {
@@ -92,12 +99,14 @@ def _restore_step(state: dict[str, Any], parts: Parts) -> None:
 class Position:
     """Where in its epochs an engine stands.
 
-    `batch` counts those *trained on*, `own_batch` those of them that this rank's loader gave (None:
-    all), and `share_ended` says that it has no more. `loader` is the loader's own state after them.
-    `deferred` are values not yet reported, and `epoch_loss` the sum of those that were, and of
-    their weights. Random states are those now, when the epoch began (also of the loader's own
-    generators), before each batch that was fetched and not trained on, and before the last one
-    trained on.
+    `batch` counts the epoch's batches *trained on*, `own_batch` those of them that this rank's
+    loader gave (None: all). `share_ended` says that this rank's loader has no more. `loader` is the
+    loader's own state after them. `deferred` are the values not yet handed out. `epoch_loss` is,
+    for those that were, the sum of loss × weight and the sum of weights.
+
+    Random states: `random` is now, `random_at_start` when the epoch began, and `generators` are the
+    loader's own generators then. `drawn_ahead` are those before each batch that was fetched and not
+    trained on, `drawn_last` is that before the last batch trained on.
     """
 
     epoch: int
@@ -114,15 +123,15 @@ class Position:
     drawn_last: dict[str, Any] | None = None
 
 
-def upgraded(state: object) -> dict[str, Any]:
-    """A stored state as the present format has it."""
+def upgrade(state: object) -> dict[str, Any]:
+    """A stored state of any format, in the present format. Raises `StepError` for anything else."""
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
     if not isinstance(state, dict) or type(found) is not int or not 1 <= found <= FORMAT:
         raise StepError(
-            f"this is no engine's state of a format from 1 to {FORMAT}: found {found!r}"
+            f"this is not an engine's state of a format from 1 to {FORMAT}: found {found!r}"
         )
     if not isinstance(state.get("step"), dict):
-        raise StepError("this is no engine's state: it has no 'step'")
+        raise StepError("this is not an engine's state: it has no 'step'")
     if found < 2:
         added: dict[str, Any] = {"loader": None, "deferred": [], "random_at_start": None}
         state = {**state, **added, "graphs": None, "ledger": None}
@@ -134,7 +143,7 @@ def upgraded(state: object) -> dict[str, Any]:
             "own_batch": None,
             "share_ended": False,
             "epoch_loss": [0.0, 0.0],
-            # What its gate had counted; some of it may be among the values not yet reported.
+            # The guard's count, unless some of it is in values that are still to be handed out.
             "left_out": 0 if gate is None or state.get("deferred") else int(gate["count"]),
             "generators": None,
             "drawn_ahead": [],
@@ -147,17 +156,18 @@ def upgraded(state: object) -> dict[str, Any]:
 def restore(
     state: dict[str, Any], parts: Parts, schedule: Schedule | None, graphs: StepGraphs | None
 ) -> None:
-    """Bring a step to `state`, all but the random generators. After an error it is of no use."""
-    with fitting():
+    """Load `state` into a step's parts, except for the random generators. If this raises, some
+    parts may be loaded and others not: do not use the engine then."""
+    with mismatch_as_step_error():
         _restore(state, parts, schedule, graphs)
 
 
 @contextmanager
-def fitting() -> Iterator[None]:
-    """What a state of another engine, or of none, raises inside the block is a `StepError`."""
+def mismatch_as_step_error() -> Iterator[None]:
+    """Inside the block, errors that the state of another engine causes become a `StepError`."""
     try:
         yield
-    except _DOES_NOT_FIT as problem:
+    except _MISMATCH_ERRORS as problem:
         what = " ".join(str(problem).split())[:200] or type(problem).__name__
         raise StepError(f"the stored state does not fit this engine: {what}") from problem
 
@@ -169,35 +179,39 @@ def _restore(
     for name, part in (("scheduler", schedule), ("scaler", scaler), ("ema", ema)):
         if (state[name] is None) != (part is None):
             has, had = ("none" if part is None else "one"), ("one" if part is None else "none")
-            raise StepError(f"{name}: this engine has {has}, the stored state has {had}")
+            raise StepError(
+                f"{name}: this engine has {has}, the stored state has {had}: expected both to have "
+                "one, or neither"
+            )
     begun = state["step"]["in_group"]
     if begun >= group.size:
         raise StepError(
             f"the stored state is {begun} batches into a group: accumulate = {group.size}, "
-            f"expected the number it had, more than {begun}"
+            f"expected the value it was stored with, which is above {begun}"
         )
     divided_by = state["step"].get("divided_by")
     if begun and divided_by != group.divided_by:
         raise StepError(
             f"the stored state is {begun} batches into a group accumulated by "
-            f"{_by(divided_by)}, and this engine accumulates by {_by(group.divided_by)}: expected "
-            "the same accumulate and accumulate_by, or a state between two updates"
+            f"{_accumulated_by(divided_by)}, and this engine accumulates by "
+            f"{_accumulated_by(group.divided_by)}: expected "
+            "the same accumulate and accumulate_by, or a state taken right after an update"
         )
     model = unwrap(parts.model)
     own = model.state_dict()
     model.load_state_dict(
-        {name: _placed(value, own.get(name)) for name, value in state["model"].items()}
+        {name: _sharded_like(value, own.get(name)) for name, value in state["model"].items()}
     )
     parts.optimizer.load_state_dict(_for_this_optimizer(state["optimizer"], parts.optimizer))
     if schedule is not None:
         schedule.load_state_dict(state["scheduler"])
     if scaler is not None:
         scaler.load_state_dict(state["scaler"])
-        if scaler._scale is None:  # made by a first batch, which need not come any more
+        if scaler._scale is None:  # PyTorch makes it with the first batch: there may be none
             scaler._lazy_init_scale_growth_tracker(parts.device.torch_device)
     if ema is not None:
         for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
-            average.copy_(local_shard(_placed(stored, weight)))
+            average.copy_(local_shard(_sharded_like(stored, weight)))
     _restore_step(state["step"], parts)
     if graphs is not None:
         graphs.load_state_dict(state["graphs"])
@@ -205,25 +219,26 @@ def _restore(
         parts.device.ledger.load_state_dict(state["ledger"])
     for name in ("epoch", "batch"):
         if type(state[name]) is not int or state[name] < 0:
-            raise ValueError(f"{name} = {state[name]!r}: expected a whole number")
-    missing = {"left_out", *(one.name for one in fields(Position))} - state.keys()
+            raise ValueError(f"{name} = {state[name]!r}: expected a whole number, 0 or more")
+    missing = {"left_out", *(field.name for field in fields(Position))} - state.keys()
     if missing:
         raise KeyError(f"it has no {', '.join(sorted(missing))}")
 
 
-def _by(divided_by: int | None) -> str:
+def _accumulated_by(divided_by: int | None) -> str:
     return "weight" if divided_by is None else f"count ({divided_by} batches)"
 
 
 def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """`capturable` is about the plan and the device, not about what was learned: ours stays."""
+    """A stored optimizer state for this optimizer: sharded like its parameters, and with its own
+    `capturable`, which depends on the plan and device and not on what was learned."""
     groups = [dict(group) for group in state["param_groups"]]
     for group, own in zip(groups, optimizer.param_groups, strict=False):
         if "capturable" in own:
             group["capturable"] = own["capturable"]
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     by_parameter = {
-        number: _of_parameter(values, parameters[number])
+        number: _for_parameter(values, parameters[number])
         if isinstance(number, int) and number < len(parameters)
         else values
         for number, values in state["state"].items()
@@ -231,15 +246,15 @@ def _for_this_optimizer(state: dict[str, Any], optimizer: torch.optim.Optimizer)
     return {**state, "state": by_parameter, "param_groups": groups}
 
 
-def _of_parameter(values: Any, parameter: torch.Tensor) -> Any:
-    """An optimizer's state of one parameter, sharded as that one is, if at all."""
+def _for_parameter(values: Any, parameter: torch.Tensor) -> Any:
+    """An optimizer's stored state of one parameter, sharded if the parameter is."""
     if not isinstance(values, dict):
         return values
     placed = {
-        name: _placed(value, parameter if _shape(value) == tuple(parameter.shape) else None)
+        name: _sharded_like(value, parameter if _shape(value) == tuple(parameter.shape) else None)
         for name, value in values.items()
     }
-    # Its own memory: PyTorch's optimizers go on in what they are given.
+    # Copies: PyTorch's optimizers write into the tensors that they are given.
     return {
         name: value.clone() if isinstance(value, torch.Tensor) and value is values[name] else value
         for name, value in placed.items()
@@ -250,8 +265,8 @@ def _shape(value: Any) -> tuple[int, ...] | None:
     return tuple(value.shape) if isinstance(value, torch.Tensor | StoredTensor) else None
 
 
-def _placed(stored: Any, target: torch.Tensor | None) -> Any:
-    """A stored tensor as `target` is: whole, or this rank's part of it."""
+def _sharded_like(stored: Any, target: torch.Tensor | None) -> Any:
+    """A stored tensor, sharded like `target`: the whole tensor, or this rank's part of it."""
     if target is None or not is_sharded(target) or _shape(stored) != tuple(target.shape):
         return stored.whole() if isinstance(stored, StoredTensor) else stored
     if is_sharded(stored):
@@ -265,9 +280,9 @@ def _placed(stored: Any, target: torch.Tensor | None) -> Any:
     return shard_like(target, part.to(target.device))
 
 
-def own_part(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
-    """A state with this rank's own values in it, of those that each has one of. On another number
-    of ranks each has another share: what is known of the loaders is of no use then."""
+def for_rank(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
+    """A state in which each `PerRank` value is replaced by this rank's own. If the number of ranks
+    has changed, loaders have other shares of the data, and what is stored about them is dropped."""
     own = {name: _own_random(state[name], ranks) for name in ("random", "random_at_start")}
     unknown: dict[str, Any] = {"own_batch": None, "share_ended": False, "loader": None}
     unknown |= {"generators": None, "drawn_ahead": [], "drawn_last": None}
@@ -279,17 +294,17 @@ def own_part(state: dict[str, Any], ranks: Ranks) -> dict[str, Any]:
 def _own_value(stored: Any, ranks: Ranks, unknown: Any) -> Any:
     if not isinstance(stored, PerRank):
         return stored if ranks.size == 1 else unknown
-    if not stored.all:  # was never written: a state that was taken a moment ago
+    if not stored.all:  # this state was never written to a checkpoint
         return stored.own
     return stored.all[ranks.rank] if len(stored.all) == ranks.size else unknown
 
 
 def _own_random(stored: Any, ranks: Ranks) -> dict[str, Any] | None:
-    """What this rank is to draw from: what it drew from before or, on another number of ranks, a
-    seed that follows from the stored state and the rank."""
+    """The random state for this rank: its stored one or, if the number of ranks has changed, a seed
+    derived from the stored state and the rank."""
     if isinstance(stored, PerRank):
         states = list(stored.all)
-        if not states:  # was never written: a state that was taken a moment ago
+        if not states:  # this state was never written to a checkpoint
             return stored.own  # type: ignore[no-any-return]
     else:
         states = [stored]

@@ -1,4 +1,4 @@
-"""What is counted on the way through a loader, and the result made of it."""
+"""What is counted during a pass over a loader, and the `EpochResult` made of it."""
 
 from __future__ import annotations
 
@@ -9,22 +9,25 @@ from headrace.device import Device
 from headrace.engine.deferred import DeferredValues
 from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.stages import Launched, Progress
-from headrace.engine.weighted_sum import NOTHING
+from headrace.engine.weighted_sum import EMPTY_SUM
 from headrace.parallel import Ranks
 
 
 class Tally:
-    """What is counted on the way through a loader. `restored` of the values that arrive are of
-    batches before it, whose time is not counted here."""
+    """Counts the batches, samples and time of one pass over a loader.
+
+    The first `restored` values that arrive belong to batches before this pass. Their weights do not
+    count towards its rates.
+    """
 
     def __init__(self, device: Device, *, restored: int) -> None:
         self._device, self._restored = device, restored
         self.batches = self.samples = self.replays = 0
         self._weighted = False
         self._largest = (0, 0)  # bytes and samples
-        #: A batch that failed, in words.
+        #: The batch that failed, in words.
         self.failed: str | None = None
-        self._peak = 0
+        self._peak_bytes = 0
         self._begun_ns = self._ended_ns = device.ledger.now_ns()
 
     def begin(self) -> None:
@@ -43,7 +46,7 @@ class Tally:
     def largest(self) -> str | None:
         """The largest batch so far, in words."""
         nbytes, samples = self._largest
-        return f"of {samples:,} samples, {nbytes / 1e6:,.1f} MB" if nbytes else None
+        return f"{samples:,} samples ({nbytes / 1e6:,.1f} MB)" if nbytes else None
 
     def note_failed(self, fetched: Fetched) -> None:
         self.failed = describe_batch(fetched.batch)
@@ -52,8 +55,8 @@ class Tally:
         self.samples = sum(ranks.all_gather(self.samples, self._device.ledger))
 
     def keep_peak(self) -> None:
-        """Before another pass counts the device's memory anew."""
-        self._peak = max(self._peak, self._device.peak_memory())
+        """Call before another pass (an evaluation) resets the device's peak memory."""
+        self._peak_bytes = max(self._peak_bytes, self._device.peak_memory())
 
     def end(self) -> None:
         self._ended_ns = self._device.ledger.now_ns()
@@ -61,7 +64,7 @@ class Tally:
     def result(
         self, progress: Progress, plan: str, entries: Sequence[DeferredValues]
     ) -> EpochResult:
-        """Put together what was counted and what came back from the device."""
+        """The result of the pass, from what was counted and the values that have arrived."""
         waits = self._device.ledger.epoch_statistics()
         losses = tuple(entry.values["loss"] for entry in entries if "loss" in entry.values)
         weights = tuple(entry.values.get("weight", 1.0) for entry in entries)
@@ -80,7 +83,7 @@ class Tally:
             weight_per_s=sum(weights[self._restored :]) / seconds if self._weighted else None,
             host_blocked_share=min(1.0, max(0.0, waits.wall_ms - data_ms) / 1e3 / seconds),
             data_wait_share=min(1.0, data_ms / 1e3 / seconds),
-            peak_memory_bytes=max(self._peak, self._device.peak_memory()),
+            peak_memory_bytes=max(self._peak_bytes, self._device.peak_memory()),
         )
         return EpochResult(
             epoch=progress.epoch,
@@ -97,8 +100,8 @@ class Tally:
 
 
 def weighted_mean(entries: Sequence[DeferredValues], name: str) -> float:
-    """The mean of `name` over the batches that gave it, by weight; NaN over none."""
-    return NOTHING.plus(entries, name).mean
+    """The mean of `name` by weight, over the batches that have it; NaN if none has."""
+    return EMPTY_SUM.plus(entries, name).mean
 
 
 def _metric_names(entries: Sequence[DeferredValues]) -> list[str]:

@@ -1,0 +1,61 @@
+"""An optimizer that a graph can repeat: its step counts and learning rates are on the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from headrace.engine.learning_rates import LearningRates
+from headrace.engine.step import Parts
+
+
+class CapturableOptimizer:
+    """Makes a step's optimizer capturable when it is constructed; `undo` makes it plain again.
+
+    Fused optimizers compute the same bits either way. The others differ in the last digits between
+    their capturable and their plain form. So make this only when a graph is about to be captured,
+    and undo it if the capture fails.
+    """
+
+    def __init__(self, parts: Parts) -> None:
+        self._parts, self._rates_before = parts, parts.update.rates
+        groups: list[dict[str, Any]] = parts.optimizer.param_groups
+        self._plain_groups = [g for g in groups if "capturable" in g and not g["capturable"]]
+        for group in self._plain_groups:
+            group["capturable"] = True
+        #: 0-dim tensors of the optimizer's state, as they were before: step counts and the like.
+        self._counts: list[tuple[dict[str, Any], str, torch.Tensor]] = []
+        for state in parts.optimizer.state.values():
+            for name, value in state.items():
+                if isinstance(value, torch.Tensor) and value.dim() == 0:
+                    self._counts.append((state, name, value))
+        if any(not parts.device.holds(value) for _, _, value in self._counts):
+            # A copy from pageable memory makes the host wait. It happens once.
+            with parts.device.ledger.waiting("capture"):
+                for state, name, value in self._counts:
+                    state[name] = value.to(parts.device.torch_device)
+        # Else PyTorch warns about capturable steps that run uncaptured. Here some are meant to.
+        parts.optimizer._warned_capturable_if_run_uncaptured = True
+        by_tensor = takes_rates_as_tensors(parts)
+        parts.update.rates = LearningRates(parts.device, parts.optimizer) if by_tensor else None
+
+    @property
+    def was_reset(self) -> bool:
+        """Whether the user has since loaded a plain optimizer's state, or added a plain group."""
+        groups = self._parts.optimizer.param_groups
+        return not all(group.get("capturable", True) for group in groups)
+
+    def undo(self) -> None:
+        """Make the optimizer what it was. Valid only if no update has been made since."""
+        for group in self._plain_groups:
+            group["capturable"] = False
+        for state, name, value in self._counts:
+            state[name] = value
+        self._parts.update.rates = self._rates_before
+
+
+def takes_rates_as_tensors(parts: Parts) -> bool:
+    """Whether the optimizer can read its learning rates from the device, as a graph needs it."""
+    groups = parts.optimizer.param_groups
+    return all("capturable" in group or group.get("fused") for group in groups)

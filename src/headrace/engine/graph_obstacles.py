@@ -1,0 +1,122 @@
+"""Why a step cannot be captured as a graph, as far as that is known before it runs.
+
+A graph repeats device work only. Whatever Python does in a step (counting, branching, logging)
+happens once, at capture. `graph_watch.py` finds what shows only while a step runs.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+from torch.optim import optimizer as torch_optimizer
+
+from headrace.engine.step import Parts
+
+_MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_GLOBAL_HOOKS = (
+    (torch_module, [f"_global{kind}" for kind in _MODULE_HOOKS], "of all modules"),
+    (
+        torch_optimizer,
+        ["_global_optimizer_pre_hooks", "_global_optimizer_post_hooks"],
+        "of all optimizers",
+    ),
+)
+
+
+def capture_obstacle(parts: Parts) -> str | None:
+    """Why this step cannot be captured and what to do about it; None if nothing stands against it.
+
+    Looks at the ranks, the optimizer, fp16 scaling, the update's guard and hooks, in this order.
+    """
+    name = type(parts.optimizer).__name__
+    obstacle = _distributed_obstacle(parts)
+    if obstacle is not None:
+        return obstacle
+    for group in parts.optimizer.param_groups:
+        known = "capturable" in group or group.get("fused") or name == "SGD"
+        if not known:
+            return (
+                f"{name} may count its steps on the host, which no graph can repeat: make the "
+                "optimizer with fused=True, or use SGD or one that has a `capturable` setting"
+            )
+    if parts.update.scaler is not None and not parts.update.scales_on_device:
+        return (
+            f"with fp16 and {name} the host reads back after every step whether a gradient was "
+            "infinite: make the optimizer with fused=True, or use bf16"
+        )
+    if parts.update.guard is not None and not parts.update.scales_on_device:
+        return (
+            f"with on_nonfinite and {name} the host reads back before every update whether to "
+            "leave it out: make the optimizer with fused=True"
+        )
+    for owner, hook in _hooks(parts.model, parts.optimizer):
+        if not _is_torchs(hook):
+            return (
+                f"a hook {owner} would not run in a replay ({_describe_hook(hook)}): remove it, or "
+                "do its work in the model"
+            )
+    return None
+
+
+def _distributed_obstacle(parts: Parts) -> str | None:
+    """PyTorch can capture DDP's steps, over NCCL and after a warm-up, but no FSDP2 step."""
+    if parts.spread == "fsdp":
+        return (
+            "FSDP2 gathers and frees weights from the host during a step, which no graph can "
+            "repeat: use DDP, or a plan with graphs = off"
+        )
+    if parts.spread == "ddp":
+        if not parts.ranks.uses_nccl:
+            return (
+                "DDP's gradients are averaged by the hosts, not on the device: initialize the "
+                "process group with the backend nccl"
+            )
+        if parts.group.size > 1:
+            return (
+                "with DDP and accumulation only a group's last batch averages gradients, so its "
+                "batches differ: use accumulate = 1, or a plan with graphs = off"
+            )
+    return None
+
+
+def _hooks(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> Iterator[tuple[str, Callable[..., Any]]]:
+    """All hooks that a step would run, each with what it is registered on, in words."""
+    for owner, names, where in _GLOBAL_HOOKS:
+        for name in names:
+            yield from ((where, hook) for hook in getattr(owner, name).values())
+    for name, module in model.named_modules():
+        for kind in _MODULE_HOOKS:
+            hooks = getattr(module, kind).values()
+            yield from ((f"of module {name or type(module).__name__!r}", hook) for hook in hooks)
+    for name, parameter in model.named_parameters():
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = (getattr(parameter, kind, None) or {}).values()
+            yield from ((f"of parameter {name!r}", hook) for hook in hooks)
+    for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+        yield from (("of the optimizer", hook) for hook in getattr(optimizer, kind).values())
+
+
+def _is_torchs(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is PyTorch's own: those (weight normalisation, say) only launch kernels."""
+    module = getattr(_function(hook), "__module__", None) or type(hook).__module__
+    return module == "torch" or module.startswith("torch.")
+
+
+def _describe_hook(hook: Callable[..., Any]) -> str:
+    function = _function(hook)
+    name = getattr(function, "__qualname__", type(hook).__qualname__)
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return name if code is None else f"{name} at {code.co_filename}:{code.co_firstlineno}"
+
+
+def _function(hook: Callable[..., Any]) -> Callable[..., Any]:
+    while isinstance(hook, partial):
+        hook = hook.func
+    return hook
