@@ -1,4 +1,4 @@
-"""Where things are kept that can be made again."""
+"""The folder for files that Headrace can create again."""
 
 from __future__ import annotations
 
@@ -7,5 +7,5 @@ from pathlib import Path
 
 
 def user_cache() -> Path:
-    """Headrace's folder in the user's cache: `$XDG_CACHE_HOME/headrace`, or `~/.cache/headrace`."""
+    """`$XDG_CACHE_HOME/headrace`, or `~/.cache/headrace`. It may not exist yet."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "headrace"

@@ -37,7 +37,7 @@ class TestSameLosses:
     @pytest.mark.parametrize("streams", [3, 4, 8])
     def test_with_any_number_of_streams(self, device: Device, streams: int) -> None:
         expected, final = plain_loop(device, data())
-        engine = make_engine(device, Plan.preset("streams4").but(streams=streams))
+        engine = make_engine(device, Plan.preset("streams4").replace(streams=streams))
         assert list(engine.epoch(data()).losses) == expected
         assert same(weights(engine), final)
 
@@ -137,7 +137,9 @@ class TestSameLosses:
             assert result is not None
             return (result.losses, result.statistics.updates), weights(engine)
 
-        chosen = Plan.preset(plan).but(prefetch_depth=depth, sync_every=every, deferred_every=every)
+        chosen = Plan.preset(plan).replace(
+            prefetch_depth=depth, sync_every=every, deferred_every=every
+        )
         expected, expected_weights = run(hr.open_device("cpu"), Plan.preset("baseline"))
         with FakeDevice() as device:
             found, found_weights = run(device, chosen)
@@ -232,7 +234,7 @@ class TestPlans:
             ("interval", {"transfer", "forward"}),
             ("event", {"transfer", "forward"}),
             ("streams4", {"transfer", "transfer_next", "forward", "backward"}),
-            (Plan.preset("streams4").but(streams=3), {"transfer", "forward", "backward"}),
+            (Plan.preset("streams4").replace(streams=3), {"transfer", "forward", "backward"}),
             ("pipeline", {"transfer", "default", "losses"}),
         ],
     )
@@ -281,14 +283,14 @@ class TestPlans:
     def test_the_run_ahead_is_bounded_in_bytes(self) -> None:
         size = 5 * 8 * 4 + 5 * 8
         with FakeDevice() as device:
-            plan = Plan.preset("pipeline").but(run_ahead_bytes=2 * size)
+            plan = Plan.preset("pipeline").replace(run_ahead_bytes=2 * size)
             result = make_engine(device, plan).epoch(data(20))
         assert result.waits["run_ahead"].count == 18
 
     def test_batches_are_cached_on_the_device(self) -> None:
         batches = data(6)
         with FakeDevice() as device:
-            engine = make_engine(device, Plan.preset("pipeline").but(cache_batches=6))
+            engine = make_engine(device, Plan.preset("pipeline").replace(cache_batches=6))
             first = engine.epoch(batches)
             copies = sum(span.name == "copy h2d" for span in device.timeline().spans)
             second = engine.epoch(batches)
@@ -664,7 +666,7 @@ class TestInsideALoop:
         torch.manual_seed(1)
         for info in engine.steps(data(8)):
             if info.batch == 3:
-                engine.use_plan(Plan.preset("event").but(precision="bf16"))
+                engine.use_plan(Plan.preset("event").replace(precision="bf16"))
                 assert engine.plan.name == "pipeline"
         assert engine.last_result is not None
         assert engine.last_result.losses == expected

@@ -16,7 +16,7 @@ from headrace.plan import Plan
 from headrace.testing import FakeDevice
 from support.engines import data, loss, make_model, same, weights
 
-GRAPH = Plan.preset("graph").but(graph_after=1)
+GRAPH = Plan.preset("graph").replace(graph_after=1)
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 

@@ -17,7 +17,7 @@ from headrace.plan import PRESETS, Plan
 from headrace.testing import FakeDevice
 
 PLANS = [name for name in PRESETS if name != "max"]
-COPIES_IN_LINE = Plan.preset("pipeline").but(prefetch_depth=0)
+COPIES_IN_LINE = Plan.preset("pipeline").replace(prefetch_depth=0)
 
 
 class BoomError(Exception):
@@ -75,7 +75,7 @@ def test_each_value_is_handed_out_once(
     plan: str | Plan, count: int, accumulate: int, deferred_every: int, ends: str, at: int
 ) -> None:
     """Whatever ends the loop: in order, and as `last_result` has them."""
-    plan = Plan.of(plan).but(deferred_every=deferred_every)
+    plan = Plan.of(plan).replace(deferred_every=deferred_every)
 
     def loader() -> Iterator[torch.Tensor]:
         for index, batch in enumerate(data(count)):

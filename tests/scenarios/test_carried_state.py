@@ -933,7 +933,7 @@ def test_never_silently_different(
 
     options: dict[str, Any] = {"batches": batches, "epochs": epochs, "accumulate": accumulate}
     options["clip_norm"] = clip_norm
-    plan = Plan.preset("graph").but(graphs="auto" if auto else "on", graph_after=graph_after)
+    plan = Plan.preset("graph").replace(graphs="auto" if auto else "on", graph_after=graph_after)
     with FakeDevice() as device:
         found = Run(device, together, plan, optimizer, **options)
         assert found.report is not None

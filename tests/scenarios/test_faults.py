@@ -516,7 +516,7 @@ class TestState:
         assert device.ledger.statistics()["data"] == before["data"]
 
     def test_what_auto_decided_is_kept(self, capturing: Device) -> None:
-        plan = hr.Plan.preset("graph").but(graphs="auto", graph_after=1)
+        plan = hr.Plan.preset("graph").replace(graphs="auto", graph_after=1)
         engine = make_engine(capturing, plan)
         engine.epoch(data(20))
         assert engine.graphs is not None

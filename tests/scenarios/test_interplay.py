@@ -176,7 +176,7 @@ class TestNonFiniteCounts:
     def test_a_last_partial_group_counts(self, device: Device, plan: str, every: int) -> None:
         engine = make_engine(
             device,
-            Plan.preset(plan).but(deferred_every=every),
+            Plan.preset(plan).replace(deferred_every=every),
             model=make_model(device, 0.0),
             accumulate=4,
             on_nonfinite="tolerate:1",

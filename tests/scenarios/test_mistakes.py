@@ -21,7 +21,7 @@ import headrace as hr
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
-from headrace.source_lines import definition, described
+from headrace.source_lines import definition, describe_function
 from headrace.testing import FakeDevice
 from support.engines import data, loss, make_engine, make_model, plain_loop, same, weights
 
@@ -139,7 +139,7 @@ class TestSignatures:
     )
     def test_any_other_number(self, wrong: Any) -> None:
         said = refused(open_device("cpu"), wrong)
-        assert f"the engine calls loss(model, batch), and <lambda> at {__file__}:" in said
+        assert f"the engine calls loss(model, batch), but <lambda> at {__file__}:" in said
         assert "Write it as def loss(model, batch)" in said
 
     def test_no_function_at_all(self) -> None:
@@ -166,9 +166,9 @@ class TestDefinitions:
         assert str(definition(OfTheModel())) == line_of(OfTheModel.forward)
         assert str(definition(wrapped)) == str(definition(loss))
         assert definition(torch.add) is None
-        assert described(functools.partial(my_criterion)).startswith("my_criterion at ")
-        assert described(torch.add) == "add"
-        assert described(functional.cross_entropy) == "cross_entropy"
+        assert describe_function(functools.partial(my_criterion)).startswith("my_criterion at ")
+        assert describe_function(torch.add) == "add"
+        assert describe_function(functional.cross_entropy) == "cross_entropy"
 
 
 # --- what a loss function does --------------------------------------------------------------------
@@ -245,7 +245,7 @@ class TestBackwardInTheLoss:
             == (plain_loop(device, data())[0])
         )
         said = refused(device, clearing, accumulate=2)
-        assert f"clearing at {line_of(clearing)} changed gradients" in said
+        assert f"clearing at {line_of(clearing)} changed the gradients" in said
         assert "zero_grad()" in said
 
     def test_gradients_of_something_else_are_fine(self, device: Device) -> None:

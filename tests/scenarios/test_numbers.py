@@ -126,7 +126,7 @@ class TestPrecision:
 
     def test_the_engines_own_comes_before_the_plans(self) -> None:
         with Asked() as device:
-            engine_for(device, Plan.preset("pipeline").but(precision="tf32")).epoch(data(1))
+            engine_for(device, Plan.preset("pipeline").replace(precision="tf32")).epoch(data(1))
             engine = engine_for(device, Plan(precision="tf32"), precision="fp32")
             engine.epoch(data(1))
             engine.use_plan("event")

@@ -37,7 +37,7 @@ from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
 from headrace.errors import StepError
 from headrace.parallel import Ranks, bare, evaluating, where
-from headrace.plan import PLAN_VARIABLE, Plan, in_force
+from headrace.plan import PLAN_VARIABLE, Plan, effective_plan
 from headrace.source_lines import users_line
 
 log = logging.getLogger("headrace")
@@ -350,7 +350,7 @@ class Engine:
         environment puts in its place."""
         if self._precision is not None and self._precision != plan.precision:
             plan = replace(plan, precision=self._precision)  # type: ignore[arg-type]
-        used = in_force(plan)
+        used = effective_plan(plan)
         if used != plan and PLAN_VARIABLE not in self._said:
             self._said.add(PLAN_VARIABLE)
             log.warning(

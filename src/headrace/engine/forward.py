@@ -19,7 +19,7 @@ from headrace.engine.loss_parts import LossParts
 from headrace.engine.loss_watch import call_watched
 from headrace.errors import StepError
 from headrace.parallel import bare, synchronise_gradients
-from headrace.source_lines import described
+from headrace.source_lines import describe_function
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,7 +42,7 @@ class Forward:
     ) -> None:
         self._device, self.model, self._optimizer = device, model, optimizer
         self.loss, self._written, self._precision = loss, written, precision
-        self._described = f"the loss function {described(written)}"
+        self._described = f"the loss function {describe_function(written)}"
         self._spread = spread
         self._to_watch = 0
 

@@ -23,7 +23,7 @@ from headrace.engine.loss_parts import LossParts
 from headrace.engine.stages import Finished, Launched
 from headrace.engine.update import Update
 from headrace.parallel import Ranks, Spread
-from headrace.source_lines import described
+from headrace.source_lines import describe_function
 
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
 
@@ -164,7 +164,7 @@ class OwnStep:
 
     def __init__(self, step: StepFunction, device: Device, lanes: Lanes) -> None:
         self._step, self._device, self._lanes = step, device, lanes
-        self._described = f"the step {described(step)}"
+        self._described = f"the step {describe_function(step)}"
 
     def __call__(self, fetched: Fetched) -> Launched:
         with self._lanes.on(self._lanes.forward, "step"):

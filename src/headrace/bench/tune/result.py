@@ -10,7 +10,7 @@ from headrace.bench.tune.search import Outcome
 from headrace.bench.tune.trials import Trial
 from headrace.plan import LoaderPlan, Plan
 from headrace.runs import yaml_text
-from headrace.text_table import filled, text_table
+from headrace.text_table import text_table, wrap_line
 
 KIND, VERSION = "headrace tune", 1
 _ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")
@@ -76,7 +76,7 @@ class TuneResult:
             for trial in sorted(self.outcome.trials, key=_place)
         ]
         columns = ("tried", "ms a step", "time", "runs × steps", "memory", "", "why")
-        told = [filled(sentence) for sentence in self.sentences]
+        told = [wrap_line(sentence) for sentence in self.sentences]
         return "\n".join([text_table(columns, rows, right=columns[1:5]), "", *told])
 
     def plan_yaml(self) -> str:
