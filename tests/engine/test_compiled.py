@@ -233,7 +233,7 @@ class TestTold:
     def test_a_step_of_ones_own(self, caplog: pytest.LogCaptureFixture) -> None:
         engine = hr.Engine.from_step(lambda batch: None, device="cpu", plan="max")
         assert engine.compiled is not None
-        assert engine.compiled.why == "it is your own (Engine.from_step)"
+        assert engine.compiled.why == "it is your own step (Engine.from_step)"
         assert "the step is not compiled" in caplog.text
 
     def test_how_long_it_took_is_in_the_log(

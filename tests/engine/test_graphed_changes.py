@@ -29,8 +29,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def optimizer_of(engine: Engine) -> torch.optim.Optimizer:
-    assert engine._training.parts is not None
-    return engine._training.parts.optimizer
+    assert engine._builder.parts is not None
+    return engine._builder.parts.optimizer
 
 
 def both(

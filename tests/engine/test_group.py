@@ -17,10 +17,10 @@ def group(size: int = 2, *, by_count: bool = False) -> Group:
 
 
 def gather(one: Group) -> None:
-    one.gathering()
+    one.begin_backward()
     for parameter in one.parameters():
         parameter.grad = torch.ones(2) if parameter.grad is None else parameter.grad + 1
-    one.gathered()
+    one.end_backward()
 
 
 def test_batches_fill_a_group_and_an_update_empties_it() -> None:
@@ -30,9 +30,9 @@ def test_batches_fill_a_group_and_an_update_empties_it() -> None:
     assert (one.standing, one.is_open, one.is_full, one.batches_for(3)) == ((0, 1), True, False, 5)
     gather(one)
     assert one.is_full
-    one.updating()
+    one.begin_update()
     one.clear()
-    one.used()
+    one.end_update()
     assert (one.standing, one.phase, one.gradients()) == ((1, 0), Phase.CLEAN, [])
 
 
@@ -42,9 +42,9 @@ def test_batches_fill_a_group_and_an_update_empties_it() -> None:
         (0, Phase.CLEAN, True, 0),
         (1, Phase.CLEAN, True, 1),
         # No others' gradients were there: those that the failed batch left are cleared away.
-        (0, Phase.GATHERING, True, 0),
+        (0, Phase.ACCUMULATING, True, 0),
         # A failed backward has added to whole gradients: they are lost.
-        (1, Phase.GATHERING, False, 0),
+        (1, Phase.ACCUMULATING, False, 0),
         (2, Phase.UPDATING, False, 0),
     ],
 )
@@ -52,10 +52,10 @@ def test_what_an_error_leaves(batches: int, phase: Phase, whole: bool, left: int
     one = group(size=3)
     for _ in range(batches):
         gather(one)
-    if phase is Phase.GATHERING:
-        one.gathering()
+    if phase is Phase.ACCUMULATING:
+        one.begin_backward()
     elif phase is Phase.UPDATING:
-        one.updating()
+        one.begin_update()
     assert one.recover() is whole
     assert one.count == left
     assert one.phase is phase  # the next batch sees what it has to clear away
@@ -65,8 +65,8 @@ def test_what_an_error_leaves(batches: int, phase: Phase, whole: bool, left: int
 
 def test_a_replay_of_a_whole_step_is_no_moment_in_between() -> None:
     one = group(size=1)
-    one.updating()
-    one.gathered_and_used()
+    one.begin_update()
+    one.end_step()
     assert (one.standing, one.phase) == ((1, 0), Phase.CLEAN)
 
 

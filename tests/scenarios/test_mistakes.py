@@ -279,7 +279,7 @@ class TestBackwardInTheLoss:
         engine = make_engine(open_device("cpu"), loss=looking)
         engine.epoch(data(3))
         assert seen == [False, True, True]
-        optimizer: Any = engine._training.parts.optimizer  # type: ignore[union-attr]
+        optimizer: Any = engine._builder.parts.optimizer  # type: ignore[union-attr]
         assert not optimizer._optimizer_step_pre_hooks
         engine.epoch(data(2))  # another epoch's loss may be another's
         assert seen[3:] == [False, True]
@@ -408,10 +408,10 @@ class TestReturned:
 
     def test_a_detached_loss(self, device: Device) -> None:
         said = refused(device, lambda m, b: loss(m, b).detach())
-        assert "needs no grad, so backward() would do nothing" in said
+        assert "does not require grad, so backward() cannot work" in said
 
     def test_nothing(self, device: Device) -> None:
-        assert "Does it end without a return?" in refused(device, lambda m, b: None)
+        assert "Is its return statement missing?" in refused(device, lambda m, b: None)
 
     @pytest.mark.parametrize(
         ("returned", "words"),
@@ -669,7 +669,7 @@ class TestOthers:
 
     def test_lbfgs(self) -> None:
         model = nn.Linear(8, 3)
-        with pytest.raises(StepError, match=r"LBFGS calls the loss itself.*Engine\.from_step"):
+        with pytest.raises(StepError, match=r"LBFGS needs a closure.*Engine\.from_step"):
             Engine(model, torch.optim.LBFGS(model.parameters()), loss)
 
     def test_an_unknown_option(self) -> None:
@@ -689,7 +689,7 @@ class TestOthers:
 
     def test_a_rate_set_by_hand(self, device: Device) -> None:
         engine = make_engine(device, accumulate=2)
-        optimizer: Any = engine._training.parts.optimizer  # type: ignore[union-attr]
+        optimizer: Any = engine._builder.parts.optimizer  # type: ignore[union-attr]
         for info in engine.steps(data(6)):
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 / (1 + info.updates)

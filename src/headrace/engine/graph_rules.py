@@ -16,7 +16,7 @@ from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from headrace.engine.learning_rates import LearningRates
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = (
@@ -31,7 +31,7 @@ _GLOBAL_HOOKS = (
 _NO_SETTINGS = ("params", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr")
 
 
-def why_not(parts: Parts) -> str | None:
+def why_not(parts: StepParts) -> str | None:
     """Why this step cannot be captured, as far as that can be told without running it."""
     name = type(parts.optimizer).__name__
     spread = _why_not_spread(parts)
@@ -60,7 +60,7 @@ def why_not(parts: Parts) -> str | None:
     return None
 
 
-def _why_not_spread(parts: Parts) -> str | None:
+def _why_not_spread(parts: StepParts) -> str | None:
     """PyTorch captures DDP's steps, over NCCL and after some warm-up, and no other kind's."""
     if parts.spread == "fsdp":
         return "FSDP2 gathers and frees weights from the host as it goes: that cannot be captured"
@@ -83,7 +83,7 @@ class Prepared:
     and undone if that comes to nothing.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepParts) -> None:
         self._parts, self._rates = parts, parts.update.rates
         groups: list[dict[str, Any]] = parts.optimizer.param_groups
         self._plain = [g for g in groups if "capturable" in g and not g["capturable"]]
@@ -119,12 +119,12 @@ class Prepared:
         self._parts.update.rates = self._rates
 
 
-def _takes_rates_as_tensors(parts: Parts) -> bool:
+def _takes_rates_as_tensors(parts: StepParts) -> bool:
     groups = parts.optimizer.param_groups
     return all("capturable" in group or group.get("fused") for group in groups)
 
 
-def release(parts: Parts) -> None:
+def release(parts: StepParts) -> None:
     """Let go of what only graphs need. An optimizer that has trained as a capturable one stays
     that: it would count on from another number."""
     parts.update.rates = None
@@ -134,7 +134,7 @@ def release(parts: Parts) -> None:
             forget_gradients(parts, keep=set())
 
 
-def forget_gradients(parts: Parts, *, keep: set[int]) -> None:
+def forget_gradients(parts: StepParts, *, keep: set[int]) -> None:
     """Of parameters that no batch of this group has reached: their gradients are zeros that were
     kept, and an optimizer goes on moving what has a gradient, be it zero."""
     for parameter in parts.group.parameters():
@@ -142,7 +142,7 @@ def forget_gradients(parts: Parts, *, keep: set[int]) -> None:
             parameter.grad = None
 
 
-def settings(parts: Parts) -> tuple[Hashable, ...]:
+def settings(parts: StepParts) -> tuple[Hashable, ...]:
     """The settings that a graph would keep as they were when it was captured: the optimizer's,
     and ours."""
     by_tensor = _takes_rates_as_tensors(parts)
@@ -163,7 +163,7 @@ def changed_setting(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
     return str(next(differing, "the number of groups"))
 
 
-def tensors_of(parts: Parts) -> list[torch.Tensor]:
+def tensors_of(parts: StepParts) -> list[torch.Tensor]:
     """All memory that a graph of this step uses and that is there before and after it."""
     found: dict[int, torch.Tensor] = {}
     for tensor in (*parts.model.parameters(), *parts.group.parameters(), *parts.model.buffers()):
@@ -178,7 +178,7 @@ def tensors_of(parts: Parts) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def addresses(parts: Parts) -> tuple[Hashable, ...]:
+def addresses(parts: StepParts) -> tuple[Hashable, ...]:
     """Where all that memory lies, and what else a graph was captured with. Another value means
     that the graph is of yesterday's model or optimizer."""
     memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors_of(parts))
@@ -190,7 +190,7 @@ class Kept:
     """What stands before a capture and must stand after it, since nothing of it has run: gradients,
     the optimizer's state, buffers and tensors that modules hold, the scaler's notes."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         parameters = {id(p): p for p in (*parts.model.parameters(), *parts.group.parameters())}
         self._gradients = [(parameter, parameter.grad) for parameter in parameters.values()]

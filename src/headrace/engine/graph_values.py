@@ -13,7 +13,7 @@ import torch
 from headrace.engine import graph_rules
 from headrace.engine.compiled import loss_of
 from headrace.engine.python_state import PythonState
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 from headrace.errors import CaptureError
 from headrace.parallel import bare
 
@@ -25,7 +25,7 @@ _MOST_CHANGES = 3
 class FrozenValues:
     """The values with which a step's graphs were captured, or will be."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         self._settings: tuple[Hashable, ...] | None = None
         self._python: PythonState | None = None

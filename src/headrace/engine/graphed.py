@@ -26,9 +26,9 @@ from headrace.engine.graph_cache import Captured, GraphCache, signature
 from headrace.engine.graph_trial import TRIAL_STEPS, Trial
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
-from headrace.engine.loss_parts import LossParts
+from headrace.engine.loss_output import LossOutput
 from headrace.engine.stages import Finished, Launched
-from headrace.engine.step import EagerStep, Parts
+from headrace.engine.step import EagerStep, StepParts
 from headrace.engine.step_trace import Tracing, storages
 from headrace.errors import CaptureError
 from headrace.plan import Plan
@@ -84,7 +84,7 @@ class GraphedStep:
 class StepGraphs:
     """The graphs of one training step under one plan; they stay from pass to pass."""
 
-    def __init__(self, parts: Parts, plan: Plan) -> None:
+    def __init__(self, parts: StepParts, plan: Plan) -> None:
         self._parts, self._plan_name = parts, plan.name
         self._trial = Trial() if plan.graphs == "auto" else None
         # DDP arranges its buckets anew, and measures itself, in its first steps: after those, a
@@ -95,7 +95,7 @@ class StepGraphs:
         self._watch = StepWatch(max(self._watch_after - 1, 1 + compiles), self._watch_after)
         after = self._watch_after + (TRIAL_STEPS if self._trial is not None else 0)
         device = parts.device
-        self._graphs: GraphCache[LossParts] = GraphCache(
+        self._graphs: GraphCache[LossOutput] = GraphCache(
             device, most=plan.graph_shapes, after=after
         )
         self._updates: GraphCache[None] = GraphCache(device, most=1, after=0)
@@ -195,7 +195,7 @@ class StepGraphs:
             self._give_up(_told(problem))
             return None
 
-    def _captured(self, key: Hashable, batch: Any) -> Captured[LossParts] | None:
+    def _captured(self, key: Hashable, batch: Any) -> Captured[LossOutput] | None:
         """The graph for this batch, made now if it is due."""
         captured = self._graphs.find(key)
         if captured is not None or not self._is_due(key):
@@ -219,21 +219,21 @@ class StepGraphs:
         parts, traced = self._parts, tracing or nullcontext()
         group = parts.group
         with self._timed(key, replay=False):
-            averages = group.averages(ends_epoch=fetched.ends_epoch)
+            averages = group.decide_averaging(ends_epoch=fetched.ends_epoch)
             with traced:
                 loss = parts.forward(fetched.batch, averages=averages)
             if tracing is not None:
                 tracing.forward_ends(loss.numbers())
             loss = loss.unaliased()
-            parts.begin()
-            group.gathering()
+            parts.begin_batch()
+            group.begin_backward()
             with self._noting_reached() if group.keeps_gradients else nullcontext(), traced:
-                parts.gather(loss)
-            group.gathered()
+                parts.backward(loss)
+            group.end_backward()
             if updated := group.is_full:
                 self.forget_unreached()
-                parts.use()
-        return parts.launched(fetched, loss, updated=updated)
+                parts.run_update()
+        return parts.make_launched(fetched, loss, updated=updated)
 
     def _launch_watched(self, key: Hashable, fetched: Fetched) -> Launched:
         """Train on a batch, and look for what a graph could not repeat."""
@@ -261,23 +261,23 @@ class StepGraphs:
                 found.append(parameter.grad)
         return found + self._values.tensors()
 
-    def _replay(self, key: Hashable, captured: Captured[LossParts], fetched: Fetched) -> Launched:
+    def _replay(self, key: Hashable, captured: Captured[LossOutput], fetched: Fetched) -> Launched:
         parts, group = self._parts, self._parts.group
         with self._timed(key, replay=True):
-            parts.begin()
+            parts.begin_batch()
             parts.update.write_rates()
-            group.updating() if group.size == 1 else group.gathering()
+            group.begin_update() if group.size == 1 else group.begin_backward()
             loss = captured.replay(flatten_batch(fetched.batch))
             if group.size == 1:
                 updated = True
-                group.gathered_and_used()
+                group.end_step()
             else:
-                group.gathered()
+                group.end_backward()
                 group.reached |= self._reached_by[key]
                 if updated := group.is_full:
                     self.forget_unreached()
                     self._update()
-            launched = parts.launched(fetched, loss, updated=updated, replayed=True)
+            launched = parts.make_launched(fetched, loss, updated=updated, replayed=True)
         if self._trial is not None and self._trial.is_over():
             log.info("plan %s: %s", self._plan_name, self._trial.decide())
             self._follow(self._trial)
@@ -287,7 +287,7 @@ class StepGraphs:
         """The update at the end of a group, a graph of its own."""
         parts, group = self._parts, self._parts.group
         if self._why is not None:
-            parts.use()
+            parts.run_update()
             return
         parts.update.write_rates()
         # Gradients that this graph knows nothing of would be neither used nor cleared.
@@ -305,15 +305,15 @@ class StepGraphs:
             finally:
                 kept.restore()
         if update is None:
-            parts.use()
+            parts.run_update()
         else:
-            group.updating()
+            group.begin_update()
             update.replay([])
-            group.used()
+            group.end_update()
 
     # --- capture ----------------------------------------------------------------------------------
 
-    def _capture(self, key: Hashable, batch: Any) -> Captured[LossParts] | None:
+    def _capture(self, key: Hashable, batch: Any) -> Captured[LossOutput] | None:
         """A graph of the step on this batch; None if the step first has to run as it is, because
         it would make something that stays, such as the optimizer's state of a parameter."""
         parts, group = self._parts, self._parts.group
@@ -369,7 +369,7 @@ class StepGraphs:
                 if prepared is not None:
                     prepared.undo()
 
-    def _device_part(self, batch: Any) -> LossParts:
+    def _device_part(self, batch: Any) -> LossOutput:
         """What a graph repeats: all of a step, or with accumulation all but the update."""
         parts, group = self._parts, self._parts.group
         with loss_as(parts.forward.loss, "compiled"):
@@ -380,11 +380,11 @@ class StepGraphs:
             for name, value in loss.values.items()
         }
         if group.size == 1:
-            parts.gather(loss)
+            parts.backward(loss)
             parts.update(group)
         else:
             with self._noting_reached():
-                parts.gather(loss)
+                parts.backward(loss)
         return replace(loss, loss=loss.loss.detach(), values=values)
 
     # --- accumulation: gradients that keep their memory -------------------------------------------

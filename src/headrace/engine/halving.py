@@ -17,7 +17,7 @@ import torch
 
 from headrace.data import Fetched, flatten_batch, is_plain_tensor, rebuild_batch
 from headrace.engine.deferred import Scalar
-from headrace.engine.loss_parts import LossParts
+from headrace.engine.loss_output import LossOutput
 from headrace.engine.stages import Finished, Launched
 from headrace.engine.step import EagerStep
 from headrace.errors import StepError
@@ -51,7 +51,7 @@ def require_halvable(model: torch.nn.Module, plan: Plan) -> None:
 class _Done:
     """A part that was trained on, and what it weighs in the batch's means."""
 
-    loss: LossParts
+    loss: LossOutput
     weight: Scalar
 
 
@@ -64,11 +64,11 @@ class HalvingStep:
     def __call__(self, fetched: Fetched) -> Launched:
         parts, lanes = self._parts, self._lanes
         group, guard = parts.group, parts.update.guard
-        parts.begin()
+        parts.begin_batch()
         kept = self._set_aside()
         with lanes.on(lanes.backward):
             weight = None if group.weight.value is None else group.weight.value.clone()
-            seen = None if guard is None else guard.seen()
+            seen = None if guard is None else guard.snapshot()
         try:
             done = self._passes(fetched.batch, rows=None, of=None)
         except BaseException:  # the group is as it was: this batch is not in it
@@ -76,20 +76,20 @@ class HalvingStep:
             with lanes.on(lanes.backward):
                 group.weight.set(weight)
                 if guard is not None:
-                    guard.forget(seen)
+                    guard.restore(seen)
             raise
         if len(done) > 1:
             with lanes.on(lanes.backward):
-                group.join_parts()
+                group.join_split_batch()
         self._add_back(kept)
         with lanes.on(lanes.backward, "backward"):
-            group.gathered()
+            group.end_backward()
             if updated := group.is_full:
-                parts.use()
+                parts.run_update()
         lanes.backward_to_forward()
         with lanes.on(lanes.forward):
             loss = done[0].loss if len(done) == 1 else _together(done)
-        return parts.launched(fetched, loss, updated=updated)
+        return parts.make_launched(fetched, loss, updated=updated)
 
     def finish(self) -> Finished | None:
         return self._eager.finish()
@@ -108,7 +108,7 @@ class HalvingStep:
                 loss = parts.forward(batch).unaliased()
             lanes.forward_to_backward()
             with lanes.on(lanes.backward, "backward"):
-                parts.gather(loss, share)
+                parts.backward(loss, share)
             lanes.backward_to_forward()
         except torch.OutOfMemoryError as found:
             # Not to be kept: its traceback holds all that the step had allocated so far.
@@ -179,15 +179,15 @@ def split(batch: Any) -> list[tuple[int, Any]] | None:
     return halves
 
 
-def _detached(loss: LossParts) -> LossParts:
+def _detached(loss: LossOutput) -> LossOutput:
     values = {
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in loss.values.items()
     }
-    return LossParts(loss.loss.detach(), loss.weight, loss.weighted, values)
+    return LossOutput(loss.loss.detach(), loss.weight, loss.weighted, values)
 
 
-def _together(done: list[_Done]) -> LossParts:
+def _together(done: list[_Done]) -> LossOutput:
     """What the whole batch would have reported: means by weight, and the weights' sum."""
     first = done[0].loss
     total = sum(one.weight for one in done)
@@ -199,4 +199,4 @@ def _together(done: list[_Done]) -> LossParts:
             values[name] = sum(one.loss.values[name] * one.weight for one in done) / total
     loss = values["loss"]
     assert isinstance(loss, torch.Tensor)
-    return LossParts(loss, total if first.weighted else 1, first.weighted, values)
+    return LossOutput(loss, total if first.weighted else 1, first.weighted, values)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from headrace.device import Device
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 from headrace.errors import OutOfMemoryError
 from headrace.plan import Plan
 
@@ -17,7 +17,7 @@ def explained(
     *,
     device: Device,
     plan: Plan,
-    parts: Parts | None,
+    parts: StepParts | None,
     batch: str | None,
     largest: str | None,
     graph_bytes: int,
@@ -42,7 +42,7 @@ def explained(
     return OutOfMemoryError(". ".join(lines))
 
 
-def _held(parts: Parts | None, graph_bytes: int) -> dict[str, int]:
+def _held(parts: StepParts | None, graph_bytes: int) -> dict[str, int]:
     """Bytes by what holds them, as far as it is the engine's own."""
     held = {"graphs": graph_bytes}
     if parts is None:
@@ -68,7 +68,7 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _remedies(kept: int, plan: Plan, parts: Parts | None) -> list[str]:
+def _remedies(kept: int, plan: Plan, parts: StepParts | None) -> list[str]:
     found = ["smaller batches, with accumulate for the same update"]
     if parts is not None and plan.graphs == "off":
         found.append("on_oom='halve', which trains on such a batch in two halves")

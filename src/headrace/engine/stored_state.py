@@ -14,7 +14,7 @@ from headrace.checkpoint import PerRank, StoredTensor
 from headrace.engine.graphed import StepGraphs
 from headrace.engine.group import Phase
 from headrace.engine.schedules import Schedule
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 from headrace.errors import StepError
 from headrace.parallel import Ranks, bare, is_sharded, local, place, shard_like
 
@@ -24,7 +24,7 @@ _DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeErro
 
 
 def state_of(
-    parts: Parts,
+    parts: StepParts,
     schedule: Schedule | None,
     graphs: StepGraphs | None,
     position: Position,
@@ -67,7 +67,7 @@ def state_of(
     }
 
 
-def _step_state(parts: Parts) -> dict[str, Any]:
+def _step_state(parts: StepParts) -> dict[str, Any]:
     """Where the step stands in its accumulation group. A guard's notes of a group that came to
     nothing are not to count."""
     group, clipping, guard = parts.group, parts.update.clipping, parts.update.guard
@@ -75,11 +75,11 @@ def _step_state(parts: Parts) -> dict[str, Any]:
     return {
         **group.state_dict(),
         "outside": {} if clipping is None else clipping.gradients_outside(),
-        "gate": None if guard is None else guard.state_dict(begun=begun),
+        "gate": None if guard is None else guard.state_dict(with_group=begun),
     }
 
 
-def _restore_step(state: dict[str, Any], parts: Parts) -> None:
+def _restore_step(state: dict[str, Any], parts: StepParts) -> None:
     clipping, guard = parts.update.clipping, parts.update.guard
     if guard is not None:
         guard.load_state_dict(state["gate"])
@@ -145,7 +145,7 @@ def upgraded(state: object) -> dict[str, Any]:
 
 
 def restore(
-    state: dict[str, Any], parts: Parts, schedule: Schedule | None, graphs: StepGraphs | None
+    state: dict[str, Any], parts: StepParts, schedule: Schedule | None, graphs: StepGraphs | None
 ) -> None:
     """Bring a step to `state`, all but the random generators. After an error it is of no use."""
     with fitting():
@@ -163,7 +163,7 @@ def fitting() -> Iterator[None]:
 
 
 def _restore(
-    state: dict[str, Any], parts: Parts, schedule: Schedule | None, graphs: StepGraphs | None
+    state: dict[str, Any], parts: StepParts, schedule: Schedule | None, graphs: StepGraphs | None
 ) -> None:
     group, scaler, ema = parts.group, parts.update.scaler, parts.update.ema
     for name, part in (("scheduler", schedule), ("scaler", scaler), ("ema", ema)):
