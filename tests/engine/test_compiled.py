@@ -224,7 +224,7 @@ class TestTold:
 
     def test_a_device_that_compiles_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         engine = engine_on(open_device("cpu"))
-        why = "Headrace compiles nothing for cpu"
+        why = "Headrace does not compile for cpu"
         assert engine.compiled == CompileReport(compiled=False, why=why)
         assert f"plan max: the step is not compiled and runs as it is: {why}" in caplog.text
         assert engine.epoch(rows(3)).compiled == engine.compiled

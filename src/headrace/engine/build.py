@@ -45,7 +45,7 @@ from headrace.engine.recorder import HoldingRecorder, Recorder
 from headrace.engine.restoring import KeptBuffers, RestoringStep
 from headrace.engine.resume import Start
 from headrace.engine.run_ahead import RunAhead
-from headrace.engine.schedules import Every, Schedule, Scheduler, schedule_of
+from headrace.engine.schedules import Schedule, Scheduler, SchedulerInterval, schedule_of
 from headrace.engine.stages import Progress, Step
 from headrace.engine.step import EagerStep, EvaluationStep, StepFunction, StepParts, UserStep
 from headrace.engine.update import Update, scales_on_device
@@ -98,7 +98,7 @@ class ModelStepBuilder:
         accumulate: int,
         accumulate_by: Literal["weight", "count"],
         scheduler: Scheduler | None,
-        scheduler_every: Every,
+        scheduler_every: SchedulerInterval,
         ema_decay: float | None,
         policy: NonFinitePolicy,
         restores_buffers: bool,
@@ -137,7 +137,7 @@ class ModelStepBuilder:
         device = self.device
         if self._halves:
             require_halvable(self.model, plan)
-        self._parts = self._parts_under(plan)
+        self._parts = self._build_parts(plan)
         self.graphs = None
         if plan.graphs != "off" and device.captures:
             self.graphs = StepGraphs(self._parts, plan)
@@ -146,20 +146,20 @@ class ModelStepBuilder:
         if plan.graphs != "off":
             say_uncaptured(device, plan.name, f"{device} captures no graphs")
 
-    def _parts_under(self, plan: Plan) -> StepParts:
+    def _build_parts(self, plan: Plan) -> StepParts:
         device, optimizer, spread = self.device, self._optimizer, spread_of(self.model)
         if plan.precision == "fp16" and spread == "fsdp":
             raise StepError(
                 "fp16 under FSDP2: each rank would check only its own shard for infinite "
                 "gradients; use bf16, or DDP"
             )
-        before = None if self._parts is None else self._parts.update
+        previous = None if self._parts is None else self._parts.update
         scaler = guard = None
         if plan.precision == "fp16":
-            scaler = before.scaler if before is not None else None
+            scaler = previous.scaler if previous is not None else None
             scaler = scaler or torch.amp.GradScaler(device.torch_device.type)
         elif self._policy.max_skipped is not None:
-            guard = before.guard if before is not None else None
+            guard = previous.guard if previous is not None else None
             on_device = scales_on_device(optimizer)
             guard = guard or UpdateGuard(device, self._policy.max_skipped, on_device)
         compiles = plan.compile and device.compiles
@@ -168,7 +168,7 @@ class ModelStepBuilder:
             self.model,
             optimizer,
             CompiledLoss(self._loss, device) if compiles else self._loss,
-            written=self._loss,
+            user_loss=self._loss,
             precision=plan.precision,
             spread=spread != "plain",
         )
@@ -188,11 +188,11 @@ class ModelStepBuilder:
         loss = self.parts.forward.loss
         if isinstance(loss, CompiledLoss):
             return loss.report()
-        return CompileReport(compiled=False, why=f"Headrace compiles nothing for {self.device}")
+        return CompileReport(compiled=False, why=f"Headrace does not compile for {self.device}")
 
     def begin_epoch(self) -> None:
-        """Check everything again, because the user may have changed the loss function or the model
-        since the last epoch. Watch two batches: with accumulation, only the second one can damage
+        """Check everything again: the user may have changed the loss function or the model since
+        the last epoch. With accumulation watch two batches, because only the second one can change
         gradients of the first."""
         self.parts.forward.watch(min(2, self._group.size))
         for part in (self._clipping, self.graphs, self._buffers):
@@ -339,6 +339,7 @@ def _recorder(
     pending = start.pending
     if parts is None or parts.update.guard is None:
         return Recorder(scalars, lanes, restored=pending, loss=start.loss)
+    # The value of an open group's last batch is not complete before the group's update.
     held = None
     if parts.group.is_open and pending and pending[-1].step == start.first - 1:
         pending, held = pending[:-1], pending[-1]

@@ -8,7 +8,7 @@ loop of `clip_grad_norm_(model.parameters(), max_norm)`, `optimizer.step()` and
 `optimizer.zero_grad()`, their gradients count in the norm and are scaled, but never cleared. They
 add up from step to step, and the norm grows. The engine does the same, and warns once. But if
 gradients are divided by the weight of their group (accumulation by weight, or several ranks), it
-raises an error: the sum would be divided at each update again.
+raises an error, because each update would divide the sum again.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Clipping:
     def clip(self, *, divided: bool) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`, and return the norm before.
         `divided`: they have been divided by the weight of their group."""
-        models = self._model_parameters()
+        by_id = self._model_parameters()
         own = [p for group in self._optimizer.param_groups for p in group["params"]]
         if self._outside:
             self._check_outside(divided, {id(p) for p in own})
-        parameters = [*models.values(), *(p for p in own if id(p) not in models)]
+        parameters = [*by_id.values(), *(p for p in own if id(p) not in by_id)]
         # PyTorch sums the norm of sharded gradients over ranks.
         return local(torch.nn.utils.clip_grad_norm_(parameters, self.max_norm))
 
@@ -65,8 +65,7 @@ class Clipping:
             parameter.grad = None if stored is None else stored.to(parameter.device, copy=True)
 
     def _model_parameters(self) -> dict[int, torch.Tensor]:
-        """The model's parameters by `id`, looked up once per epoch: in a large model that is
-        slow."""
+        """The model's parameters by `id`. Looked up once per epoch, since that takes long."""
         if self._by_id is None:
             named = dict(bare(self._model).named_parameters())
             self._by_id = {id(p): p for p in self._model.parameters()}

@@ -32,7 +32,7 @@ from headrace.engine.loop import Observers, Pass
 from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.engine.results import EpochResult
 from headrace.engine.resume import Place, Start, tell_epoch
-from headrace.engine.schedules import Every, Scheduler
+from headrace.engine.schedules import Scheduler, SchedulerInterval
 from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
 from headrace.errors import StepError
@@ -99,7 +99,7 @@ class Engine:
         plan: Plan | str | Path | Mapping[str, Any] = "pipeline",
         device: Device | str | torch.device | None = None,
         scheduler: Scheduler | None = None,
-        scheduler_every: Every = "step",
+        scheduler_every: SchedulerInterval = "step",
         clip_norm: float | None = None,
         accumulate: int = 1,
         accumulate_by: Literal["weight", "count"] = "weight",
@@ -338,7 +338,7 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> EpochResult:
-        """Compute loss and metrics over a loader, in eval mode, without gradients, under the same
+        """Compute loss and metrics over a loader: in eval mode, without gradients, under the
         plan."""
         if not isinstance(self._builder, ModelStepBuilder):
             raise StepError(
@@ -413,8 +413,7 @@ class Engine:
 
     @property
     def compiled(self) -> CompileReport | None:
-        """Whether the step runs as compiled code, and if not, why; None if the plan does not
-        compile it."""
+        """Whether the step runs as compiled code, or why not; None if the plan does not compile."""
         return self._builder.compiled if self.plan.compile else None
 
     def close(self) -> None:

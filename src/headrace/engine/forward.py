@@ -26,7 +26,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forward:
-    """Computes a batch's loss. `written` is the loss function as the user wrote it; `loss` is the
+    """Computes a batch's loss. `user_loss` is the loss function as the user wrote it; `loss` is the
     same function or its compiled form. `spread`: the model is wrapped in DDP or FSDP2."""
 
     def __init__(
@@ -36,13 +36,13 @@ class Forward:
         optimizer: torch.optim.Optimizer,
         loss: LossFunction,
         *,
-        written: LossFunction,
+        user_loss: LossFunction,
         precision: str | None,
         spread: bool,
     ) -> None:
         self._device, self.model, self._optimizer = device, model, optimizer
-        self.loss, self._written, self._precision = loss, written, precision
-        self._name = f"the loss function {describe_function(written)}"
+        self.loss, self._user_loss, self._precision = loss, user_loss, precision
+        self._name = f"the loss function {describe_function(user_loss)}"
         self._spread = spread
         self._batches_to_watch = 0
 
@@ -72,7 +72,7 @@ class Forward:
                     batch,
                     device=self._device,
                     optimizer=self._optimizer,
-                    written=self._written,
+                    user_loss=self._user_loss,
                 )
             else:
                 returned = self.loss(self.model, batch)
@@ -89,7 +89,6 @@ def require_tensor(batch: Any) -> None:
 
 
 def autocast(device: Device, precision: str | None) -> AbstractContextManager[object]:
-    """`torch.autocast` for the precisions bf16 and fp16; for others, a context that does
-    nothing."""
+    """`torch.autocast` for the precisions bf16 and fp16; for others, a context without effect."""
     dtype = None if precision is None else _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.torch_device.type, dtype)

@@ -80,7 +80,7 @@ class Group:
 
     @property
     def divided_by(self) -> int | None:
-        """What each loss is divided by, by count; None by weight."""
+        """What each loss is divided by when accumulating by count; None by weight."""
         return self.size if self._by_count else None
 
     def batches_for(self, updates: int) -> int:
@@ -110,9 +110,8 @@ class Group:
         return (loss.loss if self.size == 1 else loss.loss / self.size), weight
 
     def decide_averaging(self, *, ends_epoch: bool) -> bool:
-        """Decide whether the next backward averages gradients over ranks: only the group's last one
-        does. `averaged` keeps the answer, because a group that ends early must still be
-        averaged."""
+        """Decide whether the next backward averages gradients over ranks: only a group's last one
+        does. `averaged` keeps the answer, because a group that ends early needs it still."""
         self.averaged = ends_epoch or self.count + 1 >= self.size
         return self.averaged
 
@@ -141,9 +140,8 @@ class Group:
         self.phase = Phase.CLEAN
 
     def join_split_batch(self) -> None:
-        """After the last part of a split batch: divide its gradients, which must be the only ones
-        in place, by the total weight of the parts. By weight, `divide` does that for the whole
-        group."""
+        """After the last part of a split batch: divide the batch's gradients by the total weight of
+        its parts. No other gradients may be in place. By weight, `divide` does it for the group."""
         self.has_split_batch = True
         self.split_batches += 1
         if self.by_weight:
@@ -180,8 +178,7 @@ class Group:
         return not lost
 
     def _average_open_group(self) -> None:
-        """Average the gradients of a group that ended early, because the loop was left inside
-        it."""
+        """Average the gradients of a group that ended early: the loop was left inside it."""
         if self._sharded:
             raise StepError(
                 f"the loop was left after {self.count} of a group's {self.size} batches: "

@@ -10,8 +10,7 @@ from headrace.parallel import Ranks, Sum
 
 
 class GroupWeight:
-    """The divisor of a group's gradients (which are of loss × weight), as a tensor on the
-    device."""
+    """The divisor of a group's gradients (of loss × weight), as a tensor on the device."""
 
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self._ranks = device, ranks

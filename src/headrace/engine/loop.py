@@ -36,9 +36,9 @@ class Window(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a pass is made of. `batches` is the feed or a wrapper around it. `settings()` is a
-    context manager that sets PyTorch's precision and kernels. `limit` is the maximum number of
-    batches."""
+    """What a pass is made of. `batches` is the feed, or a wrapper around it. `settings()` is a
+    context manager that sets PyTorch's precision and kernels. A pass has at most `limit` batches.
+    """
 
     device: Device
     feed: Feed
@@ -54,11 +54,11 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Who hears of progress, in this order: the scheduler (after an update), the policy for
+    """Who hears of progress, in this order: the scheduler (after an update), the watch for
     non-finite values, and the user's callbacks."""
 
     schedule: Schedule | None
-    policy: NonFiniteWatch
+    non_finite: NonFiniteWatch
     on_values: Callable[[int, dict[str, float]], object] | None = None
     on_step: Callable[[Progress], object] | None = None
     on_error: Callable[[BaseException], object] | None = None
@@ -109,9 +109,8 @@ class Pass:
     # --- between two batches ----------------------------------------------------------------------
 
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
-        """Wait for all values so far, and return those that are new. If updates may be skipped, the
-        value of an open group's last batch is not among them: it arrives with the group's
-        update."""
+        """Wait for all values so far, and return those that are new. If updates may be skipped, an
+        open group's last batch is not among them: its values arrive with the update."""
         self.stages.recorder.drain(reason)
         self._hand_out()
         return self.progress.arrived
@@ -137,8 +136,8 @@ class Pass:
             schedule.after_update(self.progress.standing[0])
 
     def _hand_out(self, *, check: bool = True) -> None:
-        """Hand out the values that have arrived. `check` shows them to the non-finite policy first:
-        if it ends the run, they have not been handed out and are stored with the state."""
+        """Hand out the values that have arrived. `check` looks for non-finite ones first: if that
+        ends the run, none has been handed out, and a stored state still has them."""
         recorder, observers = self.stages.recorder, self._observers
         if not recorder.has_news():
             if self.progress.arrived:
@@ -146,7 +145,7 @@ class Pass:
             return
         unseen = recorder.unseen()
         if check:
-            observers.policy.check(unseen, self.progress.epoch)
+            observers.non_finite.check(unseen, self.progress.epoch)
         self.progress = replace(self.progress, arrived=recorder.hand_out())
         if observers.on_values is not None:
             with self.stages.lanes.given_back():
@@ -166,6 +165,7 @@ class Pass:
 
     def _update_last_group(self) -> None:
         stages = self.stages
+        # A pass of no batches leaves a restored open group as it was.
         finished = None if stages.limit == 0 else stages.step.finish()
         stages.recorder.amend({} if finished is None else finished.values)
         if finished is not None:

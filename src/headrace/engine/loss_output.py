@@ -66,8 +66,7 @@ class LossOutput:
 
     def unaliased(self) -> LossOutput:
         """A copy whose values share no memory with the model: they are read after the update, and a
-        metric may be a view of a weight. A value that autograd has computed is new memory
-        anyway."""
+        metric may be a view of a weight. Values that autograd has computed are new memory."""
         copies = {
             name: value.detach().clone()
             for name, value in self.values.items()

@@ -42,9 +42,9 @@ def call_watched(
     *,
     device: Device,
     optimizer: torch.optim.Optimizer,
-    written: object,
+    user_loss: object,
 ) -> Any:
-    """Return `loss(model, batch)`. Raise `StepError` if the call did the engine's work. `written`
+    """Return `loss(model, batch)`. Raise `StepError` if the call did the engine's work. `user_loss`
     is the loss function as the user wrote it, for messages."""
     parameters = _parameters(model, optimizer)
     before = [(p, p.grad, _version(p.grad)) for p in parameters]
@@ -53,17 +53,17 @@ def call_watched(
         with (
             _recording_backwards(calls),
             _recording_scales(calls),
-            _refusing_steps(calls, optimizer, written),
+            _refusing_steps(calls, optimizer, user_loss),
         ):
             returned = loss(model, batch)
-        _refuse_backward(calls, before, _loss_in(returned), written)
-        _refuse_scaled(calls, _loss_in(returned), device, written)
+        _refuse_backward(calls, before, _loss_in(returned), user_loss)
+        _refuse_scaled(calls, _loss_in(returned), device, user_loss)
     except StepError:
         for parameter, gradient, _ in before:  # the user may go on with another engine
             parameter.grad = gradient
         raise
     except Exception as problem:
-        explained = loss_function.explain_call_error(problem, written, model)
+        explained = loss_function.explain_call_error(problem, user_loss, model)
         if explained is None:
             raise
         raise explained from problem
@@ -91,7 +91,7 @@ def _refuse_backward(
     calls: _Calls,
     before: list[tuple[torch.Tensor, torch.Tensor | None, int]],
     loss: torch.Tensor | None,
-    written: object,
+    user_loss: object,
 ) -> None:
     """Raise if the call changed gradients, or freed the loss's autograd graph. Any other backward,
     of an adversarial input for example, is fine."""
@@ -105,13 +105,14 @@ def _refuse_backward(
         return
     if not calls.backwards:
         raise StepError(
-            f"the loss function {describe_function(written)} changed the gradients of earlier "
+            f"the loss function {describe_function(user_loss)} changed the gradients of earlier "
             "batches in the accumulation group (with zero_grad(), for example): leave them alone; "
             f"{_ENGINE_CALLS}"
         )
     site = freed[0] if freed else calls.backwards[0][0]
     raise StepError(
-        f"the loss function {describe_function(written)} calls backward() at {site}: {_RETURN_ONLY}"
+        f"the loss function {describe_function(user_loss)} calls backward() at {site}: "
+        f"{_RETURN_ONLY}"
     )
 
 
@@ -135,13 +136,13 @@ def _recording_backwards(calls: _Calls) -> Iterator[None]:
 
 @contextmanager
 def _refusing_steps(
-    calls: _Calls, optimizer: torch.optim.Optimizer, written: object
+    calls: _Calls, optimizer: torch.optim.Optimizer, user_loss: object
 ) -> Iterator[None]:
     def refuse(*_: object) -> None:
         found = [f"backward() at {site}" for site, _, _ in calls.backwards[:1]]
         found.append(f"optimizer.step() at {users_line()}")
         raise StepError(
-            f"the loss function {describe_function(written)} calls {' and '.join(found)}: "
+            f"the loss function {describe_function(user_loss)} calls {' and '.join(found)}: "
             f"{_RETURN_ONLY}"
         )
 
@@ -190,7 +191,7 @@ def _classes(kind: type[Any]) -> list[type[Any]]:
 
 
 def _refuse_scaled(
-    calls: _Calls, loss: torch.Tensor | None, device: Device, written: object
+    calls: _Calls, loss: torch.Tensor | None, device: Device, user_loss: object
 ) -> None:
     """Raise if a scaler made the gradients of the returned loss too large. A loss that was scaled
     and divided again is fine, so measure the factor."""
@@ -205,11 +206,11 @@ def _refuse_scaled(
             factor = float(slope.detach().abs().max()) * scale
         if factor > max(1.0, scale**0.5):
             raise StepError(
-                f"the loss function {describe_function(written)} returns a loss that a GradScaler "
-                f"has scaled at {site}: its gradients would be {factor:,.0f} times too large, "
-                "because the engine does not know that scaler. Return the loss "
-                "without a scaler of your own, and give the engine (or its plan) "
-                "precision='fp16': it then scales and unscales by itself"
+                f"the loss function {describe_function(user_loss)} returns a loss that a "
+                f"GradScaler has scaled at {site}: its gradients would be {factor:,.0f} times too "
+                "large, because the engine does not know that scaler. Return the loss without a "
+                "scaler of your own, and give the engine (or its plan) precision='fp16': it then "
+                "scales and unscales by itself"
             )
 
 

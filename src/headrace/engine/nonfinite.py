@@ -59,8 +59,7 @@ class NonFinitePolicy:
 
 
 class NonFiniteWatch:
-    """Checks values that have arrived on the host. It warns, and ends the run if the policy says
-    so."""
+    """Checks values that have arrived on the host. Warns, or ends the run, as the policy says."""
 
     def __init__(self, policy: NonFinitePolicy, device: Device) -> None:
         self._policy = policy

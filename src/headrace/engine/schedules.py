@@ -20,7 +20,7 @@ from headrace.errors import StepError
 from headrace.source_lines import users_line
 
 log = logging.getLogger("headrace")
-Every = Literal["step", "epoch"]
+SchedulerInterval = Literal["step", "epoch"]
 
 
 class Scheduler(Protocol):
@@ -36,7 +36,7 @@ class Scheduler(Protocol):
 class Schedule:
     """Steps a scheduler without arguments, after each update or each epoch."""
 
-    def __init__(self, scheduler: Any, every: Every) -> None:
+    def __init__(self, scheduler: Any, every: SchedulerInterval) -> None:
         self._scheduler, self._every = scheduler, every
 
     def after_update(self, updates: int) -> None:
@@ -88,7 +88,7 @@ class MetricSchedule(Schedule):
     """Steps a scheduler that follows a metric, such as `ReduceLROnPlateau`, with the epoch's mean
     loss."""
 
-    def __init__(self, scheduler: Any, every: Every) -> None:
+    def __init__(self, scheduler: Any, every: SchedulerInterval) -> None:
         super().__init__(scheduler, every)
         name = type(scheduler).__name__
         if every == "step":
@@ -99,10 +99,10 @@ class MetricSchedule(Schedule):
         self._scheduler.step(mean_loss)
 
 
-class CountedSchedule(Schedule):
+class TimmSchedule(Schedule):
     """Steps a scheduler of timm with the number of updates and epochs."""
 
-    def __init__(self, scheduler: Any, every: Every) -> None:
+    def __init__(self, scheduler: Any, every: SchedulerInterval) -> None:
         super().__init__(scheduler, every)
         self._plateau: Any = getattr(scheduler, "lr_scheduler", None)
         if self._plateau is not None:
@@ -140,7 +140,10 @@ class CountedSchedule(Schedule):
 
 
 def schedule_of(
-    scheduler: Scheduler | None, every: Every, optimizer: torch.optim.Optimizer, accumulate: int
+    scheduler: Scheduler | None,
+    every: SchedulerInterval,
+    optimizer: torch.optim.Optimizer,
+    accumulate: int,
 ) -> Schedule | None:
     """The way to step `scheduler`; None if there is none. Raises `StepError` if the engine cannot
     step it, or if it belongs to another optimizer than `optimizer`, the engine's."""
@@ -152,12 +155,15 @@ def schedule_of(
     _require_methods(plain)
     wrapper: Any = getattr(plain, "optimizer", None)
     if unwrap_optimizer(wrapper, accumulate) is not optimizer:
-        raise StepError("the scheduler belongs to another optimizer than the engine's")
+        raise StepError(
+            "the scheduler belongs to another optimizer than the engine's: create it with the "
+            "optimizer that you give the engine"
+        )
     if wrapper is not optimizer:
         # The engine steps the wrapped optimizer, and PyTorch would warn that the wrapper was not.
         wrapper._opt_called = True
     if callable(getattr(plain, "step_update", None)):
-        return CountedSchedule(plain, every)
+        return TimmSchedule(plain, every)
     required = _required_arguments(plain)
     if isinstance(plain, ReduceLROnPlateau) or required in (["metrics"], ["metric"]):
         return MetricSchedule(plain, every)

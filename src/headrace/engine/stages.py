@@ -43,9 +43,9 @@ class Progress:
     host since the last `Progress`. They belong to earlier batches, because the loop does not wait
     for values; only the last `Progress` comes when all of them have arrived.
 
-    The engine uses the other two to store and compare states. `cursor`: where the loader stood
-    after the last batch. `standing`: all optimizer updates so far, and the batches in the open
-    group.
+    The other two are for stored states. `cursor`: where the loader stood after the last batch.
+    `standing`: all optimizer updates, including those of a restored state, and the batches in the
+    open accumulation group.
     """
 
     epoch: int
