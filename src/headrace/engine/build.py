@@ -46,7 +46,7 @@ from headrace.engine.restoring import KeptBuffers, RestoringStep
 from headrace.engine.resume import Start
 from headrace.engine.run_ahead import RunAhead
 from headrace.engine.schedules import Schedule, Scheduler, SchedulerInterval, schedule_of
-from headrace.engine.stages import Progress, Step
+from headrace.engine.stages import Progress, Standing, Step
 from headrace.engine.step import EagerStep, EvaluationStep, StepFunction, StepParts, UserStep
 from headrace.engine.update import Update, scales_on_device
 from headrace.errors import StepError
@@ -288,7 +288,7 @@ def open_pass(
     if plan.sync != "none":
         window = HostSync(ahead, device, plan, lanes.backward)
     recorder = _recorder(options, lanes, start, parts)
-    standing = (0, 0) if parts is None else parts.group.standing
+    standing = Standing() if parts is None else parts.group.standing
     progress = Progress(epoch, start.first, 0, start.cursor, standing)
     settings = partial(_torch_settings, device, plan, deterministic=options.deterministic)
     stages = Stages(device, feed, batches, step, window, recorder, lanes, ranks, settings, limit)

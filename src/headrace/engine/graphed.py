@@ -27,7 +27,7 @@ from headrace.engine.graph_trial import TRIAL_STEPS, Trial
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.loss_output import LossOutput
-from headrace.engine.stages import Finished, Launched
+from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.step import EagerStep, StepParts
 from headrace.engine.step_trace import Tracing, storages
 from headrace.errors import CaptureError
@@ -77,7 +77,7 @@ class GraphedStep:
                 self._graphs.forget_unreached()
         return self._eager.finish()
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         return self._eager.recover(counted)
 
 

@@ -17,6 +17,7 @@ from headrace.device import Device
 from headrace.engine.deferred import Scalar
 from headrace.engine.group_weight import GroupWeight
 from headrace.engine.loss_output import LossOutput
+from headrace.engine.stages import Standing
 from headrace.errors import StepError
 from headrace.parallel import Ranks, locals_of
 
@@ -65,9 +66,8 @@ class Group:
     # --- where the group stands -------------------------------------------------------------------
 
     @property
-    def standing(self) -> tuple[int, int]:
-        """The number of updates so far, and of batches in the open group."""
-        return self.updates, self.count
+    def standing(self) -> Standing:
+        return Standing(self.updates, self.count)
 
     @property
     def is_open(self) -> bool:

@@ -18,7 +18,7 @@ import torch
 from headrace.data import Fetched, flatten_batch, is_plain_tensor, rebuild_batch
 from headrace.engine.deferred import Scalar
 from headrace.engine.loss_output import LossOutput
-from headrace.engine.stages import Finished, Launched
+from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.step import EagerStep
 from headrace.errors import StepError
 from headrace.plan import Plan
@@ -94,7 +94,7 @@ class HalvingStep:
     def finish(self) -> Finished | None:
         return self._eager.finish()
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         return self._eager.recover(counted)
 
     def _passes(self, batch: Any, *, rows: int | None, of: int | None) -> list[_Done]:

@@ -133,7 +133,7 @@ class Pass:
     def _step_schedule(self) -> None:
         schedule = self._observers.schedule
         if schedule is not None:
-            schedule.after_update(self.progress.standing[0])
+            schedule.after_update(self.progress.standing.updates)
 
     def _hand_out(self, *, check: bool = True) -> None:
         """Hand out the values that have arrived. `check` looks for non-finite ones first: if that
@@ -231,7 +231,7 @@ class Pass:
     def _end_this_rank(self, by_break: bool) -> None:
         """End the pass without the other ranks. Values that were not summed yet are lost."""
         stages = self.stages
-        if by_break and (stages.recorder.pending or self.progress.standing[1]):
+        if by_break and (stages.recorder.pending or self.progress.standing.in_group):
             stages.device.say_once(
                 "left",
                 "rank %d left the loop before its last values were summed over ranks: expected "

@@ -116,8 +116,10 @@ class UpdateGuard:
         self._device = device
         self._max_skipped = max_skipped
         self._on_device = on_device
-        #: Non-finite values in this group; skipped updates so far; 0; and 1 to skip this update.
-        self._bad, self._count, self._zero, self._skip = zero(), zero(), zero(), zero()
+        self._bad = zero()  # how many checks of this group have failed
+        self._count = zero()  # bad updates so far
+        self._skip = zero()  # 1 if the last update was to be skipped
+        self._zero = zero()  # always 0
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors that it keeps on the device."""

@@ -160,7 +160,7 @@ def schedule_of(
             "optimizer that you give the engine"
         )
     if wrapper is not optimizer:
-        # The engine steps the wrapped optimizer, and PyTorch would warn that the wrapper was not.
+        # The engine steps the wrapped optimizer; PyTorch would warn that nobody steps the wrapper.
         wrapper._opt_called = True
     if callable(getattr(plain, "step_update", None)):
         return TimmSchedule(plain, every)

@@ -11,10 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.data import Cursor, Fetched
 from headrace.engine.deferred import DeferredValues, Scalar
+
+
+class Standing(NamedTuple):
+    """Where the optimizer stands: all its updates, including those of a restored state, and the
+    batches in the open accumulation group."""
+
+    updates: int = 0
+    in_group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,15 +30,15 @@ class Launched:
     """What a step has launched for a batch.
 
     `values` are still on the device. `weighted`: the loss function returned a weight. `updated`:
-    this batch ended a group, and the optimizer has updated the weights. `standing`: see `Progress`.
-    `replayed`: the batch ran as a graph.
+    this batch ended a group, and the optimizer has updated the weights. `replayed`: the batch ran
+    as a graph.
     """
 
     fetched: Fetched
     values: Mapping[str, Scalar] | None
     weighted: bool
     updated: bool
-    standing: tuple[int, int] = (0, 0)
+    standing: Standing = Standing()  # noqa: RUF009 - frozen
     replayed: bool = False
 
 
@@ -44,15 +52,14 @@ class Progress:
     for values; only the last `Progress` comes when all of them have arrived.
 
     The other two are for stored states. `cursor`: where the loader stood after the last batch.
-    `standing`: all optimizer updates, including those of a restored state, and the batches in the
-    open accumulation group.
+    `standing`: where the optimizer stood.
     """
 
     epoch: int
     batches: int
     updates: int
     cursor: Cursor
-    standing: tuple[int, int] = (0, 0)
+    standing: Standing = Standing()  # noqa: RUF009 - frozen
     arrived: tuple[DeferredValues, ...] = ()
 
     @property
@@ -85,10 +92,10 @@ class Step(Protocol):
         """Make the update of a last partial group; None if no group is open."""
         ...
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         """After an error: drop incomplete gradients, so that they cannot leak into the next group.
-        Returns whether the state is still exactly the one at `counted` (a `Progress.standing`), so
-        that it may be stored."""
+        Returns whether the state is still exactly the one at `counted`, so that it may be
+        stored."""
         ...
 
 
@@ -97,4 +104,4 @@ class Finished:
     """The update of a last partial group. `values` are those that only the update has produced."""
 
     values: Mapping[str, Scalar]
-    standing: tuple[int, int]
+    standing: Standing

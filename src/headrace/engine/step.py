@@ -20,7 +20,7 @@ from headrace.engine.forward import Forward, require_tensor
 from headrace.engine.group import Group, Phase
 from headrace.engine.lanes import Lanes
 from headrace.engine.loss_output import LossOutput
-from headrace.engine.stages import Finished, Launched
+from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.update import Update
 from headrace.parallel import Ranks, Spread
 from headrace.source_lines import describe_function
@@ -132,7 +132,7 @@ class EagerStep:
         values = {} if guard is None else guard.values(updated=True)
         return Finished(values, parts.group.standing)
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         group = self.parts.group
         return group.recover() and group.standing == counted
 
@@ -155,7 +155,7 @@ class EvaluationStep:
     def finish(self) -> None:
         return None
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         return True
 
 
@@ -177,5 +177,5 @@ class UserStep:
     def finish(self) -> None:
         return None
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         return True
