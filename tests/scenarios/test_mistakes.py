@@ -399,7 +399,7 @@ class TestReturned:
         said = refused(device, lambda m, b: (loss(m, b), m(b[0])))
         assert f"<lambda> at {__file__}:" in said
         assert "returned a tuple of 2 (Tensor, Tensor)" in said
-        assert 'return a dict, as {"loss": loss,' in said
+        assert 'return a dict such as {"loss": loss,' in said
 
     def test_logits_among_the_metrics(self, device: Device) -> None:
         said = refused(device, lambda m, b: {"loss": loss(m, b), "logits": m(b[0])})
