@@ -77,17 +77,18 @@ def test_unknown_keys_are_refused_with_the_nearest_known() -> None:
     with pytest.raises(PlanError, match=r"unknown key 'prefetch_dept' \(did you mean 'prefetch_"):
         Plan.from_dict({"prefetch_dept": 3})
     with pytest.raises(PlanError, match=r"unknown key 'stream' \(did you mean 'streams'\?\)"):
-        Plan.preset("event").but(stream=3)
+        Plan.preset("event").replace(stream=3)
     with pytest.raises(PlanError, match=r"no plan 'pipelin' \(did you mean 'pipeline'\?\)"):
         Plan.preset("pipelin")
 
 
 def test_a_changed_preset_shows_that_it_was_changed() -> None:
-    plan = Plan.preset("pipeline").but(prefetch_depth=3)
+    plan = Plan.preset("pipeline").replace(prefetch_depth=3)
     assert (plan.name, plan.prefetch_depth) == ("pipeline*", 3)
-    assert plan.but(streams=4).name == "pipeline*"
-    assert Plan.preset("pipeline").but() == Plan.preset("pipeline")
-    assert Plan.preset("event").but(name="mine", sync_every=5).name == "mine"
+    assert plan.replace(streams=4).name == "pipeline*"
+    assert Plan.preset("pipeline").replace() == Plan.preset("pipeline")
+    assert Plan.preset("event").replace(name="mine", sync_every=5).name == "mine"
+    assert Plan.preset("event").but(sync_every=5) == Plan.preset("event").replace(sync_every=5)
 
 
 def test_whatever_may_stand_for_a_plan(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Headrace keeps a GPU busy during training, and shows that it does.
+"""Headrace: a PyTorch training engine that keeps the GPU busy, and shows what the host waits for.
 
     import headrace as hr
 
@@ -7,8 +7,7 @@
         result = engine.epoch(loader)
         print(result.mean_loss, result.waits.table())
 
-Names are loaded when they are first used, so that `import headrace` costs next to nothing and
-touches no GPU.
+`import headrace` takes almost no time and touches no GPU: each name is loaded on first use.
 """
 
 from __future__ import annotations

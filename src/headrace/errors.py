@@ -2,31 +2,31 @@
 
 HeadraceError
 ├── DeviceError
-│   ├── DeviceNotFoundError     asked for a device that is not here
-│   ├── DeviceMismatchError     an object of one device was given to another
-│   ├── EventNotRecordedError   an event was waited for before anything recorded it
-│   ├── StreamIndexError        no stream of that index or role (also an IndexError)
-│   ├── CaptureError            work that could not be captured as a graph
-│   ├── OutOfMemoryError        a step that does not fit on the device (also a RuntimeError)
-│   └── ClosedError             used after close
-├── PlanError                   a plan or plan file that cannot be run (also a ValueError)
-├── DeferredError               a value that cannot be deferred (also a ValueError)
-├── StepError                   a loss, batch, optimizer or scheduler that no step can be made of
-│   └── NonFiniteError          a loss or gradient was NaN or infinite, and that was to be the end
+│   ├── DeviceNotFoundError     the device is unknown, or not on this machine
+│   ├── DeviceMismatchError     a stream, event or tensor belongs to another device
+│   ├── EventNotRecordedError   an event was waited for before it was recorded
+│   ├── StreamIndexError        no stream with this index or role (also an IndexError)
+│   ├── CaptureError            a step cannot be captured as a graph
+│   ├── OutOfMemoryError        a step does not fit on the device (also a RuntimeError)
+│   └── ClosedError             an object was used after close()
+├── PlanError                   a plan or plan file is not valid (also a ValueError)
+├── DeferredError               a value is not a single number (also a ValueError)
+├── StepError                   the engine cannot train with what it was given
+│   └── NonFiniteError          a loss or gradient was NaN or infinite, and on_nonfinite says stop
 ├── LoaderError                 the loader hangs, or one of its processes died
-├── CorpusError                 text or prepared data that is of no use (also a ValueError)
-├── TranslationError            no model, search or score can be made of it (also a ValueError)
+├── CorpusError                 text or prepared data cannot be read or used (also a ValueError)
+├── TranslationError            a translation setting or input is not valid (also a ValueError)
 ├── RunError                    a run folder, or a file in it, cannot be used
-├── RanksError                  processes that cannot train together
-├── CheckpointError             a checkpoint or weight file that cannot be written or read
-├── BenchError                  a work or result file that is of no use (also a ValueError)
-│   └── WorkOptionError         a work has no such option, or not of that kind
-├── TuneError                   a search for a plan that cannot be made (also a ValueError)
-├── ReportError                 a result that no report can be made of (also a ValueError)
-└── RaceError                   the fake device saw unordered accesses (also an AssertionError)
+├── RanksError                  the ranks cannot connect, or do not agree
+├── CheckpointError             a checkpoint or weight file cannot be written or read
+├── BenchError                  a work, bench setting or result is not valid (also a ValueError)
+│   └── WorkOptionError         a work does not accept this option or value
+├── TuneError                   tune cannot run with these settings (also a ValueError)
+├── ReportError                 a report cannot be made from this result (also a ValueError)
+└── RaceError                   the fake device found a stream race (also an AssertionError)
 
-A message names what was asked for, what was found and what was expected. Anything else that
-escapes is a bug of Headrace, or an error of the user's own code passed on as itself.
+A message says what failed, what was found, what was expected and what to do. Any other exception is
+either an error in the user's own code, which Headrace passes on unchanged, or a bug in Headrace.
 """
 
 from __future__ import annotations
@@ -35,60 +35,65 @@ from __future__ import annotations
 class HeadraceError(Exception):
     """Base of all errors that Headrace raises on purpose."""
 
-    #: What the program ends with.
+    #: The command line's exit code for this error.
     exit_code = 1
 
 
 class DeviceError(HeadraceError):
-    """Something about a device, its streams, events or memory."""
+    """Base of the errors about a device, its streams, events or memory."""
 
 
 class DeviceNotFoundError(DeviceError):
-    """The device that was asked for is unknown, or not on this machine."""
+    """The requested device is unknown, or not on this machine."""
 
 
 class DeviceMismatchError(DeviceError):
-    """A stream, event or tensor belongs to another device than the one it was used with."""
+    """A stream, event or tensor was used with a device that it does not belong to."""
 
 
 class EventNotRecordedError(DeviceError):
-    """An event was queried or waited for before anything recorded it.
+    """An event was queried or waited for before it was recorded.
 
-    CUDA itself answers "done" to such a wait, so the missing record would go unnoticed.
+    CUDA reports such an event as done, so nobody would notice the missing record.
     """
 
 
 class StreamIndexError(DeviceError, IndexError):
-    """A stream manager has no stream of that index or role."""
+    """The stream manager has no stream with this index or role."""
 
 
 class CaptureError(DeviceError):
-    """Work could not be captured as a graph. The process is as healthy as before, random state
-    included, but graphs captured earlier must not be replayed any more."""
+    """A step could not be captured as a graph.
+
+    The process is unharmed, its random state included, but graphs that were captured earlier must
+    not be replayed any more.
+    """
 
 
 class OutOfMemoryError(DeviceError, RuntimeError):
-    """A step found no memory on the device. The message says what holds it, and what to change."""
+    """A step does not fit in the device's memory. The message says what occupies the memory, and
+    what to change."""
 
 
 class ClosedError(DeviceError):
-    """An object was used after its `close()`."""
+    """An object was used after `close()`."""
 
 
 class PlanError(HeadraceError, ValueError):
-    """A plan's field, or a plan file, is not valid."""
+    """A field of a plan, or a plan file, is not valid."""
 
 
 class DeferredError(HeadraceError, ValueError):
-    """What was pushed is no single number."""
+    """A value to be deferred is not a single number."""
 
 
 class StepError(HeadraceError):
-    """The loss, batch, optimizer or scheduler given to an engine does not make a training step."""
+    """The engine cannot train with the loss, batch, model, optimizer or scheduler it was given."""
 
 
 class NonFiniteError(StepError):
-    """A batch's loss, or the gradients of an update, were NaN or infinite."""
+    """A batch's loss, or the gradients of an update, were NaN or infinite, and `on_nonfinite` ends
+    the run for it. `epoch` and `batch` say where."""
 
     def __init__(self, message: str, *, epoch: int, batch: int) -> None:
         super().__init__(message)
@@ -96,46 +101,47 @@ class NonFiniteError(StepError):
 
 
 class LoaderError(HeadraceError):
-    """The loader has given no batch for too long, or one of its processes has died."""
+    """The loader produced no batch within `loader_timeout`, or one of its processes died."""
 
 
 class CorpusError(HeadraceError, ValueError):
-    """Parallel text, a vocabulary or a prepared folder that cannot be read or trained on."""
+    """Parallel text, a vocabulary or a prepared folder cannot be read, or cannot be trained on."""
 
 
 class TranslationError(HeadraceError, ValueError):
-    """A setting or input that no translation model, schedule, search or score can be made of."""
+    """A setting or input is not valid for the translation model, its schedule, search or score."""
 
 
 class RunError(HeadraceError):
-    """A run folder, or a file in it, cannot be made, read, written or locked."""
+    """A run folder, or a file in it, cannot be created, read, written or locked."""
 
 
 class CheckpointError(HeadraceError):
-    """A checkpoint, or file of weights, cannot be made of a state, written, or read back."""
+    """A checkpoint or weight file cannot be written or read."""
 
 
 class RanksError(HeadraceError):
-    """The processes of a run did not find each other, or do not agree."""
+    """The ranks of a run could not connect, or do not agree with each other."""
 
 
 class BenchError(HeadraceError, ValueError):
-    """A work that cannot be run, a benchmark's settings, or a result that cannot be read."""
+    """A work cannot be run, a bench setting is not valid, or a result cannot be read."""
 
 
 class WorkOptionError(BenchError):
-    """A value given to a work (`--set`) that the work does not take."""
+    """A work does not accept an option or value that was given with `--set`."""
 
-    exit_code = 2  # typed wrong
+    exit_code = 2  # a usage error, as for any wrong option
 
 
 class TuneError(HeadraceError, ValueError):
-    """Settings, a work or a journal with which no plan can be searched for."""
+    """`tune` cannot search with these settings, this work or this journal."""
 
 
 class ReportError(HeadraceError, ValueError):
-    """A stored result that cannot be read, or a report that cannot be written."""
+    """A stored result cannot be read, or a report cannot be written."""
 
 
 class RaceError(HeadraceError, AssertionError):
-    """The fake device found accesses that nothing orders. The message lists all of them."""
+    """The fake device found a stream race: two accesses to the same memory that no edge orders. The
+    message lists all of them."""

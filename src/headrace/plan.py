@@ -1,11 +1,11 @@
-"""Plans: how a training loop is run, as data.
+"""Plans: how a training loop runs, as data.
 
-A plan says when things are computed, not what; only its `precision`, if it has one, changes the
-numbers. The presets are the schemes that people compare (`baseline` … `max`); any field can be
-changed with `Plan.preset("pipeline").but(prefetch_depth=3)` or in a `plan.yaml`.
+A plan decides when things happen (copies, waits, streams, graphs), not what is computed: only its
+`precision`, if set, changes the numbers. The presets go from `baseline` to `max`. Change a field
+with `Plan.preset("pipeline").replace(prefetch_depth=3)` or in a `plan.yaml`.
 
-`HEADRACE_PLAN=baseline` in the environment replaces the plan of every engine: does a bug go away
-with it?
+The environment variable `HEADRACE_PLAN=baseline` replaces the plan of every engine. Use it to find
+out whether a bug depends on the plan.
 """
 
 from __future__ import annotations
@@ -32,51 +32,67 @@ from headrace.schema import (
 )
 from headrace.text_table import text_table
 
-_MANY = 1_000_000
+_MILLION = 1_000_000
 #: The environment variable that replaces every engine's plan.
 PLAN_VARIABLE = "HEADRACE_PLAN"
 
 
 @dataclass(frozen=True, slots=True)
 class Plan(Checked):
-    """How the loop is run. All intervals count batches."""
+    """How a training loop runs. All intervals are in batches."""
 
-    name: str = choice("custom", "what it is called in tables and results")
-    streams: int = whole(3, 2, 8, "device streams in use, the caller's own included")
+    name: str = choice("custom", "name in tables and results")
+    streams: int = whole(3, 2, 8, "number of device streams, including the caller's own")
     sync: Literal["batch", "interval", "event", "none"] = choice(
-        "none", "when the host waits for the device, apart from the run-ahead bound"
+        "none", "when the host waits for the device, besides the run-ahead limit"
     )
-    sync_every: int = whole(10, 1, _MANY, "batches between two such waits (interval and event)")
+    sync_every: int = whole(
+        10, 1, _MILLION, "batches between two of these waits (sync = interval or event)"
+    )
     prefetch_depth: int = whole(
-        2, 0, 64, "batches copied to the device ahead of use; 0 copies in line, blocking"
+        2, 0, 64, "batches copied to the device before they are needed; 0: copy each one and wait"
     )
-    pin: bool = choice(True, "stage batches in pinned memory, so that copies run beside the host")
-    run_ahead_steps: int = whole(8, 1, _MANY, "steps the host may be ahead of the device")
+    pin: bool = choice(
+        True, "copy batches through pinned memory, so that the host does not wait for a copy"
+    )
+    run_ahead_steps: int = whole(
+        8, 1, _MILLION, "maximum steps that the host may be ahead of the device"
+    )
     run_ahead_bytes: int | None = field(
         default=None,
         metadata={
             "low": 1,
             "high": 1 << 50,
-            "meaning": "bytes of batches in flight; none: bounded by steps alone",
+            "meaning": "maximum bytes of batches in flight; none: no limit in bytes",
         },
     )
-    split_backward: bool = choice(False, "backward and optimizer on a stream of their own")
-    graphs: Literal["off", "on", "auto"] = choice("off", "capture the whole step and replay it")
-    graph_shapes: int = whole(16, 1, 4096, "shapes with a graph of their own; least used goes")
-    graph_after: int = whole(2, 1, _MANY, "batches of a shape launched one by one before that")
-    compile: bool = choice(False, "compile model and loss first")
-    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = choice(
-        None, "arithmetic of the model; none: float32, with PyTorch's TF32 switches left alone"
+    split_backward: bool = choice(False, "run backward and optimizer on a separate stream")
+    graphs: Literal["off", "on", "auto"] = choice(
+        "off", "capture the whole step as a graph and replay it; auto: only if that is faster"
     )
-    deferred_every: int = whole(10, 1, _MANY, "batches between two readings of the losses")
-    cache_batches: int = whole(0, 0, _MANY, "batches kept on the device from epoch to epoch")
+    graph_shapes: int = whole(
+        16, 1, 4096, "maximum batch shapes that have a graph; the least used is dropped"
+    )
+    graph_after: int = whole(
+        2, 1, _MILLION, "eager batches of a shape before its graph is captured"
+    )
+    compile: bool = choice(False, "compile model and loss with torch.compile")
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = choice(
+        None, "precision of the model; none: float32, with PyTorch's TF32 settings unchanged"
+    )
+    deferred_every: int = whole(
+        10, 1, _MILLION, "batches between two copies of the losses to the host"
+    )
+    cache_batches: int = whole(
+        0, 0, _MILLION, "batches kept on the device from one epoch to the next"
+    )
 
     def __post_init__(self) -> None:
         Checked.__post_init__(self)
         if self.split_backward and self.streams < 3:
             raise PlanError(
                 f"streams = {self.streams}: expected 3 to 8 with split_backward, which needs "
-                "a stream for each of transfer, forward and backward"
+                "one stream each for transfer, forward and backward"
             )
         if self.split_backward and self.graphs != "off":
             raise PlanError(
@@ -86,12 +102,12 @@ class Plan(Checked):
         if self.graphs != "off" and self.prefetch_depth < 1:
             raise PlanError(
                 f"prefetch_depth = {self.prefetch_depth}: expected 1 to 64 with "
-                f"graphs = {self.graphs!r}, which read their batches from slots"
+                f"graphs = {self.graphs!r}: a graph reads prefetched batches"
             )
 
     @classmethod
     def preset(cls, name: str) -> Plan:
-        """The preset of that name; `PRESETS` has them all."""
+        """The preset called `name`; `PRESETS` lists all of them."""
         if not isinstance(name, str) or name not in PRESETS:
             raise PlanError(
                 f"no plan {quoted(name)}{nearest(name, PRESETS)}; known: {listed(PRESETS)}"
@@ -100,7 +116,8 @@ class Plan(Checked):
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "plan") -> Plan:
-        """A plan from plain values; `preset` names the one that the other keys change."""
+        """Make a plan from plain values. The key `preset` names the preset to start from; the other
+        keys replace its fields. `where` begins the error messages."""
         given = dict(mapping(values, where))
         base = given.pop("preset", None)
         if isinstance(given.get("graphs"), bool):
@@ -110,13 +127,13 @@ class Plan(Checked):
         try:
             if base is None:
                 return cls(**given)
-            return cls.preset(base).but(**given)
+            return cls.preset(base).replace(**given)
         except PlanError as problem:
             raise PlanError(f"{where}: {problem}") from None
 
     @classmethod
     def of(cls, plan: Plan | str | Path | Mapping[str, Any]) -> Plan:
-        """Whatever may stand for a plan: a `Plan`, a preset's name, a dict or a YAML file."""
+        """Make a plan from a `Plan`, a preset's name, a dict of fields or a YAML file's path."""
         if isinstance(plan, Plan):
             return plan
         if isinstance(plan, Mapping):
@@ -130,19 +147,23 @@ class Plan(Checked):
             )
         return cls.preset(plan)
 
-    def but(self, **changes: Any) -> Plan:
-        """This plan with some fields changed. A changed preset is called `name*`."""
+    def replace(self, **changes: Any) -> Plan:
+        """A copy with some fields replaced. Its name gets a `*`, unless `name` is given."""
         refuse_unknown(changes, self.field_names(), "plan")
         if changes and "name" not in changes:
             changes["name"] = self.name if self.name.endswith("*") else f"{self.name}*"
         return dataclasses.replace(self, **changes)
 
+    def but(self, **changes: Any) -> Plan:
+        """The older name of `replace`."""
+        return self.replace(**changes)
+
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `from_dict` takes them."""
+        """The fields as plain values, which `from_dict` reads."""
         return dataclasses.asdict(self)
 
     def table(self) -> str:
-        """Field, value and meaning, as text."""
+        """The fields with value and meaning, as a text table."""
         rows = [
             (known.name, shown(getattr(self, known.name)), known.metadata["meaning"])
             for known in dataclasses.fields(self)
@@ -153,31 +174,35 @@ class Plan(Checked):
 
 @dataclass(frozen=True, slots=True)
 class LoaderPlan(Checked):
-    """How batches are loaded: what a `plan.yaml` says of the DataLoader."""
+    """The `loader:` part of a `plan.yaml`: options for the DataLoader."""
 
     workers: int | None = field(
         default=None,
-        metadata={"low": 0, "high": 1024, "meaning": "loading processes; 0 loads in this one"},
+        metadata={
+            "low": 0,
+            "high": 1024,
+            "meaning": "DataLoader worker processes; 0: load in this process",
+        },
     )
     prefetch_factor: int | None = field(
         default=None,
-        metadata={"low": 1, "high": 1024, "meaning": "batches each worker loads ahead"},
+        metadata={"low": 1, "high": 1024, "meaning": "batches that each worker loads in advance"},
     )
     batch_size: int | None = field(
-        default=None, metadata={"low": 1, "high": 1 << 30, "meaning": "samples a batch"}
+        default=None, metadata={"low": 1, "high": 1 << 30, "meaning": "samples per batch"}
     )
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFile:
-    """The two parts of a `plan.yaml`. A loader field that is None was not given."""
+    """The two parts of a `plan.yaml`. A loader field that the file does not set is None."""
 
     plan: Plan
     loader: LoaderPlan
 
 
 def load_plan(path: str | Path) -> PlanFile:
-    """Read a `plan.yaml`: `plan:` (a preset's name, or fields) and, if wanted, `loader:`."""
+    """Read a `plan.yaml`: `plan:` (a preset's name, or fields) and, optionally, `loader:`."""
     content = read_yaml(path, PlanError)
     refuse_unknown(content, ["plan", "loader"], str(path))
     if "plan" not in content:
@@ -191,9 +216,9 @@ def load_plan(path: str | Path) -> PlanFile:
     return PlanFile(Plan.from_dict(plan, where=f"{path}: plan"), loader_plan)
 
 
-def in_force(plan: Plan) -> Plan:
-    """The plan that an engine given `plan` runs under: `plan` itself, unless `HEADRACE_PLAN` names
-    another. That one gets the precision of `plan`, so that the arithmetic stays the same."""
+def effective_plan(plan: Plan) -> Plan:
+    """The plan to run instead of `plan`: the one that `HEADRACE_PLAN` names, with the precision of
+    `plan`, so that the numbers stay the same. `plan` itself if the variable is not set."""
     named = os.environ.get(PLAN_VARIABLE, "")
     if not named:
         return plan
@@ -205,8 +230,9 @@ def in_force(plan: Plan) -> Plan:
         ) from None
 
 
-def refuse_replaced_plans(command: str) -> None:
-    """Raise if `HEADRACE_PLAN` is set: where plans are compared, all would be the same one."""
+def refuse_plan_variable(command: str) -> None:
+    """Raise `PlanError` if `HEADRACE_PLAN` is set: `command` compares plans, and the variable would
+    make all of them the same."""
     named = os.environ.get(PLAN_VARIABLE, "")
     if named:
         raise PlanError(
@@ -216,7 +242,7 @@ def refuse_replaced_plans(command: str) -> None:
 
 
 def presets_table() -> str:
-    """All presets side by side: a row a field that differs, a column a plan."""
+    """All presets side by side: one column per preset, one row per field in which they differ."""
     plans = list(PRESETS.values())
     rows = []
     for name in Plan.field_names():
@@ -226,9 +252,9 @@ def presets_table() -> str:
     return text_table(("field", *PRESETS), rows)
 
 
-#: The schemes, as data. `baseline` is the loop most people have; the next three are what is
-#: usually advised; `pipeline` never waits but to bound its run-ahead; `graph` and `max` also take
-#: the launching of kernels off the host.
+#: The presets. `baseline` is the loop most people write; `interval`, `event` and `streams4` are
+#: what is usually recommended; `pipeline` waits only to limit its run-ahead; `graph` and `max` also
+#: launch the whole step at once.
 PRESETS: dict[str, Plan] = {
     plan.name: plan
     for plan in (
@@ -259,7 +285,7 @@ PRESETS: dict[str, Plan] = {
             split_backward=True,
         ),
         Plan(name="pipeline", streams=3),
-        # With more steps under way than the driver takes, the host waits inside a launch, awake.
+        # 4, not 8: when the driver's launch queue is full, a launch spins on the CPU until it fits.
         Plan(name="graph", streams=3, graphs="on", run_ahead_steps=4),
         Plan(name="max", streams=3, graphs="on", run_ahead_steps=4, compile=True),
     )

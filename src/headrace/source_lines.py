@@ -1,4 +1,4 @@
-"""Lines of code, as errors and reports name them."""
+"""Find the line of the user's code that an error message or a report should name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """A line of code."""
+    """A line in a file, shown as `file:line`."""
 
     file: str
     line: int
@@ -32,11 +32,12 @@ class Site:
 
 
 def users_line() -> Site:
-    """The innermost line under way that is neither PyTorch's nor ours."""
+    """The line of the user's code that is running now: the innermost frame outside Headrace and
+    PyTorch."""
     frame: FrameType | None = sys._getframe(1)
     innermost = frame
     while frame is not None:
-        if is_users(frame.f_code.co_filename):
+        if is_user_code(frame.f_code.co_filename):
             return Site(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     assert innermost is not None
@@ -44,35 +45,36 @@ def users_line() -> Site:
 
 
 def users_line_inside(caller: CodeType) -> Site | None:
-    """The innermost line of the user's that is under way inside a call of `caller`, if any."""
+    """The line of the user's code that is running now, as long as `caller` called it; else None."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code is not caller:
-        if is_users(frame.f_code.co_filename):
+        if is_user_code(frame.f_code.co_filename):
             return Site(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return None
 
 
 def line_of_error(where: TracebackType | None) -> Site | None:
-    """The innermost line of the user's in an error's traceback; PyTorch's own if there is none."""
+    """The last line of the user's code in a traceback, or the last line of all if there is none."""
     frames = [Site(frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(where)]
-    users = [site for site in frames if is_users(site.file)]
+    users = [site for site in frames if is_user_code(site.file)]
     return users[-1] if users else frames[-1] if frames else None
 
 
 @cache
-def is_users(file: str) -> bool:
-    """Whether a file is neither PyTorch's, nor ours, nor the standard library's."""
+def is_user_code(file: str) -> bool:
+    """Whether a file belongs neither to Headrace, nor PyTorch, nor the standard library."""
     if file.startswith((_OURS, _TORCH, "<frozen ")):
         return False
     if file.startswith(_STANDARD_LIBRARY):
-        # Installed packages may lie inside the standard library's folder.
+        # Installed packages may be inside the standard library's folder.
         return "site-packages" in file or "dist-packages" in file
     return True
 
 
 def definition(function: object) -> Site | None:
-    """Where a function, method, `partial` or callable object was written; None: not in Python."""
+    """Where a function, method, `partial`, module or callable object is defined. None if it is not
+    written in Python."""
     while isinstance(function, functools.partial):
         function = function.func
     if isinstance(function, torch.nn.Module):
@@ -83,11 +85,11 @@ def definition(function: object) -> Site | None:
     return None if code is None else Site(code.co_filename, code.co_firstlineno)
 
 
-def described(function: object) -> str:
-    """A function as messages name it: its name, and where the user wrote it."""
+def describe_function(function: object) -> str:
+    """`name at file:line` for a function of the user's, else its name."""
     inner = function
     while isinstance(inner, functools.partial):
         inner = inner.func
     name = getattr(inner, "__name__", type(inner).__name__)
     site = definition(function)
-    return name if site is None or not is_users(site.file) else f"{name} at {site}"
+    return name if site is None or not is_user_code(site.file) else f"{name} at {site}"

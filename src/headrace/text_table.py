@@ -1,4 +1,4 @@
-"""Tables for the terminal, as text: one way to draw them for every command."""
+"""Plain text tables and wrapped lines, the same for every command."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def text_table(
     right: Collection[str] = (),
     dense: bool = False,
 ) -> str:
-    """Draw `rows` under `columns` as plain text, as wide as it needs to be.
+    """Format `rows` under `columns` as plain text, as wide as its content.
 
-    A column whose cells all are numbers, or whose name is in `right`, is set flush right;
-    `dense` leaves a space less between columns. No colour, no terminal control codes: the text
-    looks the same in a terminal, a log and a file.
+    Columns of numbers, and those named in `right`, are right-aligned. `dense` puts one space less
+    between columns. The text has no colours or control codes, so it looks the same in a terminal, a
+    log and a file.
     """
-    # Imported here: rich takes 50 ms that `import headrace` need not pay.
+    # Imported here because rich takes 50 ms to import.
     import io
 
     from rich import box
@@ -39,11 +39,11 @@ def text_table(
     )
     for index, column in enumerate(columns):
         numeric = bool(cells) and all(_is_number(row[index]) for row in cells)
-        flush = "right" if numeric or column in right else "left"
-        table.add_column(column, justify=flush, no_wrap=True)  # type: ignore[arg-type]
+        justify = "right" if numeric or column in right else "left"
+        table.add_column(column, justify=justify, no_wrap=True)  # type: ignore[arg-type]
     for row in cells:
         table.add_row(*[_text(cell) for cell in row])
-    # rich leaves out what does not fit: ask for all the width the longest row could need.
+    # rich cuts off what does not fit, so give it more width than any row needs.
     console = Console(
         file=io.StringIO(), width=10_000, no_color=True, highlight=False, markup=False
     )
@@ -52,8 +52,9 @@ def text_table(
     return "\n".join(line.rstrip() for line in drawn.splitlines() if line.strip())
 
 
-def filled(line: str, indent: str = "") -> str:
-    """A sentence in lines that fit 120 columns; a path is left whole."""
+def wrap_line(line: str, indent: str = "") -> str:
+    """Wrap a long line at 118 columns, without breaking a path. `indent` begins every line after
+    the first."""
     return textwrap.fill(
         line,
         _WIDTH,

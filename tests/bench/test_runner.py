@@ -577,7 +577,7 @@ class TestNotCompiled:
         result = bench(find_work("mlp", SMALL), open_device("cpu"), "baseline,max").run()
         assert re.search(r"^ max, eager ", text_of(result), re.MULTILINE)
         notes = " ".join(result.row("max").notes)
-        assert "compiles nothing for cpu" in notes
+        assert "does not compile for cpu" in notes
         assert "captures no graphs" in notes
         page = page_of(result)
         assert "not compiled</span>" in page

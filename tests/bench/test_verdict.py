@@ -306,7 +306,7 @@ class TestScores:
         assert {name: scheme_of(plan.to_dict()) for name, plan in PRESETS.items()} == {
             name: name for name in PRESETS
         }
-        own = Plan.preset("pipeline").but(graphs="auto").to_dict()
+        own = Plan.preset("pipeline").replace(graphs="auto").to_dict()
         assert scheme_of(own) == "graph"
 
 

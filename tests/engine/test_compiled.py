@@ -226,7 +226,7 @@ class TestReport:
 
     def test_a_device_that_compiles_nothing(self, caplog: pytest.LogCaptureFixture) -> None:
         engine = engine_on(open_device("cpu"))
-        why = "Headrace compiles nothing for cpu"
+        why = "Headrace does not compile for cpu"
         assert engine.compiled == CompileReport(compiled=False, why=why)
         assert f"plan max: the step is not compiled and runs as it is: {why}" in caplog.text
         assert engine.epoch(rows(3)).compiled == engine.compiled
@@ -235,7 +235,7 @@ class TestReport:
     def test_a_users_own_step_is_not_compiled(self, caplog: pytest.LogCaptureFixture) -> None:
         engine = hr.Engine.from_step(lambda batch: None, device="cpu", plan="max")
         assert engine.compiled is not None
-        assert engine.compiled.why == "it is your own (Engine.from_step)"
+        assert engine.compiled.why == "it is your own step (Engine.from_step)"
         assert "the step is not compiled" in caplog.text
 
     def test_how_long_it_took_is_in_the_log(

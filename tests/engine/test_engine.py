@@ -1,4 +1,4 @@
-"""The engine: the same losses under every plan, exactly once, with the waits each plan has."""
+"""The engine: every plan gives the same losses, each exactly once, with its own host waits."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class TestSameLosses:
     @pytest.mark.parametrize("plan", list(PRESETS))
     def test_as_the_plain_loop_bit_for_bit(self, device: Device, plan: str) -> None:
         if plan == "max" and device.torch_device.type == "cuda":
-            pytest.skip("max runs other kernels: compared within a tolerance elsewhere")
+            pytest.skip("max runs other kernels, which another test compares within a tolerance")
         expected, final = plain_loop(device, data(), epochs=2)
         engine = make_engine(device, plan, deterministic=True)
         found = [*engine.epoch(data()).losses, *engine.epoch(data()).losses]
@@ -37,7 +37,7 @@ class TestSameLosses:
     @pytest.mark.parametrize("streams", [3, 4, 8])
     def test_with_any_number_of_streams(self, device: Device, streams: int) -> None:
         expected, final = plain_loop(device, data())
-        engine = make_engine(device, Plan.preset("streams4").but(streams=streams))
+        engine = make_engine(device, Plan.preset("streams4").replace(streams=streams))
         assert list(engine.epoch(data()).losses) == expected
         assert same(weights(engine), final)
 
@@ -103,7 +103,7 @@ class TestSameLosses:
         fails_after=st.none() | st.integers(0, 25),
         fails_in=st.sampled_from(["loader", "loss"]),
     )
-    def test_exactly_once_whatever_happens(
+    def test_each_batch_counts_exactly_once_however_the_loop_ends(
         self,
         count: int,
         plan: str,
@@ -137,7 +137,9 @@ class TestSameLosses:
             assert result is not None
             return (result.losses, result.statistics.updates), weights(engine)
 
-        chosen = Plan.preset(plan).but(prefetch_depth=depth, sync_every=every, deferred_every=every)
+        chosen = Plan.preset(plan).replace(
+            prefetch_depth=depth, sync_every=every, deferred_every=every
+        )
         expected, expected_weights = run(hr.open_device("cpu"), Plan.preset("baseline"))
         with FakeDevice() as device:
             found, found_weights = run(device, chosen)
@@ -232,7 +234,7 @@ class TestPlans:
             ("interval", {"transfer", "forward"}),
             ("event", {"transfer", "forward"}),
             ("streams4", {"transfer", "transfer_next", "forward", "backward"}),
-            (Plan.preset("streams4").but(streams=3), {"transfer", "forward", "backward"}),
+            (Plan.preset("streams4").replace(streams=3), {"transfer", "forward", "backward"}),
             ("pipeline", {"transfer", "default", "losses"}),
         ],
     )
@@ -244,9 +246,9 @@ class TestPlans:
             spans = device.timeline().spans[before:]
         assert {span.lane for span in spans if span.kind in ("kernel", "copy")} == lanes
 
-    @pytest.mark.parametrize(("plan", "ms_a_step"), [("baseline", 12.0), ("pipeline", 10.0)])
-    def test_time_a_step(self, plan: str, ms_a_step: float) -> None:
-        """A copy of 2 ms and compute of 10: one after the other, or side by side."""
+    @pytest.mark.parametrize(("plan", "ms_per_step"), [("baseline", 12.0), ("pipeline", 10.0)])
+    def test_time_per_step(self, plan: str, ms_per_step: float) -> None:
+        """A copy of 2 ms, compute of 10 ms: baseline runs them in turn, pipeline overlaps them."""
         costs = Costs(kernel_us=0, query_us=0, by_name={"copy h2d": 2000, "copy d2h": 0})
         with FakeDevice(costs=costs) as device:
             weight = torch.nn.Linear(1, 1).to(device.torch_device)
@@ -264,7 +266,7 @@ class TestPlans:
             )
             batches = [torch.ones(4, 1).pin_memory() for _ in range(50)]
             elapsed_ms = engine.epoch(batches).statistics.elapsed_s * 1e3
-        assert elapsed_ms == 50 * ms_a_step + (2.0 if plan == "pipeline" else 0.0)
+        assert elapsed_ms == 50 * ms_per_step + (2.0 if plan == "pipeline" else 0.0)
 
     def test_the_four_edges_of_streams4(self) -> None:
         with FakeDevice(costs=Costs(kernel_us=100)) as device:
@@ -281,14 +283,14 @@ class TestPlans:
     def test_the_run_ahead_is_bounded_in_bytes(self) -> None:
         size = 5 * 8 * 4 + 5 * 8
         with FakeDevice() as device:
-            plan = Plan.preset("pipeline").but(run_ahead_bytes=2 * size)
+            plan = Plan.preset("pipeline").replace(run_ahead_bytes=2 * size)
             result = make_engine(device, plan).epoch(data(20))
         assert result.waits["run_ahead"].count == 18
 
     def test_batches_are_cached_on_the_device(self) -> None:
         batches = data(6)
         with FakeDevice() as device:
-            engine = make_engine(device, Plan.preset("pipeline").but(cache_batches=6))
+            engine = make_engine(device, Plan.preset("pipeline").replace(cache_batches=6))
             first = engine.epoch(batches)
             copies = sum(span.name == "copy h2d" for span in device.timeline().spans)
             second = engine.epoch(batches)
@@ -296,7 +298,7 @@ class TestPlans:
         expected, _ = plain_loop(hr.open_device("cpu"), batches, epochs=2)
         assert [*first.losses, *second.losses] == expected
 
-    def test_a_pipeline_step_hides_no_wait(self) -> None:
+    def test_the_ledger_has_all_waits_of_a_pipeline_step(self) -> None:
         with FakeDevice() as device:
             engine = make_engine(device, "pipeline", clip_norm=1.0, ema_decay=0.9)
             device.hidden_waits.clear()
@@ -329,14 +331,14 @@ class TestLoop:
     def test_steps_is_the_callers_loop(self, device: Device) -> None:
         expected, final = plain_loop(device, data())
         engine = make_engine(device)
-        come_back: list[float] = []
+        arrived: list[float] = []
         for index, info in enumerate(engine.steps(data())):
             assert info.batch == index
             assert info.updates == index + 1
-            come_back += [entry.values["loss"] for entry in info.come_back]
+            arrived += [entry.values["loss"] for entry in info.arrived]
         assert engine.last_result is not None
         assert list(engine.last_result.losses) == expected
-        assert come_back == expected[: len(come_back)]
+        assert arrived == expected[: len(arrived)]
         assert same(weights(engine), final)
 
     @pytest.mark.parametrize("plan", EAGER)
@@ -363,7 +365,7 @@ class TestLoop:
 
     @pytest.mark.parametrize("plan", EAGER)
     @pytest.mark.unsanitized
-    def test_an_error_in_the_loss_is_itself(self, device: Device, plan: str) -> None:
+    def test_an_error_in_the_loss_is_raised_unchanged(self, device: Device, plan: str) -> None:
         calls = []
 
         def fragile(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -383,7 +385,7 @@ class TestLoop:
 
     @pytest.mark.unsanitized
     def test_an_error_in_the_loss_keeps_the_groups_earlier_gradients(self, device: Device) -> None:
-        """Batches that were trained on count, whether it is the loader or the loss that fails."""
+        """Batches trained on before the error count, as after an error in the loader."""
         calls: list[int] = []
 
         def fragile(model: torch.nn.Module, batch: Any) -> torch.Tensor:
@@ -418,7 +420,7 @@ class TestLoop:
         assert engine.last_result is not None
         assert len(engine.last_result.losses) == engine.last_result.statistics.batches == 3
 
-    def test_max_steps_asks_for_no_batch_too_many(self, device: Device) -> None:
+    def test_max_steps_fetches_no_batch_too_many(self, device: Device) -> None:
         source = iter(data(10))
         engine = make_engine(device, accumulate=2)
         result = engine.epoch(source, max_steps=3)
@@ -430,19 +432,19 @@ class TestLoop:
         assert result.losses == ()
         assert math.isnan(result.mean_loss)
 
-    def test_samplers_are_told_the_epoch(self, device: Device) -> None:
-        told: list[int] = []
+    def test_samplers_get_the_epoch(self, device: Device) -> None:
+        epochs: list[int] = []
 
         class Sampler(torch.utils.data.SequentialSampler):
             def set_epoch(self, epoch: int) -> None:
-                told.append(epoch)
+                epochs.append(epoch)
 
         dataset = TensorDataset(torch.randn(6, 8), torch.zeros(6, dtype=torch.int64))
         loader = DataLoader(dataset, batch_size=2, sampler=Sampler(dataset))
         engine = make_engine(device)
         for _ in range(3):
             engine.epoch(loader)
-        assert told == [0, 1, 2]
+        assert epochs == [0, 1, 2]
 
     def test_schedulers_by_epoch(self, device: Device) -> None:
         model = make_model(device)
@@ -467,7 +469,7 @@ class TestLoop:
         make_engine(device, model=model, accumulate=2, clip_norm=1.0).epoch(data(4))
         assert torch.equal(model[0].weight, before)
 
-    def test_hooks(self, device: Device) -> None:
+    def test_on_step_and_on_epoch_are_called(self, device: Device) -> None:
         steps: list[StepInfo] = []
         epochs: list[hr.EpochResult] = []
         engine = make_engine(device, on_step=steps.append, on_epoch=epochs.append)
@@ -494,7 +496,7 @@ class TestLoop:
     def test_nvtx_ranges_do_no_harm(self, device: Device) -> None:
         assert len(make_engine(device, nvtx=True).epoch(data(3)).losses) == 3
 
-    def test_settings_are_put_back(self, device: Device) -> None:
+    def test_settings_of_pytorch_are_restored(self, device: Device) -> None:
         make_engine(device, deterministic=True).epoch(data(2))
         assert not torch.are_deterministic_algorithms_enabled()
 
@@ -541,7 +543,7 @@ class TestCustomStep:
         result = engine.epoch(data(7))
         assert len(result.losses) == 7
         assert "other" in result.metrics
-        with pytest.raises(StepError, match="made from a step"):
+        with pytest.raises(StepError, match="this engine is from Engine"):
             engine.evaluate(data(2))
 
     def test_a_step_may_report_nothing(self, device: Device) -> None:
@@ -556,7 +558,7 @@ class TestBadInput:
         ("bad_loss", "message"),
         [
             (lambda m, b: m(b[0]), r"a loss that has shape \(5, 3\): expected a single number"),
-            (lambda m, b: loss(m, b).detach(), "a loss that needs no grad"),
+            (lambda m, b: loss(m, b).detach(), "a loss that does not require grad"),
             (lambda m, b: 3.0, "returned the number 3.0: expected a 0-dim tensor"),
             (lambda m, b: None, "the loss function <lambda> at .* returned None: expected"),
             (lambda m, b: {"los": loss(m, b)}, r"a dict without 'loss' \(it has los\): expected"),
@@ -586,14 +588,16 @@ class TestBadInput:
         with FakeDevice() as device:
             model = torch.nn.Linear(1, 1)
             optimizer = torch.optim.SGD(model.parameters())
-            with pytest.raises(StepError, match="the model is on cpu, the engine runs on fake:1"):
+            with pytest.raises(
+                StepError, match="the model is on cpu, but the engine runs on fake:1"
+            ):
                 Engine(model, optimizer, loss, device=device)
 
     def test_of_optimizers_and_schedulers(self) -> None:
         model = torch.nn.Linear(8, 3)
         sgd, other = (torch.optim.SGD(model.parameters(), lr=0.1) for _ in range(2))
         schedule = torch.optim.lr_scheduler.ConstantLR(sgd)
-        with pytest.raises(StepError, match="LBFGS calls the loss itself, through a closure"):
+        with pytest.raises(StepError, match="LBFGS needs a closure"):
             Engine(model, torch.optim.LBFGS(model.parameters()), loss)
         with pytest.raises(StepError, match="a scheduler without an optimizer"):
             Engine(model, None, loss, scheduler=schedule)  # type: ignore[arg-type]
@@ -602,7 +606,7 @@ class TestBadInput:
         with pytest.raises(StepError, match="scheduler_every = 'batch'"):
             Engine(model, sgd, loss, scheduler=schedule, scheduler_every="batch")  # type: ignore[arg-type]
         plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(sgd)
-        with pytest.raises(StepError, match="ReduceLROnPlateau needs a finished loss"):
+        with pytest.raises(StepError, match="ReduceLROnPlateau needs the epoch"):
             Engine(model, sgd, loss, scheduler=plateau)
 
     @pytest.mark.parametrize(
@@ -641,9 +645,9 @@ def test_the_result_is_a_frozen_record(device: Device) -> None:
 
 
 class TestInsideALoop:
-    """What may be called between two steps."""
+    """What a caller may do between two batches of `steps()`."""
 
-    def test_evaluate_leaves_the_epochs_figures_alone(self, device: Device) -> None:
+    def test_evaluate_does_not_change_the_epochs_statistics(self, device: Device) -> None:
         def waits(evaluates: bool) -> dict[str, int]:
             engine = make_engine(device, "baseline")
             for info in engine.steps(data(8)):
@@ -657,20 +661,20 @@ class TestInsideALoop:
 
         assert waits(evaluates=True) == waits(evaluates=False)
 
-    def test_another_plan_is_for_the_next_epoch(self, device: Device) -> None:
+    def test_use_plan_takes_effect_in_the_next_epoch(self, device: Device) -> None:
         whole, engine = make_engine(device), make_engine(device)
         torch.manual_seed(1)
         expected = whole.epoch(data(8)).losses
         torch.manual_seed(1)
         for info in engine.steps(data(8)):
             if info.batch == 3:
-                engine.use_plan(Plan.preset("event").but(precision="bf16"))
+                engine.use_plan(Plan.preset("event").replace(precision="bf16"))
                 assert engine.plan.name == "pipeline"
         assert engine.last_result is not None
         assert engine.last_result.losses == expected
         assert engine.plan.precision == "bf16"
 
-    def test_left_it_ends(self, device: Device) -> None:
+    def test_leave_ends_the_loop(self, device: Device) -> None:
         engine = make_engine(device, accumulate=3)
         seen = 0
         for info in engine.steps(data(8)):

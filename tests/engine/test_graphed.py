@@ -296,10 +296,10 @@ class TestFallback:
     ) -> None:
         def make(plan: Any) -> Engine:
             engine = make_engine(capturing, plan, deterministic=True)
-            assert engine._training.parts is not None
-            optimizer = engine._training.parts.optimizer
+            assert engine._builder.parts is not None
+            optimizer = engine._builder.parts.optimizer
             cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.05, total_steps=300)
-            engine._training.schedule = Schedule(cycle, "step")
+            engine._builder.schedule = Schedule(cycle, "step")
             return engine
 
         assert "the optimizer's betas changes from step to step" in self.run(
@@ -363,22 +363,22 @@ class TestBetweenEpochs:
 
     def test_another_learning_rate(self, capturing: Device) -> None:
         def slower(engine: Engine) -> None:
-            assert engine._training.parts is not None
-            engine._training.parts.optimizer.param_groups[0]["lr"] = 0.001
+            assert engine._builder.parts is not None
+            engine._builder.parts.optimizer.param_groups[0]["lr"] = 0.001
 
         self.both(capturing, slower)
 
     def test_another_weight_decay(self, capturing: Device) -> None:
         def heavier(engine: Engine) -> None:
-            assert engine._training.parts is not None
-            engine._training.parts.optimizer.param_groups[0]["weight_decay"] = 0.5
+            assert engine._builder.parts is not None
+            engine._builder.parts.optimizer.param_groups[0]["weight_decay"] = 0.5
 
         assert self.both(capturing, heavier).graphs.captures == 2  # type: ignore[union-attr]
 
     def test_a_checkpoint_is_loaded(self, capturing: Device) -> None:
         def reload(engine: Engine) -> None:
-            assert engine._training.parts is not None
-            optimizer = engine._training.parts.optimizer
+            assert engine._builder.parts is not None
+            optimizer = engine._builder.parts.optimizer
             optimizer.load_state_dict(optimizer.state_dict())
 
         self.both(capturing, reload)
@@ -499,12 +499,12 @@ class TestMax:
     ) -> None:
         device = open_device(device_name)
         engine = make_engine(device, "max", model=make_model(device, dropout=0.0))
-        assert engine._training.parts is not None
+        assert engine._builder.parts is not None
 
         def broken(*_: Any) -> Any:
             raise torch._dynamo.exc.InternalTorchDynamoError("broken on purpose")
 
-        engine._training.parts.forward.loss._compiled = broken  # type: ignore[attr-defined]
+        engine._builder.parts.forward.loss._compiled = broken  # type: ignore[attr-defined]
         expected = make_engine(device, "pipeline", model=make_model(device, dropout=0.0))
         assert engine.epoch(data(20)).losses == expected.epoch(data(20)).losses
         assert "the step is not compiled and runs as it is" in caplog.text
@@ -535,14 +535,14 @@ def test_ddp_is_watched_after_its_first_steps(
             return super().__call__(batch)
 
     engine = Engine(model, optimizer, loss, plan="baseline", device=fake_device)
-    assert engine._training.parts is not None
+    assert engine._builder.parts is not None
     forward = CopiesOnce(
         *(fake_device, model, optimizer, loss),
         written=loss,
         precision=None,
         spread=False,
     )
-    parts = replace(engine._training.parts, forward=forward, spread="ddp", ranks=NcclRanks())
+    parts = replace(engine._builder.parts, forward=forward, spread="ddp", ranks=NcclRanks())
     graphs = StepGraphs(parts, GRAPH)
     batch = tuple(part.to(fake_device.torch_device) for part in data(1)[0])
     fetched = Fetched(0, batch, nbytes=0, samples=1, cursor=Cursor(1))

@@ -16,7 +16,7 @@ from headrace.plan import Plan
 from headrace.testing import FakeDevice
 from support.engines import data, loss, make_model, same, weights
 
-GRAPH = Plan.preset("graph").but(graph_after=1)
+GRAPH = Plan.preset("graph").replace(graph_after=1)
 Optimizer = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -29,8 +29,8 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
 
 
 def optimizer_of(engine: Engine) -> torch.optim.Optimizer:
-    assert engine._training.parts is not None
-    return engine._training.parts.optimizer
+    assert engine._builder.parts is not None
+    return engine._builder.parts.optimizer
 
 
 def both(

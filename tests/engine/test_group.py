@@ -16,23 +16,23 @@ def group(size: int = 2, *, by_count: bool = False) -> Group:
     return Group(open_device("cpu"), optimizer, SINGLE, size=size, by_count=by_count, sharded=False)
 
 
-def gather(one: Group) -> None:
-    one.gathering()
+def add_batch(one: Group) -> None:
+    one.begin_backward()
     for parameter in one.parameters():
         parameter.grad = torch.ones(2) if parameter.grad is None else parameter.grad + 1
-    one.gathered()
+    one.end_backward()
 
 
 def test_batches_fill_a_group_and_an_update_empties_it() -> None:
     one = group()
     assert (one.standing, one.is_open, one.batches_for(3)) == ((0, 0), False, 6)
-    gather(one)
+    add_batch(one)
     assert (one.standing, one.is_open, one.is_full, one.batches_for(3)) == ((0, 1), True, False, 5)
-    gather(one)
+    add_batch(one)
     assert one.is_full
-    one.updating()
+    one.begin_update()
     one.clear()
-    one.used()
+    one.end_update()
     assert (one.standing, one.phase, one.gradients()) == ((1, 0), Phase.CLEAN, [])
 
 
@@ -41,38 +41,38 @@ def test_batches_fill_a_group_and_an_update_empties_it() -> None:
     [
         (0, Phase.CLEAN, True, 0),
         (1, Phase.CLEAN, True, 1),
-        # No others' gradients were there: those that the failed batch left are cleared away.
-        (0, Phase.GATHERING, True, 0),
-        # A failed backward has added to whole gradients: they are lost.
-        (1, Phase.GATHERING, False, 0),
+        # A failed backward in an empty group loses no earlier batch.
+        (0, Phase.ACCUMULATING, True, 0),
+        # A failed backward has changed the gradients of an earlier batch: they are lost.
+        (1, Phase.ACCUMULATING, False, 0),
         (2, Phase.UPDATING, False, 0),
     ],
 )
 def test_what_an_error_leaves(batches: int, phase: Phase, whole: bool, left: int) -> None:
     one = group(size=3)
     for _ in range(batches):
-        gather(one)
-    if phase is Phase.GATHERING:
-        one.gathering()
+        add_batch(one)
+    if phase is Phase.ACCUMULATING:
+        one.begin_backward()
     elif phase is Phase.UPDATING:
-        one.updating()
+        one.begin_update()
     assert one.recover() is whole
     assert one.count == left
-    assert one.phase is phase  # the next batch sees what it has to clear away
+    assert one.phase is phase  # so that the next batch clears what is left
     one.clear_failed()
     assert (one.phase, one.gradients()) == (Phase.CLEAN, [])
 
 
-def test_a_replay_of_a_whole_step_is_no_moment_in_between() -> None:
+def test_a_replayed_step_counts_as_one_update() -> None:
     one = group(size=1)
-    one.updating()
-    one.gathered_and_used()
+    one.begin_update()
+    one.end_step()
     assert (one.standing, one.phase) == ((1, 0), Phase.CLEAN)
 
 
 def test_a_state_has_the_gradients_of_an_open_group() -> None:
     one, other = group(), group()
-    gather(one)
+    add_batch(one)
     other.load_state_dict(one.state_dict())
     assert other.standing == (0, 1)
     (gradient,) = other.gradients()

@@ -1,4 +1,4 @@
-"""Every value reaches the caller's loop: once, in order, whatever ends the loop."""
+"""Every value reaches the caller's loop once and in order, however the loop ends."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from headrace.plan import PRESETS, Plan
 from headrace.testing import FakeDevice
 
 PLANS = [name for name in PRESETS if name != "max"]
-COPIES_IN_LINE = Plan.preset("pipeline").but(prefetch_depth=0)
+BLOCKING_COPIES = Plan.preset("pipeline").replace(prefetch_depth=0)
 
 
 class BoomError(Exception):
@@ -50,7 +50,7 @@ class Values:
         self.losses.append(values["loss"])
 
 
-@pytest.mark.parametrize("plan", [*PLANS, COPIES_IN_LINE], ids=[*PLANS, "copies in line"])
+@pytest.mark.parametrize("plan", [*PLANS, BLOCKING_COPIES], ids=[*PLANS, "blocking copies"])
 @pytest.mark.parametrize("count", [1, 3, 10, 27])
 def test_the_loop_sees_every_value(device: Device, plan: str | Plan, count: int) -> None:
     values, in_on_step = Values(), []
@@ -64,7 +64,7 @@ def test_the_loop_sees_every_value(device: Device, plan: str | Plan, count: int)
 
 @settings(max_examples=50)
 @given(
-    plan=st.sampled_from([*PLANS, COPIES_IN_LINE]),
+    plan=st.sampled_from([*PLANS, BLOCKING_COPIES]),
     count=st.integers(0, 23),
     accumulate=st.integers(1, 4),
     deferred_every=st.integers(1, 7),
@@ -74,8 +74,8 @@ def test_the_loop_sees_every_value(device: Device, plan: str | Plan, count: int)
 def test_each_value_is_handed_out_once(
     plan: str | Plan, count: int, accumulate: int, deferred_every: int, ends: str, at: int
 ) -> None:
-    """Whatever ends the loop: in order, and as `last_result` has them."""
-    plan = Plan.of(plan).but(deferred_every=deferred_every)
+    """However the loop ends, in order, and the same as in `last_result`."""
+    plan = Plan.of(plan).replace(deferred_every=deferred_every)
 
     def loader() -> Iterator[torch.Tensor]:
         for index, batch in enumerate(data(count)):
@@ -87,10 +87,10 @@ def test_each_value_is_handed_out_once(
     in_the_loop: list[int] = []
     with FakeDevice() as device:
         engine = new(device, plan, accumulate=accumulate, on_values=values, on_nonfinite="stop")
-        most = at if ends == "max_steps" else None
+        max_steps = at if ends == "max_steps" else None
         try:
-            for info in engine.steps(loader(), max_steps=most):
-                in_the_loop += [entry.step for entry in info.come_back]
+            for info in engine.steps(loader(), max_steps=max_steps):
+                in_the_loop += [entry.step for entry in info.arrived]
                 if ends == "by a break" and info.batch == at:
                     break
         except (BoomError, NonFiniteError):
@@ -99,7 +99,7 @@ def test_each_value_is_handed_out_once(
     assert engine.last_result is not None
     assert values.steps == list(range(len(values.steps)))
     assert in_the_loop == values.steps[: len(in_the_loop)]
-    if ends != "by the loss":  # there the bad one and what came with it end the run unreported
+    if ends != "by the loss":  # a bad loss ends the run before it is handed out
         assert values.losses == list(engine.last_result.losses)
         expected = {"by a break": at + 1, "by the loader": at, "max_steps": at * accumulate}
         assert len(values.steps) == min(count, expected.get(ends, count))
@@ -107,13 +107,13 @@ def test_each_value_is_handed_out_once(
         assert in_the_loop == values.steps
 
 
-def test_the_last_info_counts_the_update_of_a_partial_group(device: Device) -> None:
+def test_the_last_progress_counts_the_update_of_a_partial_group(device: Device) -> None:
     engine = new(device, accumulate=4)
     updates = [info.updates for info in engine.steps(data(6))]
     assert updates == [0, 0, 0, 1, 1, 2]
 
 
-def test_a_bad_loss_among_the_last_values_is_told_to_on_error(device: Device) -> None:
+def test_a_bad_loss_among_the_last_values_reaches_on_error(device: Device) -> None:
     batches, problems = data(5), []
     batches[4].fill_(float("nan"))
     engine = new(device, on_nonfinite="stop", on_error=problems.append)
@@ -122,11 +122,11 @@ def test_a_bad_loss_among_the_last_values_is_told_to_on_error(device: Device) ->
     assert [type(problem) for problem in problems] == [NonFiniteError]
 
 
-def test_a_step_of_ones_own_reports_its_values_too(device: Device) -> None:
+def test_a_users_own_step_reports_its_values_too(device: Device) -> None:
     values = Values()
     model = torch.nn.Linear(4, 1).to(device.torch_device)
     engine = hr.Engine.from_step(
         lambda batch: model(batch).mean().detach(), device=device, on_values=values
     )
-    seen = [entry.step for info in engine.steps(data(13)) for entry in info.come_back]
+    seen = [entry.step for info in engine.steps(data(13)) for entry in info.arrived]
     assert seen == values.steps == list(range(13))

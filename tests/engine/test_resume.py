@@ -118,7 +118,7 @@ class TestLoaders:
         trained on. Without dropout, only the loader draws."""
 
         def made(ahead: int) -> Engine:
-            plan = Plan.preset("pipeline").but(prefetch_depth=ahead)
+            plan = Plan.preset("pipeline").replace(prefetch_depth=ahead)
             return new(device, plan, model=make_model(device, 0.0))
 
         with FakeDevice() as device:

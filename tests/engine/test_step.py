@@ -1,4 +1,4 @@
-"""What one step reports, whatever the update does to it afterwards."""
+"""A step reports values from before its update, and counts its updates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from support.engines import EAGER, data, loss, make_engine, make_model
 @pytest.mark.parametrize("on_nonfinite", ["report", "skip"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("plan", [*EAGER, "graph"])
-def test_a_metric_that_is_part_of_a_weight_is_as_it_was_before_the_update(
+def test_a_metric_that_is_a_view_of_a_weight_has_the_value_before_the_update(
     device: Device, plan: str, accumulate: int, on_nonfinite: str
 ) -> None:
     before: list[tuple[float, float]] = []
@@ -42,10 +42,10 @@ def test_a_metric_that_is_part_of_a_weight_is_as_it_was_before_the_update(
     assert seen == before
 
 
-def test_a_value_of_the_loss_function_is_copied_only_where_it_may_change(
+def test_a_loss_computed_with_gradients_is_not_copied(
     device: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A loss that was computed with gradients is new memory: it costs no copy."""
+    """It is new memory, which no update changes."""
     copies: list[torch.Tensor] = []
     clone = torch.Tensor.clone
 
@@ -60,7 +60,7 @@ def test_a_value_of_the_loss_function_is_copied_only_where_it_may_change(
     assert not copies
 
 
-def test_a_step_of_ones_own_counts_each_batch_as_an_update(device: Device) -> None:
+def test_a_users_own_step_counts_each_batch_as_an_update(device: Device) -> None:
     model = make_model(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

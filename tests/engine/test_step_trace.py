@@ -109,5 +109,5 @@ def test_a_capture_that_fails_leaves_everything_as_it_was(capturing: Device) -> 
     assert random.getstate() == state[0]
     assert torch.equal(torch.get_rng_state(), state[1])
     assert not any(group["capturable"] for group in optimizer.param_groups)
-    assert engine._training.parts is not None
-    assert engine._training.parts.update.rates is None
+    assert engine._builder.parts is not None
+    assert engine._builder.parts.update.rates is None

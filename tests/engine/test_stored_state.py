@@ -176,7 +176,7 @@ class TestBadState:
 
     def test_an_engine_made_from_a_step_has_no_state(self, device: Device) -> None:
         engine = Engine.from_step(lambda batch: None, device=device)
-        with pytest.raises(StepError, match="made from a step keeps no state"):
+        with pytest.raises(StepError, match="from_step has no state"):
             engine.state_dict()
 
 

@@ -252,7 +252,7 @@ class TestSchedules:
         model = classifier()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         scheduler = transformers.get_scheduler("greedy", optimizer)
-        with pytest.raises(StepError, match="GreedyLR needs a finished loss"):
+        with pytest.raises(StepError, match="GreedyLR needs the epoch's mean loss"):
             hr.Engine(model, optimizer, loss_of, scheduler=scheduler)
 
 

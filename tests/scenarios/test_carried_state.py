@@ -91,7 +91,7 @@ class Run:
 
         def on_step(info: hr.StepInfo) -> None:
             if capturable_from is not None and info.batch + 1 == capturable_from:
-                CapturableOptimizer(self.engine._training.parts)  # type: ignore[arg-type]
+                CapturableOptimizer(self.engine._builder.parts)  # type: ignore[arg-type]
             if isinstance(getattr(loss, "__self__", None), Untouched):
                 loss.__self__.steps += 1
 

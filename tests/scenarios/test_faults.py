@@ -78,7 +78,7 @@ class TestNonFinite:
         before = weights(engine)
         engine.epoch(data(3))
         assert same(weights(engine), before)
-        assert "a gradient not finite at batch 2 of epoch 0; its update is left out" in caplog.text
+        assert "a gradient not finite at batch 2 of epoch 0; its update is skipped" in caplog.text
 
     @pytest.mark.parametrize("plan", ["baseline", "pipeline", "graph"])
     def test_stop_names_the_batch(self, device: Device, plan: str) -> None:
@@ -175,8 +175,8 @@ class TestOutOfMemory:
         with FakeDevice(memory_bytes=room) as device:
             engine = make_engine(device, plan, model=wide(device), on_oom="halve", **options)
             found = engine.epoch(batches)
-            assert engine._training.parts is not None
-            assert engine._training.parts.group.batches_in_parts == 5
+            assert engine._builder.parts is not None
+            assert engine._builder.parts.group.split_batches == 5
         assert found.losses == pytest.approx(expected.losses, rel=1e-5)
         assert found.weights == expected.weights
         assert found.metrics == pytest.approx(expected.metrics)
@@ -516,7 +516,7 @@ class TestState:
         assert device.ledger.statistics()["data"] == before["data"]
 
     def test_what_auto_decided_is_kept(self, capturing: Device) -> None:
-        plan = hr.Plan.preset("graph").but(graphs="auto", graph_after=1)
+        plan = hr.Plan.preset("graph").replace(graphs="auto", graph_after=1)
         engine = make_engine(capturing, plan)
         engine.epoch(data(20))
         assert engine.graphs is not None

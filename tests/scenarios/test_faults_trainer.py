@@ -278,7 +278,7 @@ class TestLosses:
         self.nan_at(monkeypatch, 8)
         result = new(corpus, tmp_path, "run", on_nonfinite="skip").run()
         assert result.scores is not None
-        assert "loss not finite at batch 7 of epoch 0; its update is left out" in caplog.text
+        assert "loss not finite at batch 7 of epoch 0; its update is skipped" in caplog.text
         epochs = [line for line in read_metrics(result.folder.metrics) if line["kind"] == "epoch"]
         assert all(math.isfinite(line["loss"]) for line in epochs)
 

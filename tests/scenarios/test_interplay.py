@@ -23,8 +23,8 @@ from support.loaders import Stateful, shuffled
 
 def fail_once(engine: Engine, at: int) -> None:
     """Let the optimizer's step number `at` raise, before it does anything."""
-    assert engine._training.parts is not None
-    optimizer = engine._training.parts.optimizer
+    assert engine._builder.parts is not None
+    optimizer = engine._builder.parts.optimizer
     real, calls = optimizer.step, iter(range(1, 10_000))
 
     def failing(*args: Any, **kwargs: Any) -> Any:
@@ -139,15 +139,15 @@ class TestGroups:
             engine.epoch(data(12))
             assert engine.graphs is not None
             assert engine.graphs.replays > 0
-            assert engine._training.parts is not None
-            group = engine._training.parts.group
-            gathered = group.gathered_and_used
+            assert engine._builder.parts is not None
+            group = engine._builder.parts.group
+            gathered = group.end_step
 
             def interrupted() -> None:
-                group.gathered_and_used = gathered  # type: ignore[method-assign]
+                group.end_step = gathered  # type: ignore[method-assign]
                 raise KeyboardInterrupt
 
-            group.gathered_and_used = interrupted  # type: ignore[method-assign]
+            group.end_step = interrupted  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
                 engine.epoch(data(12))
         assert told == []  # the weights have moved, and no batch was counted
@@ -176,7 +176,7 @@ class TestNonFiniteCounts:
     def test_a_last_partial_group_counts(self, device: Device, plan: str, every: int) -> None:
         engine = make_engine(
             device,
-            Plan.preset(plan).but(deferred_every=every),
+            Plan.preset(plan).replace(deferred_every=every),
             model=make_model(device, 0.0),
             accumulate=4,
             on_nonfinite="tolerate:1",

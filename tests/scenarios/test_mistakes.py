@@ -21,7 +21,7 @@ import headrace as hr
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import StepError
-from headrace.source_lines import definition, described
+from headrace.source_lines import definition, describe_function
 from headrace.testing import FakeDevice
 from support.engines import data, loss, make_engine, make_model, plain_loop, same, weights
 
@@ -139,7 +139,7 @@ class TestSignatures:
     )
     def test_any_other_number(self, wrong: Any) -> None:
         said = refused(open_device("cpu"), wrong)
-        assert f"the engine calls loss(model, batch), and <lambda> at {__file__}:" in said
+        assert f"the engine calls loss(model, batch), but <lambda> at {__file__}:" in said
         assert "Write it as def loss(model, batch)" in said
 
     def test_no_function_at_all(self) -> None:
@@ -166,9 +166,9 @@ class TestDefinitions:
         assert str(definition(OfTheModel())) == line_of(OfTheModel.forward)
         assert str(definition(wrapped)) == str(definition(loss))
         assert definition(torch.add) is None
-        assert described(functools.partial(my_criterion)).startswith("my_criterion at ")
-        assert described(torch.add) == "add"
-        assert described(functional.cross_entropy) == "cross_entropy"
+        assert describe_function(functools.partial(my_criterion)).startswith("my_criterion at ")
+        assert describe_function(torch.add) == "add"
+        assert describe_function(functional.cross_entropy) == "cross_entropy"
 
 
 # --- what a loss function does --------------------------------------------------------------------
@@ -245,7 +245,7 @@ class TestBackwardInTheLoss:
             == (plain_loop(device, data())[0])
         )
         said = refused(device, clearing, accumulate=2)
-        assert f"clearing at {line_of(clearing)} changed gradients" in said
+        assert f"clearing at {line_of(clearing)} changed the gradients" in said
         assert "zero_grad()" in said
 
     def test_gradients_of_something_else_are_fine(self, device: Device) -> None:
@@ -279,7 +279,7 @@ class TestBackwardInTheLoss:
         engine = make_engine(open_device("cpu"), loss=looking)
         engine.epoch(data(3))
         assert seen == [False, True, True]
-        optimizer: Any = engine._training.parts.optimizer  # type: ignore[union-attr]
+        optimizer: Any = engine._builder.parts.optimizer  # type: ignore[union-attr]
         assert not optimizer._optimizer_step_pre_hooks
         engine.epoch(data(2))  # another epoch's loss may be another's
         assert seen[3:] == [False, True]
@@ -399,7 +399,7 @@ class TestReturned:
         said = refused(device, lambda m, b: (loss(m, b), m(b[0])))
         assert f"<lambda> at {__file__}:" in said
         assert "returned a tuple of 2 (Tensor, Tensor)" in said
-        assert 'return a dict, as {"loss": loss,' in said
+        assert 'return a dict such as {"loss": loss,' in said
 
     def test_logits_among_the_metrics(self, device: Device) -> None:
         said = refused(device, lambda m, b: {"loss": loss(m, b), "logits": m(b[0])})
@@ -408,10 +408,10 @@ class TestReturned:
 
     def test_a_detached_loss(self, device: Device) -> None:
         said = refused(device, lambda m, b: loss(m, b).detach())
-        assert "needs no grad, so backward() would do nothing" in said
+        assert "does not require grad, so backward() cannot work" in said
 
     def test_nothing(self, device: Device) -> None:
-        assert "Does it end without a return?" in refused(device, lambda m, b: None)
+        assert "Is its return statement missing?" in refused(device, lambda m, b: None)
 
     @pytest.mark.parametrize(
         ("returned", "words"),
@@ -669,7 +669,7 @@ class TestOthers:
 
     def test_lbfgs(self) -> None:
         model = nn.Linear(8, 3)
-        with pytest.raises(StepError, match=r"LBFGS calls the loss itself.*Engine\.from_step"):
+        with pytest.raises(StepError, match=r"LBFGS needs a closure.*Engine\.from_step"):
             Engine(model, torch.optim.LBFGS(model.parameters()), loss)
 
     def test_an_unknown_option(self) -> None:
@@ -689,7 +689,7 @@ class TestOthers:
 
     def test_a_rate_set_by_hand(self, device: Device) -> None:
         engine = make_engine(device, accumulate=2)
-        optimizer: Any = engine._training.parts.optimizer  # type: ignore[union-attr]
+        optimizer: Any = engine._builder.parts.optimizer  # type: ignore[union-attr]
         for info in engine.steps(data(6)):
             for group in optimizer.param_groups:
                 group["lr"] = 0.1 / (1 + info.updates)

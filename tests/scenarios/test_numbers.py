@@ -126,7 +126,7 @@ class TestPrecision:
 
     def test_the_engines_own_comes_before_the_plans(self) -> None:
         with Asked() as device:
-            engine_for(device, Plan.preset("pipeline").but(precision="tf32")).epoch(data(1))
+            engine_for(device, Plan.preset("pipeline").replace(precision="tf32")).epoch(data(1))
             engine = engine_for(device, Plan(precision="tf32"), precision="fp32")
             engine.epoch(data(1))
             engine.use_plan("event")
@@ -136,12 +136,12 @@ class TestPrecision:
     def test_a_scaler_goes_with_fp16_alone(self) -> None:
         with FakeDevice() as device:
             engine = engine_for(device, precision=None)
-            assert engine._training.parts is not None
-            assert engine._training.parts.update.scaler is None
+            assert engine._builder.parts is not None
+            assert engine._builder.parts.update.scaler is None
             engine.use_plan(Plan(precision="fp16"))
-            assert engine._training.parts.update.scaler is not None
+            assert engine._builder.parts.update.scaler is not None
             engine.use_plan("pipeline")
-            assert engine._training.parts.update.scaler is None
+            assert engine._builder.parts.update.scaler is None
 
     def test_a_plan_file_may_say_none(self, tmp_path: Path) -> None:
         for text, expected in (("null", None), ("fp32", "fp32")):
@@ -354,7 +354,7 @@ class TestClipping:
         engine = engine_for(
             device, model=deep, groups=all_but_the_first, clip_norm=0.1, accumulate=2
         )
-        with pytest.raises(StepError, match=r"\(0\.weight, 0\.bias\) get gradients and are not"):
+        with pytest.raises(StepError, match=r"\(0\.weight, 0\.bias\) get gradients but are not"):
             engine.epoch(data(4))
 
     def test_follows_a_group_that_is_added(self, device: Device) -> None:
@@ -496,8 +496,8 @@ class TestAccumulationByCount:
             )
             full[:] = [] if fails_at is None else [data(7, 6)[fails_at][0]]
             engine.epoch(data(7, 6))
-            assert engine._training.parts is not None
-            assert engine._training.parts.group.batches_in_parts == len(full)
+            assert engine._builder.parts is not None
+            assert engine._builder.parts.group.split_batches == len(full)
             return weights(engine)
 
         full: list[torch.Tensor] = []

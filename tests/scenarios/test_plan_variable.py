@@ -12,7 +12,7 @@ import headrace as hr
 from headrace.bench import Bench, TuneSettings, Tuning, entries_of, find_work
 from headrace.device import open_device
 from headrace.errors import PlanError
-from headrace.plan import in_force
+from headrace.plan import effective_plan
 from headrace.testing import FakeDevice
 
 
@@ -74,7 +74,7 @@ class TestReplaced:
         plan = hr.Plan.preset("pipeline")
         options: dict[str, Any] = {"plan": plan, "precision": "bf16"}
         if how == "plan":
-            options = {"plan": plan.but(precision="bf16")}
+            options = {"plan": plan.replace(precision="bf16")}
         engine = engine_on("cpu", **options)
         assert (engine.plan.name, engine.plan.precision) == ("baseline", "bf16")
 
@@ -96,7 +96,7 @@ def test_a_plan_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("plan: {preset: event, name: mine, precision: bf16}\nloader: {workers: 3}\n")
     monkeypatch.setenv("HEADRACE_PLAN", str(file))
-    used = in_force(hr.Plan.preset("pipeline"))
+    used = effective_plan(hr.Plan.preset("pipeline"))
     assert (used.name, used.sync, used.precision) == ("mine", "event", None)
 
 

@@ -206,7 +206,7 @@ class TestEnds:
         expected = {name: value.tolist() for name, value in engine.model.state_dict().items()}
         for found in result_of(two, jobs.inside_a_group, "ddp"):
             (said,) = found["said"]
-            assert "it is taken between two updates" in said
+            assert "call it between two updates" in said
             assert found["updates"] == 1
             assert found["losses"] == pytest.approx(engine.last_result.losses, abs=CLOSE)
             assert_close(found["model"], expected)

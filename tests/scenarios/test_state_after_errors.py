@@ -404,7 +404,7 @@ def test_a_last_update_that_fails_leaves_no_open_group(device: Device, leaves: s
     """The loop is left inside a group, whose update then fails: the group is gone, and the next
     epoch begins with a new one."""
     engine = make_engine(device, model=make_model(device, 0.0), accumulate=4)
-    optimizer = engine._training.parts.optimizer  # type: ignore[union-attr]
+    optimizer = engine._builder.parts.optimizer  # type: ignore[union-attr]
     real = optimizer.step
 
     def failing(*args: Any, **options: Any) -> None:

@@ -325,7 +325,7 @@ def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, 
         engine.epoch(Unknown(mine))
     trained = 1 if left else len(batches)
     hand = new_engine(how)
-    training = hand._training
+    training = hand._builder
     model, optimizer = hand.model, training.parts.optimizer
     scheduler = training.schedule._scheduler
     assert scheduler is not None
@@ -376,7 +376,7 @@ def talk(rank: int, size: int) -> dict[str, Any]:
 
 def graphs_refused(rank: int, size: int) -> list[str | None]:
     engines = (new_engine("ddp"), new_engine("fsdp"))
-    return [capture_obstacle(engine._training.parts) for engine in engines]
+    return [capture_obstacle(engine._builder.parts) for engine in engines]
 
 
 def deferred_waits(rank: int, size: int) -> dict[str, int]:

@@ -513,7 +513,7 @@ def test_a_run_says_which_plan_it_has_and_that_it_is_not_compiled(
         monkeypatch.setenv("HEADRACE_PLAN", variable)
         Trainer.create(settings, project=tmp_path, cache=corpus / "cache").run()
     lines = " ".join(capfd.readouterr().err.split())
-    told = "plan max: the step is not compiled and runs as it is: Headrace compiles nothing for cpu"
+    told = "plan max: the step is not compiled and runs as it is: Headrace does not compile for cpu"
     assert lines.count(told) == 1
     assert "HEADRACE_PLAN is set: this engine runs under plan event instead of max" in lines
     assert "plan max (fp32) on CPU" in lines

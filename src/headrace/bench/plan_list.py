@@ -48,7 +48,7 @@ def entries_of(named: Sequence[str], precision: str | None = None) -> list[PlanE
             plan = Plan.preset(name)
             title = plan.name
         if precision is not None and precision != plan.precision:
-            plan = plan.but(precision=precision, name=plan.name)
+            plan = plan.replace(precision=precision, name=plan.name)
         taken = {entry.name for entry in entries}
         number, unique = 1, title
         while unique in taken:

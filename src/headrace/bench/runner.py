@@ -30,7 +30,7 @@ from headrace.bench.trainable import EngineTrainable, Timing, Trainable
 from headrace.bench.verdict import scored, verdict_of
 from headrace.bench.works.work import Work
 from headrace.device import Device
-from headrace.plan import refuse_replaced_plans
+from headrace.plan import refuse_plan_variable
 from headrace.runs.records import BenchResult, BenchSettings, BenchWork, PlanResult
 
 #: Called with what is done now, how much of it is done (0 to 1), and the seconds left, if known.
@@ -63,7 +63,7 @@ class Bench:
     def run(self) -> BenchResult:
         """Measure. Interrupted with Ctrl-C, the result has what is known by then. A work that
         cannot be made at all is a `BenchError`; what goes wrong later is in the rows."""
-        refuse_replaced_plans("bench")
+        refuse_plan_variable("bench")
         contestants = self._contestants()
         pool = Pool(self.device, self.warmup)
         missing: list[str] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from headrace.runs.records import BenchResult, PlanResult
-from headrace.text_table import filled, text_table
+from headrace.text_table import text_table, wrap_line
 
 #: The arithmetic of a plan that names no precision.
 DEFAULT_PRECISION = "float32 as PyTorch is set"
@@ -15,13 +15,13 @@ def text_of(result: BenchResult) -> str:
     parts = [_head(result), _table(result)]
     parts += [part for part in (_waits(result), _streams(result)) if part]
     parts.append("\n".join(_remarks(result)))
-    parts.append("\n".join(filled(line) for line in result.verdict.sentences))
+    parts.append("\n".join(wrap_line(line) for line in result.verdict.sentences))
     return "\n\n".join(part for part in parts if part)
 
 
 def _head(result: BenchResult) -> str:
     work, settings, where = result.work, result.settings, result.environment
-    return filled(
+    return wrap_line(
         f"{work.description}{_precision(result)}: {settings.repeats} × {settings.steps} steps on "
         f"{where.device_name} ({where.device}), PyTorch {where.torch}"
     )
@@ -130,7 +130,7 @@ def _remarks(result: BenchResult) -> list[str]:
     told += [f"cannot be seen here: {what}" for what in result.missing]
     if result.interrupted:
         told.append("interrupted: these are the figures so far")
-    return [filled(line, "  ") for line in told]
+    return [wrap_line(line, "  ") for line in told]
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -121,7 +121,7 @@ def bench(
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     from headrace.bench import Bench, entries_of, find_work, peers_of, plans_here, text_of
     from headrace.device import open_device
-    from headrace.plan import refuse_replaced_plans
+    from headrace.plan import refuse_plan_variable
 
     if precision not in (None, "fp32", "tf32", "bf16", "fp16"):
         raise typer.BadParameter(
@@ -131,7 +131,7 @@ def bench(
         if not math.isfinite(value):
             raise typer.BadParameter(f"{value}: expected a finite number", param_hint=name)
     with usage_errors():
-        refuse_replaced_plans("bench")
+        refuse_plan_variable("bench")
         if out is not None:
             check_output_file(out)
         given, on, progress = parse_set_options(options or []), open_device(device), Lines(quiet)

@@ -72,7 +72,7 @@ def tune(
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from headrace.atomic_files import replace_file
     from headrace.bench import Stopped, Tuning, find_work
-    from headrace.plan import refuse_replaced_plans
+    from headrace.plan import refuse_plan_variable
 
     given = {key: value for key, value in given.items() if is_typed(context, key)}
     if is_typed(context, "work"):
@@ -85,7 +85,7 @@ def tune(
         if numbers in given:
             given[numbers] = _numbers(numbers, given[numbers])
     with usage_errors():
-        refuse_replaced_plans("tune")
+        refuse_plan_variable("tune")
         if out is not None:
             check_output_file(out)
     told: dict[str, Any] = {

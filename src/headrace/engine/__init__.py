@@ -1,8 +1,8 @@
-"""Training under a plan.
+"""Trains a model under a plan.
 
-In go a model, an optimizer, a loss function and a `Plan`; out come the losses of a plain loop, bit
-for bit, and what the host waited for. `engine.py` is what users call, `build.py` chooses the stages
-of a pass, `loop.py` is the pass, `step.py` what is done with one batch.
+It takes a model, an optimizer, a loss function and a `Plan`. It returns the losses of a plain loop,
+bit for bit, and what the host waited for. `engine.py` is what users call, `build.py` builds a pass
+from the options, `loop.py` is the loop over batches, and `step.py` trains on one batch.
 """
 
 from __future__ import annotations

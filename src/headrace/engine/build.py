@@ -1,8 +1,8 @@
-"""From options and a plan to the stages of a pass: the one module that looks at options.
+"""Builds the stages of a pass from the plan and the engine's options.
 
-An engine trains a model (`ModelTraining`) or calls a step of the user's own (`OwnTraining`). Either
-is told which plan to follow, and makes its step for a pass; `open_pass` puts feed, step, window and
-recorder together.
+No other module looks at options. A step builder makes the step: `ModelStepBuilder` one that trains
+a model, `UserStepBuilder` one that calls the user's own. `open_pass` puts feed, step, run-ahead
+window and recorder together.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from headrace.data import (
     first_of,
 )
 from headrace.device import Device, deterministic_kernels
-from headrace.engine.accelerated import plain_optimizer
+from headrace.engine.accelerate_wrappers import unwrap_optimizer
 from headrace.engine.clipping import Clipping
 from headrace.engine.compiled import CompiledLoss, CompileReport
 from headrace.engine.deferred import DeferredScalars, SummedScalars
@@ -45,23 +45,23 @@ from headrace.engine.recorder import HoldingRecorder, Recorder
 from headrace.engine.restoring import RestoringStep, SavedBuffers
 from headrace.engine.resume import Start
 from headrace.engine.run_ahead import RunAhead
-from headrace.engine.schedules import Every, Schedule, Scheduler, schedule_of
-from headrace.engine.stages import Progress, Step
-from headrace.engine.step import EagerStep, EvaluationStep, OwnStep, Parts, StepFunction
+from headrace.engine.schedules import Schedule, Scheduler, SchedulerInterval, schedule_of
+from headrace.engine.stages import Progress, Standing, Step
+from headrace.engine.step import EagerStep, EvaluationStep, StepFunction, StepParts, UserStep
 from headrace.engine.update import Update, scales_on_device
 from headrace.errors import StepError
 from headrace.parallel import SINGLE, Ranks, parallelism_of, ranks_of
 from headrace.plan import Plan
 
 
-class Training(Protocol):
-    """What an engine trains."""
+class StepBuilder(Protocol):
+    """Makes the step of each pass, and keeps what the passes of an engine share."""
 
     ranks: Ranks
     schedule: Schedule | None
 
     @property
-    def parts(self) -> Parts | None: ...
+    def parts(self) -> StepParts | None: ...
 
     @property
     def graphs(self) -> StepGraphs | None: ...
@@ -69,14 +69,14 @@ class Training(Protocol):
     @property
     def compiled(self) -> CompileReport: ...
 
-    def follow(self, plan: Plan) -> None:
-        """Set up what the plan asks for, or say why it is not there."""
+    def apply_plan(self, plan: Plan) -> None:
+        """Set up what the plan asks for. Warn about what is not possible here."""
         ...
 
     def begin_epoch(self) -> None: ...
 
     def batches_for(self, updates: int) -> int:
-        """How many batches so many updates take, from here on."""
+        """How many more batches the next `updates` updates take."""
         ...
 
     def lanes(self, plan: Plan, *, annotate: bool) -> Lanes: ...
@@ -84,8 +84,8 @@ class Training(Protocol):
     def step(self, lanes: Lanes) -> Step: ...
 
 
-class ModelTraining:
-    """A model, its optimizer and its loss function."""
+class ModelStepBuilder:
+    """Makes steps that train a model with an optimizer and a loss function."""
 
     def __init__(
         self,
@@ -98,15 +98,15 @@ class ModelTraining:
         accumulate: int,
         accumulate_by: Literal["weight", "count"],
         scheduler: Scheduler | None,
-        scheduler_every: Every,
+        scheduler_every: SchedulerInterval,
         ema_decay: float | None,
         policy: NonFinitePolicy,
-        restores: bool,
+        restores_buffers: bool,
         on_oom: Literal["raise", "halve"],
     ) -> None:
         _check_numbers(accumulate, accumulate_by, clip_norm, on_oom)
-        optimizer = plain_optimizer(optimizer, accumulate)
-        _check_kinds(device, model, optimizer, has_scheduler=scheduler is not None)
+        optimizer = unwrap_optimizer(optimizer, accumulate)
+        _check_types(device, model, optimizer, has_scheduler=scheduler is not None)
         require_loss_function(loss)
         self.device, self.model, self.ranks = device, model, ranks_of(model)
         self._optimizer, self._loss, self._policy = optimizer, loss, policy
@@ -116,7 +116,7 @@ class ModelTraining:
         self._clipping = (
             None if clip_norm is None else Clipping(device, model, optimizer, clip_norm)
         )
-        self._buffers = SavedBuffers(model) if restores and not self.ranks.several else None
+        self._buffers = SavedBuffers(model) if restores_buffers and not self.ranks.several else None
         self._group = Group(
             device,
             optimizer,
@@ -125,19 +125,19 @@ class ModelTraining:
             by_count=accumulate_by == "count",
             sharded=parallelism_of(model) == "fsdp",
         )
-        self._parts: Parts | None = None
+        self._parts: StepParts | None = None
         self.graphs: StepGraphs | None = None
 
     @property
-    def parts(self) -> Parts:
-        assert self._parts is not None, "follow a plan first"
+    def parts(self) -> StepParts:
+        assert self._parts is not None, "call apply_plan first"
         return self._parts
 
-    def follow(self, plan: Plan) -> None:
+    def apply_plan(self, plan: Plan) -> None:
         device = self.device
         if self._halves:
             require_halvable(self.model, plan)
-        self._parts = self._parts_under(plan)
+        self._parts = self._build_parts(plan)
         self.graphs = None
         if plan.graphs != "off" and device.captures:
             self.graphs = StepGraphs(self._parts, plan)
@@ -146,29 +146,29 @@ class ModelTraining:
         if plan.graphs != "off":
             warn_not_captured(device, plan.name, f"{device} captures no graphs")
 
-    def _parts_under(self, plan: Plan) -> Parts:
+    def _build_parts(self, plan: Plan) -> StepParts:
         device, optimizer, spread = self.device, self._optimizer, parallelism_of(self.model)
         if plan.precision == "fp16" and spread == "fsdp":
             raise StepError(
-                "fp16 under FSDP2: each rank would see infinite gradients of its own shard alone; "
-                "use bf16, or DDP"
+                "fp16 under FSDP2: each rank would check only its own shard for infinite "
+                "gradients; use bf16, or DDP"
             )
-        before = None if self._parts is None else self._parts.update
+        previous = None if self._parts is None else self._parts.update
         scaler = guard = None
         if plan.precision == "fp16":
-            scaler = before.scaler if before is not None else None
+            scaler = previous.scaler if previous is not None else None
             scaler = scaler or torch.amp.GradScaler(device.torch_device.type)
-        elif self._policy.most is not None:
-            guard = before.guard if before is not None else None
+        elif self._policy.max_skipped is not None:
+            guard = previous.guard if previous is not None else None
             on_device = scales_on_device(optimizer)
-            guard = guard or UpdateGuard(device, self._policy.most, on_device)
+            guard = guard or UpdateGuard(device, self._policy.max_skipped, on_device)
         compiles = plan.compile and device.compiles
         forward = Forward(
             device,
             self.model,
             optimizer,
             CompiledLoss(self._loss, device) if compiles else self._loss,
-            written=self._loss,
+            user_loss=self._loss,
             precision=plan.precision,
             spread=spread != "plain",
         )
@@ -181,18 +181,19 @@ class ModelTraining:
             guard=guard,
             ema=self.ema,
         )
-        return Parts(device, forward, self._group, update, self.ranks, spread)
+        return StepParts(device, forward, self._group, update, self.ranks, spread)
 
     @property
     def compiled(self) -> CompileReport:
         loss = self.parts.forward.loss
         if isinstance(loss, CompiledLoss):
             return loss.report()
-        return CompileReport(compiled=False, why=f"Headrace compiles nothing for {self.device}")
+        return CompileReport(compiled=False, why=f"Headrace does not compile for {self.device}")
 
     def begin_epoch(self) -> None:
-        """The loss function, or the model's parameters, may be others than before. The first
-        batches are watched: a second one may find gradients of a first."""
+        """Check everything again: the user may have changed the loss function or the model since
+        the last epoch. With accumulation watch two batches, because only the second one can change
+        gradients of the first."""
         self.parts.forward.watch(min(2, self._group.size))
         for part in (self._clipping, self.graphs, self._buffers):
             if part is not None:
@@ -220,8 +221,8 @@ class ModelTraining:
         return lanes, EvaluationStep(self.parts.forward, lanes)
 
 
-class OwnTraining:
-    """A step of the user's own, which does all of it: its state is the user's, too."""
+class UserStepBuilder:
+    """Makes steps that call the user's own step function, which also keeps its own state."""
 
     parts = graphs = None
 
@@ -230,16 +231,16 @@ class OwnTraining:
         self.ranks: Ranks = SINGLE
         self.schedule: Schedule | None = None
 
-    def follow(self, plan: Plan) -> None:
+    def apply_plan(self, plan: Plan) -> None:
         if plan.graphs != "off":
-            warn_not_captured(self._device, plan.name, "it is your own")
+            warn_not_captured(self._device, plan.name, "it is your own step (Engine.from_step)")
 
     @property
     def compiled(self) -> CompileReport:
-        return CompileReport(compiled=False, why="it is your own (Engine.from_step)")
+        return CompileReport(compiled=False, why="it is your own step (Engine.from_step)")
 
     def begin_epoch(self) -> None:
-        """Nothing is kept from epoch to epoch."""
+        """Do nothing: a user's step is not checked."""
 
     def batches_for(self, updates: int) -> int:
         return updates
@@ -248,12 +249,12 @@ class OwnTraining:
         return Lanes(self._device, plan, split=False, annotate=annotate)
 
     def step(self, lanes: Lanes) -> Step:
-        return OwnStep(self._step, self._device, lanes)
+        return UserStep(self._step, self._device, lanes)
 
 
 @dataclass(frozen=True, slots=True)
 class PassOptions:
-    """What every pass of an engine is made with."""
+    """The options that all passes of an engine have in common."""
 
     device: Device
     plan: Plan
@@ -273,10 +274,10 @@ def open_pass(
     *,
     epoch: int,
     limit: int | None = None,
-    parts: Parts | None = None,
+    parts: StepParts | None = None,
 ) -> Pass:
-    """A pass over a loader, from `start` on. `parts` are what a training step is made of; without
-    them nothing is learned."""
+    """Build a pass over a loader, beginning at `start`, of at most `limit` batches. `parts` are the
+    training step's; None for a pass that evaluates, or calls the user's step."""
     device, plan, ranks = options.device, options.plan, options.ranks
     feed = _feed(options, loader, lanes, start, limit)
     batches: Batches = feed
@@ -287,16 +288,16 @@ def open_pass(
     if plan.sync != "none":
         window = HostSync(ahead, device, plan, lanes.backward)
     recorder = _recorder(options, lanes, start, parts)
-    standing = (0, 0) if parts is None else parts.group.standing
+    standing = Standing() if parts is None else parts.group.standing
     progress = Progress(epoch, start.first, 0, start.cursor, standing)
-    settings = partial(_computing, device, plan, deterministic=options.deterministic)
+    settings = partial(_torch_settings, device, plan, deterministic=options.deterministic)
     stages = Stages(device, feed, batches, step, window, recorder, lanes, ranks, settings, limit)
     return Pass(stages, observers, progress)
 
 
 @contextmanager
-def _computing(device: Device, plan: Plan, *, deterministic: bool) -> Iterator[None]:
-    """Inside the block PyTorch computes as the plan and the engine say."""
+def _torch_settings(device: Device, plan: Plan, *, deterministic: bool) -> Iterator[None]:
+    """Inside the block PyTorch uses the plan's precision and the engine's choice of kernels."""
     with device.numerics(plan.precision), deterministic_kernels(deterministic):
         yield
 
@@ -328,7 +329,9 @@ def _feed(
     return Feed(prefetcher, first=start.first, start=start.cursor, limit=limit)
 
 
-def _recorder(options: PassOptions, lanes: Lanes, start: Start, parts: Parts | None) -> Recorder:
+def _recorder(
+    options: PassOptions, lanes: Lanes, start: Start, parts: StepParts | None
+) -> Recorder:
     device, plan, ranks = options.device, options.plan, options.ranks
     scalars: Any = DeferredScalars(device, plan.deferred_every, stream=lanes.losses, ranks=ranks)
     if ranks.several:
@@ -336,6 +339,7 @@ def _recorder(options: PassOptions, lanes: Lanes, start: Start, parts: Parts | N
     pending = start.pending
     if parts is None or parts.update.guard is None:
         return Recorder(scalars, lanes, restored=pending, loss=start.loss)
+    # The value of an open group's last batch is not complete before the group's update.
     held = None
     if parts.group.is_open and pending and pending[-1].step == start.first - 1:
         pending, held = pending[:-1], pending[-1]
@@ -355,7 +359,7 @@ def _check_numbers(
         raise StepError(f"on_oom = {on_oom!r}: expected 'raise' or 'halve'")
 
 
-def _check_kinds(
+def _check_types(
     device: Device,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -373,12 +377,13 @@ def _check_kinds(
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise StepError(
-            f"{type(optimizer).__name__} calls the loss itself, through a closure: that cannot be "
-            "planned. Use another optimizer, or Engine.from_step with a step of your own"
+            f"{type(optimizer).__name__} needs a closure to compute the loss several times per "
+            "step, which no plan supports. Use another optimizer, or Engine.from_step with a step "
+            "of your own"
         )
     for parameter in model.parameters():
         if not device.holds(parameter):
             raise StepError(
-                f"the model is on {parameter.device}, the engine runs on {device}: call "
-                f"model.to('{device.torch_device}') before the optimizer is made"
+                f"the model is on {parameter.device}, but the engine runs on {device}: call "
+                f"model.to('{device.torch_device}') before you create the optimizer"
             )

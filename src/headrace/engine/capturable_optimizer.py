@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from headrace.engine.learning_rates import LearningRates
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 
 
 class CapturableOptimizer:
@@ -18,7 +18,7 @@ class CapturableOptimizer:
     and undo it if the capture fails.
     """
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepParts) -> None:
         self._parts, self._rates_before = parts, parts.update.rates
         groups: list[dict[str, Any]] = parts.optimizer.param_groups
         self._plain_groups = [g for g in groups if "capturable" in g and not g["capturable"]]
@@ -55,7 +55,7 @@ class CapturableOptimizer:
         self._parts.update.rates = self._rates_before
 
 
-def takes_rates_as_tensors(parts: Parts) -> bool:
+def takes_rates_as_tensors(parts: StepParts) -> bool:
     """Whether the optimizer can read its learning rates from the device, as a graph needs it."""
     groups = parts.optimizer.param_groups
     return all("capturable" in group or group.get("fused") for group in groups)

@@ -1,14 +1,14 @@
-"""Clipping gradients as `clip_grad_norm_(model.parameters(), most)` does, to the last bit.
+"""Clips gradients exactly as `clip_grad_norm_(model.parameters(), max_norm)` does.
 
-The norm is a sum, so its order shows in the last bits: it is over `model.parameters()`, in their
+The order of a sum changes its last bits. So the norm is summed over `model.parameters()` in their
 order, then over parameters that only the optimizer has.
 
-A model may have parameters that require gradients and that the optimizer was not given. In a loop
-of `clip_grad_norm_(model.parameters(), most)`, `optimizer.step()` and `optimizer.zero_grad()` their
-gradients are part of the norm, are scaled with the others, and are never cleared: they add up from
-step to step, and the norm grows. The same happens here, and is said once. Where gradients are
-divided by what a group weighs (accumulation by weight, several ranks) such a sum would be divided
-again and again: there it is an error.
+Outside parameters are those of the model that require gradients but are not in the optimizer. In a
+loop of `clip_grad_norm_(model.parameters(), max_norm)`, `optimizer.step()` and
+`optimizer.zero_grad()`, their gradients count in the norm and are scaled, but never cleared. They
+add up from step to step, and the norm grows. The engine does the same, and warns once. But if
+gradients are divided by the weight of their group (accumulation by weight, or several ranks), it
+raises an error, because each update would divide the sum again.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from headrace.parallel import is_sharded, local_shard, unwrap
 
 
 class Clipping:
+    """Clips the gradients of a model and its optimizer at `max_norm`."""
+
     def __init__(
         self,
         device: Device,
@@ -32,61 +34,62 @@ class Clipping:
     ) -> None:
         self._device, self._model, self._optimizer = device, model, optimizer
         self.max_norm = max_norm
-        self._models: dict[int, torch.Tensor] | None = None
+        self._by_id: dict[int, torch.Tensor] | None = None
         self._outside: dict[str, torch.Tensor] = {}
 
     def begin_epoch(self) -> None:
-        """The model may have been given other parameters since."""
-        self._models = None
+        """Look the model's parameters up again: it may have new ones."""
+        self._by_id = None
 
     def clip(self, *, divided: bool) -> torch.Tensor:
-        """Scale all gradients so that their norm is `max_norm` at most; the norm before. `divided`:
-        they were divided by what their group weighs."""
-        models = self._look()
+        """Scale all gradients so that their norm is at most `max_norm`, and return the norm before.
+        `divided`: they have been divided by the weight of their group."""
+        by_id = self._model_parameters()
         own = [p for group in self._optimizer.param_groups for p in group["params"]]
         if self._outside:
-            self._require_clear(divided, {id(p) for p in own})
-        parameters = [*models.values(), *(p for p in own if id(p) not in models)]
-        # Of shards too this is the norm of the whole: PyTorch sums it over ranks.
+            self._check_outside(divided, {id(p) for p in own})
+        parameters = [*by_id.values(), *(p for p in own if id(p) not in by_id)]
+        # PyTorch sums the norm of sharded gradients over ranks.
         return local_shard(torch.nn.utils.clip_grad_norm_(parameters, self.max_norm))
 
     def gradients_outside(self) -> dict[str, torch.Tensor]:
-        """By name, what has added up of parameters that the optimizer does not have."""
-        self._look()
+        """The gradients of outside parameters, by name."""
+        self._model_parameters()
         return {name: p.grad for name, p in self._outside.items() if p.grad is not None}
 
     def set_gradients_outside(self, gradients: Mapping[str, torch.Tensor]) -> None:
         self.begin_epoch()
-        self._look()
+        self._model_parameters()
         for name, parameter in self._outside.items():
             stored = gradients.get(name)
             parameter.grad = None if stored is None else stored.to(parameter.device, copy=True)
 
-    def _look(self) -> dict[int, torch.Tensor]:
-        """The model's parameters: once an epoch, since a large model takes long to ask."""
-        if self._models is None:
+    def _model_parameters(self) -> dict[int, torch.Tensor]:
+        """The model's parameters by `id`. Looked up once per epoch, since that takes long."""
+        if self._by_id is None:
             named = dict(unwrap(self._model).named_parameters())
-            self._models = {id(p): p for p in self._model.parameters()}
+            self._by_id = {id(p): p for p in self._model.parameters()}
             own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
             self._outside = {n: p for n, p in named.items() if p.requires_grad and id(p) not in own}
-        return self._models
+        return self._by_id
 
-    def _require_clear(self, divided: bool, own: set[int]) -> None:
-        """Say what comes of gradients outside the optimizer, or that nothing can."""
+    def _check_outside(self, divided: bool, own: set[int]) -> None:
+        """Warn about gradients of outside parameters, or raise where they cannot be clipped. `own`
+        are the optimizer's parameters by `id`."""
         self._outside = {name: p for name, p in self._outside.items() if id(p) not in own}
         found = [name for name, p in self._outside.items() if p.grad is not None]
         if not found:
             return
         some = ", ".join(found[:3]) + (", …" if len(found) > 3 else "")
         what = (
-            f"{len(found)} of the model's parameters ({some}) get gradients and are not in the "
+            f"{len(found)} of the model's parameters ({some}) get gradients but are not in the "
             "optimizer"
         )
         fix = "freeze them with requires_grad_(False), or give them to the optimizer"
         if divided or any(is_sharded(self._outside[name]) for name in found):
             raise StepError(
-                f"{what}: clip_norm would count their gradients, and nothing clears them from step "
-                "to step, so they cannot be divided by what the batches of an update weigh: "
+                f"{what}: clip_norm would count their gradients, and nothing clears them after a "
+                "step, so the engine cannot divide them by the weight of an update's batches: "
                 f"{fix}" + ("; or use accumulate_by='count'" if divided else "")
             )
         self._device.say_once(

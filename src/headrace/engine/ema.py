@@ -12,12 +12,12 @@ from headrace.parallel import is_sharded, local_shards, reshard, shard_like
 
 
 class Ema:
-    """Averaged copies of a model's parameters, each moved a little towards its weight a step:
-    average ← average + (1 − decay) × (weight − average).
+    """Averaged copies of a model's parameters. After each update, every average moves towards its
+    weight: average ← average + (1 − decay) × (weight − average).
 
-    PyTorch's own `AveragedModel` reads a counter back from the device at each update; this does
-    not. Buffers (running means and such) are taken as they are when the averages are used. Of a
-    sharded model each rank averages its shards.
+    Unlike PyTorch's `AveragedModel`, it reads no counter from the device, so it never waits.
+    Buffers (such as running means) are not averaged. If the model is sharded, each rank averages
+    its shards.
     """
 
     def __init__(self, model: torch.nn.Module, decay: float) -> None:
@@ -31,7 +31,7 @@ class Ema:
 
     @torch.no_grad()
     def update(self) -> None:
-        """Move the averages towards the weights. To be called after each optimizer step."""
+        """Move the averages towards the weights. The engine calls it after each update."""
         torch._foreach_lerp_(self.averages, self._locals(), 1 - self.decay)
 
     def state(self) -> list[torch.Tensor]:
@@ -43,7 +43,7 @@ class Ema:
 
     @contextmanager
     def applied(self) -> Iterator[torch.nn.Module]:
-        """Inside the block the model has the averaged weights; after it, its own again."""
+        """Inside the block the model has the averaged weights; after it, its own weights again."""
         own = [weight.detach().clone() for weight in self._locals()]
         self._set(self.averages)
         try:
@@ -57,6 +57,6 @@ class Ema:
         torch._foreach_copy_(self._locals(), values)
 
     def _locals(self) -> list[torch.Tensor]:
-        """This rank's parts of the weights, where they lie now: FSDP2 may move them once, when it
-        first runs (it does in PyTorch 2.9)."""
+        """This rank's parts of the weights. Looked up each time, because FSDP2 may move them when
+        it first runs (it does in PyTorch 2.9)."""
         return local_shards(self.weights) if self._is_sharded else self.weights

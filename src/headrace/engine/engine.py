@@ -1,4 +1,4 @@
-"""The engine: one loop, run under any plan, with the same losses under all of them."""
+"""`Engine`: trains a model under a plan. The plan changes the speed, not the losses."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from headrace.data import BatchCache, UsedIterators, unprefetched
 from headrace.device import Device, open_device
 from headrace.engine import memory_error, stored_state
 from headrace.engine.build import (
-    ModelTraining,
-    OwnTraining,
+    ModelStepBuilder,
     PassOptions,
-    Training,
+    StepBuilder,
+    UserStepBuilder,
     open_pass,
 )
 from headrace.engine.compiled import CompileReport
@@ -32,12 +32,12 @@ from headrace.engine.loop import Observers, Pass
 from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.engine.results import EpochResult
 from headrace.engine.resume import PositionTracker, Start, set_loader_epoch
-from headrace.engine.schedules import Every, Scheduler
+from headrace.engine.schedules import Scheduler, SchedulerInterval
 from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
 from headrace.errors import StepError
 from headrace.parallel import Ranks, device_of, eval_mode, unwrap
-from headrace.plan import PLAN_VARIABLE, Plan, in_force
+from headrace.plan import PLAN_VARIABLE, Plan, effective_plan
 from headrace.source_lines import users_line
 
 log = logging.getLogger("headrace")
@@ -45,36 +45,49 @@ Steps = Generator[Progress, None, None]
 
 
 class Engine:
-    """Runs a training loop under a plan.
+    """Trains a model under a plan.
 
         engine = Engine(model, optimizer, loss_fn, plan="pipeline")
         for epoch in range(10):
             result = engine.epoch(loader)
             print(result.mean_loss, result.waits.table())
 
-    `loss(model, batch)` returns a 0-dim tensor, or a dict with `loss`, optionally `weight`, and
-    metrics. `device` is where the model lies, unless given. `scheduler` is stepped after each
-    update, or each epoch with `scheduler_every="epoch"`; timm's decide that by `t_in_epochs`.
-    Optimizers and schedulers may have been prepared by Accelerate. `precision` overrides the
-    plan's; where neither names one, the model computes in float32 with PyTorch's TF32 switches as
-    they are. `on_step(info)` is called after each batch with a `Progress`, `on_epoch(result)` after
-    each epoch with an `EpochResult`. `on_values(step, values)` is called once for each batch, in
-    order, as soon as its values are on the host: also after a `break` or an error.
-
-    `clip_norm` is `clip_grad_norm_(model.parameters(), clip_norm)` to the last bit. As there,
-    gradients of parameters that the optimizer does not have count, too, and are not cleared
-    (`clipping.py`). `accumulate` batches make an update. With `accumulate_by="weight"` it is that
-    of the mean over all of the group's samples (or tokens: the returned `weight`); with "count"
-    each loss is divided by `accumulate`, a last partial group's too, as in a loop of
-    `(loss / accumulate).backward()` (docs/numbers.md has both loops).
-
-    The model may be DDP's or FSDP2's (`fully_shard`): then each rank's engine is given that rank's
-    batches, and losses and metrics are those of all ranks together (docs/scaling.md).
-
-    What happens to runs: `on_nonfinite` is "report", "stop", "skip" or "tolerate:N" (see
-    `nonfinite.py`); `on_oom="halve"` trains in halves on a batch that does not fit;
-    `loader_timeout` is in seconds, 0 for ever; `on_error` is called with the exception that ends
-    a loop, while the state is still that after the last batch trained on.
+    Args:
+        model: The model, already on its device. It may be wrapped in DDP or sharded with FSDP2
+            (`fully_shard`). Then each rank's engine gets that rank's batches, and reports the
+            losses and metrics of all ranks together (docs/scaling.md).
+        optimizer: The model's optimizer, also one prepared by Accelerate.
+        loss: A function `loss(model, batch)`. It returns a 0-dim tensor, or a dict with `loss`,
+            optionally `weight` (how many samples or tokens the loss is a mean over) and metrics.
+        plan: A `Plan`, a preset's name, a dict of fields, or the path of a YAML file.
+        device: Where to train. [default: the model's device]
+        scheduler: A learning-rate scheduler of PyTorch, transformers or timm, also one prepared by
+            Accelerate.
+        scheduler_every: Step the scheduler after each "step" (optimizer update) or each "epoch". A
+            timm scheduler decides that itself (`t_in_epochs`).
+        clip_norm: Clip gradients exactly as `clip_grad_norm_(model.parameters(), clip_norm)` does.
+        accumulate: Batches per optimizer update.
+        accumulate_by: How the batches of an update count. "weight": the update uses the mean loss
+            over all their samples (or tokens: the returned `weight`). "count": each loss is divided
+            by `accumulate`, also in a last partial group, as in a loop of
+            `(loss / accumulate).backward()`. docs/numbers.md shows both loops.
+        precision: "fp32", "tf32", "bf16" or "fp16", instead of the plan's. If neither sets one, the
+            model computes in float32 and PyTorch's TF32 settings stay as they are.
+        ema_decay: Keep an exponential moving average of the weights in `engine.ema`.
+        deterministic: Use deterministic kernels; an operation that has none raises.
+        nvtx: Mark forward and backward as ranges in the vendor's profiler (Nsight Systems).
+        on_nonfinite: What to do about a NaN or infinite loss or gradient: "report" it, "stop",
+            "skip" the update, or "tolerate:N" (skip N updates, then stop).
+        on_oom: What to do with a batch that does not fit on the device: "raise" an error, or
+            "halve" the batch and train on the halves.
+        loader_timeout: Raise `LoaderError` after waiting this many seconds for a batch; 0 waits
+            forever.
+        on_step: Called after each batch with a `Progress`.
+        on_values: Called as `on_values(step, values)`, once for each batch and in order, when its
+            values have arrived on the host; also after a `break` or an error.
+        on_epoch: Called after each epoch with its `EpochResult`.
+        on_error: Called with the exception that ends a loop, if the state is still the one after
+            the last batch trained on: save a checkpoint here. Not called with several ranks.
     """
 
     def __init__(
@@ -86,7 +99,7 @@ class Engine:
         plan: Plan | str | Path | Mapping[str, Any] = "pipeline",
         device: Device | str | torch.device | None = None,
         scheduler: Scheduler | None = None,
-        scheduler_every: Every = "step",
+        scheduler_every: SchedulerInterval = "step",
         clip_norm: float | None = None,
         accumulate: int = 1,
         accumulate_by: Literal["weight", "count"] = "weight",
@@ -104,7 +117,7 @@ class Engine:
     ) -> None:
         device = open_device(device or device_of(model))
         policy = NonFinitePolicy.of(on_nonfinite)
-        training = ModelTraining(
+        builder = ModelStepBuilder(
             device,
             model,
             optimizer,
@@ -116,11 +129,11 @@ class Engine:
             scheduler_every=scheduler_every,
             ema_decay=ema_decay,
             policy=policy,
-            restores=on_error is not None,
+            restores_buffers=on_error is not None,
             on_oom=on_oom,
         )
         self._set_up(
-            training,
+            builder,
             device,
             plan,
             precision=precision,
@@ -145,18 +158,21 @@ class Engine:
         on_values: Callable[[int, dict[str, float]], object] | None = None,
         on_epoch: Callable[[EpochResult], object] | None = None,
     ) -> Engine:
-        """An engine around a step of your own (two optimizers, a GAN): `step(batch)` does all of
-        it, on one stream, and returns what is to be reported, as a loss function does, or None.
-        Prefetch, deferral, run-ahead and host waits are the plan's."""
+        """An engine that calls your own training step, for a GAN or two optimizers for example.
+
+        `step(batch)` does the forward, the backward and the update, on one stream. It returns what
+        to report, as a loss function does, or None. The engine adds what the plan says of
+        prefetching, deferred values, run-ahead and host waits.
+        """
         engine, device = cls.__new__(cls), open_device(device)
-        training = OwnTraining(device, step)
-        engine._set_up(training, device, plan, deterministic=deterministic, nvtx=nvtx)
+        builder = UserStepBuilder(device, step)
+        engine._set_up(builder, device, plan, deterministic=deterministic, nvtx=nvtx)
         engine.on_step, engine.on_values, engine.on_epoch = on_step, on_values, on_epoch
         return engine
 
     def _set_up(
         self,
-        training: Training,
+        builder: StepBuilder,
         device: Device,
         plan: Any,
         *,
@@ -167,27 +183,29 @@ class Engine:
         loader_timeout: float = 0,
         on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
-        self.device, self._training = device, training
+        self.device, self._builder = device, builder
         self._precision, self._deterministic, self._nvtx = precision, deterministic, nvtx
-        self._said: set[str] = set()
-        self.plan = self._own(Plan.of(plan))
+        self._warned: set[str] = set()
+        self.plan = self._resolve(Plan.of(plan))
         self._next_plan: Plan | None = None
+        #: Finished epochs, including those of a restored state.
         self.epochs = 0
+        #: The result of the last training loop, also of one that an error or a `break` has ended.
         self.last_result: EpochResult | None = None
         self._on_error, self._loader_timeout = on_error, loader_timeout
         self._non_finite = NonFiniteWatch(policy, device)
         self._running: Pass | None = None
-        self._stepped: weakref.ref[Steps] | None = None
+        self._open_steps: weakref.ref[Steps] | None = None
         self._place = PositionTracker(device)
         self._iterators = UsedIterators()
         self._cache: BatchCache | None = None
-        self._follow_plan()
+        self._apply_plan()
 
-    def _follow_plan(self) -> None:
-        """Set up what the plan asks for, or say why it is not there."""
+    def _apply_plan(self) -> None:
+        """Set up what the plan asks for. Warn about what is not possible here."""
         plan = self.plan
         self._cache = BatchCache(plan.cache_batches) if plan.cache_batches else None
-        self._training.follow(plan)
+        self._builder.apply_plan(plan)
         report = self.compiled
         if report is not None and report.why is not None:
             self.device.say_once(
@@ -199,35 +217,39 @@ class Engine:
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model that is trained."""
-        if not isinstance(self._training, ModelTraining):
-            raise AttributeError("an engine made from a step has no model")
-        return self._training.model
+        """The model that this engine trains."""
+        if not isinstance(self._builder, ModelStepBuilder):
+            raise AttributeError("an engine from Engine.from_step has no model")
+        return self._builder.model
 
     @property
     def ema(self) -> Ema | None:
-        """The averaged weights, if they are kept."""
-        return self._training.ema if isinstance(self._training, ModelTraining) else None
+        """The averaged weights; None without `ema_decay`."""
+        return self._builder.ema if isinstance(self._builder, ModelStepBuilder) else None
 
-    def _with_a_state(self) -> ModelTraining:
-        if not isinstance(self._training, ModelTraining):
-            raise StepError("an engine made from a step keeps no state: the step's is your own")
-        return self._training
+    def _stateful_builder(self) -> ModelStepBuilder:
+        if not isinstance(self._builder, ModelStepBuilder):
+            raise StepError(
+                "an engine from Engine.from_step has no state: save the state of your step yourself"
+            )
+        return self._builder
 
-    # --- what is called --------------------------------------------------------------------------
+    # --- training and evaluation ------------------------------------------------------------------
 
     def epoch(
         self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
     ) -> EpochResult:
-        """Train on every batch of the loader (or for `max_steps` updates), to the last loss.
+        """Train on every batch of the loader, and wait for the last loss.
 
-        After `load_state_dict` the first call goes on in the midst of an epoch: the loader is
-        brought to the batch after the last that was trained on (`resume.py` says how), unless
-        `first_batch` says that it begins there. If the loader or the loss raises, what was
-        trained on before is in `last_result`. `max_steps` counts from here on, also then.
+        After `load_state_dict`, the first call continues the interrupted epoch: the engine skips
+        the batches that it has already trained on (docs/faults.md). If the loader already starts at
+        a later batch, give its number as `first_batch`.
+
+        `max_steps` ends the epoch after so many optimizer updates, counted from this call. If the
+        loader or the loss function raises, `last_result` has the batches trained on before that.
         """
-        run = self._training_run(loader, max_steps, first_batch)
-        with self._reported(run, loader), closing(iter(run)) as steps:
+        run = self._begin_pass(loader, max_steps, first_batch)
+        with self._keeping_result(run, loader), closing(iter(run)) as steps:
             for _ in steps:
                 pass
             self._require_batches(run, loader, max_steps)
@@ -236,34 +258,34 @@ class Engine:
     def steps(
         self, loader: Iterable[Any], *, max_steps: int | None = None, first_batch: int | None = None
     ) -> Steps:
-        """The same as `epoch`, but the loop is the caller's: a `Progress` after each batch.
+        """Like `epoch`, but in your own loop: yields a `Progress` after each batch.
 
-        Every value is handed out once, in order: the last info is held back until all have
-        arrived. After a `break`, those still under way go to `on_values` and `last_result`.
+        Each batch's values appear once, in order, in `Progress.arrived`. The last `Progress` comes
+        when all values have arrived. After a `break`, the remaining values go to `on_values` and
+        `last_result`. `last_result` is set when the loop ends, also by a `break`.
 
-        At each yield the caller's stream is ordered after the engine's. The result is in
-        `last_result` once the loop has ended, or has been left: a batch that was trained on is
-        never lost. With several ranks call `leave` on all of them before the loop is left. Another
-        training loop of this engine, or `load_state_dict`, ends this one, as leaving it would.
+        Between two batches you may use the model: the stream on which you began the loop waits for
+        the engine's streams. With several ranks, call `leave` on all of them before a `break`.
+        Starting another loop of this engine, or `load_state_dict`, ends this one like a `break`.
         """
-        itself: list[weakref.ref[Steps]] = []
-        steps = self._stepping(itself, loader, max_steps, first_batch)
-        itself.append(weakref.ref(steps))
+        own_ref: list[weakref.ref[Steps]] = []
+        steps = self._run_steps(own_ref, loader, max_steps, first_batch)
+        own_ref.append(weakref.ref(steps))
         return steps
 
-    def _stepping(
+    def _run_steps(
         self,
-        itself: list[weakref.ref[Steps]],
+        own_ref: list[weakref.ref[Steps]],
         loader: Iterable[Any],
         max_steps: int | None,
         first_batch: int | None,
     ) -> Steps:
-        run = self._training_run(loader, max_steps, first_batch)
-        self._stepped = itself[0]
+        run = self._begin_pass(loader, max_steps, first_batch)
+        self._open_steps = own_ref[0]
         try:
-            with self._reported(run, loader), closing(iter(run)) as steps:
-                while self._advanced(run, steps):
-                    # Also if it leaves: an update may be to come.
+            with self._keeping_result(run, loader), closing(iter(run)) as steps:
+                while self._advance(run, steps):
+                    # Also around a `break`: the update of the last group may follow it.
                     with run.stages.lanes.given_back():
                         yield run.progress
                 self._require_batches(run, loader, max_steps)
@@ -273,41 +295,42 @@ class Engine:
         self._finish(run)
 
     def leave(self) -> None:
-        """Between two `steps()`, on all ranks: finish what was begun, so that the loop may be left.
-        A process alone may just leave it."""
+        """End a `steps()` loop between two batches. Call it on all ranks, then `break`. A single
+        process may `break` without it."""
         if self._running is not None:
             self._running.leave()
 
     def settle(self, reason: str = "settle") -> tuple[DeferredValues, ...]:
-        """Between two `steps()`: wait for all values so far, and return those that came back."""
+        """Wait for the values of all batches so far, between two batches of a `steps()` loop.
+        Returns those that have not been in `Progress.arrived` yet."""
         return () if self._running is None else self._running.settle(reason)
 
     def state_dict(self) -> dict[str, Any]:
-        """All that is needed to go on as if nothing had happened: model, optimizer, scheduler,
-        scaler, averages, gradients of an open group, random states, what `graphs="auto"` decided,
-        the ledger, values not yet reported, and the place in the epoch: the number of batches that
-        were trained on, and the loader's own state after them, if it keeps one. To be taken
-        between two `steps()`, in `on_step` or `on_error`, or outside a loop.
+        """Everything that a new process needs to continue exactly here: model, optimizer,
+        scheduler, scaler, averages, gradients of an open group, random states, the decision of
+        `graphs="auto"`, the ledger, values not yet reported, and the place in the epoch (how many
+        batches were trained on, and the loader's own state after them, if it has one).
 
-        Tensors are the live ones: copy them before going on.
+        Call it outside a loop, between two batches of `steps()`, in `on_step` or in `on_error`. The
+        tensors are the live ones, not copies: copy them before training continues.
         """
-        training = self._with_a_state()
+        builder = self._stateful_builder()
         position = self._place.position(self.epochs, self._running)
         return stored_state.state_of(
-            training.parts,
-            training.schedule,
-            training.graphs,
+            builder.parts,
+            builder.schedule,
+            builder.graphs,
             position,
             left_out=self._non_finite.skipped,
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
-        """Go back to a stored state. Returns how many batches of epoch `epochs` it had trained on;
-        the next `epoch(loader)` goes on after them."""
-        training = self._with_a_state()
+        """Restore a state of `state_dict()`. The next `epoch(loader)` continues after the last
+        batch trained on. Returns how many batches of the current epoch have been trained on."""
+        builder = self._stateful_builder()
         self._end_other_loop()
         state = stored_state.upgrade(state)
-        stored_state.restore(state, training.parts, training.schedule, training.graphs)
+        stored_state.restore(state, builder.parts, builder.schedule, builder.graphs)
         with stored_state.mismatch_as_step_error():
             own = self._place.checked(stored_state.for_rank(state, self.ranks))
             self._non_finite.skipped, self.epochs = int(own["left_out"]), own["epoch"]
@@ -315,16 +338,19 @@ class Engine:
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> EpochResult:
-        """The loss and metrics over a loader, without gradients, under the same plan."""
-        if not isinstance(self._training, ModelTraining):
-            raise StepError("evaluate needs a model and a loss: this engine was made from a step")
+        """Compute loss and metrics over a loader: in eval mode, without gradients, under the
+        plan."""
+        if not isinstance(self._builder, ModelStepBuilder):
+            raise StepError(
+                "evaluate needs a model and a loss function: this engine is from Engine.from_step"
+            )
         if self._running is not None:
             self._running.tally.keep_peak()
         with eval_mode(self.model), self.device.ledger.apart():
-            lanes, step = self._training.evaluation(self.plan, annotate=self._nvtx)
-            silent = Observers(None, NonFiniteWatch(NonFinitePolicy("report"), self.device))
+            lanes, step = self._builder.evaluation(self.plan, annotate=self._nvtx)
+            observers = Observers(None, NonFiniteWatch(NonFinitePolicy("report"), self.device))
             options = self._pass_options(loader_timeout=0)
-            run = open_pass(options, loader, lanes, step, silent, Start(), epoch=self.epochs)
+            run = open_pass(options, loader, lanes, step, observers, Start(), epoch=self.epochs)
             with closing(iter(run)) as steps:
                 for _ in steps:
                     pass
@@ -334,8 +360,8 @@ class Engine:
             return self._result_of(run)
 
     def use_plan(self, plan: Plan | str | Path | Mapping[str, Any]) -> None:
-        """Go on under another plan, from the next epoch on."""
-        self._next_plan = self._own(Plan.of(plan))
+        """Use another plan, from the next epoch on."""
+        self._next_plan = self._resolve(Plan.of(plan))
         if self._running is None:
             self._change_plan()
 
@@ -343,16 +369,16 @@ class Engine:
         if self._next_plan is not None:
             self.close()
             self.plan, self._next_plan = self._next_plan, None
-            self._follow_plan()
+            self._apply_plan()
 
-    def _own(self, plan: Plan) -> Plan:
-        """The plan with the engine's own precision, if it was given one; or the plan that the
-        environment puts in its place."""
+    def _resolve(self, plan: Plan) -> Plan:
+        """The plan to run: `plan` with the engine's precision, if it has one, or the plan that
+        `HEADRACE_PLAN` names."""
         if self._precision is not None and self._precision != plan.precision:
             plan = replace(plan, precision=self._precision)  # type: ignore[arg-type]
-        used = in_force(plan)
-        if used != plan and PLAN_VARIABLE not in self._said:
-            self._said.add(PLAN_VARIABLE)
+        used = effective_plan(plan)
+        if used != plan and PLAN_VARIABLE not in self._warned:
+            self._warned.add(PLAN_VARIABLE)
             log.warning(
                 "%s is set: this engine runs under plan %s instead of %s",
                 PLAN_VARIABLE,
@@ -363,49 +389,47 @@ class Engine:
 
     @property
     def updates(self) -> int:
-        """Optimizer steps since the engine was made, those of a restored state included."""
-        parts = self._training.parts
+        """Optimizer updates so far, including those of a restored state."""
+        parts = self._builder.parts
         return 0 if parts is None else parts.group.updates
 
     @property
     def ranks(self) -> Ranks:
-        """The processes that the model is spread over; those of a plain model are one."""
-        return self._training.ranks
+        """The ranks that train this model together: one, unless it is wrapped in DDP or FSDP2."""
+        return self._builder.ranks
 
     @property
     def is_between_updates(self) -> bool:
-        """Whether no accumulation group is open: with several ranks, when a state may be taken."""
-        parts = self._training.parts
+        """Whether no accumulation group is open. With several ranks, take a state only then."""
+        parts = self._builder.parts
         return parts is None or not parts.group.is_open
 
     @property
     def graphs(self) -> GraphReport | None:
-        """What became of the plan's graphs; None if it has none, or the device cannot."""
-        graphs = self._training.graphs
+        """How many graphs were captured and replayed; None if the plan has none, or the device
+        supports none."""
+        graphs = self._builder.graphs
         return None if graphs is None else graphs.report()
 
     @property
     def compiled(self) -> CompileReport | None:
-        """Whether the step runs as compiled code, and why not; None if the plan does not ask for
-        that."""
-        return self._training.compiled if self.plan.compile else None
+        """Whether the step runs as compiled code, or why not; None if the plan does not compile."""
+        return self._builder.compiled if self.plan.compile else None
 
     def close(self) -> None:
-        """Let go of the device memory that the plan holds: graphs and cached batches. The engine
-        may be used on."""
-        if self._training.graphs is not None:
-            self._training.graphs.close()
+        """Free the device memory that the plan occupies: graphs and cached batches. The engine can
+        still be used."""
+        if self._builder.graphs is not None:
+            self._builder.graphs.close()
         if self._cache is not None:
             self._cache = BatchCache(self.plan.cache_batches)
 
-    # --- around the loop -------------------------------------------------------------------------
+    # --- around a pass ---------------------------------------------------------------------------
 
-    def _training_run(
-        self, loader: Iterable[Any], max_steps: int | None, first: int | None
-    ) -> Pass:
+    def _begin_pass(self, loader: Iterable[Any], max_steps: int | None, first: int | None) -> Pass:
         self._end_other_loop()
         self._change_plan()
-        self._look_at_mode()
+        self._warn_eval_mode()
         loader = unprefetched(loader)
         set_loader_epoch(loader, self.epochs)
         try:
@@ -416,22 +440,22 @@ class Engine:
             raise
 
     def _open(self, loader: Iterable[Any], max_steps: int | None, start: Start) -> Pass:
-        training = self._training
-        training.begin_epoch()
-        lanes = training.lanes(self.plan, annotate=self._nvtx)
+        builder = self._builder
+        builder.begin_epoch()
+        lanes = builder.lanes(self.plan, annotate=self._nvtx)
         observers = Observers(
-            training.schedule, self._non_finite, self.on_values, self.on_step, self._on_error
+            builder.schedule, self._non_finite, self.on_values, self.on_step, self._on_error
         )
         return open_pass(
             self._pass_options(self._loader_timeout),
             loader,
             lanes,
-            training.step(lanes),
+            builder.step(lanes),
             observers,
             start,
             epoch=self.epochs,
-            limit=None if max_steps is None else training.batches_for(max_steps),
-            parts=training.parts,
+            limit=None if max_steps is None else builder.batches_for(max_steps),
+            parts=builder.parts,
         )
 
     def _pass_options(self, loader_timeout: float) -> PassOptions:
@@ -444,36 +468,37 @@ class Engine:
             loader_timeout,
         )
 
-    def _look_at_mode(self) -> None:
-        """Say once that a model in eval mode is trained as it is: without dropout, say."""
-        if not isinstance(self._training, ModelTraining) or "eval" in self._said:
+    def _warn_eval_mode(self) -> None:
+        """Warn once if the model is in eval mode: the engine does not call `model.train()`."""
+        if not isinstance(self._builder, ModelStepBuilder) or "eval" in self._warned:
             return
         if not any(module.training for module in unwrap(self.model).modules()):
-            self._said.add("eval")
+            self._warned.add("eval")
             log.warning(
                 "the model is in eval mode in the training loop at %s, so dropout is off and batch "
-                "norm uses its running means: call model.train() before it, unless that is meant",
+                "norm uses its running means: call model.train() first, unless you want this",
                 users_line(),
             )
 
-    def _require_batches(self, run: Pass, loader: Iterable[Any], most: int | None) -> None:
-        """After a pass: an iterator without a batch may have been used up by an earlier one."""
-        if not run.has_trained and most != 0:
+    def _require_batches(self, run: Pass, loader: Iterable[Any], max_steps: int | None) -> None:
+        """Raise if a pass had no batch because an earlier pass has used up the iterator."""
+        if not run.has_trained and max_steps != 0:
             self._iterators.require_batches(loader)
 
     def _end_other_loop(self) -> None:
-        """Leave a loop that is still open: dropped, it would end at any later moment."""
+        """End a `steps()` loop that is still open. Python would otherwise end it whenever it
+        collects the generator."""
         if self._running is None:
             return
-        other = None if self._stepped is None else self._stepped()
+        other = None if self._open_steps is None else self._open_steps()
         if other is not None and inspect.getgeneratorstate(other) == inspect.GEN_SUSPENDED:
             other.close()
         if self._running is not None:
-            raise StepError("a training loop of this engine is under way: expected it to end first")
+            raise StepError("this engine is already in a training loop: end that one first")
 
     @contextmanager
-    def _reported(self, run: Pass, loader: Iterable[Any]) -> Iterator[None]:
-        """Whatever ends the loop, its result is kept."""
+    def _keeping_result(self, run: Pass, loader: Iterable[Any]) -> Iterator[None]:
+        """Inside the block `run` is the running pass. However it ends, keep its result."""
         self._running, failed = run, True
         try:
             yield
@@ -484,14 +509,14 @@ class Engine:
                 problem,
                 device=self.device,
                 plan=self.plan,
-                parts=self._training.parts,
+                parts=self._builder.parts,
                 batch=run.tally.failed,
                 largest=run.tally.largest,
                 graph_bytes=0 if graphs is None else graphs.memory_bytes,
             ) from problem
         finally:
             self._running = None
-            if run.has_trained:  # also if it was left: the loader's other batches may be all gone
+            if run.has_trained:  # also after a `break`: an iterator's other batches may be gone
                 self._iterators.note(loader)
             self._place.end(run, failed=failed)
             if run.ended:
@@ -502,19 +527,20 @@ class Engine:
         return replace(result, compiled=self.compiled)
 
     def _finish(self, run: Pass) -> EpochResult:
-        """Count the epoch that was just reported as done."""
+        """Count the epoch that has just ended, step the scheduler and call `on_epoch`."""
         result = self.last_result
         assert result is not None
         self.epochs += 1
         self._change_plan()
-        if self._training.schedule is not None:
+        if self._builder.schedule is not None:
             mean_loss = run.stages.recorder.loss().mean
-            self._training.schedule.tell_epoch(self.epochs, mean_loss)
+            self._builder.schedule.after_epoch(self.epochs, mean_loss)
         if self.on_epoch is not None:
             self.on_epoch(result)
         return result
 
-    def _advanced(self, run: Pass, steps: Iterator[Progress]) -> bool:
-        """One batch more, on the stream the loop began on, whatever is current by now."""
+    def _advance(self, run: Pass, steps: Iterator[Progress]) -> bool:
+        """Train on the next batch, on the stream that was current when the loop began. Returns
+        whether there was one."""
         with self.device.use(run.stages.lanes.caller):
             return next(steps, run) is not run

@@ -1,7 +1,7 @@
-"""A model's loss on a batch: the loss function, called in the plan's precision and checked.
+"""Calls the loss function in the plan's precision, and checks what it returns.
 
-`loss(model, batch)` returns a tensor, or a dict with `loss` (a mean), optionally `weight` (what the
-mean is over: tokens, say), and metrics.
+`loss(model, batch)` returns a tensor, or a dict with `loss` (a mean), optionally `weight` (how many
+samples or tokens the mean is over) and metrics.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ import torch
 from headrace.data import batch_leaves
 from headrace.device import Device
 from headrace.engine.deferred import Scalar
-from headrace.engine.loss_parts import LossParts
+from headrace.engine.loss_output import LossOutput
 from headrace.engine.loss_watch import call_watched
 from headrace.errors import StepError
 from headrace.parallel import set_gradient_sync, unwrap
-from headrace.source_lines import described
+from headrace.source_lines import describe_function
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forward:
-    """Computes a batch's loss. `written` is the loss function as the user wrote it; `loss` is the
-    same, or that compiled."""
+    """Computes a batch's loss. `user_loss` is the loss function as the user wrote it; `loss` is the
+    same function or its compiled form. `spread`: the model is wrapped in DDP or FSDP2."""
 
     def __init__(
         self,
@@ -36,34 +36,35 @@ class Forward:
         optimizer: torch.optim.Optimizer,
         loss: LossFunction,
         *,
-        written: LossFunction,
+        user_loss: LossFunction,
         precision: str | None,
         spread: bool,
     ) -> None:
         self._device, self.model, self._optimizer = device, model, optimizer
-        self.loss, self._written, self._precision = loss, written, precision
-        self._described = f"the loss function {described(written)}"
+        self.loss, self._user_loss, self._precision = loss, user_loss, precision
+        self._name = f"the loss function {describe_function(user_loss)}"
         self._spread = spread
-        self._to_watch = 0
+        self._batches_to_watch = 0
 
     def watch(self, batches: int) -> None:
-        """Check the next calls of the loss function: it must leave `backward()`, `optimizer.step()`
-        and scaling to the engine."""
-        self._to_watch = batches
+        """Check that the loss function, on the next `batches` batches, leaves `backward()`,
+        `optimizer.step()` and scaling to the engine."""
+        self._batches_to_watch = batches
 
-    def evaluated(self, batch: Any) -> LossParts:
-        """The loss without gradients; no other rank is needed."""
+    def evaluate(self, batch: Any) -> LossOutput:
+        """Compute the loss without gradients and without the other ranks."""
         with autocast(self._device, self._precision):
             returned = self.loss(unwrap(self.model), batch)
-        return LossParts.of(returned, self._device, needs_grad=False, by=self._described)
+        return LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
 
-    def __call__(self, batch: Any, *, averages: bool = True) -> LossParts:
-        """The loss, for a backward that `averages` gradients over ranks or adds them up here."""
+    def __call__(self, batch: Any, *, averages: bool = True) -> LossOutput:
+        """Compute the loss. Its backward `averages` gradients over ranks, or only adds them up on
+        this rank."""
         if self._spread:
             set_gradient_sync(self.model, averages)
         with autocast(self._device, self._precision):
-            if self._to_watch:
-                self._to_watch -= 1
+            if self._batches_to_watch:
+                self._batches_to_watch -= 1
                 require_tensor(batch)
                 returned = call_watched(
                     self.loss,
@@ -71,23 +72,23 @@ class Forward:
                     batch,
                     device=self._device,
                     optimizer=self._optimizer,
-                    written=self._written,
+                    user_loss=self._user_loss,
                 )
             else:
                 returned = self.loss(self.model, batch)
-        return LossParts.of(returned, self._device, needs_grad=True, by=self._described)
+        return LossOutput.of(returned, self._device, needs_grad=True, by=self._name)
 
 
 def require_tensor(batch: Any) -> None:
-    """Of a loop's first batch."""
+    """Raise `StepError` if a loop's first batch has no tensor."""
     if next(batch_leaves(batch), None) is None:
         raise StepError(
-            f"batch 0 (a {type(batch).__name__}) holds no tensor: expected tensors, in whatever "
-            "nesting of tuples, dicts and dataclasses"
+            f"batch 0 (a {type(batch).__name__}) holds no tensor: expected tensors, in any nesting "
+            "of tuples, dicts and dataclasses"
         )
 
 
 def autocast(device: Device, precision: str | None) -> AbstractContextManager[object]:
-    """Inside the block a model computes in bf16 or fp16, if that is the precision."""
+    """`torch.autocast` for the precisions bf16 and fp16; for others, a context without effect."""
     dtype = None if precision is None else _AUTOCAST.get(precision)
     return nullcontext() if dtype is None else torch.autocast(device.torch_device.type, dtype)

@@ -15,7 +15,7 @@ import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = (
@@ -28,7 +28,7 @@ _GLOBAL_HOOKS = (
 )
 
 
-def capture_obstacle(parts: Parts) -> str | None:
+def capture_obstacle(parts: StepParts) -> str | None:
     """Why this step cannot be captured and what to do about it; None if nothing stands against it.
 
     Looks at the ranks, the optimizer, fp16 scaling, the update's guard and hooks, in this order.
@@ -63,7 +63,7 @@ def capture_obstacle(parts: Parts) -> str | None:
     return None
 
 
-def _distributed_obstacle(parts: Parts) -> str | None:
+def _distributed_obstacle(parts: StepParts) -> str | None:
     """PyTorch can capture DDP's steps, over NCCL and after a warm-up, but no FSDP2 step."""
     if parts.spread == "fsdp":
         return (

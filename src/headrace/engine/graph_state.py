@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 
 
-def tensors_of(parts: Parts) -> list[torch.Tensor]:
+def tensors_of(parts: StepParts) -> list[torch.Tensor]:
     """All tensors that a graph of this step uses and that exist before and after it."""
     found: dict[int, torch.Tensor] = {}
     for tensor in (*parts.model.parameters(), *parts.group.parameters(), *parts.model.buffers()):
@@ -29,7 +29,7 @@ def tensors_of(parts: Parts) -> list[torch.Tensor]:
     return list(found.values())
 
 
-def addresses(parts: Parts) -> tuple[Hashable, ...]:
+def addresses(parts: StepParts) -> tuple[Hashable, ...]:
     """The addresses of `tensors_of`, what requires a gradient, and each module's training mode. If
     they differ from those at capture, the graph belongs to an earlier model or optimizer."""
     memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors_of(parts))
@@ -37,7 +37,7 @@ def addresses(parts: Parts) -> tuple[Hashable, ...]:
     return (memory, modules)
 
 
-def release_graph_state(parts: Parts) -> None:
+def release_graph_state(parts: StepParts) -> None:
     """Let go of what only graphs need: learning rates on the device, gradients that keep their
     memory. An optimizer that has trained as a capturable one stays capturable: made plain again, it
     would continue from an older step count."""
@@ -48,7 +48,7 @@ def release_graph_state(parts: Parts) -> None:
             drop_gradients(parts, keep=set())
 
 
-def drop_gradients(parts: Parts, *, keep: set[int]) -> None:
+def drop_gradients(parts: StepParts, *, keep: set[int]) -> None:
     """Set gradients to None, but for the parameters (by `id`) in `keep`. A kept gradient that no
     batch of the group has written is zero, and an optimizer with momentum would still move it."""
     for parameter in parts.group.parameters():
@@ -60,7 +60,7 @@ class StateBeforeCapture:
     """The state before a capture, to be restored after it: gradients, the optimizer's state,
     buffers and tensors that are attributes of modules, and the gradient scaler's bookkeeping."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         parameters = {id(p): p for p in (*parts.model.parameters(), *parts.group.parameters())}
         self._gradients = [(parameter, parameter.grad) for parameter in parameters.values()]

@@ -14,7 +14,7 @@ import torch
 from headrace.engine.capturable_optimizer import takes_rates_as_tensors
 from headrace.engine.compiled import uncompiled
 from headrace.engine.python_state import PythonState
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 from headrace.errors import CaptureError
 from headrace.parallel import unwrap
 
@@ -30,7 +30,7 @@ _NO_SETTINGS = ("params", "capturable", "initial_lr", "max_lr", "min_lr", "swa_l
 class FrozenValues:
     """The values with which a step's graphs were captured, or will be."""
 
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, parts: StepParts) -> None:
         self._parts = parts
         self._settings: tuple[Hashable, ...] | None = None
         self._python: PythonState | None = None
@@ -108,7 +108,7 @@ class FrozenValues:
         return self._python
 
 
-def _settings(parts: Parts) -> tuple[Hashable, ...]:
+def _settings(parts: StepParts) -> tuple[Hashable, ...]:
     """The settings that a graph freezes, by name: the optimizer's, clip_norm and ema_decay."""
     by_tensor = takes_rates_as_tensors(parts)
     decay = None if parts.update.ema is None else parts.update.ema.decay

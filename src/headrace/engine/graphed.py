@@ -34,9 +34,9 @@ from headrace.engine.graph_state import (
 from headrace.engine.graph_timing import TIMED_STEPS, GraphTiming
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
-from headrace.engine.loss_parts import LossParts
-from headrace.engine.stages import Finished, Launched
-from headrace.engine.step import EagerStep, Parts
+from headrace.engine.loss_output import LossOutput
+from headrace.engine.stages import Finished, Launched, Standing
+from headrace.engine.step import EagerStep, StepParts
 from headrace.engine.step_trace import StepTracer, storages
 from headrace.errors import CaptureError
 from headrace.plan import Plan
@@ -90,14 +90,14 @@ class GraphedStep:
                 self._graphs.drop_unreached_gradients()
         return self._eager.finish()
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         return self._eager.recover(counted)
 
 
 class StepGraphs:
     """The graphs of one training step under one plan. They stay from pass to pass."""
 
-    def __init__(self, parts: Parts, plan: Plan) -> None:
+    def __init__(self, parts: StepParts, plan: Plan) -> None:
         self._parts, self._plan_name = parts, plan.name
         self._timing = GraphTiming() if plan.graphs == "auto" else None
         # Watch only after the warm-up, when steps are like those to come. The first batch compiles.
@@ -107,7 +107,7 @@ class StepGraphs:
         self._watch = StepWatch(max(self._watch_after - 1, 1 + compiles), self._watch_after)
         after = self._watch_after + (TIMED_STEPS if self._timing is not None else 0)
         device = parts.device
-        self._graphs: GraphCache[LossParts] = GraphCache(
+        self._graphs: GraphCache[LossOutput] = GraphCache(
             device, max_graphs=plan.graph_shapes, capture_after=after
         )
         self._updates: GraphCache[None] = GraphCache(device, max_graphs=1, capture_after=0)
@@ -208,7 +208,7 @@ class StepGraphs:
             self._give_up(_describe_failure(problem))
             return None
 
-    def _graph_for(self, key: Hashable, batch: Any) -> CapturedWork[LossParts] | None:
+    def _graph_for(self, key: Hashable, batch: Any) -> CapturedWork[LossOutput] | None:
         """The graph for this batch, captured now if it is due; None: run it eagerly."""
         captured = self._graphs.find(key)
         if captured is not None or not self._is_due(key):
@@ -232,21 +232,21 @@ class StepGraphs:
         parts, traced = self._parts, tracer or nullcontext()
         group = parts.group
         with self._timed(key, replay=False):
-            averages = group.averages(ends_epoch=fetched.ends_epoch)
+            averages = group.decide_averaging(ends_epoch=fetched.ends_epoch)
             with traced:
                 loss = parts.forward(fetched.batch, averages=averages)
             if tracer is not None:
                 tracer.forward_ends(loss.numbers())
             loss = loss.unaliased()
-            parts.begin()
-            group.gathering()
+            parts.begin_batch()
+            group.begin_backward()
             with self._recording_reached() if group.keeps_gradients else nullcontext(), traced:
-                parts.gather(loss)
-            group.gathered()
+                parts.backward(loss)
+            group.end_backward()
             if updated := group.is_full:
                 self.drop_unreached_gradients()
-                parts.use()
-        return parts.launched(fetched, loss, updated=updated)
+                parts.run_update()
+        return parts.make_launched(fetched, loss, updated=updated)
 
     def _run_watched(self, key: Hashable, fetched: Fetched) -> Launched:
         """Train on a batch eagerly, and look for what no graph could repeat."""
@@ -275,24 +275,24 @@ class StepGraphs:
         return found + self._values.tensors()
 
     def _replay(
-        self, key: Hashable, captured: CapturedWork[LossParts], fetched: Fetched
+        self, key: Hashable, captured: CapturedWork[LossOutput], fetched: Fetched
     ) -> Launched:
         parts, group = self._parts, self._parts.group
         with self._timed(key, replay=True):
-            parts.begin()
+            parts.begin_batch()
             parts.update.write_rates()
-            group.updating() if group.size == 1 else group.gathering()
+            group.begin_update() if group.size == 1 else group.begin_backward()
             loss = captured.replay(flatten_batch(fetched.batch))
             if group.size == 1:
                 updated = True
-                group.gathered_and_used()
+                group.end_step()
             else:
-                group.gathered()
+                group.end_backward()
                 group.reached |= self._reached_by[key]
                 if updated := group.is_full:
                     self.drop_unreached_gradients()
                     self._update()
-            launched = parts.launched(fetched, loss, updated=updated, replayed=True)
+            launched = parts.make_launched(fetched, loss, updated=updated, replayed=True)
         if self._timing is not None and self._timing.is_complete():
             log.info("plan %s: %s", self._plan_name, self._timing.decide())
             self._apply(self._timing)
@@ -302,7 +302,7 @@ class StepGraphs:
         """Update with a full group's gradients, by a graph of its own."""
         parts, group = self._parts, self._parts.group
         if self._why_eager is not None:
-            parts.use()
+            parts.run_update()
             return
         parts.update.write_rates()
         # By the gradients' addresses: a graph would neither use nor clear others.
@@ -320,15 +320,15 @@ class StepGraphs:
             finally:
                 before.restore()
         if update is None:
-            parts.use()
+            parts.run_update()
         else:
-            group.updating()
+            group.begin_update()
             update.replay([])
-            group.used()
+            group.end_update()
 
     # --- capture ----------------------------------------------------------------------------------
 
-    def _capture(self, key: Hashable, batch: Any) -> CapturedWork[LossParts] | None:
+    def _capture(self, key: Hashable, batch: Any) -> CapturedWork[LossOutput] | None:
         """Capture the step on this batch. Returns None if it must run eagerly once more, because it
         creates something that stays, such as the optimizer's state of a parameter."""
         parts, group = self._parts, self._parts.group
@@ -385,7 +385,7 @@ class StepGraphs:
                 if capturable is not None:
                     capturable.undo()
 
-    def _work_to_capture(self, batch: Any) -> LossParts:
+    def _work_to_capture(self, batch: Any) -> LossOutput:
         """What a graph repeats: the whole step, or with accumulation all but the update."""
         parts, group = self._parts, self._parts.group
         with loss_mode(parts.forward.loss, "compiled"):
@@ -396,11 +396,11 @@ class StepGraphs:
             for name, value in loss.values.items()
         }
         if group.size == 1:
-            parts.gather(loss)
+            parts.backward(loss)
             parts.update(group)
         else:
             with self._recording_reached():
-                parts.gather(loss)
+                parts.backward(loss)
         return replace(loss, loss=loss.loss.detach(), values=values)
 
     # --- accumulation: gradients that keep their memory -------------------------------------------

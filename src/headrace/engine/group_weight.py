@@ -1,4 +1,4 @@
-"""What an accumulation group weighs: its batches' weights, summed on the device, over all ranks."""
+"""The total weight of an accumulation group, summed on the device and over all ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.parallel import AllReduce, Ranks
 
 
 class GroupWeight:
-    """A number on the device, which is what the gradients of loss × weight are divided by."""
+    """The divisor of a group's gradients (of loss × weight), as a tensor on the device."""
 
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self._ranks = device, ranks
@@ -19,7 +19,7 @@ class GroupWeight:
 
     def add(self, weight: Scalar) -> None:
         if self.value is None:
-            # In double precision where there is one: sums of token counts stay exact.
+            # float64 keeps sums of token counts exact. MPS has none.
             kind = self._device.torch_device.type
             dtype = torch.float32 if kind == "mps" else torch.float64
             self.value = torch.zeros((), dtype=dtype, device=self._device.torch_device)
@@ -34,7 +34,7 @@ class GroupWeight:
             self.value.copy_(weight)
 
     def clear(self, *, forget: bool) -> None:
-        """Begin with nothing; with `forget`, also without a place for it."""
+        """Set the weight to 0. With `forget`, also free its tensor."""
         if forget:
             self.value = None
         elif self.value is not None:
@@ -43,12 +43,13 @@ class GroupWeight:
     # --- over ranks -------------------------------------------------------------------------------
 
     def start_total(self) -> None:
-        """Sum it over all ranks, while the group's last batch goes backward."""
+        """Begin to sum the weight over all ranks, beside the backward of the group's last batch."""
         if self._ranks.several and self.value is not None:
             self._total = self._ranks.all_reduce(self.value)
 
     def total(self) -> torch.Tensor:
-        """What gradients are to be divided by: over ranks they are means, not sums."""
+        """What to divide the gradients by: the mean weight over ranks, since the gradients are
+        means over ranks too."""
         assert self.value is not None
         total, self._total = self._total, None
         if total is None:
@@ -56,6 +57,6 @@ class GroupWeight:
         total.wait(self._device.ledger, "ranks")
         return self.value / self._ranks.size
 
-    def lose_total(self) -> None:
-        """After an error."""
+    def drop_total(self) -> None:
+        """Forget a sum that an error has interrupted."""
         self._total = None

@@ -17,8 +17,8 @@ import torch
 
 from headrace.data import Fetched, flatten_batch, is_plain_tensor, rebuild_batch
 from headrace.engine.deferred import Scalar
-from headrace.engine.loss_parts import LossParts
-from headrace.engine.stages import Finished, Launched
+from headrace.engine.loss_output import LossOutput
+from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.step import EagerStep
 from headrace.errors import StepError
 from headrace.plan import Plan
@@ -53,7 +53,7 @@ def require_halvable(model: torch.nn.Module, plan: Plan) -> None:
 class _TrainedPart:
     """A part of a batch that was trained on, and its weight in the batch's means."""
 
-    loss: LossParts
+    loss: LossOutput
     weight: Scalar
 
 
@@ -66,11 +66,11 @@ class HalvingStep:
     def __call__(self, fetched: Fetched) -> Launched:
         parts, lanes = self._parts, self._lanes
         group, guard = parts.group, parts.update.guard
-        parts.begin()
+        parts.begin_batch()
         earlier = self._set_gradients_aside()
         with lanes.on(lanes.backward):
             weight = None if group.weight.value is None else group.weight.value.clone()
-            seen = None if guard is None else guard.seen()
+            seen = None if guard is None else guard.snapshot()
         try:
             trained = self._train_parts(fetched.batch, rows=None, batch_rows=None)
         except BaseException:  # leave the group as it was, without this batch
@@ -78,25 +78,25 @@ class HalvingStep:
             with lanes.on(lanes.backward):
                 group.weight.set(weight)
                 if guard is not None:
-                    guard.forget(seen)
+                    guard.restore(seen)
             raise
         if len(trained) > 1:
             with lanes.on(lanes.backward):
-                group.join_parts()
+                group.join_split_batch()
         self._add_gradients_back(earlier)
         with lanes.on(lanes.backward, "backward"):
-            group.gathered()
+            group.end_backward()
             if updated := group.is_full:
-                parts.use()
+                parts.run_update()
         lanes.backward_to_forward()
         with lanes.on(lanes.forward):
             loss = trained[0].loss if len(trained) == 1 else _combined(trained)
-        return parts.launched(fetched, loss, updated=updated)
+        return parts.make_launched(fetched, loss, updated=updated)
 
     def finish(self) -> Finished | None:
         return self._eager.finish()
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         return self._eager.recover(counted)
 
     def _train_parts(
@@ -113,7 +113,7 @@ class HalvingStep:
                 loss = parts.forward(batch).unaliased()
             lanes.forward_to_backward()
             with lanes.on(lanes.backward, "backward"):
-                parts.gather(loss, share)
+                parts.backward(loss, share)
             lanes.backward_to_forward()
         except torch.OutOfMemoryError as found:
             # Keep only its text: its traceback holds all that the step had allocated so far.
@@ -193,15 +193,15 @@ def split(batch: Any) -> list[tuple[int, Any]] | None:
     return halves
 
 
-def _detached(loss: LossParts) -> LossParts:
+def _detached(loss: LossOutput) -> LossOutput:
     values = {
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in loss.values.items()
     }
-    return LossParts(loss.loss.detach(), loss.weight, loss.weighted, values)
+    return LossOutput(loss.loss.detach(), loss.weight, loss.weighted, values)
 
 
-def _combined(trained: list[_TrainedPart]) -> LossParts:
+def _combined(trained: list[_TrainedPart]) -> LossOutput:
     """What the whole batch would have reported: means by weight, and the sum of the weights."""
     first = trained[0].loss
     total = sum(part.weight for part in trained)
@@ -213,4 +213,4 @@ def _combined(trained: list[_TrainedPart]) -> LossParts:
             values[name] = sum(part.loss.values[name] * part.weight for part in trained) / total
     loss = values["loss"]
     assert isinstance(loss, torch.Tensor)
-    return LossParts(loss, total if first.weighted else 1, first.weighted, values)
+    return LossOutput(loss, total if first.weighted else 1, first.weighted, values)

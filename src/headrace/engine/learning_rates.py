@@ -1,9 +1,9 @@
-"""Learning rates as device tensors: what a captured step reads, and the host writes.
+"""Learning rates as device tensors, because a graph would repeat a Python number forever.
 
-Schedulers go on as ever and write Python numbers into the optimizer's groups, so that a rate
-computed from the one before is as exact as in any loop. Before a step the numbers that have
-changed are written into the tensors, on the stream that runs the step; the optimizer sees the
-tensors for as long as it steps.
+Schedulers still write Python numbers into the optimizer's parameter groups, so their arithmetic is
+as exact as in any loop. Before each step, the host writes the numbers that have changed into the
+tensors, on the stream that runs the step. The parameter groups hold the tensors only while the
+optimizer steps.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from headrace.device import Device
 
 
 class LearningRates:
+    """An optimizer's learning rates as device tensors, one per parameter group."""
+
     def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
         self._device = device
         self._optimizer = optimizer
@@ -29,7 +31,7 @@ class LearningRates:
         return self._optimizer.param_groups  # another list after load_state_dict
 
     def write(self) -> None:
-        """Bring the tensors up to what the groups say. Call on the stream that runs the step."""
+        """Write the rates that have changed into the tensors, on the stream that runs the step."""
         del self._tensors[len(self._groups) :], self._written[len(self._groups) :]
         for group in self._groups[len(self._tensors) :]:
             self._tensors.append(self._tensor_for(group))
@@ -46,8 +48,8 @@ class LearningRates:
                 self._written[at] = number
 
     @contextmanager
-    def in_groups(self) -> Iterator[None]:
-        """Inside the block the optimizer's groups hold the tensors; after it, the numbers again."""
+    def in_param_groups(self) -> Iterator[None]:
+        """Inside the block the parameter groups hold the tensors; after it, the numbers again."""
         numbers = [group["lr"] for group in self._groups]
         try:
             for group, tensor in zip(self._groups, self._tensors, strict=True):
@@ -60,7 +62,7 @@ class LearningRates:
     def _tensor_for(self, group: dict[str, Any]) -> torch.Tensor:
         rate = group["lr"]
         if isinstance(rate, torch.Tensor) and self._device.holds(rate):
-            return rate  # the user's own: whoever changes it does so in place
-        # The type each device's fused kernels compute with: another would round the rate.
+            return rate  # the user's own tensor, which its scheduler changes in place
+        # The dtype in which the device's fused kernels compute: another one would round the rate.
         dtype = torch.float64 if self._device.torch_device.type == "cpu" else torch.float32
         return torch.zeros((), dtype=dtype, device=self._device.torch_device)

@@ -1,8 +1,8 @@
-"""One pass over a loader: the loop.
+"""The loop: one pass over a loader.
 
     for each batch    feed → step → recorder → progress
 
-Whatever ends a pass, what was launched is finished and its values come back.
+However a pass ends, launched batches are finished and their values arrive.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.parallel import Ranks
 
 
 class Window(Protocol):
-    """How far the host may be ahead of the device."""
+    """Limits how far the host runs ahead of the device."""
 
     def admit(self, nbytes: int = 0) -> None: ...
 
@@ -36,8 +36,9 @@ class Window(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Stages:
-    """What a pass is made of. `batches` are the feed's, possibly wrapped. `limit` batches are asked
-    for at most. Inside `settings()` PyTorch computes as the plan says."""
+    """What a pass is made of. `batches` is the feed, or a wrapper around it. `settings()` is a
+    context manager that sets PyTorch's precision and kernels. A pass has at most `limit` batches.
+    """
 
     device: Device
     feed: Feed
@@ -53,18 +54,18 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Who is told of progress, in this order: the scheduler after an update, the policy for values
-    that are not finite, and the user's functions."""
+    """Who hears of progress, in this order: the scheduler (after an update), the watch for
+    non-finite values, and the user's callbacks."""
 
     schedule: Schedule | None
-    policy: NonFiniteWatch
+    non_finite: NonFiniteWatch
     on_values: Callable[[int, dict[str, float]], object] | None = None
     on_step: Callable[[Progress], object] | None = None
     on_error: Callable[[BaseException], object] | None = None
 
 
 class Pass:
-    """One pass over a loader. `progress` is all there is to know of how far it is."""
+    """One pass over a loader. `progress` says how far it is."""
 
     def __init__(self, stages: Stages, observers: Observers, progress: Progress) -> None:
         self.stages, self._observers = stages, observers
@@ -76,7 +77,7 @@ class Pass:
         stages, lanes = self.stages, self.stages.lanes
         batches, step = stages.batches, stages.step
         window, recorder = stages.window, stages.recorder
-        with stages.settings(), self._ending(), closing(stages.feed), self._telling():
+        with stages.settings(), self._ending_pass(), closing(stages.feed), self._reporting_errors():
             self._begin()
             for fetched in batches:
                 window.admit(fetched.nbytes)
@@ -86,17 +87,17 @@ class Pass:
                     self.tally.note_failed(fetched)
                     raise
                 recorder.push(launched)
-                self.progress = self.progress.after(launched)  # from here on it is trained on
+                self.progress = self.progress.after(launched)  # now the batch counts as trained on
                 self.tally.count(launched)
                 updated = launched.updated
-                del fetched, launched  # the batch is freed before the next one is asked for
+                del fetched, launched  # free the batch before the next one is fetched
                 recorder.send()
                 window.launched(lanes.backward)
                 if updated:
-                    self._tell_schedule()
+                    self._step_schedule()
                 if batches.has_more(recorder.awaits):
                     self._hand_out()
-                else:  # the last progress comes with the last values
+                else:  # the last progress has the last values
                     self._finish()
                 if self._observers.on_step is not None:
                     with lanes.given_back():
@@ -108,18 +109,18 @@ class Pass:
     # --- between two batches ----------------------------------------------------------------------
 
     def settle(self, reason: str) -> tuple[DeferredValues, ...]:
-        """Wait for all values so far. (That of an open group's last batch comes with the group's
-        update, where updates may be left out.)"""
+        """Wait for all values so far, and return those that are new. If updates may be skipped, an
+        open group's last batch is not among them: its values arrive with the update."""
         self.stages.recorder.drain(reason)
         self._hand_out()
         return self.progress.arrived
 
     def leave(self) -> None:
-        """On all ranks: end the pass here."""
+        """End the pass here. All ranks must call it."""
         if not self.ended:
             self._end()
 
-    # --- its parts --------------------------------------------------------------------------------
+    # --- the parts of an iteration ----------------------------------------------------------------
 
     def _begin(self) -> None:
         device, stages = self.stages.device, self.stages
@@ -129,22 +130,22 @@ class Pass:
         stages.lanes.take_over()
         self.progress = replace(self.progress, cursor=stages.feed.begin())
 
-    def _tell_schedule(self) -> None:
+    def _step_schedule(self) -> None:
         schedule = self._observers.schedule
         if schedule is not None:
-            schedule.tell_update(self.progress.standing[0])
+            schedule.after_update(self.progress.standing.updates)
 
-    def _hand_out(self, *, look: bool = True) -> None:
-        """Hand out the values that have arrived. Until then they are part of the state, also if
-        the policy ends the run because of one of them."""
+    def _hand_out(self, *, check: bool = True) -> None:
+        """Hand out the values that have arrived. `check` looks for non-finite ones first: if that
+        ends the run, none has been handed out, and a stored state still has them."""
         recorder, observers = self.stages.recorder, self._observers
         if not recorder.has_news():
             if self.progress.arrived:
                 self.progress = replace(self.progress, arrived=())
             return
         unseen = recorder.unseen()
-        if look:
-            observers.policy.look(unseen, self.progress.epoch)
+        if check:
+            observers.non_finite.check(unseen, self.progress.epoch)
         self.progress = replace(self.progress, arrived=recorder.hand_out())
         if observers.on_values is not None:
             with self.stages.lanes.given_back():
@@ -152,32 +153,33 @@ class Pass:
                     observers.on_values(entry.step, entry.values)
 
     def _finish(self) -> None:
-        """Use the gradients of a last partial group, and wait for all values."""
-        self._use_last_group()
-        self._wait_for_values(look=True)
+        """Make the update of a last partial group, and wait for all values."""
+        self._update_last_group()
+        self._wait_for_values(check=True)
 
-    def _wait_for_values(self, *, look: bool) -> None:
+    def _wait_for_values(self, *, check: bool) -> None:
         self.stages.recorder.flush()
         self.stages.window.finish()
         self.stages.recorder.drain()
-        self._hand_out(look=look)
+        self._hand_out(check=check)
 
-    def _use_last_group(self) -> None:
+    def _update_last_group(self) -> None:
         stages = self.stages
+        # A pass of no batches leaves a restored open group as it was.
         finished = None if stages.limit == 0 else stages.step.finish()
         stages.recorder.amend({} if finished is None else finished.values)
         if finished is not None:
             updates, standing = self.progress.updates + 1, finished.standing
             self.progress = replace(self.progress, updates=updates, standing=standing)
-            self._tell_schedule()
+            self._step_schedule()
 
-    # --- its end ----------------------------------------------------------------------------------
+    # --- the end of a pass ------------------------------------------------------------------------
 
     @contextmanager
-    def _telling(self) -> Iterator[None]:
-        """An error is told to `on_error` while the state is that after the last batch trained on,
-        if it is. Some errors come at any moment (Ctrl-C, a loader process that died): then a step
-        may have been made that is not counted yet. Of several ranks one alone could do nothing."""
+    def _reporting_errors(self) -> Iterator[None]:
+        """Call `on_error` if the state is still the one after the last batch trained on. It may not
+        be: Ctrl-C, or a loader process that dies, can interrupt a step before it is counted. With
+        several ranks it is never called, because one rank alone cannot store a state."""
         stages, on_error = self.stages, self._observers.on_error
         try:
             yield
@@ -192,20 +194,20 @@ class Pass:
             raise
 
     @contextmanager
-    def _ending(self) -> Iterator[None]:
-        """If only this rank knows why the loop ended, the other ranks may be anywhere: ask them
-        nothing. (An error in the caller's loop looks here as a `break` does.)"""
+    def _ending_pass(self) -> Iterator[None]:
+        """End the pass after the block, however the block ends. If only this rank knows why the
+        loop ended, the other ranks may be anywhere: ask them nothing. (An error in the caller's
+        loop looks like a `break` here.)"""
         try:
             yield
         except BaseException as problem:
-            left = isinstance(problem, GeneratorExit)
+            by_break = isinstance(problem, GeneratorExit)
             if self.ended:
                 self.stages.lanes.give_back()
             elif self.stages.ranks.several:
-                self._leave_alone(left)
+                self._end_this_rank(by_break)
             else:
-                # A pass that fails before its first batch leaves an open group as it was.
-                self._end(failed=not left)
+                self._end(failed=not by_break)
             raise
         if self.ended:
             self.stages.lanes.give_back()
@@ -213,25 +215,27 @@ class Pass:
             self._end()
 
     def _end(self, *, failed: bool = False) -> None:
-        """Finish what was begun, hand out the last values, and hand the streams back."""
+        """Make a last partial group's update, hand out the last values and return the streams."""
         stages = self.stages
         try:
+            # A pass that fails before its first batch leaves a restored open group as it was.
             if self.has_trained or not failed:
-                self._use_last_group()
+                self._update_last_group()
         finally:
             try:
-                self._wait_for_values(look=not failed)
+                self._wait_for_values(check=not failed)
                 self.tally.sum_over(stages.ranks)
             finally:
                 self._close()
 
-    def _leave_alone(self, left: bool) -> None:
+    def _end_this_rank(self, by_break: bool) -> None:
+        """End the pass without the other ranks. Values that were not summed yet are lost."""
         stages = self.stages
-        if left and (stages.recorder.pending or self.progress.standing[1]):
+        if by_break and (stages.recorder.pending or self.progress.standing.in_group):
             stages.device.say_once(
                 "left",
-                "the loop was left on rank %d before what it gave was summed over ranks: "
-                "expected engine.leave() on all of them, or max_steps",
+                "rank %d left the loop before its last values were summed over ranks: expected "
+                "engine.leave() on all ranks first, or max_steps",
                 stages.ranks.rank,
             )
         stages.recorder.abandon()

@@ -1,7 +1,7 @@
-"""What may be given to an engine as a loss: a function of the model and a batch.
+"""Checks that an engine's loss is a function of the model and a batch.
 
-Most people have a criterion, a function of outputs and targets. Wherever a signature or a type
-shows that, it is said when the engine is made; otherwise, after the first call has failed.
+Many people pass a criterion instead: a function of outputs and targets. If its type or signature
+shows that, creating the engine raises an error; otherwise the first failed call explains it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ import torch
 from torch.nn.modules.loss import _Loss
 
 from headrace.errors import StepError
-from headrace.source_lines import described, users_line
+from headrace.source_lines import describe_function, users_line
 
-_WRITE = (
+_HOW_TO_WRITE = (
     "write a function that calls the model: def loss(model, batch): inputs, targets = batch; "
     "return criterion(model(inputs), targets)"
 )
@@ -27,7 +27,7 @@ _TARGETS = re.compile(r"(y_?)?(target|label|true|truth|gt|gold)s?|y")
 
 
 def require_loss_function(loss: object) -> None:
-    """Raise `StepError` for what cannot be called as `loss(model, batch)`, or is a criterion."""
+    """Raise `StepError` if `loss` is a criterion, or cannot be called as `loss(model, batch)`."""
     if not callable(loss):
         raise StepError(
             f"loss is a {type(loss).__name__} (given at {users_line()}): expected a function that "
@@ -38,15 +38,15 @@ def require_loss_function(loss: object) -> None:
         inner = inner.func
     if isinstance(inner, type) and issubclass(inner, torch.nn.Module):
         raise StepError(
-            f"loss is the class {inner.__name__} (given at {users_line()}), and the engine calls "
-            f"loss(model, batch): {_WRITE}"
+            f"loss is the class {inner.__name__} (given at {users_line()}), but the engine calls "
+            f"loss(model, batch): {_HOW_TO_WRITE}"
         )
-    if _is_torchs_criterion(inner):
-        raise _is_a_criterion(loss)
+    if _is_torch_criterion(inner):
+        raise _criterion_error(loss)
     _check_signature(loss)
 
 
-def _is_torchs_criterion(loss: object) -> bool:
+def _is_torch_criterion(loss: object) -> bool:
     if isinstance(loss, torch.nn.Module):
         own = type(loss).__module__.startswith("torch.nn.modules.")
         return own and isinstance(loss, _Loss)
@@ -56,23 +56,23 @@ def _is_torchs_criterion(loss: object) -> bool:
 def _check_signature(loss: Any) -> None:
     try:
         called = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
-    except (TypeError, ValueError):  # not written in Python: its first call will tell
+    except (TypeError, ValueError):  # not written in Python: nothing to check before its first call
         return
     try:
         bound = called.bind(object(), object())
     except TypeError as problem:
         names = [str(parameter) for parameter in called.parameters.values()]
         raise StepError(
-            f"the engine calls loss(model, batch), and {described(loss)} takes "
-            f"({', '.join(names)}): {problem}. {_with_two_arguments(called)}"
+            f"the engine calls loss(model, batch), but {describe_function(loss)} takes "
+            f"({', '.join(names)}): {problem}. {_suggest_signature(called)}"
         ) from None
     outputs, targets, *_ = *(name.lower() for name in bound.arguments), "", ""
     if _OUTPUTS.fullmatch(outputs) and _TARGETS.fullmatch(targets):
-        raise _is_a_criterion(loss)
+        raise _criterion_error(loss)
 
 
-def _with_two_arguments(called: inspect.Signature) -> str:
-    """How a function of other arguments is to be written."""
+def _suggest_signature(called: inspect.Signature) -> str:
+    """How to rewrite a function that takes other arguments."""
     usual = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     empty = inspect.Parameter.empty
     names = [p.name for p in called.parameters.values() if p.kind in usual and p.default is empty]
@@ -80,46 +80,48 @@ def _with_two_arguments(called: inspect.Signature) -> str:
         return "Write it as def loss(model, batch)"
     first, *rest = names
     return (
-        f"Let it take the batch whole and unpack it: def loss({first}, batch): "
+        f"Let it take the whole batch and unpack it: def loss({first}, batch): "
         f"{', '.join(rest)} = batch"
     )
 
 
-def _is_a_criterion(loss: object) -> StepError:
-    name = described(loss)
+def _criterion_error(loss: object) -> StepError:
+    name = describe_function(loss)
     if isinstance(loss, torch.nn.Module):
         name = f"{type(loss).__name__}()"
     return StepError(
-        f"loss is {name} (given at {users_line()}), a criterion of outputs and targets, and the "
-        f"engine calls loss(model, batch): {_WRITE}"
+        f"loss is {name} (given at {users_line()}), a criterion of outputs and targets, but the "
+        f"engine calls loss(model, batch): {_HOW_TO_WRITE}"
     )
 
 
-def explained(problem: Exception, loss: object, model: torch.nn.Module) -> StepError | None:
-    """What is to be said of an error in the first call, if it shows that the model was taken for
-    its outputs; None: it is the user's own, and speaks for itself."""
+def explain_call_error(
+    problem: Exception, loss: object, model: torch.nn.Module
+) -> StepError | None:
+    """The error to raise instead of `problem`, if the first call failed because the loss function
+    takes the model for its outputs. None if `problem` has another cause."""
     if not isinstance(problem, TypeError | AttributeError):
         return None
     missing = re.search(r"has no attribute '(\w+)'", str(problem))
     if missing is not None and not hasattr(torch.Tensor, missing[1]):
-        return None  # it was taken for something else than a tensor
-    if _comes_from(problem.__traceback__, model):
+        return None  # no tensor has this attribute either
+    if _raised_in(model, problem.__traceback__):
         return None
-    # The model itself, and the one inside it where it is DDP's or compiled.
-    inside = (getattr(model, name, model) for name in ("module", "_orig_mod"))
-    names = {type(module).__name__ for module in (model, *inside)}
+    # DDP and torch.compile wrap the model: the error may name the wrapper or the wrapped class.
+    wrapped = (getattr(model, name, model) for name in ("module", "_orig_mod"))
+    names = {type(module).__name__ for module in (model, *wrapped)}
     if not any(re.search(rf"\b{re.escape(name)}\b", str(problem)) for name in names):
         return None
     text = str(problem).strip().splitlines()[0]
     return StepError(
-        f"the loss function {described(loss)} raised {type(problem).__name__}: {text}. The engine "
-        "calls loss(model, batch), with the model itself, not its outputs: if that is a criterion, "
-        f"{_WRITE}"
+        f"the loss function {describe_function(loss)} raised {type(problem).__name__}: {text}. "
+        "The engine calls loss(model, batch), with the model itself, not its outputs: if that is a "
+        f"criterion, {_HOW_TO_WRITE}"
     )
 
 
-def _comes_from(where: TracebackType | None, model: torch.nn.Module) -> bool:
-    """Whether an error came out of the model's forward: then it is not about how it was called."""
+def _raised_in(model: torch.nn.Module, where: TracebackType | None) -> bool:
+    """Whether the model's own forward raised the error."""
     own = {id(module) for module in model.modules()}
     while where is not None:
         frame = where.tb_frame

@@ -1,8 +1,8 @@
-"""A loss function's first calls, watched for what the engine does itself.
+"""Watches a loss function's first calls for work that the engine does itself.
 
-`backward()`, `optimizer.step()` and `scaler.scale(loss)` belong to the loop that the loss function
-was cut out of. Left in it, they would train twice, or on gradients 65,536 times too large, and
-mostly without an error. Later calls are not watched: nothing is paid for it then.
+A loss function is often cut out of a training loop. If `backward()`, `optimizer.step()` or
+`scaler.scale(loss)` stay in it, the model trains twice, or on gradients that are 65,536 times too
+large, mostly without any error. Only the first calls are watched, so later ones cost nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,19 @@ import torch
 from headrace.device import Device
 from headrace.engine import loss_function
 from headrace.errors import StepError
-from headrace.source_lines import Site, described, users_line
+from headrace.source_lines import Site, describe_function, users_line
 
-_ENGINES_OWN = "the engine calls backward(), optimizer.step() and zero_grad() itself"
+_ENGINE_CALLS = "the engine calls backward(), optimizer.step() and zero_grad() itself"
 _RETURN_ONLY = (
-    f"only return the loss, {_ENGINES_OWN}. (For a step that does all of it use Engine.from_step)"
+    f"only return the loss; {_ENGINE_CALLS}. (If your step does all of that, use Engine.from_step)"
 )
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What a call did: `backward()`s, what they began at and whether they kept the graph, and what
-    scalers returned. Tensors are held, so that no other can be taken for one of them."""
+class _Calls:
+    """What a loss function called: each `backward()` with its roots and whether it kept the
+    autograd graph, and each `GradScaler.scale()` with its result. The tensors are kept alive,
+    because they are compared by identity."""
 
     backwards: list[tuple[Site, tuple[torch.Tensor, ...], bool]] = field(default_factory=list)
     scaled: list[tuple[Site, torch.amp.GradScaler, torch.Tensor]] = field(default_factory=list)
@@ -41,31 +42,31 @@ def call_watched(
     *,
     device: Device,
     optimizer: torch.optim.Optimizer,
-    written: object,
+    user_loss: object,
 ) -> Any:
-    """What `loss(model, batch)` returns, while gradients are wanted. Raises `StepError` if it did
-    what is the engine's to do. `written` is the function as the user wrote it, for messages."""
+    """Return `loss(model, batch)`. Raise `StepError` if the call did the engine's work. `user_loss`
+    is the loss function as the user wrote it, for messages."""
     parameters = _parameters(model, optimizer)
     before = [(p, p.grad, _version(p.grad)) for p in parameters]
-    seen = _Seen()
+    calls = _Calls()
     try:
         with (
-            _noting_backward(seen),
-            _noting_scales(seen),
-            _refusing_steps(seen, optimizer, written),
+            _recording_backwards(calls),
+            _recording_scales(calls),
+            _refusing_steps(calls, optimizer, user_loss),
         ):
             returned = loss(model, batch)
-        _refuse_backward(seen, before, _loss_in(returned), written)
-        _refuse_scaled(seen, _loss_in(returned), device, written)
+        _refuse_backward(calls, before, _loss_in(returned), user_loss)
+        _refuse_scaled(calls, _loss_in(returned), device, user_loss)
     except StepError:
-        for parameter, gradient, _ in before:  # nothing of it is to be left for another engine
+        for parameter, gradient, _ in before:  # the user may go on with another engine
             parameter.grad = gradient
         raise
     except Exception as problem:
-        told = loss_function.explained(problem, written, model)
-        if told is None:
+        explained = loss_function.explain_call_error(problem, user_loss, model)
+        if explained is None:
             raise
-        raise told from problem
+        raise explained from problem
     return returned
 
 
@@ -87,45 +88,46 @@ def _loss_in(returned: object) -> torch.Tensor | None:
 
 
 def _refuse_backward(
-    seen: _Seen,
+    calls: _Calls,
     before: list[tuple[torch.Tensor, torch.Tensor | None, int]],
     loss: torch.Tensor | None,
-    written: object,
+    user_loss: object,
 ) -> None:
-    """A backward of something else (an adversarial input, say) is fine, as long as it leaves the
-    gradients as they were."""
-    used_up = [
+    """Raise if the call changed gradients, or freed the loss's autograd graph. Any other backward,
+    of an adversarial input for example, is fine."""
+    freed = [
         site
-        for site, roots, keeps in seen.backwards
+        for site, roots, keeps in calls.backwards
         if not keeps and any(root is loss for root in roots)
     ]
     changed = any(p.grad is not was or _version(p.grad) != n for p, was, n in before)
-    if not used_up and not changed:
+    if not freed and not changed:
         return
-    if not seen.backwards:
+    if not calls.backwards:
         raise StepError(
-            f"the loss function {described(written)} changed gradients that the batches before it "
-            "in the accumulation group have left (with zero_grad(), say): leave them alone, "
-            f"{_ENGINES_OWN}"
+            f"the loss function {describe_function(user_loss)} changed the gradients of earlier "
+            "batches in the accumulation group (with zero_grad(), for example): leave them alone; "
+            f"{_ENGINE_CALLS}"
         )
-    site = used_up[0] if used_up else seen.backwards[0][0]
+    site = freed[0] if freed else calls.backwards[0][0]
     raise StepError(
-        f"the loss function {described(written)} calls backward() at {site}: {_RETURN_ONLY}"
+        f"the loss function {describe_function(user_loss)} calls backward() at {site}: "
+        f"{_RETURN_ONLY}"
     )
 
 
 @contextmanager
-def _noting_backward(seen: _Seen) -> Iterator[None]:
+def _recording_backwards(calls: _Calls) -> Iterator[None]:
     original = torch.autograd.backward
 
-    def noted(tensors: Any, *args: Any, **options: Any) -> None:
+    def recorded(tensors: Any, *args: Any, **options: Any) -> None:
         roots = (tensors,) if isinstance(tensors, torch.Tensor) else tuple(tensors)
         keeps = bool((args[1] if len(args) > 1 else None) or options.get("retain_graph"))
         keeps = keeps or bool((args[2] if len(args) > 2 else None) or options.get("create_graph"))
-        seen.backwards.append((users_line(), roots, keeps))
+        calls.backwards.append((users_line(), roots, keeps))
         original(tensors, *args, **options)
 
-    torch.autograd.backward = noted
+    torch.autograd.backward = recorded
     try:
         yield
     finally:
@@ -134,16 +136,19 @@ def _noting_backward(seen: _Seen) -> Iterator[None]:
 
 @contextmanager
 def _refusing_steps(
-    seen: _Seen, optimizer: torch.optim.Optimizer, written: object
+    calls: _Calls, optimizer: torch.optim.Optimizer, user_loss: object
 ) -> Iterator[None]:
     def refuse(*_: object) -> None:
-        calls = [f"backward() at {site}" for site, _, _ in seen.backwards[:1]]
-        calls.append(f"optimizer.step() at {users_line()}")
+        found = [f"backward() at {site}" for site, _, _ in calls.backwards[:1]]
+        found.append(f"optimizer.step() at {users_line()}")
         raise StepError(
-            f"the loss function {described(written)} calls {' and '.join(calls)}: {_RETURN_ONLY}"
+            f"the loss function {describe_function(user_loss)} calls {' and '.join(found)}: "
+            f"{_RETURN_ONLY}"
         )
 
-    if not hasattr(optimizer, "_optimizer_step_pre_hooks"):  # not quite one of PyTorch's
+    if not hasattr(
+        optimizer, "_optimizer_step_pre_hooks"
+    ):  # a class that PyTorch's hooks do not support
         yield
         return
     handle = optimizer.register_step_pre_hook(refuse)
@@ -153,42 +158,44 @@ def _refusing_steps(
         handle.remove()
 
 
-# --- somebody's GradScaler ------------------------------------------------------------------------
+# --- GradScaler -----------------------------------------------------------------------------------
 
 
 @contextmanager
-def _noting_scales(seen: _Seen) -> Iterator[None]:
-    """Whatever class of scaler: PyTorch's, its older ones, other libraries' subclasses."""
+def _recording_scales(calls: _Calls) -> Iterator[None]:
+    """Inside the block, note every `scale()` of `GradScaler` and all classes derived from it."""
 
-    def noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def recording(original: Callable[..., Any]) -> Callable[..., Any]:
         def scale(scaler: torch.amp.GradScaler, outputs: Any) -> Any:
             scaled = original(scaler, outputs)
             if scaler.is_enabled():
                 found = scaled if isinstance(scaled, list | tuple) else (scaled,)
                 tensors = (one for one in found if isinstance(one, torch.Tensor))
-                seen.scaled.extend((users_line(), scaler, one) for one in tensors)
+                calls.scaled.extend((users_line(), scaler, one) for one in tensors)
             return scaled
 
         return scale
 
     with ExitStack() as patches:
-        for kind in _kinds(torch.amp.GradScaler):
-            if "scale" in vars(kind):
-                original = kind.scale
-                kind.scale = noting(original)
-                patches.callback(setattr, kind, "scale", original)
+        for scaler_class in _classes(torch.amp.GradScaler):
+            if "scale" in vars(scaler_class):
+                original = scaler_class.scale
+                scaler_class.scale = recording(original)
+                patches.callback(setattr, scaler_class, "scale", original)
         yield
 
 
-def _kinds(kind: type[Any]) -> list[type[Any]]:
-    """A class and all that were derived from it."""
-    return [kind, *(one for derived in kind.__subclasses__() for one in _kinds(derived))]
+def _classes(kind: type[Any]) -> list[type[Any]]:
+    """A class and all classes derived from it."""
+    return [kind, *(one for derived in kind.__subclasses__() for one in _classes(derived))]
 
 
-def _refuse_scaled(seen: _Seen, loss: torch.Tensor | None, device: Device, written: object) -> None:
-    """A loss that was scaled and divided again is as it was: what counts is by how much its
-    gradients would be too large."""
-    for site, scaler, scaled in seen.scaled:
+def _refuse_scaled(
+    calls: _Calls, loss: torch.Tensor | None, device: Device, user_loss: object
+) -> None:
+    """Raise if a scaler made the gradients of the returned loss too large. A loss that was scaled
+    and divided again is fine, so measure the factor."""
+    for site, scaler, scaled in calls.scaled:
         if loss is None:
             continue
         slope = torch.ones(()) if scaled is loss else _slope(loss, scaled)
@@ -199,16 +206,16 @@ def _refuse_scaled(seen: _Seen, loss: torch.Tensor | None, device: Device, writt
             factor = float(slope.detach().abs().max()) * scale
         if factor > max(1.0, scale**0.5):
             raise StepError(
-                f"the loss function {described(written)} returns a loss that a GradScaler has "
-                f"scaled at {site}: its gradients would be {factor:,.0f} times too large, since "
-                "the engine knows nothing of that scaler and does not unscale them. Return the "
-                "loss itself, without a scaler of your own, and give the engine (or its plan) "
-                "precision='fp16': it then scales and unscales by itself"
+                f"the loss function {describe_function(user_loss)} returns a loss that a "
+                f"GradScaler has scaled at {site}: its gradients would be {factor:,.0f} times too "
+                "large, because the engine does not know that scaler. Return the loss without a "
+                "scaler of your own, and give the engine (or its plan) precision='fp16': it then "
+                "scales and unscales by itself"
             )
 
 
 def _slope(loss: torch.Tensor, scaled: torch.Tensor) -> torch.Tensor | None:
-    """The derivative of the loss by what a scaler returned; None: it does not depend on it."""
+    """The derivative of the loss with respect to what a scaler returned; None if there is none."""
     if not loss.requires_grad or not scaled.requires_grad:
         return None
     (slope,) = torch.autograd.grad(loss.sum(), scaled, retain_graph=True, allow_unused=True)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import torch
 
 from headrace.device import Device
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 from headrace.errors import OutOfMemoryError
 from headrace.plan import Plan
 
@@ -17,7 +17,7 @@ def out_of_memory_error(
     *,
     device: Device,
     plan: Plan,
-    parts: Parts | None,
+    parts: StepParts | None,
     batch: str | None,
     largest: str | None,
     graph_bytes: int,
@@ -43,7 +43,7 @@ def out_of_memory_error(
     return OutOfMemoryError(". ".join(lines))
 
 
-def _bytes_held(parts: Parts | None, graph_bytes: int) -> dict[str, int]:
+def _bytes_held(parts: StepParts | None, graph_bytes: int) -> dict[str, int]:
     """The bytes of what the engine itself holds, by name."""
     held = {"graphs": graph_bytes}
     if parts is None:
@@ -69,7 +69,7 @@ def _nbytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
-def _remedies(cached_bytes: int, plan: Plan, parts: Parts | None) -> list[str]:
+def _remedies(cached_bytes: int, plan: Plan, parts: StepParts | None) -> list[str]:
     found = ["smaller batches, with accumulate for the same update"]
     if parts is not None and plan.graphs == "off":
         found.append("on_oom='halve', which trains on a batch that does not fit in two halves")

@@ -1,14 +1,14 @@
-"""Losses and gradients that are NaN or infinite: noticed on the device, answered by a policy.
+"""What the engine does about losses and gradients that are NaN or infinite.
 
-report         say so once; train on (what a plain loop does)
-stop           end with a `NonFiniteError` that names the batch, as soon as its loss has come back
-skip           leave out the updates they would make; each is reported
-tolerate:N     skip so many, then stop
+report         warn once and train on, as a plain loop does
+stop           raise a `NonFiniteError` that names the batch, when its loss has arrived on the host
+skip           skip their updates, and warn about each
+tolerate:N     skip N updates, then stop
 
-Nothing is read back for it: with `skip` and `tolerate` a flag on the device tells a fused optimizer
-to leave everything as it is, the way `GradScaler` does. After the last one that is tolerated the
-flag stays up, so the weights stay those of the moment before, however late the host hears of it.
-Optimizers that are not fused cannot be told on the device: then the host asks, once an update.
+The host reads nothing back for this. Under `skip` and `tolerate`, a flag on the device makes a
+fused optimizer skip the update, as `GradScaler` does. After N skipped updates the flag stays set,
+so the weights no longer change until the host learns of it. An optimizer that is not fused cannot
+read the flag, so the host reads it once per update.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ from headrace.engine.deferred import DeferredValues
 from headrace.errors import NonFiniteError, StepError
 from headrace.parallel import SINGLE, Ranks
 
-#: The name of the value that says whether a batch's update was left out.
+#: The name of the value that says whether a batch's update was skipped.
 SKIPPED = "skipped"
 _UNLIMITED = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class NonFinitePolicy:
-    """`most` are the updates that may be skipped; None: nothing is skipped."""
+    """What to do about values that are not finite: skip up to `max_skipped` updates (None: skip
+    none), and stop at the next one if `stops`."""
 
     name: str
-    most: int | None = None
+    max_skipped: int | None = None
     stops: bool = False
 
     @classmethod
     def of(cls, text: str) -> NonFinitePolicy:
+        """The policy that `Engine(on_nonfinite=text)` names."""
         if text == "report":
             return cls(text)
         if text == "stop":
             return cls(text, stops=True)
         if text == "skip":
-            return cls(text, most=_UNLIMITED)
+            return cls(text, max_skipped=_UNLIMITED)
         kind, _, digits = str(text).partition(":")
         if kind == "tolerate" and digits.isascii() and digits.isdigit() and len(digits) < 10:
-            return cls(text, most=int(digits), stops=True)
+            return cls(text, max_skipped=int(digits), stops=True)
         raise StepError(
             f"on_nonfinite = {text!r}: expected report, stop, skip, or tolerate:N with a whole "
             "number N"
@@ -57,82 +59,84 @@ class NonFinitePolicy:
 
 
 class NonFiniteWatch:
-    """The host's part: reports each one, and ends the run where the policy says so."""
+    """Checks values that have arrived on the host. Warns, or ends the run, as the policy says."""
 
     def __init__(self, policy: NonFinitePolicy, device: Device) -> None:
         self._policy = policy
         self._device = device
-        #: Updates that were left out, of those whose values have come back.
+        #: Skipped updates among the values that have arrived.
         self.skipped = 0
 
-    def look(self, entries: Iterable[DeferredValues], epoch: int) -> None:
-        """Once at each batch whose values have come back. If one of them ends the run, none of
-        them was counted: they will be looked at again."""
+    def check(self, entries: Iterable[DeferredValues], epoch: int) -> None:
+        """Check each batch's values once. If one ends the run, none of `entries` is counted: a
+        resumed run checks them again."""
         before = self.skipped
         try:
             for entry in entries:
-                # A sum of finite values that is not finite itself is looked at, too.
+                # One sum is faster than a check of each value. It may overflow: `_check` is exact.
                 if entry.values.get(SKIPPED) or not math.isfinite(sum(entry.values.values())):
-                    self._look(entry, epoch)
+                    self._check(entry, epoch)
         except NonFiniteError:
             self.skipped = before
             raise
 
-    def _look(self, entry: DeferredValues, epoch: int) -> None:
+    def _check(self, entry: DeferredValues, epoch: int) -> None:
         skipped = entry.values.get(SKIPPED, 0.0) == 1.0
         if not entry.non_finite and not skipped:
             return
         what = f"{', '.join(entry.non_finite) or 'a gradient'} not finite"
         where = f"batch {entry.step} of epoch {epoch}"
-        # A batch of weight 0 has nothing in it: its loss is often 0/0. Metrics may be infinite.
+        # An infinite metric is not an error, nor is the loss of an empty batch (weight 0): 0/0.
         bad_loss = "loss" in entry.non_finite and entry.values.get("weight") != 0
-        bad, most = skipped or bad_loss, self._policy.most
-        # fp16's scaler leaves such an update out by itself, and does not say so.
+        bad, max_skipped = skipped or bad_loss, self._policy.max_skipped
+        # The fp16 scaler skips such an update by itself, without a value that says so.
         self.skipped += skipped or (bad_loss and SKIPPED not in entry.values)
-        if self._policy.stops and bad and (most is None or self.skipped > most):
-            after = f"; {most} such updates were left out before" if most else ""
+        if self._policy.stops and bad and (max_skipped is None or self.skipped > max_skipped):
+            after = f"; {max_skipped} such updates were skipped before" if max_skipped else ""
             raise NonFiniteError(
                 f"{what} at {where}{after}. A lower learning rate, clip_norm or a look at that "
-                "batch may help; on_nonfinite='skip' leaves such updates out",
+                "batch may help; on_nonfinite='skip' skips such updates",
                 epoch=epoch,
                 batch=entry.step,
             )
-        if most is None:
+        if max_skipped is None:
             self._device.say_once("non-finite", "%s at %s", what, where)
         else:
-            left_out = "; its update is left out" if skipped else ""
-            self._device.say_once(f"non-finite {where}", "%s at %s%s", what, where, left_out)
+            outcome = "; its update is skipped" if skipped else ""
+            self._device.say_once(f"non-finite {where}", "%s at %s%s", what, where, outcome)
 
 
 class UpdateGuard:
-    """The device's part: whether the next update is to be left out. All of it can be captured."""
+    """Decides on the device whether to skip an update. Graphs can capture it."""
 
-    def __init__(self, device: Device, most: int, on_device: bool) -> None:
+    def __init__(self, device: Device, max_skipped: int, on_device: bool) -> None:
         def zero() -> torch.Tensor:
             return torch.zeros((), dtype=torch.float32, device=device.torch_device)
 
         self._device = device
-        self._most = most
+        self._max_skipped = max_skipped
         self._on_device = on_device
-        self._bad, self._count, self._never = zero(), zero(), zero()
-        self._shut = zero()
+        self._bad = zero()  # how many checks of this group have failed
+        self._count = zero()  # bad updates so far
+        self._skip = zero()  # 1 if the last update was to be skipped
+        self._zero = zero()  # always 0
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it keeps on the device."""
-        return [self._bad, self._count, self._never, self._shut]
+        """The tensors that it keeps on the device."""
+        return [self._bad, self._count, self._zero, self._skip]
 
-    def see_loss(self, loss: torch.Tensor) -> None:
-        """Of each batch in a group."""
+    def check_loss(self, loss: torch.Tensor) -> None:
+        """Check the loss of each batch in a group."""
         self._bad.add_(loss.detach().isfinite().logical_not())
 
-    def see_gradients(
+    def check_gradients(
         self,
         gradients: list[torch.Tensor],
         norm: torch.Tensor | None,
         ranks: Ranks = SINGLE,
     ) -> None:
-        """Of a group, before its update; their norm if it is known anyway. What one rank sees,
-        all of them leave out."""
+        """Check a group's gradients before its update. `norm` is their norm, if clipping has
+        computed it. If one rank finds a value that is not finite, all ranks skip the update."""
         if norm is None and gradients:
             largest = torch._foreach_norm(gradients, torch.inf)
             norm = torch.stack([one.float() for one in largest])
@@ -141,39 +145,43 @@ class UpdateGuard:
         ranks.all_reduce(self._bad).wait(self._device.ledger, "ranks")
         self._bad.clamp_(max=1)
         self._count.add_(self._bad)
-        self._shut.copy_(torch.maximum(self._bad, (self._count > self._most).float()))
+        self._skip.copy_(torch.maximum(self._bad, (self._count > self._max_skipped).float()))
         self._bad.zero_()
 
     @contextmanager
-    def before(self, optimizer: Any) -> Iterator[bool]:
-        """Inside the block a fused optimizer does nothing where the guard is shut. Yields whether
-        `step()` is to be called at all."""
+    def applied_to(self, optimizer: Any) -> Iterator[bool]:
+        """Inside the block a fused optimizer's `step()` skips a bad update. Yields whether to call
+        `step()` at all."""
         if not self._on_device:
             with self._device.ledger.waiting("non_finite"):
-                shut = bool(self._shut)  # no other way: this optimizer counts on the host
-            yield not shut
+                skip = bool(self._skip)  # a wait: this optimizer cannot read the flag on the device
+            yield not skip
             return
-        optimizer.found_inf = self._shut
+        optimizer.found_inf = self._skip
         try:
             yield True
         finally:
             del optimizer.found_inf
 
-    def told(self, *, updated: bool) -> dict[str, torch.Tensor]:
-        """A value of the batch launched last: whether its update was left out, if it had one."""
-        return {SKIPPED: self._shut if updated else self._never}
+    def values(self, *, updated: bool) -> dict[str, torch.Tensor]:
+        """The value that the last batch reports: whether its update was skipped, if it had one."""
+        return {SKIPPED: self._skip if updated else self._zero}
 
-    def seen(self) -> torch.Tensor:
-        """What was seen of the group so far, to `forget` what comes after."""
+    def snapshot(self) -> torch.Tensor:
+        """What it has found in the group so far, for `restore`."""
         return self._bad.clone()
 
-    def forget(self, but: torch.Tensor | None = None) -> None:
-        """The group's batches so far count no more, but those that were `seen`."""
-        self._bad.zero_() if but is None else self._bad.copy_(but)
+    def restore(self, snapshot: torch.Tensor | None) -> None:
+        """Forget what it has found in the group since `snapshot`; None: all of it."""
+        self._bad.zero_() if snapshot is None else self._bad.copy_(snapshot)
 
-    def state_dict(self, *, begun: bool = True) -> dict[str, torch.Tensor]:
-        """Without what was seen of a group that came to nothing, if it is not to count."""
-        return {"bad": self._bad if begun else self._never, "count": self._count}
+    def forget(self) -> None:
+        """Forget what it has found in the group."""
+        self._bad.zero_()
+
+    def state_dict(self, *, with_group: bool = True) -> dict[str, torch.Tensor]:
+        """Its state. `with_group=False` leaves out what it has found in a group that failed."""
+        return {"bad": self._bad if with_group else self._zero, "count": self._count}
 
     def load_state_dict(self, state: dict[str, torch.Tensor] | None) -> None:
         for name, own in (("bad", self._bad), ("count", self._count)):

@@ -40,7 +40,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from headrace.device import Device
-from headrace.source_lines import Site, is_users
+from headrace.source_lines import Site, is_user_code
 
 _LARGE = 1000  # of longer containers only the length is compared
 _MAX_DEPTH = 12
@@ -509,7 +509,7 @@ class _Search:
 
     def _is_own(self, file: str) -> bool:
         """Whether a file is the user's own, or of the library that the loss function is from."""
-        if not file or not is_users(file):
+        if not file or not is_user_code(file):
             return False
         package = _library(file)
         return package is None or package == self._own_package

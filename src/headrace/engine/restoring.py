@@ -16,7 +16,7 @@ import torch
 from headrace.data import Fetched, rng_states, set_rng_states
 from headrace.device import Device
 from headrace.engine.lanes import Lanes
-from headrace.engine.stages import Finished, Launched, Step
+from headrace.engine.stages import Finished, Launched, Standing, Step
 
 _UNVERSIONED = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -39,7 +39,7 @@ class RestoringStep:
     def finish(self) -> Finished | None:
         return self._step.finish()
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         whole, random = self._step.recover(counted), self._random
         if random is None:  # the error came between two batches
             return whole

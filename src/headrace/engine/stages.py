@@ -1,57 +1,70 @@
-"""What travels through a pass, and the stages it travels through.
+"""The stages of a pass, and the values that travel between them.
 
     loader → feed → Fetched → step → Launched → recorder → Progress
 
-Data flows one way: what travels is frozen, no stage sets a field on another or calls back. What is
-optional (graphs, halving, restoring, sums over ranks) is a wrapper around a stage; `build.py`
-chooses.
+Data flows one way. The values are frozen; no stage sets a field of another or calls it back.
+Options (graphs, halving, restoring, sums over ranks) are wrappers around a stage, chosen in
+`build.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from headrace.data import Cursor, Fetched
 from headrace.engine.deferred import DeferredValues, Scalar
 
 
+class Standing(NamedTuple):
+    """Where the optimizer stands: all its updates, including those of a restored state, and the
+    batches in the open accumulation group."""
+
+    updates: int = 0
+    in_group: int = 0
+
+
 @dataclass(frozen=True, slots=True)
 class Launched:
-    """What a step has queued for a batch. `values` are still on the device; `weighted` says whether
-    the loss function gave the batch a weight. `standing` is where that leaves the step (see
-    `Progress`)."""
+    """What a step has launched for a batch.
+
+    `values` are still on the device. `weighted`: the loss function returned a weight. `updated`:
+    this batch ended a group, and the optimizer has updated the weights. `replayed`: the batch ran
+    as a graph.
+    """
 
     fetched: Fetched
     values: Mapping[str, Scalar] | None
     weighted: bool
     updated: bool
-    standing: tuple[int, int] = (0, 0)
+    standing: Standing = Standing()  # noqa: RUF009 - frozen
     replayed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """How far a training loop is. `batches` of the epoch were trained on, those before a resume
-    included; `updates` counts this loop's optimizer steps. `arrived` holds the values of earlier
-    batches that have come back from the device since the last batch. Nothing was waited for, except
-    after the last batch: it is held back until all values have arrived.
+    """How far a training loop is. `engine.steps()` yields one after each batch.
 
-    `cursor` is where the loader stood after the last batch, `standing` are the step's optimizer
-    steps in all and the batches in its open group: other numbers, another state.
+    `batches`: how many batches of this epoch have been trained on, including those before a resume.
+    `updates`: the optimizer updates of this loop. `arrived`: the values that have arrived on the
+    host since the last `Progress`. They belong to earlier batches, because the loop does not wait
+    for values; only the last `Progress` comes when all of them have arrived.
+
+    The other two are for stored states. `cursor`: where the loader stood after the last batch.
+    `standing`: where the optimizer stood.
     """
 
     epoch: int
     batches: int
     updates: int
     cursor: Cursor
-    standing: tuple[int, int] = (0, 0)
+    standing: Standing = Standing()  # noqa: RUF009 - frozen
     arrived: tuple[DeferredValues, ...] = ()
 
     @property
     def batch(self) -> int:
-        """The number of the last batch in its epoch."""
+        """The index of the last batch in its epoch, from 0."""
         return self.batches - 1
 
     @property
@@ -60,6 +73,7 @@ class Progress:
         return self.arrived
 
     def after(self, launched: Launched) -> Progress:
+        """The progress one batch later, with no values arrived yet."""
         updates = self.updates + launched.updated
         cursor = launched.fetched.cursor
         return Progress(self.epoch, self.batches + 1, updates, cursor, launched.standing)
@@ -70,24 +84,24 @@ StepInfo = Progress
 
 
 class Step(Protocol):
-    """Launches a batch, on the plan's streams."""
+    """Launches the work of one batch on the plan's streams, and waits for nothing."""
 
     def __call__(self, fetched: Fetched) -> Launched: ...
 
     def finish(self) -> Finished | None:
-        """Update with the gradients of a last partial group; None if there is none."""
+        """Make the update of a last partial group; None if no group is open."""
         ...
 
-    def recover(self, counted: tuple[int, int]) -> bool:
-        """After an error: gradients that it left half made are forgotten, so that they cannot leak
-        into the next group. Returns whether the state is whole, that after the batches that were
-        `counted` (a `Progress.standing`)."""
+    def recover(self, counted: Standing) -> bool:
+        """After an error: drop incomplete gradients, so that they cannot leak into the next group.
+        Returns whether the state is still exactly the one at `counted`, so that it may be
+        stored."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A last partial group's update. `values` are what became known of it only now."""
+    """The update of a last partial group. `values` are those that only the update has produced."""
 
     values: Mapping[str, Scalar]
-    standing: tuple[int, int]
+    standing: Standing

@@ -1,8 +1,8 @@
-"""What is done with one batch: trained on, evaluated, or given to a step of the user's own.
+"""The steps: train on a batch, evaluate it, or give it to the user's own step.
 
-A step launches work and returns `Launched`; it waits for nothing. `EagerStep` is one optimizer
-step, kernel by kernel: forward, backward and, at a group's end, the update. Graphs, halving and
-restoring are wrappers around it.
+A step launches work and returns `Launched`; it waits for nothing. `EagerStep` launches each kernel
+of forward, backward and, at the end of a group, the update. Graphs, halving and restoring are
+wrappers around it.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from headrace.engine.deferred import Scalar
 from headrace.engine.forward import Forward, require_tensor
 from headrace.engine.group import Group, Phase
 from headrace.engine.lanes import Lanes
-from headrace.engine.loss_parts import LossParts
-from headrace.engine.stages import Finished, Launched
+from headrace.engine.loss_output import LossOutput
+from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.update import Update
 from headrace.parallel import Parallelism, Ranks
-from headrace.source_lines import described
+from headrace.source_lines import describe_function
 
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Parts:
-    """What a training step is made of, under one plan: these stay from pass to pass."""
+class StepParts:
+    """What a training step under one plan is made of. All passes use the same parts."""
 
     device: Device
     forward: Forward
@@ -48,74 +48,74 @@ class Parts:
         return self.update.optimizer
 
     def own_tensors(self) -> list[torch.Tensor]:
-        """What a step reads that is neither the model's nor the optimizer's, but ours."""
+        """The engine's own tensors that a step reads (not the model's or optimizer's)."""
         weight = self.group.weight.value
         return [*([] if weight is None else [weight]), *self.update.own_tensors()]
 
-    def begin(self) -> None:
-        """Before a batch: what a failed one left of the group before is cleared away."""
+    def begin_batch(self) -> None:
+        """Clear what a failed batch or update has left of its group."""
         if self.group.phase is Phase.CLEAN:
             return
-        self.update.forget_failed()
+        self.update.clear_failed()
         self.group.clear_failed()
 
-    def gather(self, parts: LossParts, share: float | None = None) -> None:
-        """Add a batch's gradients to the group's: the device's part of it. `share` is how much of
-        its batch a part of it is, where a batch is trained on in parts."""
+    def backward(self, loss: LossOutput, share: float | None = None) -> None:
+        """Add a batch's gradients to the group's. `share`: if the batch was split, the fraction of
+        its rows that this part has."""
         group, update = self.group, self.update
-        target, weight = group.weighed(parts, share)
-        weighs = group.weighs or share is not None
-        if weighs and self.ranks.several:  # before backward, which it then hides behind
+        target, weight = group.backward_target(loss, share)
+        by_weight = group.by_weight or share is not None
+        if by_weight and self.ranks.several:  # first, so that backward overlaps the all-reduce
             group.weight.add(weight)
             if group.averaged:
                 group.weight.start_total()
         if update.guard is not None:
-            update.guard.see_loss(parts.loss)
-        update.scaled(target).backward()
-        if weighs and not self.ranks.several:
+            update.guard.check_loss(loss.loss)
+        update.scale(target).backward()
+        if by_weight and not self.ranks.several:
             group.weight.add(weight)
 
-    def use(self) -> None:
-        """Update with the group's gradients, and begin a new group."""
+    def run_update(self) -> None:
+        """Update the weights with the group's gradients, and begin a new group."""
         self.update.write_rates()
-        self.group.updating()
+        self.group.begin_update()
         self.update(self.group)
-        self.group.used()
+        self.group.end_update()
 
-    def launched(
-        self, fetched: Fetched, parts: LossParts, *, updated: bool, replayed: bool = False
+    def make_launched(
+        self, fetched: Fetched, loss: LossOutput, *, updated: bool, replayed: bool = False
     ) -> Launched:
-        """What became of a batch, with what the update's guard says of it."""
-        guard, values = self.update.guard, parts.values
+        """The result of a batch: its values, and whether the guard has skipped its update."""
+        guard, values = self.update.guard, loss.values
         if guard is not None:
-            values = {**values, **guard.told(updated=updated)}
+            values = {**values, **guard.values(updated=updated)}
         standing = self.group.standing
-        return Launched(fetched, values, parts.weighted, updated, standing, replayed)
+        return Launched(fetched, values, loss.weighted, updated, standing, replayed)
 
 
 class EagerStep:
-    """Trains on a batch, kernel by kernel, on the plan's lanes."""
+    """Trains on a batch, launching each kernel, on the streams of the plan."""
 
-    def __init__(self, parts: Parts, lanes: Lanes) -> None:
+    def __init__(self, parts: StepParts, lanes: Lanes) -> None:
         self.parts, self.lanes = parts, lanes
 
     def __call__(self, fetched: Fetched) -> Launched:
         parts, lanes = self.parts, self.lanes
         group = parts.group
-        averages = group.averages(ends_epoch=fetched.ends_epoch)
+        averages = group.decide_averaging(ends_epoch=fetched.ends_epoch)
         with lanes.on(lanes.forward, "forward"):
             loss = parts.forward(fetched.batch, averages=averages)
             loss = loss.weightless() if fetched.weightless else loss.unaliased()
         lanes.forward_to_backward()
         with lanes.on(lanes.backward, "backward"):
-            parts.begin()
-            group.gathering()
-            parts.gather(loss)
-            group.gathered()
+            parts.begin_batch()
+            group.begin_backward()
+            parts.backward(loss)
+            group.end_backward()
             if updated := group.is_full:
-                parts.use()
+                parts.run_update()
         lanes.backward_to_forward()
-        return parts.launched(fetched, loss, updated=updated)
+        return parts.make_launched(fetched, loss, updated=updated)
 
     def finish(self) -> Finished | None:
         parts, lanes = self.parts, self.lanes
@@ -123,22 +123,22 @@ class EagerStep:
             return None
         try:
             with lanes.on(lanes.backward):
-                parts.use()
-        except BaseException:  # the loop may have been left already: nobody else would recover
+                parts.run_update()
+        except BaseException:  # after a `break` nobody else recovers the group
             parts.group.recover()
             raise
         lanes.backward_to_forward()
         guard = parts.update.guard
-        values = {} if guard is None else guard.told(updated=True)
+        values = {} if guard is None else guard.values(updated=True)
         return Finished(values, parts.group.standing)
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         group = self.parts.group
         return group.recover() and group.standing == counted
 
 
 class EvaluationStep:
-    """Computes a batch's loss and metrics."""
+    """Computes a batch's loss and metrics, without training."""
 
     def __init__(self, forward: Forward, lanes: Lanes) -> None:
         self._forward, self._lanes = forward, lanes
@@ -147,7 +147,7 @@ class EvaluationStep:
         if fetched.index == 0:
             require_tensor(fetched.batch)
         with self._lanes.on(self._lanes.forward, "evaluate"):
-            loss = self._forward.evaluated(fetched.batch)
+            loss = self._forward.evaluate(fetched.batch)
         if fetched.weightless:
             loss = loss.weightless()
         return Launched(fetched, loss.values, loss.weighted, updated=False)
@@ -155,27 +155,27 @@ class EvaluationStep:
     def finish(self) -> None:
         return None
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         return True
 
 
-class OwnStep:
-    """Gives a batch to a step of the user's own."""
+class UserStep:
+    """Calls the user's own step function with a batch."""
 
     def __init__(self, step: StepFunction, device: Device, lanes: Lanes) -> None:
         self._step, self._device, self._lanes = step, device, lanes
-        self._described = f"the step {described(step)}"
+        self._name = f"the step {describe_function(step)}"
 
     def __call__(self, fetched: Fetched) -> Launched:
         with self._lanes.on(self._lanes.forward, "step"):
             returned = self._step(fetched.batch)
         if returned is None:
             return Launched(fetched, None, weighted=False, updated=True)
-        loss = LossParts.of(returned, self._device, needs_grad=False, by=self._described)
+        loss = LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
         return Launched(fetched, loss.values, loss.weighted, updated=True)
 
     def finish(self) -> None:
         return None
 
-    def recover(self, counted: tuple[int, int]) -> bool:
+    def recover(self, counted: Standing) -> bool:
         return True

@@ -14,7 +14,7 @@ from headrace.checkpoint import PerRank, StoredTensor
 from headrace.engine.graphed import StepGraphs
 from headrace.engine.group import Phase
 from headrace.engine.schedules import Schedule
-from headrace.engine.step import Parts
+from headrace.engine.step import StepParts
 from headrace.errors import StepError
 from headrace.parallel import (
     Ranks,
@@ -31,7 +31,7 @@ _MISMATCH_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeE
 
 
 def state_of(
-    parts: Parts,
+    parts: StepParts,
     schedule: Schedule | None,
     graphs: StepGraphs | None,
     position: Position,
@@ -74,7 +74,7 @@ def state_of(
     }
 
 
-def _step_state(parts: Parts) -> dict[str, Any]:
+def _step_state(parts: StepParts) -> dict[str, Any]:
     """The accumulation group's state, and what clipping and the guard know of it. After an error
     (a phase other than clean) the guard's notes on the failed group are not stored."""
     group, clipping, guard = parts.group, parts.update.clipping, parts.update.guard
@@ -82,11 +82,11 @@ def _step_state(parts: Parts) -> dict[str, Any]:
     return {
         **group.state_dict(),
         "outside": {} if clipping is None else clipping.gradients_outside(),
-        "gate": None if guard is None else guard.state_dict(begun=begun),
+        "gate": None if guard is None else guard.state_dict(with_group=begun),
     }
 
 
-def _restore_step(state: dict[str, Any], parts: Parts) -> None:
+def _restore_step(state: dict[str, Any], parts: StepParts) -> None:
     clipping, guard = parts.update.clipping, parts.update.guard
     if guard is not None:
         guard.load_state_dict(state["gate"])
@@ -154,7 +154,7 @@ def upgrade(state: object) -> dict[str, Any]:
 
 
 def restore(
-    state: dict[str, Any], parts: Parts, schedule: Schedule | None, graphs: StepGraphs | None
+    state: dict[str, Any], parts: StepParts, schedule: Schedule | None, graphs: StepGraphs | None
 ) -> None:
     """Load `state` into a step's parts, except for the random generators. If this raises, some
     parts may be loaded and others not: do not use the engine then."""
@@ -173,7 +173,7 @@ def mismatch_as_step_error() -> Iterator[None]:
 
 
 def _restore(
-    state: dict[str, Any], parts: Parts, schedule: Schedule | None, graphs: StepGraphs | None
+    state: dict[str, Any], parts: StepParts, schedule: Schedule | None, graphs: StepGraphs | None
 ) -> None:
     group, scaler, ema = parts.group, parts.update.scaler, parts.update.ema
     for name, part in (("scheduler", schedule), ("scaler", scaler), ("ema", ema)):

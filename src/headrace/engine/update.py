@@ -1,4 +1,4 @@
-"""The update at a group's end: divide, clip, scale, step, average. No host wait among them."""
+"""The update at the end of a group: divide, clip, step and average, without a host wait."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from headrace.parallel import Ranks, local_shards
 
 
 class Update:
-    """Uses a group's gradients, all on the device. `guard` keeps updates that are not finite from
-    being made; with fp16 the `scaler` does."""
+    """Updates the weights with a group's gradients. The `guard` skips updates that are not finite;
+    with fp16 the `scaler` does."""
 
     def __init__(
         self,
@@ -33,16 +33,16 @@ class Update:
     ) -> None:
         self._device, self.optimizer, self._ranks = device, optimizer, ranks
         self.clipping, self.scaler, self.guard, self.ema = clipping, scaler, guard, ema
-        #: Where the optimizer's rates are read from on the device; None: they are Python numbers.
+        #: The learning rates as device tensors, for graphs; None: they are Python numbers.
         self.rates: LearningRates | None = None
 
     def write_rates(self) -> None:
-        """Before an update, on the stream that runs it."""
+        """Bring `rates` up to date. Call it before an update, on the stream that runs it."""
         if self.rates is not None:
             self.rates.write()
 
-    def scaled(self, target: torch.Tensor) -> torch.Tensor:
-        """What backward begins at."""
+    def scale(self, target: torch.Tensor) -> torch.Tensor:
+        """The loss times the scaler's factor, if there is a scaler."""
         return target if self.scaler is None else self.scaler.scale(target)
 
     def __call__(self, group: Group) -> None:
@@ -51,13 +51,13 @@ class Update:
         if self.clipping is not None:
             if self.scaler is not None:
                 self.scaler.unscale_(self.optimizer)
-            norm = self.clipping.clip(divided=group.weighs or group.parted)
+            norm = self.clipping.clip(divided=group.by_weight or group.has_split_batch)
         if self.guard is not None:
-            self.guard.see_gradients(local_shards(group.gradients()), norm, self._ranks)
+            self.guard.check_gradients(local_shards(group.gradients()), norm, self._ranks)
         if self.rates is None:
             self._step()
         else:
-            with self.rates.in_groups():
+            with self.rates.in_param_groups():
                 self._step()
         group.clear()
         if self.ema is not None:
@@ -65,13 +65,14 @@ class Update:
 
     def _step(self) -> None:
         if self.guard is not None:
-            with self.guard.before(self.optimizer) as is_open:
-                if is_open:
+            with self.guard.applied_to(self.optimizer) as steps:
+                if steps:
                     self.optimizer.step()
         elif self.scaler is None:
             self.optimizer.step()
         else:
-            # Only fused optimizers keep "was there an infinity" on the device; others read it.
+            # Unless the optimizer is fused, `scaler.step` reads on the host whether a gradient is
+            # infinite: a wait.
             fused = self.scales_on_device
             with nullcontext() if fused else self._device.ledger.waiting("fp16_found_inf"):
                 self.scaler.step(self.optimizer)
@@ -81,21 +82,21 @@ class Update:
     def scales_on_device(self) -> bool:
         return scales_on_device(self.optimizer)
 
-    def forget_failed(self) -> None:
-        """What a batch that failed has left behind."""
+    def clear_failed(self) -> None:
+        """Clear what a failed batch or update has left."""
         if self.guard is not None:
             self.guard.forget()
-        if self.scaler is not None:  # it may have unscaled what was never used
+        if self.scaler is not None:  # it may have unscaled gradients that were never used
             self.scaler._per_optimizer_states.clear()
 
     def own_tensors(self) -> list[torch.Tensor]:
-        """What an update reads that is neither the model's nor the optimizer's."""
+        """The engine's own tensors that an update reads (not the model's or optimizer's)."""
         found: list[torch.Tensor] = [] if self.guard is None else self.guard.tensors()
         scale: Any = None if self.scaler is None else self.scaler._scale
         return found if scale is None else [*found, scale]
 
 
 def scales_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer reads the loss scale, and "leave this update out", on the device, as
-    fused ones do."""
+    """Whether the optimizer reads the loss scale, and whether to skip an update, on the device.
+    Fused optimizers do."""
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

@@ -18,7 +18,7 @@ from headrace.device import Device, open_device
 from headrace.engine import Engine, NonFinitePolicy
 from headrace.errors import TranslationError
 from headrace.parallel import SINGLE, Ranks, rank_device, wrap_ddp
-from headrace.plan import LoaderPlan, Plan, in_force, load_plan
+from headrace.plan import LoaderPlan, Plan, effective_plan, load_plan
 from headrace.translation.corpus.batches import BatchPlan, make_loader
 from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.loss import translation_loss
@@ -52,7 +52,7 @@ class RunParts:
 def check_settings(settings: TrainSettings) -> None:
     """Raise what building a run would raise, as far as that is known without its corpus."""
     settings.model()
-    check_policies(settings, in_force(Plan.of(settings.plan)))
+    check_policies(settings, effective_plan(Plan.of(settings.plan)))
     open_device(rank_device(settings.device))
     if settings.weights is not None and not Path(settings.weights).exists():
         raise TranslationError(
@@ -172,10 +172,10 @@ def _plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
             # Each bucket's last batch is not full, and of the same shape in every epoch. A
             # plan.yaml says itself how many graphs there may be.
             most = min(4096, 2 * (settings.shapes or _GRAPH_SHAPES))
-            plan = plan.but(graph_shapes=most, name=plan.name)
+            plan = plan.replace(graph_shapes=most, name=plan.name)
     precision = chosen_precision(settings.precision, device)
     if precision != plan.precision:
-        plan = plan.but(precision=precision, name=plan.name)
+        plan = plan.replace(precision=precision, name=plan.name)
     workers = settings.workers if settings.workers is not None else loader.workers
     if workers is None:
         workers = 2 if device.asynchronous else 0

@@ -367,7 +367,7 @@ class TestSpace:
             "pipeline",
         ]
         # One that was chosen stays.
-        near = dataclasses.replace(graph, plan=graph.plan.but(run_ahead_steps=2))
+        near = dataclasses.replace(graph, plan=graph.plan.replace(run_ahead_steps=2))
         assert space.around("graphs", near)[1].name == "graph, run ahead steps 2, graphs off"
         event = Candidate("event", Plan.preset("event"))
         assert [candidate.plan.run_ahead_steps for candidate in space.around("graphs", event)] == [
@@ -378,7 +378,7 @@ class TestSpace:
     def test_names_and_order(self) -> None:
         plain = Candidate("pipeline", Plan.preset("pipeline"))
         deep = dataclasses.replace(
-            plain, plan=plain.plan.but(prefetch_depth=4), loader=LoaderPlan(workers=8)
+            plain, plan=plain.plan.replace(prefetch_depth=4), loader=LoaderPlan(workers=8)
         )
         assert deep.name == "pipeline, prefetch depth 4, workers 8"
         assert deep.changed == {"prefetch_depth": 4, "workers": 8}

@@ -229,14 +229,14 @@ class TestWhole:
             result = found.run()
         assert result.plan.sync in ("none", "event")
         stored = load_plan(found.plan_file)
-        assert stored.plan.but(name="x") == result.plan.but(name="x")
+        assert stored.plan.replace(name="x") == result.plan.replace(name="x")
         assert stored.loader == result.loader
         model = torch.nn.Linear(4, 1)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         engine = Engine(
             model, optimizer, lambda m, b: m(b).mean(), plan=found.plan_file, device="cpu"
         )
-        assert engine.plan.but(name="x") == result.plan.but(name="x")
+        assert engine.plan.replace(name="x") == result.plan.replace(name="x")
         assert TrainSettings(plan=str(found.plan_file)).plan == str(found.plan_file)
         assert sorted(path.name for path in found.folder.path.iterdir() if path.is_file()) == [
             *(".lock", "config.yaml", "journal.jsonl", "plan.yaml", "result.json", "table.txt")
@@ -578,7 +578,7 @@ def test_train_takes_the_plan(tmp_path: Path) -> None:
     (tmp_path / "pairs.tsv").write_text(lines, encoding="utf-8")
     found = Candidate(
         "pipeline",
-        Plan.preset("pipeline").but(prefetch_depth=4),
+        Plan.preset("pipeline").replace(prefetch_depth=4),
         LoaderPlan(workers=0, batch_size=8),
     )
     outcome = Search(

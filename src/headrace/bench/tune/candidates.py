@@ -179,7 +179,7 @@ class Space:
             if switched and best.plan.run_ahead_steps == _usual_run_ahead(best.plan.graphs):
                 changes["run_ahead_steps"] = _usual_run_ahead(value)  # it goes with them
             try:
-                plan = best.plan.but(**changes)
+                plan = best.plan.replace(**changes)
             except PlanError:
                 continue  # the fields do not go together
             yield self._named(dataclasses.replace(best, plan=plan))
@@ -210,7 +210,7 @@ def _changed(base: str, plan: Plan, loader: LoaderPlan) -> dict[str, Any]:
 @functools.cache
 def _preset(name: str, precision: str | None) -> Plan:
     plan = Plan.preset(name)
-    return plan if precision is None else plan.but(precision=precision, name=name)
+    return plan if precision is None else plan.replace(precision=precision, name=name)
 
 
 def _usual_run_ahead(graphs: str) -> int:

@@ -11,7 +11,7 @@ from headrace.bench.tune.trials import Trial
 from headrace.plan import LoaderPlan, Plan
 from headrace.runs import yaml_text
 from headrace.runs.records import Environment, Rung, TrialRecord, TuneResult, Winner, WorkRecord
-from headrace.text_table import filled, text_table
+from headrace.text_table import text_table, wrap_line
 
 _ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")
 _NAMED = 3
@@ -79,7 +79,7 @@ class FinishedSearch:
             for trial in sorted(self.outcome.trials, key=_place)
         ]
         columns = ("tried", "ms a step", "time", "runs × steps", "memory", "", "why")
-        told = [filled(sentence) for sentence in self.sentences]
+        told = [wrap_line(sentence) for sentence in self.sentences]
         return "\n".join([text_table(columns, rows, right=columns[1:5]), "", *told])
 
     def plan_yaml(self) -> str:

@@ -30,7 +30,7 @@ from headrace.bench.works.lookup import find_work
 from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
 from headrace.errors import TuneError
-from headrace.plan import refuse_replaced_plans
+from headrace.plan import refuse_plan_variable
 from headrace.runs import ProgressLine, RunFolder, StopRequests, usable_cores
 from headrace.runs.records import Environment, WorkRecord
 from headrace.schema import read_yaml
@@ -93,7 +93,7 @@ class Tuning:
     def run(self) -> FinishedSearch:
         """Search to the end. Raises `Stopped` when a signal asks for that: nothing that was
         measured is lost, `resume` goes on from there."""
-        refuse_replaced_plans("tune")
+        refuse_plan_variable("tune")
         settings, device = self.settings, self._device
         options = dict(settings.options)
         work = find_work(settings.work, options, small=not device.asynchronous)

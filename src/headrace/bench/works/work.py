@@ -29,7 +29,7 @@ from headrace.engine import LossFunction
 from headrace.errors import BenchError, HeadraceError, WorkOptionError
 from headrace.plan import LoaderPlan
 from headrace.schema import listed, nearest, quoted
-from headrace.source_lines import is_users, line_of_error
+from headrace.source_lines import is_user_code, line_of_error
 
 Unit = Literal["samples", "tokens"]
 PARTS = ("model", "optimizer", "loss", "loader")
@@ -99,7 +99,7 @@ class Work:
             returned = self.build(**given)
         except (Exception, SystemExit) as problem:
             site = line_of_error(problem.__traceback__)
-            if isinstance(problem, HeadraceError) and not (site and is_users(site.file)):
+            if isinstance(problem, HeadraceError) and not (site and is_user_code(site.file)):
                 # A built-in work's own word about an option.
                 raise WorkOptionError(f"{self.name}: {problem}") from problem
             raise BenchError(self._failed(problem)) from problem

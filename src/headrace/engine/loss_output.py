@@ -1,4 +1,4 @@
-"""What a loss function returned, checked."""
+"""What a loss function has returned, checked."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from headrace.errors import StepError
 
 
 @dataclass(slots=True)
-class LossParts:
-    """The loss (a mean), what it is a mean over (1 where it was not said), and all values.
+class LossOutput:
+    """What a loss function has returned for a batch.
 
-    `counts` is False for a batch that stands in for one that only other ranks have.
+    `loss` is a mean. `weight` is how many samples or tokens it is a mean over; 1 if the function
+    returned none, and then `weighted` is False. `values` is all that it returned. `counts` is False
+    for a stand-in: the batch that this rank repeats because only other ranks have more.
     """
 
     loss: torch.Tensor
@@ -28,8 +30,9 @@ class LossParts:
     @classmethod
     def of(
         cls, returned: object, device: Device, *, needs_grad: bool, by: str = "the loss function"
-    ) -> LossParts:
-        """Raises `StepError` for what is no loss. `by` names the function that returned it."""
+    ) -> LossOutput:
+        """Check what a function returned. Raises `StepError` if it has no valid loss. `by` names
+        the function in messages."""
         if isinstance(returned, torch.Tensor):
             _check_loss(returned, device, needs_grad, by)
             return cls(returned, 1, False, {"loss": returned})
@@ -41,7 +44,7 @@ class LossParts:
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise StepError(
                     f"{by} returned {name!r}, which has shape {tuple(value.shape)}: expected a "
-                    "single number, as of any metric. Leave it out, or return a mean of it"
+                    "single number, as for every metric. Leave it out, or return its mean"
                 )
             if not isinstance(value, torch.Tensor | int | float):
                 raise StepError(
@@ -50,20 +53,20 @@ class LossParts:
         return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
 
     def numbers(self) -> dict[str, float]:
-        """The values that are Python numbers: these are not on the device."""
+        """The values that are Python numbers instead of tensors."""
         return {
             name: float(value)
             for name, value in self.values.items()
             if not isinstance(value, torch.Tensor)
         }
 
-    def weightless(self) -> LossParts:
-        """The same, counting for nothing."""
+    def weightless(self) -> LossOutput:
+        """A copy that does not count: its weight is 0."""
         return replace(self, weight=0, counts=False, values={**self.values, "weight": 0})
 
-    def unaliased(self) -> LossParts:
-        """The same, with values of their own: values are read after the update, and a metric may
-        be a view of a weight. What a computation with gradients returned is new memory."""
+    def unaliased(self) -> LossOutput:
+        """A copy whose values share no memory with the model: they are read after the update, and a
+        metric may be a view of a weight. Values that autograd has computed are new memory."""
         copies = {
             name: value.detach().clone()
             for name, value in self.values.items()
@@ -77,18 +80,18 @@ _EXPECTED = "expected a 0-dim tensor, or a dict whose 'loss' is one"
 
 
 def _why_no_loss(returned: object) -> str:
-    """What was found in its place, and what to write."""
+    """What was returned instead of a loss, what was expected, and what to write."""
     if isinstance(returned, bool | int | float):
         return (
-            f"the number {returned!r}: {_EXPECTED}. Return the loss itself, without .item(): it is "
-            "needed for backward(), and its value is read later, without a wait"
+            f"the number {returned!r}: {_EXPECTED}. Return the loss without .item(): the engine "
+            "needs the tensor for backward(), and reads its value later, without a wait"
         )
     if isinstance(returned, tuple | list):
         kinds = ", ".join(type(one).__name__ for one in returned[:4])
         return (
-            f"a {type(returned).__name__} of {len(returned)} ({kinds}): {_EXPECTED}. For more than "
-            'a loss return a dict, as {"loss": loss, "accuracy": accuracy}, whose other values '
-            "are single numbers"
+            f"a {type(returned).__name__} of {len(returned)} ({kinds}): {_EXPECTED}. To return "
+            'more than a loss, return a dict such as {"loss": loss, "accuracy": accuracy}, whose '
+            "other values are single numbers"
         )
     if isinstance(returned, Mapping):
         names = ", ".join(str(name) for name in returned) or "nothing"
@@ -97,7 +100,7 @@ def _why_no_loss(returned: object) -> str:
             "values are reported as metrics"
         )
     if returned is None:
-        return f"None: {_EXPECTED}. Does it end without a return?"
+        return f"None: {_EXPECTED}. Is its return statement missing?"
     return f"{str(returned)[:200]} (a {type(returned).__name__}): {_EXPECTED}"
 
 
@@ -116,6 +119,6 @@ def _check_loss(loss: object, device: Device, needs_grad: bool, by: str) -> None
         raise StepError(f"{by} returned a loss that is on {loss.device}: expected it on {device}")
     if needs_grad and not loss.requires_grad:
         raise StepError(
-            f"{by} returned a loss that needs no grad, so backward() would do nothing: is every "
+            f"{by} returned a loss that does not require grad, so backward() cannot work: is every "
             "parameter frozen, or the loss detached (.detach(), .item(), torch.no_grad())?"
         )
