@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from headrace.data import BlockingCopies, Cursor, Feed, Prefetcher
-from headrace.data.source import Draws
+from headrace.data.source import LoaderRng
 from headrace.device import Device
 
 
@@ -32,8 +32,8 @@ class Counting:
 
 
 def feed_of(loader: Any, device: Device, depth: int = 2, **options: Any) -> Feed:
-    draws = options.pop("draws", None)
-    prefetcher = Prefetcher(loader, device, depth, draws=draws)
+    loader_rng = options.pop("loader_rng", None)
+    prefetcher = Prefetcher(loader, device, depth, loader_rng=loader_rng)
     return Feed(prefetcher, **{"first": 0, "start": Cursor(0), "limit": None} | options)
 
 
@@ -70,7 +70,7 @@ def test_generators_before_batches_that_were_fetched_and_not_trained_on(device: 
 
     loader = drawing()
     torch.manual_seed(0)
-    feed = feed_of(loader, device, depth=2, draws=Draws(loader))
+    feed = feed_of(loader, device, depth=2, loader_rng=LoaderRng(loader))
     start = feed.begin()
     first, second = next(feed), next(feed)
     # The second is under way, two more were fetched.

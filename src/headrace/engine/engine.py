@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.data import BatchCache, UsedIterators, unprefetched
+from headrace.data import BatchCache, UsedIterators, unwrap_prefetcher
 from headrace.device import Device, open_device
 from headrace.engine import memory_error, stored_state
 from headrace.engine.build import (
@@ -406,7 +406,7 @@ class Engine:
         self._end_other_loop()
         self._change_plan()
         self._look_at_mode()
-        loader = unprefetched(loader)
+        loader = unwrap_prefetcher(loader)
         tell_epoch(loader, self.epochs)
         try:
             loader, start = self._place.begin(loader, first)

@@ -21,15 +21,15 @@ import torch
 
 from headrace.data import (
     Cursor,
-    Draws,
-    Rest,
+    LoaderRng,
+    ResumedLoader,
     Skipping,
+    as_stateful,
     generator_states,
     generators_of,
     rng_states,
     set_host_rng_states,
     set_rng_states,
-    state_keeper,
     with_samplers,
 )
 from headrace.device import Device
@@ -51,7 +51,7 @@ class Start:
     cursor: Cursor = Cursor(0)  # noqa: RUF009 - frozen
     pending: tuple[DeferredValues, ...] = ()
     loss: WeightedSum = NOTHING
-    draws: Draws | None = None
+    draws: LoaderRng | None = None
 
 
 class Place:
@@ -122,8 +122,8 @@ class Place:
         self._generators_at_start = generator_states(self._generators)
         if state is None:
             begin = first or 0
-            return loader, Start(begin, Cursor(begin), draws=Draws(loader))
-        draws = Draws(loader, state["drawn_ahead"], state["drawn_last"], begun=self._draw_on)
+            return loader, Start(begin, Cursor(begin), draws=LoaderRng(loader))
+        draws = LoaderRng(loader, state["drawn_ahead"], state["drawn_last"], on_begin=self._draw_on)
         own = state["batch"] if state["own_batch"] is None else state["own_batch"]
         if first is None:
             # Of a share that has come to its end, the last batch stands in.
@@ -226,7 +226,7 @@ def _position_of(state: dict[str, Any], random: dict[str, Any]) -> Position:
 
 def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
     """The rest of an epoch from `batch` on, given the loader's own state, if it keeps one."""
-    keeper = state_keeper(loader)
+    keeper = as_stateful(loader)
     if keeper is not None and state is not None:
         try:
             keeper.load_state_dict(state)
@@ -236,13 +236,13 @@ def sought(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
                 "the engine's state: expected the kind of loader it was taken with"
             )
             raise
-        return Rest(loader) if batch else loader
+        return ResumedLoader(loader) if batch else loader
     if batch == 0:
         return loader
     for owner in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))):
         if callable(getattr(owner, "start_at", None)):
             owner.start_at(batch)  # type: ignore[union-attr]
-            return Rest(loader)
+            return ResumedLoader(loader)
     return Skipping(loader, batch)
 
 
