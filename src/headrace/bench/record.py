@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from headrace.device import packed, unpacked
+from headrace.device import pack_spans, unpack_spans
 from headrace.errors import BenchError
 from headrace.schema import listed, quoted
 
@@ -293,7 +293,7 @@ class BenchResult:
         plain: dict[str, Any] = _plain(dataclasses.asdict(self))
         for row in plain["rows"]:
             if row["timeline"] is not None:
-                row["timeline"] |= packed(row["timeline"]["spans"])
+                row["timeline"] |= pack_spans(row["timeline"]["spans"])
         return {"kind": KIND, "version": VERSION} | plain
 
     def to_json(self) -> str:
@@ -347,7 +347,7 @@ def _record(kind: type[Made], content: object, where: str, path: str) -> Made:
     if not isinstance(content, Mapping):
         raise _wrong(where, path, content, "a mapping")
     if kind is TimelineRecord:
-        content = unpacked(content)
+        content = unpack_spans(content)
     hints = typing.get_type_hints(kind)
     given: dict[str, Any] = {}
     for known in dataclasses.fields(kind):  # type: ignore[arg-type]

@@ -77,7 +77,7 @@ class Snapshot:
         try:
             clones = self._device.empty((self._layout.nbytes,), torch.uint8)
         except torch.OutOfMemoryError:
-            self._device.say_once(
+            self._device.warn_once(
                 "checkpoint memory",
                 "a checkpoint finds no memory on %s for a copy of what it saves: it is copied to "
                 "the host in line, and the next step waits for that",

@@ -109,9 +109,9 @@ class Sender:
         """The source itself if it needs no staging, else a copy of it in pinned memory."""
         if not self._pin or source.numel() == 0 or self._device.is_pinned(source):
             return source
-        self._device.say_once(
+        self._device.warn_once(
             "staging",
-            "batches are not in pinned memory and are staged through pinned buffers; "
+            "batches are not pinned and are staged through pinned buffers; "
             "pin_memory=True in the DataLoader saves that copy",
         )
         buffer = self._device.pinned.take(source.numel() * source.element_size())
@@ -122,7 +122,7 @@ class Sender:
         return staged
 
     def _pass_through(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._device.say_once(
+        self._device.warn_once(
             "already there",
             "the loader's batches are on %s already: they are not copied, and used after the work "
             "on the loader's current stream",
@@ -136,7 +136,7 @@ class Sender:
 
     def _move_object(self, leaf: Any) -> Any:
         """Move an object with its own `.to()`, on the owner's stream. The host waits for it."""
-        self._device.say_once(
+        self._device.warn_once(
             f"object {type(leaf).__name__}",
             "a batch holds a %s, which has a .to() of its own: the host waits for each copy",
             type(leaf).__name__,

@@ -89,7 +89,7 @@ class Clipping:
                 "to step, so they cannot be divided by what the batches of an update weigh: "
                 f"{fix}" + ("; or use accumulate_by='count'" if divided else "")
             )
-        self._device.say_once(
+        self._device.warn_once(
             f"outside the optimizer: {some}",
             "%s: clip_norm counts them, as clip_grad_norm_(model.parameters()) does, and "
             "optimizer.zero_grad() does not clear them, so the norm grows from step to step: %s",

@@ -190,7 +190,7 @@ class Engine:
         self._training.follow(plan)
         report = self.compiled
         if report is not None and report.why is not None:
-            self.device.say_once(
+            self.device.warn_once(
                 f"compile: {report.why}",
                 "plan %s: the step is not compiled and runs as it is: %s",
                 plan.name,

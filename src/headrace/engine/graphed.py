@@ -481,7 +481,7 @@ class StepGraphs:
 
 def say_uncaptured(device: Device, plan_name: str, why: str) -> None:
     """Log once why a plan's step does not run as a graph."""
-    device.say_once(
+    device.warn_once(
         f"graphs: {why}",
         "plan %s: the step's kernels are launched one by one, not as a graph: %s",
         plan_name,

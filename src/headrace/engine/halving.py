@@ -122,7 +122,7 @@ class HalvingStep:
         halves = split(batch)
         if halves is None:
             raise torch.OutOfMemoryError(problem)
-        parts.device.say_once(
+        parts.device.warn_once(
             "halved",
             "a batch found no memory on %s and is trained on in two halves; so will others, "
             "which costs time: smaller batches do not",

@@ -228,7 +228,7 @@ class Pass:
     def _leave_alone(self, left: bool) -> None:
         stages = self.stages
         if left and (stages.recorder.pending or self.progress.standing[1]):
-            stages.device.say_once(
+            stages.device.warn_once(
                 "left",
                 "the loop was left on rank %d before what it gave was summed over ranks: "
                 "expected engine.leave() on all of them, or max_steps",

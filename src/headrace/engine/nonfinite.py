@@ -98,10 +98,10 @@ class NonFiniteWatch:
                 batch=entry.step,
             )
         if most is None:
-            self._device.say_once("non-finite", "%s at %s", what, where)
+            self._device.warn_once("non-finite", "%s at %s", what, where)
         else:
             left_out = "; its update is left out" if skipped else ""
-            self._device.say_once(f"non-finite {where}", "%s at %s%s", what, where, left_out)
+            self._device.warn_once(f"non-finite {where}", "%s at %s%s", what, where, left_out)
 
 
 class UpdateGuard:

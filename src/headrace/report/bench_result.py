@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from headrace.device import Kind, Span, unpacked
+from headrace.device import Kind, Span, unpack_spans
 from headrace.errors import ReportError
 from headrace.report.fields import Fields
 
@@ -273,7 +273,7 @@ def _equality(fields: Fields) -> Equality:
 def _timeline(fields: Fields | None) -> StoredTimeline | None:
     if fields is None:
         return None
-    fields = Fields(fields.file, fields.path, unpacked(fields.values))
+    fields = Fields(fields.file, fields.path, unpack_spans(fields.values))
     spans = tuple(_span(span) for span in fields.children("spans"))
     return StoredTimeline(max(1, fields.whole("steps") or 1), spans) if spans else None
 
