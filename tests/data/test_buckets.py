@@ -51,7 +51,7 @@ def corpus(samples: int = 2000) -> np.ndarray[Any, Any]:
 
 
 @given(line | pair, st.integers(1, 6))
-def test_every_sample_fits_and_the_waste_is_the_truth(lengths: Lengths, most: int) -> None:
+def test_every_sample_fits_and_the_waste_is_right(lengths: Lengths, most: int) -> None:
     buckets = Buckets.choose(lengths, most)
     assert 1 <= len(buckets.edges) <= most
     assert list(buckets.edges) == sorted(set(buckets.edges))
@@ -209,7 +209,7 @@ def test_made_by_hand() -> None:
         Buckets(((0, 4),))
 
 
-def test_a_table_for_people() -> None:
+def test_str_is_a_table() -> None:
     assert [text.split() for text in str(Buckets.choose([3, 4, 4, 9], 2)).splitlines()] == [
         ["bucket", "side", "1", "tokens"],
         ["─" * len("bucket   side 1   tokens")],
