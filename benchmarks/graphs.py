@@ -133,7 +133,7 @@ def real_lengths(path: Path, sentences: int = SENTENCES) -> tuple[Work, dict[str
     """A corpus' own lengths in batches of one bucket each; token ids are drawn."""
     stored = numpy.load(path)
     lengths = numpy.stack([stored["src"], stored["trg"]], axis=1)
-    buckets = Buckets.choose(lengths, most=16)
+    buckets = Buckets.choose(lengths, max_buckets=16)
     # Last partial batches would be shapes of their own.
     sampler = BucketBatches(lengths, buckets, sentences, seed=0, drop_last=True)
     draw = torch.Generator().manual_seed(0)

@@ -51,7 +51,7 @@ def corpus(samples: int = 2000) -> np.ndarray[Any, Any]:
 
 
 @given(line | pair, st.integers(1, 6))
-def test_every_sample_fits_and_the_waste_is_the_truth(lengths: Lengths, most: int) -> None:
+def test_every_sample_fits_and_the_waste_is_right(lengths: Lengths, most: int) -> None:
     buckets = Buckets.choose(lengths, most)
     assert 1 <= len(buckets.edges) <= most
     assert list(buckets.edges) == sorted(set(buckets.edges))
@@ -134,16 +134,17 @@ def test_long_lengths_go_on_a_coarser_grid() -> None:
     assert len(Buckets.choose(np.random.default_rng(1).integers(1, 99, (500, 3)), 8).edges) == 8
 
 
-def test_out_of_reach_says_what_would_do() -> None:
+def test_waste_that_cannot_be_reached_says_how_many_buckets_would() -> None:
     lengths = list(range(1, 9))
     with pytest.raises(
-        PlanError, match=r"waste: 0\.1 .* most=2, which come to 0\.2500; 4 would do"
+        PlanError,
+        match=r"waste: 0\.1 .* max_buckets=2, which waste 0\.2500; 4 buckets would be enough",
     ):
         Buckets.choose(lengths, 2, 0.1)
     assert len(Buckets.choose(lengths, 6, 0.1).edges) == 4
-    with pytest.raises(PlanError, match=r"come to 0\.4375; 4 do not either"):
+    with pytest.raises(PlanError, match=r"which waste 0\.4375; 4 buckets would not be enough"):
         Buckets.choose(lengths, 1, 0.0)
-    with pytest.raises(PlanError, match="would do"):
+    with pytest.raises(PlanError, match="buckets would be enough"):
         Buckets.choose(corpus(), 4, 0.12)
 
 
@@ -163,17 +164,23 @@ def test_out_of_reach_says_what_would_do() -> None:
         ([[1, 2], [3]], "rows of different length"),
     ],
 )
-def test_lengths_that_are_none(lengths: Any, says: str) -> None:
+def test_lengths_that_are_not_lengths(lengths: Any, says: str) -> None:
     with pytest.raises(PlanError, match=says):
         Buckets.choose(lengths)
     with pytest.raises(PlanError):
         Buckets(((9, 9),)).of(lengths)
 
 
-@pytest.mark.parametrize("most", [0, -1, 2.0, True, "3"])
-def test_most_must_be_a_count(most: Any) -> None:
-    with pytest.raises(PlanError, match=r"most: .*; expected a whole number from 1"):
-        Buckets.choose([1, 2], most)
+@pytest.mark.parametrize("max_buckets", [0, -1, 2.0, True, "3"])
+def test_max_buckets_must_be_a_count(max_buckets: Any) -> None:
+    with pytest.raises(PlanError, match=r"max_buckets: .*; expected a whole number from 1"):
+        Buckets.choose([1, 2], max_buckets)
+
+
+def test_most_is_the_old_name_of_max_buckets() -> None:
+    lengths = list(range(1, 9))
+    assert Buckets.choose(lengths, most=3) == Buckets.choose(lengths, max_buckets=3)
+    assert len(Buckets.choose(lengths, most=3).edges) == 3
 
 
 @pytest.mark.parametrize("waste", [-0.1, 1.1, math.nan])
@@ -182,13 +189,13 @@ def test_waste_must_be_a_share(waste: float) -> None:
         Buckets.choose([1, 2], waste=waste)
 
 
-def test_what_no_bucket_holds_is_named() -> None:
+def test_a_sample_that_fits_in_no_bucket_is_named() -> None:
     buckets = Buckets(((5, 9), (9, 5), (4, 4)))
     with pytest.raises(PlanError, match=r"sample 1 is \(6, 6\) long.*at most \(5, 9\) or \(9, 5\)"):
         buckets.of([(5, 5), (6, 6)])
-    with pytest.raises(PlanError, match=r"sample 0 is 8 long, and no bucket holds that; .* most 7"):
+    with pytest.raises(PlanError, match=r"sample 0 is 8 long, which fits in no bucket; .* most 7"):
         Buckets(((3,), (7,))).of([8])
-    with pytest.raises(PlanError, match="lengths: 1 a sample; expected 2"):
+    with pytest.raises(PlanError, match="lengths: 1 per sample; expected 2"):
         buckets.of([5])
 
 
@@ -202,7 +209,7 @@ def test_made_by_hand() -> None:
         Buckets(((0, 4),))
 
 
-def test_a_table_for_people() -> None:
+def test_str_is_a_table() -> None:
     assert [text.split() for text in str(Buckets.choose([3, 4, 4, 9], 2)).splitlines()] == [
         ["bucket", "side", "1", "tokens"],
         ["─" * len("bucket   side 1   tokens")],

@@ -1,4 +1,4 @@
-"""Batches that know where the loader stood after them."""
+"""The feed: batches with the loader's position after each of them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from headrace.data import BlockingCopies, Cursor, Feed, Prefetcher
-from headrace.data.source import Draws
+from headrace.data.source import LoaderRng
 from headrace.device import Device
 
 
 class Counting:
-    """A loader that keeps a state: how many batches it gave."""
+    """A loader with a state: how many batches it has yielded."""
 
     def __init__(self, count: int) -> None:
         self._count, self._given = count, 0
@@ -32,13 +32,15 @@ class Counting:
 
 
 def feed_of(loader: Any, device: Device, depth: int = 2, **options: Any) -> Feed:
-    draws = options.pop("draws", None)
-    prefetcher = Prefetcher(loader, device, depth, draws=draws)
+    loader_rng = options.pop("loader_rng", None)
+    prefetcher = Prefetcher(loader, device, depth, loader_rng=loader_rng)
     return Feed(prefetcher, **{"first": 0, "start": Cursor(0), "limit": None} | options)
 
 
 @pytest.mark.parametrize("depth", [0, 1, 3])
-def test_a_cursor_is_of_its_batch_however_many_were_fetched(device: Device, depth: int) -> None:
+def test_a_cursor_belongs_to_its_batch_however_many_were_fetched(
+    device: Device, depth: int
+) -> None:
     feed = feed_of(Counting(5), device, depth)
     assert feed.begin() == Cursor(0, loader={"given": 0})
     fetched = list(feed)
@@ -56,24 +58,24 @@ def test_batches_are_numbered_from_where_the_pass_begins(device: Device) -> None
     assert [(one.index, one.cursor.own) for one in feed] == [(7, 7), (8, 8)]
 
 
-def test_a_loader_that_was_not_asked_for_all_has_not_ended(device: Device) -> None:
+def test_a_loader_stopped_at_the_limit_has_not_ended(device: Device) -> None:
     feed = feed_of(Counting(2), device, limit=2)
     feed.begin()
     assert len(list(feed)) == 2
     assert feed.end_state is None
 
 
-def test_generators_before_batches_that_were_fetched_and_not_trained_on(device: Device) -> None:
+def test_rng_states_before_batches_that_were_fetched_and_not_trained_on(device: Device) -> None:
     def drawing() -> Iterator[torch.Tensor]:
         for _ in range(6):
             yield torch.rand(2)
 
     loader = drawing()
     torch.manual_seed(0)
-    feed = feed_of(loader, device, depth=2, draws=Draws(loader))
+    feed = feed_of(loader, device, depth=2, loader_rng=LoaderRng(loader))
     start = feed.begin()
     first, second = next(feed), next(feed)
-    # The second is under way, two more were fetched.
+    # The second is being trained on, and two more were fetched.
     assert [len(feed.drawn_ahead(one)) for one in (second.cursor, first.cursor)] == [2, 3]
     assert feed.is_ahead_of(start)
     assert not feed.is_ahead_of(second.cursor)

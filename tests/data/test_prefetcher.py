@@ -35,18 +35,18 @@ def values(loader: Any) -> list[float]:
 def test_every_batch_once_in_order(device: Device, depth: int, count: int) -> None:
     loader = prefetch(numbers(count), device, depth)
     assert len(loader) == count
-    for _ in range(2):  # and again: a new loop starts the loader anew
+    for _ in range(2):  # the second loop starts the loader anew
         assert values(loader) == [float(n) for n in range(count)]
 
 
-def test_batches_lie_on_the_device(device: Device) -> None:
+def test_batches_are_on_the_device(device: Device) -> None:
     for batch in prefetch([{"x": torch.ones(2), "name": "n"}], device):
         assert device.holds(batch["x"])
         assert batch["name"] == "n"
 
 
 def test_the_loader_begins_with_the_first_batch(device: Device) -> None:
-    """Some libraries call `iter` once just to see whether it works; that must draw nothing."""
+    """Some libraries call `iter` only to see whether it works: that must fetch nothing."""
     begun: list[bool] = []
 
     class Loader(list[torch.Tensor]):
@@ -98,7 +98,7 @@ def test_varying_shapes_and_types(device: Device) -> None:
         assert batch.dtype == source.dtype
         assert batch.shape == source.shape
         if device.asynchronous:
-            assert batch.stride() == source.clone().stride()  # as a plain .to() would have it
+            assert batch.stride() == source.clone().stride()  # as after a plain .to()
         assert torch.equal(batch.cpu(), source)
 
 
@@ -110,7 +110,7 @@ def test_many_small_tensors_are_copied_together(pinned: bool) -> None:
             batch = [part.pin_memory() for part in batch]
         (arrived,) = prefetch([batch], device)
         copies = [span for span in device.timeline().spans if span.kind == "copy"]
-        assert len(copies) == 2  # one a type
+        assert len(copies) == 2  # one for each dtype
         for source, there in zip(batch, arrived, strict=True):
             assert there.shape == source.shape
             assert torch.equal(there.cpu(), source)
@@ -154,7 +154,7 @@ class Immovable:
 
 
 class Picky(list[Any]):
-    """A batch whose class objects to being built again."""
+    """A batch whose class cannot be rebuilt."""
 
     def __init__(self, parts: list[Any]) -> None:
         if any(part.device.index is not None for part in parts):
@@ -163,8 +163,8 @@ class Picky(list[Any]):
 
 
 @pytest.mark.parametrize("batch", [(torch.ones(1000), Immovable()), Picky([torch.ones(1000)])])
-def test_an_error_while_a_batch_is_sent_leaves_no_copy_behind(batch: Any) -> None:
-    """Its memory must not be had by others while the copy into it is under way."""
+def test_an_error_while_a_batch_is_sent_leaves_no_copy_running(batch: Any) -> None:
+    """Its memory must not be reused while the copy into it runs."""
     with FakeDevice(costs=Costs(by_name={"copy h2d": 2000})) as device:
         with pytest.raises(BrokenError):
             next(iter(prefetch([batch], device)))
@@ -180,7 +180,7 @@ def test_named_tuples_and_dataclasses(device: Device) -> None:
     assert device.holds(record.ids)
 
 
-def test_batches_already_there_pass_through(
+def test_batches_on_the_device_already_are_not_copied(
     device: Device, caplog: pytest.LogCaptureFixture
 ) -> None:
     there = [torch.full((2,), float(n), device=device.torch_device) for n in range(3)]
@@ -261,17 +261,17 @@ def test_an_exception_in_the_loop_leaves_nothing_behind(device: Device) -> None:
 def test_memory_is_bounded_by_the_depth() -> None:
     with FakeDevice() as device:
         for batch in prefetch(numbers(100, 1000), device, depth=2):
-            assert device.memory().allocated <= 4 * 4000  # in use, two ahead, and the one before
+            assert device.memory().allocated <= 4 * 4000  # one in use, two ahead, the one before
             device.work(10.0, reads=[batch])
         del batch
         assert device.memory().allocated == 0
-        # The host is far ahead of the device, but not further than so many copies.
+        # The host runs far ahead of the device, but the number of queued copies is bounded.
         assert device.pinned.held_bytes <= 34 * 4096
         assert device.ledger.statistics()["copies_behind"].count > 0
 
 
 @pytest.mark.parametrize(("depth", "count"), [(2, 10), (31, 100), (32, 100)])
-def test_copies_run_beside_compute(depth: int, count: int) -> None:
+def test_copies_overlap_compute(depth: int, count: int) -> None:
     costs = Costs(kernel_us=0, query_us=0, by_name={"copy h2d": 2000})
     with FakeDevice(costs=costs) as device:
         for _ in prefetch([batch.pin_memory() for batch in numbers(count)], device, depth):
@@ -282,7 +282,7 @@ def test_copies_run_beside_compute(depth: int, count: int) -> None:
     assert waits.device_waits() - waits["copies_behind"].count == 1
 
 
-def test_staging_memory_is_lent_again_as_soon_as_its_copy_is_done() -> None:
+def test_staging_memory_is_reused_as_soon_as_its_copy_is_done() -> None:
     with FakeDevice(costs=Costs(kernel_us=1, launch_us=1)) as device:
         for at, batch in enumerate(
             prefetch([torch.ones(512 << n % 8) for n in range(400)], device)
@@ -317,7 +317,7 @@ class TestCache:
             assert len(copies) == 4 + 1 + 1  # three stay, the fourth is copied each time
             assert (cache.hits, cache.misses) == (6, 6)
 
-    def test_a_batch_that_was_written_to_is_copied_again(self) -> None:
+    def test_a_batch_that_has_changed_is_copied_again(self) -> None:
         with FakeDevice() as device:
             source, cache = numbers(2), BatchCache(4)
             loader = Prefetcher(source, device, cache=cache)
@@ -336,7 +336,7 @@ class TestCache:
 
 
 class Counting:
-    """A loader of numbers that keeps a state: how many it has given."""
+    """A loader of numbers with a state: how many it has yielded."""
 
     def __init__(self, count: int = 8, breaks_after: int | None = None) -> None:
         self.count, self.at, self.breaks_after = count, 0, breaks_after
@@ -360,7 +360,7 @@ class Counting:
 
 
 class Stateless(list[torch.Tensor]):
-    """A loader that has the methods of one with a state, and no state."""
+    """A loader whose `state_dict` raises: it has the methods of a stateful loader, but no state."""
 
     asked = 0
 
@@ -373,7 +373,7 @@ class Stateless(list[torch.Tensor]):
 
 
 class Flagging:
-    """A loader that says when it gives its last batch, as those prepared by Accelerate do."""
+    """A loader that raises a flag with its last batch, as those prepared by Accelerate do."""
 
     end_of_dataloader = False
     is_active = False
@@ -390,7 +390,7 @@ class Flagging:
 
 
 class TestTheLoadersAttributes:
-    def test_they_are_passed_through(self, device: Device) -> None:
+    def test_public_attributes_are_forwarded(self, device: Device) -> None:
         data = TensorDataset(torch.arange(10.0))
         loader = DataLoader(data, batch_size=4, shuffle=True)
         found = prefetch(loader, device)
@@ -399,7 +399,7 @@ class TestTheLoadersAttributes:
         assert found.batch_sampler is loader.batch_sampler
         assert (found.batch_size, found.num_workers, found.drop_last) == (4, 0, False)
 
-    def test_methods_too(self) -> None:
+    def test_methods_are_forwarded_too(self) -> None:
         class Shuffled(list[torch.Tensor]):
             epoch = 0
 
@@ -411,7 +411,7 @@ class TestTheLoadersAttributes:
         assert loader.epoch == 3
 
     @pytest.mark.parametrize("name", ["set_epoch", "state_dict", "_index_sampler", "__array__"])
-    def test_what_the_loader_lacks_is_lacking(self, name: str) -> None:
+    def test_what_the_loader_lacks_is_missing(self, name: str) -> None:
         found = prefetch(DataLoader(TensorDataset(torch.ones(2))), "cpu")
         assert not hasattr(found, name)
 
@@ -421,21 +421,21 @@ class TestTheLoadersAttributes:
         ):
             _ = prefetch(DataLoader(TensorDataset(torch.ones(2))), "cpu").epochs
 
-    def test_ours_come_first(self) -> None:
+    def test_the_prefetchers_own_attributes_come_first(self) -> None:
         class Deep(list[torch.Tensor]):
             depth = 99
 
         assert prefetch(Deep(numbers(2)), "cpu", 3).depth == 3
 
     @pytest.mark.parametrize("loader", [numbers(3), Counting(3)])
-    def test_copies_can_be_made(self, loader: Any) -> None:
+    def test_it_can_be_copied(self, loader: Any) -> None:
         assert values(copy.copy(prefetch(loader, "cpu"))) == [0.0, 1.0, 2.0]
-        assert not hasattr(Prefetcher.__new__(Prefetcher), "dataset")  # one that is being made
+        assert not hasattr(Prefetcher.__new__(Prefetcher), "dataset")  # one that `copy` is making
 
 
 class TestTheLoadersState:
     @pytest.mark.parametrize("depth", [0, 2, 20])
-    def test_it_is_that_of_the_batch_handed_out_last(self, device: Device, depth: int) -> None:
+    def test_it_belongs_to_the_batch_handed_out_last(self, device: Device, depth: int) -> None:
         found = prefetch(Counting(), device, depth)
         assert found.state_dict() == {"at": 0}  # type: ignore[attr-defined]
         for number, _ in enumerate(found):
@@ -443,7 +443,7 @@ class TestTheLoadersState:
         assert found.state_dict() == {"at": 0}  # type: ignore[attr-defined]
 
     @pytest.mark.parametrize("depth", [0, 2, 20])
-    def test_it_is_that_also_after_a_break(self, device: Device, depth: int) -> None:
+    def test_it_does_so_also_after_a_break(self, device: Device, depth: int) -> None:
         found: Any = prefetch(Counting(), device, depth)
         for number, _ in enumerate(found):
             if number == 3:
@@ -461,7 +461,7 @@ class TestTheLoadersState:
             if number == 4:
                 break
 
-    def test_a_loader_whose_state_dict_raises_keeps_none(
+    def test_a_loader_whose_state_dict_raises_is_stateless(
         self, device: Device, caplog: pytest.LogCaptureFixture
     ) -> None:
         caplog.set_level("INFO", "headrace")
@@ -469,13 +469,13 @@ class TestTheLoadersState:
         found: Any = prefetch(loader, device)
         for _ in range(2):
             assert values(found) == [0.0, 1.0, 2.0, 3.0, 4.0]
-        assert loader.asked == 2  # once a pass
+        assert loader.asked == 2  # once in each pass
         said = [one for one in caplog.records if "Stateless.state_dict() raised" in one.message]
         assert [one.levelname for one in said] == ["INFO"]
         with pytest.raises(RuntimeError, match="not a stateful loader"):
-            found.state_dict()  # as the loader's own
+            found.state_dict()  # raises as the loader's own does
 
-    def test_one_that_worked_before_must_go_on_working(self, device: Device) -> None:
+    def test_one_that_has_worked_before_must_not_raise(self, device: Device) -> None:
         arriving = iter(prefetch(Counting(breaks_after=3), device))
         assert [float(next(arriving)) for _ in range(2)] == [0.0, 1.0]
         with pytest.raises(BrokenError, match="the state is gone"):
@@ -491,10 +491,10 @@ class TestTheLoadersState:
 
 @pytest.mark.parametrize("depth", [0, 2, 20])
 @pytest.mark.parametrize("count", [1, 2, 6])
-def test_a_loader_says_of_the_last_batch_alone_that_it_is(
+def test_the_end_flag_is_raised_with_the_last_batch_only(
     device: Device, depth: int, count: int
 ) -> None:
-    """Accelerate's gradient accumulation asks that in the loop, also while others are ahead."""
+    """Accelerate's gradient accumulation reads the flag in the loop, behind the prefetching."""
     loader = Flagging(count)
     for _ in range(2):
         said = [

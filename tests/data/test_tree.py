@@ -1,4 +1,4 @@
-"""Batches of any shape, taken apart and put together again."""
+"""Nested batches: flattened into leaves and rebuilt."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_the_shape_stays(batch: Any) -> None:
         assert torch.equal(leaf, ONE)  # the original is untouched
 
 
-def test_what_is_no_tensor_is_the_very_same() -> None:
+def test_other_objects_are_not_copied() -> None:
     note = object()
     result = doubled({"x": ONE, "note": note, "names": ["a"]})
     assert result["note"] is note
@@ -69,7 +69,7 @@ def test_an_object_that_moves_itself_is_one_leaf() -> None:
     assert list(batch_leaves([packed])) == [packed]  # its batch_sizes must stay on the CPU
 
 
-def test_counting() -> None:
+def test_bytes_and_samples_are_counted() -> None:
     batch = (torch.ones(3, 2), {"y": torch.ones(3, dtype=torch.int64)}, "x")
     assert measure_leaves(batch_leaves(batch)) == (24 + 24, 3)
     assert measure_leaves([torch.tensor(1.0)]) == (4, 1)
@@ -85,7 +85,7 @@ def test_counting() -> None:
         Moves(),
     ],
 )
-def test_what_is_more_than_its_bytes_is_not_plain(leaf: Any) -> None:
+def test_tensors_that_are_not_plain(leaf: Any) -> None:
     assert not is_plain_tensor(leaf)
     assert is_movable(leaf)
 

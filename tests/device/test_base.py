@@ -142,7 +142,7 @@ class TestEvents:
 
 
 class TestCopies:
-    def test_there_and_back(self, device: Device) -> None:
+    def test_copies_to_the_device_and_back(self, device: Device) -> None:
         outgoing, incoming = device.pinned.take(4000), device.pinned.take(4000)
         source = outgoing.view((1000,), torch.float32)
         source.copy_(torch.arange(1000.0))
@@ -163,7 +163,7 @@ class TestCopies:
         incoming.release()
         assert device.pinned.lent == 0
 
-    def test_pageable_memory_is_said_once(
+    def test_pageable_memory_is_warned_of_once(
         self, device: Device, caplog: pytest.LogCaptureFixture
     ) -> None:
         slot = device.empty((4,), torch.float32)
@@ -173,7 +173,7 @@ class TestCopies:
         assert len(said) == (1 if device.asynchronous else 0)
         assert all("pin_memory=True" in message for message in said)
 
-    def test_where_a_tensor_lies(self, device: Device) -> None:
+    def test_holds_tells_where_a_tensor_is(self, device: Device) -> None:
         assert device.holds(torch.ones(1, device=device.torch_device))
         buffer = device.pinned.take(16)
         view = buffer.view((4,), torch.float32)

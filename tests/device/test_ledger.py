@@ -1,4 +1,4 @@
-"""The ledger: counts, times, nesting, threads, epochs. Time is a number that the test sets."""
+"""The ledger: counts, times, nesting, threads, epochs. The tests set the clock."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_waits_are_counted_by_reason(ledger: Ledger, clock: Clock) -> None:
     assert (statistics.count, statistics.total_ms, statistics.wall_ms) == (4, 16.0, 16.0)
 
 
-def test_a_wait_that_found_nothing_to_wait_for(ledger: Ledger, clock: Clock) -> None:
+def test_a_wait_whose_work_was_done_already(ledger: Ledger, clock: Clock) -> None:
     ledger.passed("run_ahead")
     wait(ledger, clock, "run_ahead", 4)
     waits = ledger.statistics()["run_ahead"]
@@ -125,7 +125,7 @@ def test_an_exception_is_counted_and_passed_on(ledger: Ledger, clock: Clock) -> 
     assert ledger.statistics().wall_ms == 8.0
 
 
-def test_epochs_begin_at_zero_and_the_whole_goes_on(ledger: Ledger, clock: Clock) -> None:
+def test_epochs_begin_at_zero_and_the_total_goes_on(ledger: Ledger, clock: Clock) -> None:
     wait(ledger, clock, "run_ahead", 5)
     ledger.start_epoch()
     assert ledger.epoch_statistics().count == 0
@@ -148,7 +148,7 @@ def test_an_epoch_may_end_inside_a_wait(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_wall_time_never_goes_back(ledger: Ledger, clock: Clock) -> None:
-    # On the fake device each thread has its own clock, and another's may be behind.
+    # On the fake device each thread has its own clock, and one may be behind another.
     clock.ns = 100 * MS
     with ledger.waiting("data"):
         clock.ns = 40 * MS
@@ -160,7 +160,7 @@ def test_wall_time_never_goes_back(ledger: Ledger, clock: Clock) -> None:
 
 
 @given(st.lists(st.integers(1, 10**11), min_size=1, max_size=200))
-def test_percentiles_are_right_to_one_percent(durations_ns: list[int]) -> None:
+def test_percentiles_are_exact_to_one_percent(durations_ns: list[int]) -> None:
     clock = Clock()
     ledger = Ledger(clock)
     for ns in durations_ns:
@@ -178,7 +178,7 @@ def test_a_table_and_a_dict(ledger: Ledger, clock: Clock) -> None:
     wait(ledger, clock, "losses", 2)
     wait(ledger, clock, "run_ahead", 30)
     lines = ledger.statistics().table().splitlines()
-    assert lines[2].split()[0] == "run_ahead"  # the costliest first
+    assert lines[2].split()[0] == "run_ahead"  # the longest total first
     assert lines[3].split()[:4] == ["losses", "1", "1", "2.000"]
     content = json.loads(json.dumps(ledger.statistics().to_dict()))
     assert content["reasons"]["run_ahead"]["max_ms"] == 30.0
@@ -190,7 +190,7 @@ def test_an_empty_ledger_says_so(ledger: Ledger) -> None:
     assert ledger.statistics().to_dict()["reasons"] == {}
 
 
-def test_a_listener_hears_of_each_wait(ledger: Ledger, clock: Clock) -> None:
+def test_on_wait_is_called_for_each_wait(ledger: Ledger, clock: Clock) -> None:
     heard: list[tuple[str, int, int]] = []
     ledger.on_wait = lambda reason, start_ns, end_ns: heard.append((reason, start_ns, end_ns))
     clock.ns = 5
@@ -199,8 +199,8 @@ def test_a_listener_hears_of_each_wait(ledger: Ledger, clock: Clock) -> None:
     assert heard == [("losses", 5, 5 + 2 * MS)]
 
 
-def test_wall_time_is_not_counted_twice_when_a_thread_is_held_up() -> None:
-    """One that has looked at the clock and not yet said that it waits."""
+def test_wall_time_is_not_counted_twice_when_a_thread_is_delayed() -> None:
+    """A thread that has read the clock and has not registered its wait yet."""
     held_up, go_on = threading.Event(), threading.Event()
     now, asked = [0], []
 

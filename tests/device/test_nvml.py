@@ -1,4 +1,4 @@
-"""NVML sensors, with a driver that answers what the test says."""
+"""NVML sensors, with a fake driver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class NvmlError(Exception):
 
 
 def nvml(**answers: Any) -> Any:
-    """A driver with one GPU. What is not told is not supported."""
+    """A driver with one GPU. Sensors without a value here are not supported."""
 
     def ask(name: str) -> Callable[..., Any]:
         def answer(*given: Any) -> Any:
@@ -61,7 +61,7 @@ class TestNvml:
         NvmlSensors("GPU-1", "00000000:3B:00.0", driver)
         assert driver.calls[-1] == ("DeviceGetHandleByPciBusId", ("00000000:3B:00.0",))
 
-    def test_what_it_does_not_have_is_asked_for_once(self) -> None:
+    def test_missing_sensors_are_asked_for_once(self) -> None:
         driver = nvml(
             Init=None,
             Shutdown=None,

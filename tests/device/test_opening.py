@@ -1,4 +1,4 @@
-"""Opening a device: by name, automatically, and what is said where there is none."""
+"""Opening a device: by name, automatically, and the errors if there is none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from headrace.errors import DeviceNotFoundError
 
 
 class TestOpening:
-    def test_auto_takes_the_first_there_is(self) -> None:
+    def test_auto_opens_the_first_device(self) -> None:
         assert str(open_device()) == available_devices()[0]
         assert str(open_device("auto")) == available_devices()[0]
 
@@ -18,11 +18,11 @@ class TestOpening:
         assert open_device("cpu").torch_device == torch.device("cpu")
         assert open_device(torch.device("cpu")).torch_device == torch.device("cpu")
 
-    def test_a_device_is_handed_back(self) -> None:
+    def test_a_device_is_returned_as_it_is(self) -> None:
         device = open_device("cpu")
         assert open_device(device) is device
 
-    def test_it_writes_into_the_ledger_it_was_given(self) -> None:
+    def test_it_uses_the_ledger_that_was_passed(self) -> None:
         ledger = Ledger()
         open_device("cpu", ledger=ledger).synchronize("test")
         assert ledger.statistics()["test"].count == 1

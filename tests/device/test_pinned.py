@@ -1,4 +1,4 @@
-"""Pinned memory: reused, never before its event, and checked."""
+"""Pinned memory: reused, but not before its event has passed; arguments are checked."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class TestPinnedPool:
         assert second.view((1,), torch.uint8).data_ptr() == address
         assert device.pinned.held_bytes == second.nbytes == 1024
 
-    def test_not_lent_again_before_its_event(self) -> None:
+    def test_not_reused_before_its_event(self) -> None:
         with FakeDevice() as device:
             event = device.event()
             device.work(5.0)
@@ -49,7 +49,7 @@ class TestPinnedPool:
                 buffer.view((1,), torch.float32, offset_bytes=offset)  # type: ignore[arg-type]
         with pytest.raises(EventNotRecordedError):
             buffer.release(after=device.event())
-        assert device.pinned.lent == 1  # it is still ours
+        assert device.pinned.lent == 1  # the failed calls have not released it
         buffer.view((1,), torch.uint8)
         buffer.release()
         assert device.pinned.lent == 0
@@ -65,7 +65,7 @@ class TestPinnedPool:
             ):
                 device.pinned.take(nbytes)  # type: ignore[arg-type]
 
-    def test_close_lets_go(self, device: Device) -> None:
+    def test_close_frees_the_buffers(self, device: Device) -> None:
         device.pinned.take(512).release()
         device.pinned.close()
         assert device.pinned.held_bytes == 0

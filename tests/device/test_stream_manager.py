@@ -79,12 +79,12 @@ def test_an_index_out_of_range(device: Device, which: int) -> None:
 
 
 @pytest.mark.parametrize("which", [1.0, None, True])
-def test_what_is_no_index_at_all(which: object) -> None:
+def test_an_index_of_the_wrong_type(which: object) -> None:
     with pytest.raises(StreamIndexError, match="expected an index or the name of a role"):
         StreamManager(open_device("cpu")).get_stream(which)  # type: ignore[arg-type]
 
 
-def test_an_unknown_role_lists_the_known() -> None:
+def test_an_unknown_role_lists_the_roles() -> None:
     with pytest.raises(StreamIndexError, match=r"the role 'optimizer'; roles: transfer, forward"):
         StreamManager(open_device("cpu")).get_stream("optimizer")
 
@@ -141,7 +141,7 @@ def test_set_and_restore_the_current_stream(device: Device) -> None:
         manager.restore_current_stream()
 
 
-def test_the_current_stream_is_each_threads_own(device: Device) -> None:
+def test_each_thread_has_its_own_current_stream(device: Device) -> None:
     manager = StreamManager(device)
     manager.set_current_stream("forward")
     refused = []
@@ -215,7 +215,7 @@ def test_an_event_of_another_device(device: Device) -> None:
             call()
 
 
-def test_what_is_no_event_and_no_device(device: Device) -> None:
+def test_arguments_that_are_no_event_and_no_device(device: Device) -> None:
     manager = StreamManager(device)
     for call in (
         lambda: manager.record_event(None, 0),  # type: ignore[arg-type]
@@ -229,7 +229,7 @@ def test_what_is_no_event_and_no_device(device: Device) -> None:
         StreamManager("no such device")
 
 
-def test_closing_drains_and_then_everything_is_refused(device: Device) -> None:
+def test_close_waits_and_later_use_raises(device: Device) -> None:
     with StreamManager(device) as manager:
         event = manager.create_event()
         manager.record_event(event, 0)

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.device import Span, Timeline, packed, unpacked
+from headrace.device import Span, Timeline, pack_spans, unpack_spans
 from headrace.testing import Costs, FakeDevice
 
 MS = 1_000_000
-# A copy takes 2 ms whatever its size, the step's one kernel 10 ms, and nothing else any time.
+# A copy of any size takes 2 ms, the step's only kernel 10 ms, and everything else no time.
 COSTS = Costs(kernel_us=0, query_us=0, by_name={"copy h2d": 2000, "aten::mm": 10_000})
 
 
@@ -147,7 +147,7 @@ def test_a_timeline_can_be_left_out() -> None:
     assert device.now_ms == 24.0
 
 
-def test_ordinary_memory_takes_the_hosts_time() -> None:
+def test_copies_from_pageable_memory_block_the_host() -> None:
     with FakeDevice(costs=COSTS) as device:
         device.empty((4,), torch.float32).copy_(torch.ones(4), non_blocking=True)
         assert device.now_ms == 2.0
@@ -189,27 +189,27 @@ spans = st.lists(
 
 class TestPacked:
     @given(spans)
-    def test_comes_back_as_it_was(self, spans: list[dict[str, Any]]) -> None:
-        stored = json.loads(json.dumps({"steps": 3} | packed(spans)))
-        assert unpacked(stored)["spans"] == spans
-        assert unpacked(stored)["steps"] == 3
+    def test_unpacking_restores_the_spans(self, spans: list[dict[str, Any]]) -> None:
+        stored = json.loads(json.dumps({"steps": 3} | pack_spans(spans)))
+        assert unpack_spans(stored)["spans"] == spans
+        assert unpack_spans(stored)["steps"] == 3
 
-    def test_takes_what_was_never_packed(self) -> None:
+    def test_unpacked_spans_stay_as_they_are(self) -> None:
         plain = {"steps": 1, "spans": [{"lane": "a", "name": "b", "kind": "host"}]}
-        assert unpacked(plain) == plain
+        assert unpack_spans(plain) == plain
 
     @pytest.mark.parametrize(
         "row", [[0, 0, 9, 1, 2], [0, -1, 0, 1, 2], [0, 0, 0, 1], ["a", 0, 0, 1, 2], None, 7]
     )
-    def test_leaves_what_it_does_not_know_to_the_reader(self, row: object) -> None:
+    def test_unknown_rows_stay_as_they_are(self, row: object) -> None:
         stored = {"lanes": ["a"], "names": ["b"], "kinds": ["copy"], "spans": [row]}
-        assert unpacked(stored)["spans"] == [row]
-        assert unpacked({"spans": 5}) == {"spans": 5}
+        assert unpack_spans(stored)["spans"] == [row]
+        assert unpack_spans({"spans": 5}) == {"spans": 5}
 
-    def test_takes_a_fraction_of_the_room(self) -> None:
+    def test_packed_spans_are_much_smaller(self) -> None:
         name = "vectorized_elementwise_kernel<8, bfloat16_copy_kernel_cuda>"
         spans = [
             {"lane": "default", "name": name, "kind": "kernel", "start_ns": n, "end_ns": n + 1}
             for n in range(1_000)
         ]
-        assert len(json.dumps(packed(spans))) * 5 < len(json.dumps(spans))
+        assert len(json.dumps(pack_spans(spans))) * 5 < len(json.dumps(spans))

@@ -452,7 +452,7 @@ class TestAuto:
 
 def test_a_cpu_has_no_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> None:
     device = open_device("cpu")
-    device._said.clear()
+    device._warned.clear()
     engine = make_engine(device, "graph")
     assert engine.graphs is None
     assert "cpu captures no graphs" in caplog.text

@@ -292,7 +292,7 @@ class TestLoaders:
         _, stored = stopped(new(device), data(BATCHES), 5)
         other = new(device, loader_timeout=0.05)
         other.load_state_dict(stored)
-        with pytest.raises(LoaderError, match=r"the 3\. of this pass"):
+        with pytest.raises(LoaderError, match=r"batch 3 of this pass"):
             other.epoch(Hanging(), max_steps=max_steps)
         threads = [one for one in threading.enumerate() if one.name == "headrace-loader"]
         goes_on.set()
@@ -456,7 +456,9 @@ class TestAFailedBeginning:
         _, stored = stopped(new(device), data(BATCHES), 5)
         other = new(device)
         other.load_state_dict(stored)
-        with pytest.raises(StepError, match="has 3 batches, and 5 of this epoch were trained on"):
+        with pytest.raises(
+            StepError, match="ended after 3 batches, and 5 of this epoch were trained on"
+        ):
             other.epoch(data(3))
         assert other.epoch(data(BATCHES)).statistics.batches == 5
 

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.device import Device, Span, Timeline, Trace, open_device
-from headrace.device.kineto import Record, seen
+from headrace.device.kineto import Record, device_work
 from headrace.runs import BusyWindow, MetricsLog, RunMonitor, read_metrics
 from headrace.runs.busy_window import BusyProbe
 from headrace.testing import Costs, FakeDevice
@@ -210,7 +210,7 @@ class TestRecords:
         ]
 
     def test_streams_have_their_names(self) -> None:
-        found = seen(self.records(), 0, ["default", "transfer"])
+        found = device_work(self.records(), 0, ["default", "transfer"])
         assert found is not None
         assert found.from_ns == 22
         assert found.launches == 2
@@ -220,12 +220,12 @@ class TestRecords:
             ("stream 24", "kernel"),
         ]
         trace = Trace()
-        trace.saw(found.spans, found.launches, from_ns=found.from_ns)
+        trace.set_spans(found.spans, found.launches, from_ns=found.from_ns)
         assert trace.timeline is not None
         assert [span.start_ns for span in trace.timeline.spans] == [8, 13, 24]
 
     def test_without_markers_nothing_is_believed(self) -> None:
-        assert seen([r for r in self.records() if not r.on_device], 0, ["default"]) is None
+        assert device_work([r for r in self.records() if not r.on_device], 0, ["default"]) is None
 
 
 class TestRun:

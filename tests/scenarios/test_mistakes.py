@@ -471,7 +471,7 @@ class TestIterators:
             engine.epoch(batches)
         here = line_of(TestIterators.test_used_up_by_an_epoch, "as found")
         first, number = here.rsplit(":", 1)
-        assert f"the loader given at {first}:{int(number) + 1}" in str(found.value)
+        assert f"the loader passed at {first}:{int(number) + 1}" in str(found.value)
         assert f"(a {type(batches).__name__})" in str(found.value)
         assert "engine.epoch(loader), not iter(loader)" in str(found.value)
         assert engine.epochs == 1

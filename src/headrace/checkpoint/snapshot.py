@@ -80,7 +80,7 @@ class Snapshot:
         try:
             clones = self._device.empty((self._layout.nbytes,), torch.uint8)
         except torch.OutOfMemoryError:
-            self._device.say_once(
+            self._device.warn_once(
                 "checkpoint memory",
                 "no memory on %s to clone the state for a checkpoint: training waits while the "
                 "state is copied to the host",

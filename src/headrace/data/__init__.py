@@ -1,8 +1,8 @@
 """From a loader to batches on the device.
 
-In goes any iterable of batches; out come the same batches, copied ahead of their use, with the
-place in the loader after each of them. Batches may be nested in any way (`tree.py`); lengths may be
-rounded to a few shapes (`buckets.py`); ranks are kept in step (`align.py`).
+In goes any iterable of batches. Out come the same batches, copied to the device before they are
+needed, each with the loader's position after it. Batches may be nested (`tree.py`), padded to a few
+shapes (`buckets.py`), and are as many on every rank (`align.py`).
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ from headrace.data.align import Aligned
 from headrace.data.buckets import BucketBatches, Buckets, PadToBuckets
 from headrace.data.cache import BatchCache
 from headrace.data.feed import Batches, BlockingCopies, Cursor, Feed, Fetched
-from headrace.data.loader_state import state_keeper
-from headrace.data.prefetcher import Prefetcher, prefetch, unprefetched
+from headrace.data.loader_state import as_stateful
+from headrace.data.prefetcher import Prefetcher, prefetch, unwrap_prefetcher
 from headrace.data.rng import (
     generator_states,
     host_rng_states,
@@ -21,8 +21,8 @@ from headrace.data.rng import (
     set_rng_states,
 )
 from headrace.data.source import (
-    Draws,
-    Rest,
+    LoaderRng,
+    ResumedLoader,
     Skipping,
     end_workers,
     first_of,
@@ -30,7 +30,6 @@ from headrace.data.source import (
     loader_error,
     with_samplers,
 )
-from headrace.data.spent import UsedIterators
 from headrace.data.tree import (
     batch_leaves,
     describe_batch,
@@ -40,6 +39,7 @@ from headrace.data.tree import (
     moves_itself,
     rebuild_batch,
 )
+from headrace.data.used_iterators import UsedIterators
 
 __all__ = [
     "Aligned",
@@ -49,14 +49,15 @@ __all__ = [
     "BucketBatches",
     "Buckets",
     "Cursor",
-    "Draws",
     "Feed",
     "Fetched",
+    "LoaderRng",
     "PadToBuckets",
     "Prefetcher",
-    "Rest",
+    "ResumedLoader",
     "Skipping",
     "UsedIterators",
+    "as_stateful",
     "batch_leaves",
     "describe_batch",
     "end_workers",
@@ -74,7 +75,6 @@ __all__ = [
     "rng_states",
     "set_host_rng_states",
     "set_rng_states",
-    "state_keeper",
-    "unprefetched",
+    "unwrap_prefetcher",
     "with_samplers",
 ]

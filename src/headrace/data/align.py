@@ -1,12 +1,13 @@
-"""Each rank's loader, made to agree with the others' on where an epoch ends.
+"""The same number of batches on every rank.
 
-Ranks that average gradients must run the same number of batches. Where a loader has fewer than
-another rank's, its last batch is given again to be run with weight 0:
+Ranks that average gradients must run the same number of batches. A rank whose loader ends before
+another's repeats its last batch, with weight 0:
 
     rank 0   [0][1][2][3]
     rank 1   [0][1][2][2, weight 0]
 
-Loaders that know their length agree on it once, when the epoch begins; others before each batch.
+If all loaders have a length, the ranks exchange it once, when the epoch begins; else they agree
+before each batch.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from headrace.parallel import Ranks
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
-    """What a batch is to the other ranks. `own` of the pass's batches up to this one are the
-    loader's own, and `ended` says that it has no more. A `weightless` batch only keeps the other
-    ranks company. `ends_epoch`: no rank has a batch after it."""
+class Alignment:
+    """How a rank's batch stands to those of the other ranks.
+
+    `own` counts the batches of this pass, up to this one, that this rank's loader yielded; `ended`:
+    it has no more. `weightless`: the batch is repeated, with weight 0, to keep the ranks in step.
+    `ends_epoch`: no rank has a batch after it.
+    """
 
     own: int
     ended: bool
@@ -35,10 +39,12 @@ class Share:
 
 
 class Aligned:
-    """A loader's batches, as many on each rank. `share` says what the one given last is to the
-    others. No more than `most` are asked for. `ended` says that this rank's own came to their end
-    before the pass began, which was resumed: the loader gives the last of them, to stand in. The
-    state of a loader that keeps one is asked for here."""
+    """A loader with as many batches as those of the other ranks.
+
+    `alignment` is that of the batch yielded last. The loader is asked for `limit` batches at most.
+    `ended`: in a resumed pass, this rank's loader had ended before; it yields its last batch, to be
+    repeated. `state_dict` is the loader's, after the batch yielded last.
+    """
 
     def __init__(
         self,
@@ -46,100 +52,104 @@ class Aligned:
         ranks: Ranks,
         ledger: Ledger,
         *,
-        most: int | None = None,
+        limit: int | None = None,
         ended: bool = False,
     ) -> None:
         self._loader, self._ranks, self._ledger = loader, ranks, ledger
-        self._most, self._ended = most, ended
-        self._own: int | None = 0 if ended else None  # how many the loader gave, once it has ended
-        self._promised: int | None = None  # how many it says that it has
-        self._last: int | None = None  # the epoch's last batch, as soon as it is known
-        self.share = Share(0, ended, False, False)
-        # The loader's own, after the batch that was given last, and after the one asked for last.
-        self._keeper, self._state = first_state(loader)
-        self._asked_state = self._state
-        if self._keeper is not None:
+        self._limit, self._ended = limit, ended
+        self._own: int | None = 0 if ended else None  # batches of the loader, once it has ended
+        self._length: int | None = None  # the loader's, if it has one
+        self._last: int | None = None  # the index of the epoch's last batch, once it is known
+        self.alignment = Alignment(0, ended, False, False)
+        # The loader's state after the batch that was yielded last, and after the one fetched last.
+        self._stateful, self._state = first_state(loader)
+        self._fetched_state = self._state
+        if self._stateful is not None:
             self.state_dict = lambda: self._state
-            self.load_state_dict = self._keeper.load_state_dict
+            self.load_state_dict = self._stateful.load_state_dict
 
-    def _share_of(self, index: int) -> Share:
-        own, given = self._own, index + 1
-        found = None if own == self._most else own
-        return Share(
-            own=given if own is None else min(own, given),
-            ended=any(end is not None and given >= end for end in (found, self._promised)),
+    def _alignment_of(self, index: int) -> Alignment:
+        own, count = self._own, index + 1
+        found_end = None if own == self._limit else own  # at the limit, it may have more
+        return Alignment(
+            own=count if own is None else min(own, count),
+            ended=any(end is not None and count >= end for end in (found_end, self._length)),
             weightless=own is not None and index >= own,
             ends_epoch=index == self._last,
         )
 
     def __iter__(self) -> Iterator[Any]:
-        self._promised = 0 if self._ended else _length(self._loader)
-        lengths = self._ranks.all_gather(self._at_most(self._promised), self._ledger)
+        self._length = 0 if self._ended else _length(self._loader)
+        lengths = self._ranks.all_gather(self._limited(self._length), self._ledger)
         known = [length for length in lengths if length is not None]
-        batches = iter(()) if self._ended else itertools.islice(iter(self._loader), self._most)
+        batches = iter(()) if self._ended else itertools.islice(iter(self._loader), self._limit)
         own = self._counted(batches)
         by_batch = len(known) < len(lengths)
-        is_needed = by_batch or max(known) > 0 or self._keeper is not None
-        before = self._stand_in() if self._ended and is_needed else None
+        is_needed = by_batch or max(known) > 0 or self._stateful is not None
+        repeated = self._load_repeated() if self._ended and is_needed else None
         if by_batch:
-            return self._by_batch(own, before)
-        promised = known[self._ranks.rank]
-        self._require_some(1 if self._ended else promised, max(known))
-        return self._by_length(own, before, promised, max(known))
+            return self._by_batch(own, repeated)
+        length = known[self._ranks.rank]
+        self._require_batches(1 if self._ended else length, max(known))
+        return self._by_length(own, repeated, length, max(known))
 
-    def _at_most(self, length: int | None) -> int | None:
-        return length if length is None or self._most is None else min(length, self._most)
+    def _limited(self, length: int | None) -> int | None:
+        return length if length is None or self._limit is None else min(length, self._limit)
 
-    def _stand_in(self) -> Any:
-        """The batch to be run with weight 0. A loader that keeps a state has that after its own
-        epoch then, as if it had not been asked."""
+    def _load_repeated(self) -> Any:
+        """The batch to repeat, of a loader that had ended before this pass. Its state stays that
+        after its own epoch, as if it had not been asked."""
         batch = next(iter(self._loader), None)
-        if self._keeper is not None and batch is None:  # it had yet to find that it has ended
-            self._state = self._asked_state = self._keeper.state_dict()
+        if self._stateful is not None and batch is None:  # only now it has noticed its end
+            self._state = self._fetched_state = self._stateful.state_dict()
             batch = next(iter(self._loader), None)
-        if self._keeper is not None:
-            self._keeper.load_state_dict(self._state)
+        if self._stateful is not None:
+            self._stateful.load_state_dict(self._state)
         if batch is None:
-            raise StepError("the loader has no batch, and had some in this epoch before")
+            raise StepError(
+                "the loader yields no batch, and did so earlier in this epoch: expected the same "
+                "loader"
+            )
         return batch
 
-    def _by_length(
-        self, own: Iterator[Any], batch: Any, promised: int, count: int
-    ) -> Iterator[Any]:
+    def _by_length(self, own: Iterator[Any], batch: Any, length: int, count: int) -> Iterator[Any]:
         self._last = count - 1
         for index in range(count):
             batch = next(own, batch) if self._own is None else batch
             if batch is None:
-                raise StepError(f"the loader has a length of {promised}, and gave no batch")
-            self._state, self.share = self._asked_state, self._share_of(index)
+                raise StepError(
+                    f"the loader has a length of {length} and yielded no batch: expected a true "
+                    "length, or none"
+                )
+            self._state, self.alignment = self._fetched_state, self._alignment_of(index)
             yield batch
         more = next(own, None) if self._own is None else None
-        self._state = self._asked_state
-        if count == promised and more is not None:
+        self._state = self._fetched_state
+        if count == length and more is not None:
             raise StepError(
-                f"the loader gave more batches than its length of {promised}: the other ranks have "
-                "ended. Expected a length that is true, or none"
+                f"the loader yielded more batches than its length of {length}, and the other ranks "
+                "have ended: expected a true length, or none"
             )
 
-    def _by_batch(self, own: Iterator[Any], before: Any) -> Iterator[Any]:
-        batch, some = self._next(own, before)
-        self._require_some(int(batch is not None), int(some))
+    def _by_batch(self, own: Iterator[Any], repeated: Any) -> Iterator[Any]:
+        following, any_rank = self._next(own, repeated)
+        self._require_batches(int(following is not None), int(any_rank))
         index = 0
-        while some:
-            here, state = batch, self._asked_state
-            batch, some = self._next(own, here)  # one ahead: `here` may be the last
-            if not some:
+        while any_rank:
+            batch, state = following, self._fetched_state
+            following, any_rank = self._next(own, batch)  # one ahead: `batch` may be the last
+            if not any_rank:
                 self._last = index
-            self._state, self.share = state, self._share_of(index)
-            yield here
+            self._state, self.alignment = state, self._alignment_of(index)
+            yield batch
             index += 1
-        self._state = self._asked_state
+        self._state = self._fetched_state
 
     def _next(self, own: Iterator[Any], before: Any) -> tuple[Any, bool]:
-        """The next batch, or the one before in its stead; and whether any rank has a new one."""
+        """The next batch, or `before` if the loader has ended; and whether any rank's has not."""
         batch = next(own, None) if self._own is None else None
-        (some,) = self._ranks.all_reduce_max([int(batch is not None)], self._ledger)
-        return (before if batch is None else batch), bool(some)
+        (any_rank,) = self._ranks.all_reduce_max([int(batch is not None)], self._ledger)
+        return (before if batch is None else batch), bool(any_rank)
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
         count = 0
@@ -151,15 +161,16 @@ class Aligned:
         self._own = count
 
     def _note_state(self) -> None:
-        if self._keeper is not None:
-            self._asked_state = self._keeper.state_dict()
+        if self._stateful is not None:
+            self._fetched_state = self._stateful.state_dict()
 
-    def _require_some(self, fewest: int, most: int) -> None:
-        fewest, most = self._ranks.all_reduce_max([-fewest, most], self._ledger)
-        if most > 0 and fewest == 0:
+    def _require_batches(self, here: int, anywhere: int) -> None:
+        """Raise on all ranks if one has no batch while another has some."""
+        fewest, anywhere = self._ranks.all_reduce_max([-here, anywhere], self._ledger)
+        if anywhere > 0 and fewest == 0:
             raise StepError(
-                "a rank's loader has no batch in an epoch in which others have some: expected one "
-                "at least on each, which counts for nothing if its weight is 0"
+                "a rank's loader has no batch in an epoch in which others have some: expected at "
+                "least one on each rank; its weight may be 0"
             )
 
 

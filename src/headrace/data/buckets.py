@@ -1,11 +1,12 @@
-"""Few shapes for a loader of sequences: a CUDA graph is captured per shape, so shapes are dear.
+"""Buckets: sequences padded to a few shapes. Each shape needs a CUDA graph of its own.
 
-    buckets = Buckets.choose(lengths, most=16)          # lengths: (n,), or (n, 2) for src and trg
+    buckets = Buckets.choose(lengths, max_buckets=16)   # lengths: (n,), or (n, 2) for src and trg
     batches = BucketBatches(lengths, buckets, batch_size=30)
     loader = DataLoader(data, batch_sampler=batches, collate_fn=PadToBuckets(buckets))
 
-A bucket is an edge per side. A sample goes to the cheapest that holds it: the least sum of edges.
-Waste is the share of padding in the tokens of all sides: 1 - real / padded.
+A sample has one or more sides (src and trg, say). A bucket has an edge for each side: the length to
+which it is padded. Of the buckets that a sample fits in, it goes to the smallest: the one with the
+least sum of edges. Waste is the share of padding among the tokens of all sides: 1 - real / padded.
 """
 
 from __future__ import annotations
@@ -24,47 +25,56 @@ from torch.utils.data import Sampler
 from headrace.errors import PlanError
 from headrace.text_table import text_table
 
-Whole: TypeAlias = NDArray[np.int64]
+IntArray: TypeAlias = NDArray[np.int64]
 
-_LONGEST = 2**31 - 1  # so that a sum over as many samples still is an int64
-_GRID_NODES = 2**13  # corners looked at where a sample has several sides: 90 × 90 of two
+_MAX_LENGTH = 2**31 - 1  # a sum over 2**31 samples still fits in an int64
+_GRID_CORNERS = 2**13  # for samples with several sides; with two sides, a grid of 90 × 90
 
 
 @dataclass(frozen=True)
 class Buckets:
-    """The shapes samples are padded to. Two with the same edges are equal."""
+    """The shapes that samples are padded to. Buckets with the same edges are equal."""
 
     edges: tuple[tuple[int, ...], ...]
     """(buckets, sides): the padded length of each side, in tokens; sorted."""
     waste: float = field(default=math.nan, compare=False)
-    """Share of padding, 0 to 1, on the lengths they were chosen for; nan for edges made by hand."""
+    """Share of padding, 0 to 1, for the lengths in `choose`; nan if the edges were set by hand."""
 
     def __post_init__(self) -> None:
         edges = np.unique(_checked("edges", self.edges), axis=0)
         object.__setattr__(self, "edges", tuple(tuple(map(int, edge)) for edge in edges))
 
     @classmethod
-    def choose(cls, lengths: ArrayLike, most: int = 16, waste: float | None = None) -> Buckets:
-        """Choose at most `most` buckets for `lengths`, (n,) or (n, sides), with little waste.
+    def choose(
+        cls,
+        lengths: ArrayLike,
+        max_buckets: int = 16,
+        waste: float | None = None,
+        *,
+        most: int | None = None,
+    ) -> Buckets:
+        """Choose up to `max_buckets` buckets for `lengths`, (n,) or (n, sides), with little waste.
 
-        With `waste`, as few buckets as reach that share; PlanError where `most` do not. With one
-        side the choice is the best there is; with more, the best that a search by exchange finds.
-        The same lengths give the same buckets, in whatever order they stand.
+        With `waste`, choose as few buckets as keep the waste at or under that share; raise
+        `PlanError` if `max_buckets` are too few. With one side the choice is optimal; with more, it
+        is what a greedy search with exchanges finds. It does not depend on the order of `lengths`.
+        `most` is the old name of `max_buckets`.
         """
+        max_buckets = max_buckets if most is None else most
         table = _checked("lengths", lengths)
-        _check_whole("most", most, least=1)
+        _check_whole("max_buckets", max_buckets, least=1)
         if waste is not None and not 0 <= waste <= 1:
             raise PlanError(f"waste: {waste!r}; expected a share from 0 to 1")
         search = _Line(table[:, 0]) if table.shape[1] == 1 else _Grid(table)
-        _grow(search, most)
+        _grow(search, max_buckets)
         found = _tight(search.edges(len(search.padded)), table)
         if waste is not None and found.waste > waste:
             enough = table.sum() / (1 - waste)
-            _grow(search, 4 * most, enough)
-            does = "would do" if search.padded[-1] <= enough else "do not either"
+            _grow(search, 4 * max_buckets, enough)
+            outcome = "would be enough" if search.padded[-1] <= enough else "would not be enough"
             raise PlanError(
-                f"waste: {waste:g} is out of reach with most={most}, which come to "
-                f"{found.waste:.4f}; {len(search.padded)} {does}"
+                f"waste: {waste:g} cannot be reached with max_buckets={max_buckets}, which waste "
+                f"{found.waste:.4f}; {len(search.padded)} buckets {outcome}"
             )
         if waste is not None:
             counts = range(1, len(search.padded))
@@ -74,22 +84,22 @@ class Buckets:
             found = _tight(search.edges(fewest), table)
         return found
 
-    def of(self, lengths: ArrayLike) -> Whole:
-        """The bucket of each sample, as indices into `edges`, (n,); of equals, the first."""
+    def of(self, lengths: ArrayLike) -> IntArray:
+        """The bucket of each sample as an index into `edges`, (n,)."""
         table, edges = _checked("lengths", lengths), np.array(self.edges)
         if table.shape[1] != edges.shape[1]:
-            raise PlanError(f"lengths: {table.shape[1]} a sample; expected {edges.shape[1]}")
+            raise PlanError(f"lengths: {table.shape[1]} per sample; expected {edges.shape[1]}")
         bucket = _cheapest(edges, table)
         if (bucket < 0).any():
             index = int(np.argmax(bucket < 0))
             raise PlanError(f"lengths: sample {index} is {self._too_long(table[index])}")
         return bucket
 
-    def _too_long(self, lengths: Whole) -> str:
+    def _too_long(self, lengths: IntArray) -> str:
         edges = np.array(self.edges)
-        # A bucket that fits in another holds nothing more.
-        most = " or ".join(_shown(e) for e in edges if (e <= edges).all(axis=1).sum() == 1)
-        return f"{_shown(lengths)} long, and no bucket holds that; expected at most {most}"
+        # Only the buckets that fit in no other.
+        largest = " or ".join(_shown(e) for e in edges if (e <= edges).all(axis=1).sum() == 1)
+        return f"{_shown(lengths)} long, which fits in no bucket; expected at most {largest}"
 
     def __str__(self) -> str:
         sides = [f"side {number}" for number in range(1, len(self.edges[0]) + 1)]
@@ -99,10 +109,10 @@ class Buckets:
 
 
 class BucketBatches(Sampler[list[int]]):
-    """Batches of sample indices, each from one bucket: `DataLoader(batch_sampler=...)`.
+    """A batch sampler whose batches each come from one bucket: `DataLoader(batch_sampler=...)`.
 
     Every sample comes once an epoch. A bucket's last batch may be smaller; `drop_last` leaves it
-    out. The order is a function of (seed, epoch) alone; the engine calls `set_epoch`.
+    out. The order depends on seed and epoch only; the engine calls `set_epoch`.
     """
 
     def __init__(
@@ -122,7 +132,7 @@ class BucketBatches(Sampler[list[int]]):
         self._bucket = buckets.of(lengths)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next iteration is, from 0."""
+        """Set the epoch, from 0, for the next iteration."""
         _check_whole("epoch", epoch, least=0)
         self.epoch = epoch
 
@@ -132,7 +142,7 @@ class BucketBatches(Sampler[list[int]]):
         if self.shuffle:
             rng.shuffle(order)
         order = order[np.argsort(self._bucket[order], kind="stable")]
-        batches: list[Whole] = []
+        batches: list[IntArray] = []
         for group in np.split(order, np.cumsum(np.bincount(self._bucket))[:-1]):
             end = len(group) - len(group) % self.batch_size if self.drop_last else len(group)
             batches += [group[at : at + self.batch_size] for at in range(0, end, self.batch_size)]
@@ -146,11 +156,11 @@ class BucketBatches(Sampler[list[int]]):
 
 @dataclass(frozen=True)
 class PadToBuckets:
-    """A collate function: pads a list of samples to the cheapest bucket that holds them all.
+    """A collate function that pads a list of samples to the smallest bucket that they all fit in.
 
-    A sample is a sequence of ids (a 1-d tensor, an array, a list), or with several sides a tuple
-    of them. Gives a (batch, edge) tensor, or a tuple of one per side. A batch from `BucketBatches`
-    always gets the shape of its bucket.
+    A sample is a sequence of ids (a 1-d tensor, an array, a list), or with several sides a tuple of
+    them. Returns a (batch, edge) tensor, or a tuple of one for each side. A batch from
+    `BucketBatches` always gets the shape of its bucket.
     """
 
     buckets: Buckets
@@ -178,29 +188,30 @@ class PadToBuckets:
 
 
 class _Line:
-    """The best buckets for one side, by dynamic programming over its distinct lengths.
+    """The optimal buckets for one side, by dynamic programming over its distinct lengths.
 
-    With the lengths e[1] < e[2] < ... and c[j] samples up to e[j], k buckets for those cost
-    best[j] = min over i < j of (best[i] of k - 1 buckets) + e[j] * (c[j] - c[i]). The best i only
-    grows with j, so each is looked for between its neighbours': O(n log n) a bucket.
+    Let e[1] < e[2] < ... be the lengths, and c[j] the number of samples no longer than e[j]. Then k
+    buckets for those samples cost best[j] tokens, the minimum over i < j of
+    best[i] with k - 1 buckets + e[j] * (c[j] - c[i]). The best i never falls as j grows, so each is
+    searched for between those of its neighbours: O(n log n) for each bucket.
     """
 
-    def __init__(self, lengths: Whole) -> None:
+    def __init__(self, lengths: IntArray) -> None:
         self.values, counts = np.unique(lengths, return_counts=True)
-        self.upto: Whole = np.concatenate([[0], np.cumsum(counts)])
-        self.best: Whole = np.concatenate([[0], self.values * self.upto[1:]])
-        self.starts: list[Whole] = [np.zeros_like(self.best)]
-        self.padded = [int(self.best[-1])]  # tokens, with one bucket, two, ...
+        self.upto: IntArray = np.concatenate([[0], np.cumsum(counts)])
+        self.best: IntArray = np.concatenate([[0], self.values * self.upto[1:]])
+        self.starts: list[IntArray] = [np.zeros_like(self.best)]
+        self.padded = [int(self.best[-1])]  # tokens with one bucket, with two, ...
 
     def grow(self) -> bool:
-        """Allow one bucket more; False if there is no use for it."""
+        """Allow one more bucket. Returns False if it would not help."""
         last = len(self.values)
         if len(self.starts) == last:
             return False
         best, start = np.zeros_like(self.best), np.zeros(last + 2, dtype=np.int64)
         start[last + 1] = last
         half = 1 << (last.bit_length() - 1)
-        while half:  # all j halfway between two that are known, at once
+        while half:  # at once, all j that are halfway between two known ones
             j = np.arange(half, last + 1, 2 * half)
             low = start[j - half]
             size = np.minimum(start[np.minimum(j + half, last + 1)], j - 1) - low + 1
@@ -218,7 +229,7 @@ class _Line:
         self.padded.append(int(best[-1]))
         return True
 
-    def edges(self, count: int) -> Whole:
+    def edges(self, count: int) -> IntArray:
         """The edges of `count` buckets, (count, 1)."""
         at, found = len(self.values), []
         for start in reversed(self.starts[:count]):
@@ -228,25 +239,25 @@ class _Line:
 
 
 class _Grid:
-    """Good buckets for several sides: place one after the other, each where it saves most.
+    """Good buckets for several sides: added one by one, each where it saves the most padding.
 
-    Edges lie on the corners of a grid over the lengths. All corners are weighed at once: what one
-    saves is a sum over the samples below it, and those are counted by cumulative sums.
+    Candidates are the corners of a grid over the lengths. What a corner saves is a sum over the
+    samples that fit in it; cumulative sums give this for all corners at once.
     """
 
-    def __init__(self, table: Whole) -> None:
-        most = max(2, round(_GRID_NODES ** (1 / table.shape[1])))
-        self.axes = [_ticks(side, most) for side in table.T]
+    def __init__(self, table: IntArray) -> None:
+        limit = max(2, round(_GRID_CORNERS ** (1 / table.shape[1])))
+        self.axes = [_ticks(side, limit) for side in table.T]
         nodes = [np.searchsorted(axis, side) for axis, side in zip(self.axes, table.T, strict=True)]
         shape = tuple(map(len, self.axes))
         flat = np.ravel_multi_index(nodes, shape)
         self.samples = np.bincount(flat, minlength=math.prod(shape)).reshape(shape)
-        self.price: Whole = sum(np.ix_(*self.axes), start=np.zeros((), dtype=np.int64))
+        self.price: IntArray = sum(np.ix_(*self.axes), start=np.zeros((), dtype=np.int64))
         corner, padded = self._best_corner([])
         self.corners, self.padded = [corner], [padded]
 
     def grow(self) -> bool:
-        """Place one bucket more; False if there is no use for it."""
+        """Add one more bucket. Returns False if it would not help."""
         corner, padded = self._best_corner(self.corners)
         if padded == self.padded[-1]:
             return False
@@ -254,8 +265,8 @@ class _Grid:
         self.padded.append(padded)
         return True
 
-    def edges(self, count: int) -> Whole:
-        """The edges of `count` buckets, (count, sides), each moved to where it is best."""
+    def edges(self, count: int) -> IntArray:
+        """The edges of `count` buckets, (count, sides), each moved to its best corner."""
         corners, padded, before = self.corners[:count], self.padded[count - 1], math.inf
         while padded < before:
             before = padded
@@ -266,9 +277,9 @@ class _Grid:
         return np.array([[axis[i] for axis, i in zip(self.axes, c, strict=True)] for c in corners])
 
     def _best_corner(self, others: list[tuple[int, ...]]) -> tuple[tuple[int, ...], int]:
-        """Where to put a bucket beside `others`, and the padded tokens with it."""
+        """The best corner for a bucket in addition to `others`, and the padded tokens with it."""
         others = sorted(others, key=lambda corner: -self.price[corner])
-        holder = np.zeros(self.samples.shape, dtype=np.int64)  # 0: no other holds it
+        holder = np.zeros(self.samples.shape, dtype=np.int64)  # 0: fits in no other
         for number, corner in enumerate(others, 1):
             holder[tuple(slice(at + 1) for at in corner)] = number
         below = np.zeros((len(others) + 1, *self.samples.shape), dtype=np.int64)
@@ -280,28 +291,29 @@ class _Grid:
         for number, corner in enumerate(others, 1):
             old = self.price[corner]
             padded += total[number] * old - below[number] * np.maximum(old - self.price, 0)
-        # What no other holds, this one must.
+        # This bucket must hold all samples that fit in no other.
         padded[below[0] < total[0]] = np.iinfo(np.int64).max
         best = np.unravel_index(int(np.argmin(padded)), padded.shape)
         return tuple(map(int, best)), int(padded[best])
 
 
-def _grow(search: _Line | _Grid, most: int, enough: float = 0) -> None:
-    """Look for more buckets, until there are `most` or they need no more than `enough` tokens."""
-    while len(search.padded) < most and search.padded[-1] > enough and search.grow():
+def _grow(search: _Line | _Grid, limit: int, enough: float = 0) -> None:
+    """Add buckets until there are `limit`, or until they need no more than `enough` tokens."""
+    while len(search.padded) < limit and search.padded[-1] > enough and search.grow():
         pass
 
 
-def _ticks(lengths: Whole, most: int) -> Whole:
-    """The distinct lengths, or `most` of them with about as many tokens between each two."""
+def _ticks(lengths: IntArray, limit: int) -> IntArray:
+    """The distinct lengths; if they are more than `limit`, so many of them, with about the same
+    number of tokens between neighbours."""
     values, counts = np.unique(lengths, return_counts=True)
     upto = np.cumsum(values * counts)
-    at = np.searchsorted(upto, upto[-1] / most * np.arange(1, most))
-    return values if len(values) <= most else values[np.unique([*at, -1 + len(values)])]
+    at = np.searchsorted(upto, upto[-1] / limit * np.arange(1, limit))
+    return values if len(values) <= limit else values[np.unique([*at, -1 + len(values)])]
 
 
-def _tight(edges: Whole, table: Whole) -> Buckets:
-    """Buckets no longer than the samples that go there; those nobody goes to are left out."""
+def _tight(edges: IntArray, table: IntArray) -> Buckets:
+    """Shrink each bucket to the longest of its samples, and leave out those without samples."""
     before = None
     while before is None or not np.array_equal(edges, before):
         before, bucket = edges, _cheapest(edges, table)
@@ -311,17 +323,17 @@ def _tight(edges: Whole, table: Whole) -> Buckets:
     return Buckets(tuple(map(tuple, edges)), 1 - int(table.sum()) / int(padded))
 
 
-def _cheapest(edges: Whole, table: Whole) -> Whole:
-    """The cheapest of `edges` that holds each row of `table`; the first of equals; -1 for none."""
+def _cheapest(edges: IntArray, table: IntArray) -> IntArray:
+    """For each row of `table`, the index of the smallest of `edges` that it fits in, or -1."""
     bucket = np.full(len(table), -1)
-    # From the dearest to the cheapest: the last that holds a sample has it.
+    # From the largest to the smallest: the last one that a sample fits in counts.
     for index in np.argsort(edges.sum(axis=1), kind="stable")[::-1]:
         bucket[(table <= edges[index]).all(axis=1)] = index
     return bucket
 
 
-def _checked(name: str, lengths: ArrayLike) -> Whole:
-    """The lengths as an (n, sides) table of whole numbers."""
+def _checked(name: str, lengths: ArrayLike) -> IntArray:
+    """Check `lengths` and return them as an (n, sides) table."""
     try:
         table = np.asarray(lengths)
     except ValueError as error:
@@ -331,10 +343,10 @@ def _checked(name: str, lengths: ArrayLike) -> Whole:
     if table.dtype.kind not in "iu":
         raise PlanError(f"{name}: of type {table.dtype}; expected whole numbers")
     table = table.reshape(len(table), -1)
-    wrong = ((table < 1) | (table > _LONGEST)).any(axis=1)
+    wrong = ((table < 1) | (table > _MAX_LENGTH)).any(axis=1)
     if wrong.any():
         at = int(np.argmax(wrong))
-        raise PlanError(f"{name}[{at}]: {_shown(table[at])}; expected 1 to {_LONGEST:,}")
+        raise PlanError(f"{name}[{at}]: {_shown(table[at])}; expected 1 to {_MAX_LENGTH:,}")
     return table.astype(np.int64)
 
 
@@ -343,6 +355,6 @@ def _check_whole(name: str, value: object, least: int) -> None:
         raise PlanError(f"{name}: {value!r}; expected a whole number from {least}")
 
 
-def _shown(lengths: Whole) -> str:
+def _shown(lengths: IntArray) -> str:
     """7, or (7, 9)."""
     return str(lengths[0]) if len(lengths) == 1 else f"({', '.join(map(str, lengths))})"

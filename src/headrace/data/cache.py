@@ -8,20 +8,20 @@ from headrace.data.tree import batch_tensors
 
 
 class BatchCache:
-    """Batches that stay on the device from epoch to epoch.
+    """At most `max_batches` batches that stay on the device from epoch to epoch.
 
-    Keyed by the very tensors the loader handed out, so it can only hit where a loader hands out
-    the same ones again, unchanged: a list of batches, or a data set collated once.
+    The key is the identity of the loader's tensors. So it hits only if the loader yields the same
+    tensors again, unchanged: a list of batches, or a data set that was collated once.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_batches: int) -> None:
+        self._max_batches = max_batches
         self._kept: dict[tuple[tuple[int, int], ...], tuple[Any, Any]] = {}
         self.hits = 0
         self.misses = 0
 
     def find(self, batch: Any) -> Any | None:
-        """The device's copy of this batch, if it is kept and the batch has not been written to."""
+        """The device's copy of this batch, if there is one and the batch has not changed since."""
         kept = self._kept.get(self._key(batch))
         if kept is None:
             self.misses += 1
@@ -30,8 +30,8 @@ class BatchCache:
         return kept[1]
 
     def keep(self, batch: Any, on_device: Any) -> None:
-        """Keep it if there is room. The host batch is held too: its identity is the key."""
-        if len(self._kept) < self._most:
+        """Keep a batch if there is room. The host's batch is kept, too: its identity is the key."""
+        if len(self._kept) < self._max_batches:
             self._kept[self._key(batch)] = (batch, on_device)
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""One pass over a loader, as batches on the device that know where the loader stood.
+"""One pass over a loader: batches on the device, each with the loader's position after it.
 
     loader → (Aligned) → Source → PrefetchIterator → Feed → Fetched
 
-`Fetched` is what travels from here on. Its cursor says where the loader stood after that batch: a
-checkpoint is taken after the last batch *trained on*, however many were fetched since.
+`Fetched` is what the engine receives. Its cursor is the loader's position after that batch: a
+checkpoint stores the position after the last batch *trained on*, however many were fetched since.
 """
 
 from __future__ import annotations
@@ -20,10 +20,9 @@ from headrace.device import Device, Stream
 class Cursor:
     """The position of a loader after a batch.
 
-    `own` counts the epoch's batches that this rank's loader gave; `ended` says that it has no more,
-    while other ranks' loaders may. `loader` is the loader's own state, if it keeps one.
-    `drawn_from` is where the host's random generators stood before the batch was asked for, if it
-    may have drawn from them.
+    `own` counts the epoch's batches that this rank's loader yielded. `ended`: it has no more, while
+    other ranks' loaders may. `loader` is the loader's own state, if it keeps one. `drawn_from` has
+    the states of the host's random generators before the batch, if it may have drawn from them.
     """
 
     own: int
@@ -34,9 +33,8 @@ class Cursor:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """A batch on the device. `index` is its number in the epoch. A `weightless` batch counts for
-    nothing: it is the one before once more, to keep ranks in step. `ends_epoch`: no rank has a
-    batch after it."""
+    """A batch on the device. `index` is its number in the epoch. A `weightless` batch repeats the
+    one before with weight 0, to keep ranks in step. `ends_epoch`: no rank has a batch after it."""
 
     index: int
     batch: Any
@@ -48,99 +46,99 @@ class Fetched:
 
 
 class Batches(Protocol):
-    """What a pass takes its batches from."""
+    """The batches of a pass, in order."""
 
     def __iter__(self) -> Iterator[Fetched]: ...
 
     def __next__(self) -> Fetched: ...
 
     def has_more(self, ask: Callable[[], bool]) -> bool:
-        """Whether another batch, or an error, comes after the last one. Where nothing is fetched
-        ahead, the loader is asked only if `ask()`; else it may have more."""
+        """Whether another batch, or an error, follows. If nothing was fetched ahead, the loader is
+        asked only if `ask()`; if it is not asked, the answer is yes."""
         ...
 
 
 class Feed:
-    """The batches of one pass. `first` is the number of the loader's first batch in the epoch,
-    `start` where the loader stood before it; `limit` batches are asked for at most."""
+    """The batches of one pass. `first` is the number in the epoch of the loader's first batch, and
+    `start` the loader's position before it. The loader is asked for `limit` batches at most."""
 
     def __init__(
         self, prefetcher: Prefetcher, *, first: int, start: Cursor, limit: int | None
     ) -> None:
         self._prefetcher, self._first, self._start = prefetcher, first, start
         self._limit = limit
-        #: The loader's own state after its end, once it has come to it.
+        #: The loader's own state after its end, once it has ended.
         self.end_state: Any = None
         self._next = first
-        self._under_way: PrefetchIterator | None = None
+        self._iterator: PrefetchIterator | None = None
         self._last: Cursor | None = None  # of the batch handed out last
 
     @property
     def has_begun(self) -> bool:
-        return self._under_way is not None
+        return self._iterator is not None
 
     def begin(self) -> Cursor:
-        """Begin the loader. Returns where it stands."""
-        self._under_way = iter(self._prefetcher).begun()
+        """Begin the loader. Returns its position."""
+        self._iterator = iter(self._prefetcher).begin()
         start = self._start
-        return Cursor(start.own, start.ended, self._under_way.loader_state, start.drawn_from)
+        return Cursor(start.own, start.ended, self._iterator.loader_state, start.drawn_from)
 
     def __iter__(self) -> Iterator[Fetched]:
         return self
 
     def __next__(self) -> Fetched:
-        assert self._under_way is not None
+        assert self._iterator is not None
         index = self._next
         try:
-            slot = self._under_way.take()
+            slot = self._iterator.take()
         except StopIteration:
-            if index - self._first != self._limit:  # else it was not asked for all of its epoch
-                self.end_state = self._under_way.loader_state
+            if index - self._first != self._limit:  # at the limit, the loader may have more
+                self.end_state = self._iterator.loader_state
             raise
         self._next = index + 1
-        share, before = slot.share, self._start.own
+        alignment, before = slot.alignment, self._start.own
         weightless = ends_epoch = ended = False
-        if share is None:
+        if alignment is None:
             own = before + index + 1 - self._first
         else:
-            own, ended = before + share.own, share.ended
-            weightless, ends_epoch = share.weightless, share.ends_epoch
+            own, ended = before + alignment.own, alignment.ended
+            weightless, ends_epoch = alignment.weightless, alignment.ends_epoch
         cursor = Cursor(own, ended, slot.loader_state, slot.drawn_from)
         self._last = cursor
         samples = 0 if weightless else slot.samples
         return Fetched(index, slot.batch, slot.nbytes, samples, cursor, weightless, ends_epoch)
 
     def has_more(self, ask: Callable[[], bool]) -> bool:
-        assert self._under_way is not None
-        return self._under_way.has_more(ask)
+        assert self._iterator is not None
+        return self._iterator.has_more(ask)
 
     def is_ahead_of(self, trained: Cursor) -> bool:
         """Whether a batch was handed out after the last one `trained` on."""
         return self._last is not None and self._last is not trained
 
     def drawn_ahead(self, trained: Cursor) -> list[dict[str, Any]]:
-        """Where the host's random generators stood before each batch that was fetched, of those
-        after the last one `trained` on, and before the loader's end."""
-        assert self._under_way is not None
+        """The states of the host's generators before each batch that was fetched after the last one
+        `trained` on, and before the loader's end."""
+        assert self._iterator is not None
         handed_out = [self._last.drawn_from] if self._last and self.is_ahead_of(trained) else []
         return [
             *(states for states in handed_out if states is not None),
-            *self._under_way.drawn_ahead(),
-            *self._prefetcher.draws_to_repeat(),
+            *self._iterator.drawn_ahead(),
+            *self._prefetcher.states_to_replay(),
         ]
 
     @property
     def failed_drawn_from(self) -> dict[str, Any] | None:
-        """Where they stood before a batch that drew, and then could not be had."""
-        return None if self._under_way is None else self._under_way.failed_drawn_from
+        """The states of the host's generators before a batch that drew from them and failed."""
+        return None if self._iterator is None else self._iterator.failed_drawn_from
 
     def close(self) -> None:
-        if self._under_way is not None:
-            self._under_way.close()
+        if self._iterator is not None:
+            self._iterator.close()
 
 
 class BlockingCopies:
-    """Batches that are handed out only when their copy has ended: the host waits for each."""
+    """Batches whose copy is done when they are handed out: the host waits for each."""
 
     def __init__(self, batches: Batches, device: Device, transfers: tuple[Stream, ...]) -> None:
         self._batches, self._device, self._transfers = batches, device, transfers

@@ -1,10 +1,13 @@
-"""What the prefetcher takes its batches from: a loader's iterator, watched.
+"""`Source`: one pass over a loader, with the state that a checkpoint needs after each batch.
 
-A loader may keep a state of its own, and may hang. Its state is asked for after every batch, so
-that the one that belongs to a batch is known when that batch has been trained on, however many
-others were fetched meanwhile. So is where the host's random generators stood before each batch, of
-loaders that may draw from them: what was fetched and not trained on can be drawn again. With a
-timeout, batches are asked for in a thread, which can be given up.
+Batches are fetched before they are trained on, so a checkpoint cannot ask the loader where it is
+now. Instead, `Source` notes with each batch:
+
+- the loader's own state after the batch, if it keeps one;
+- the states of the host's random generators before the batch, if the loader may draw from them.
+  After a resume, batches that were fetched and not trained on are drawn again from these states.
+
+With a timeout, a thread asks the loader for batches, and is abandoned if the loader hangs.
 """
 
 from __future__ import annotations
@@ -23,74 +26,79 @@ from typing import Any
 
 import torch
 
-from headrace.data.align import Aligned, Share
-from headrace.data.loader_state import first_state, state_keeper
+from headrace.data.align import Aligned, Alignment
+from headrace.data.loader_state import as_stateful, first_state
 from headrace.data.rng import drawing_from, have_drawn, host_rng_states
 from headrace.device import Device, Stream
 from headrace.errors import LoaderError, StepError
 
 log = logging.getLogger("headrace")
-_SAY_EVERY_S = 5.0
-_MOST_SAMPLERS = 8
+_LOG_EVERY_S = 5.0
+_MAX_SAMPLERS = 8
 _END = object()
 
 
-class Draws:
-    """What a pass over `loader` draws from the host's generators, to be repeated after a resume:
-    `again` are the states before each batch that was fetched then and not trained on, and `last`
-    is that before the last one that was. `begun` is called when the loader has begun, which may
-    draw, too."""
+class LoaderRng:
+    """The host's random generators as one pass over `loader` draws from them.
+
+    In a resumed pass, `to_replay` has the states before each batch that was fetched then and not
+    trained on: those batches are drawn from the same states again. `last` is the state before the
+    last batch that was trained on. `on_begin` is called when the loader has begun, which may draw,
+    too.
+    """
 
     def __init__(
         self,
         loader: Iterable[Any],
-        again: Iterable[dict[str, Any]] = (),
+        to_replay: Iterable[dict[str, Any]] = (),
         last: dict[str, Any] | None = None,
-        begun: Callable[[], object] | None = None,
+        on_begin: Callable[[], object] | None = None,
     ) -> None:
-        self.again, self.last = deque(again), last
-        self.begun = begun
-        # Not from what lies there already, nor from what other processes make.
-        elsewhere: int = getattr(loader, "num_workers", 0)
-        self._are_here = not (isinstance(loader, list | tuple) or elsewhere)
+        self.to_replay, self.last = deque(to_replay), last
+        self.on_begin = on_begin
+        # The batches of a list exist already, and workers draw from generators of their own.
+        workers: int = getattr(loader, "num_workers", 0)
+        self._may_draw = not (isinstance(loader, list | tuple) or workers)
 
-    def before(self) -> dict[str, Any] | None:
-        """Where the generators stand that the next batch is drawn from; None: it is not."""
-        if self.again:
-            return self.again[0]
-        return host_rng_states() if self._are_here else None
+    def before_next(self) -> dict[str, Any] | None:
+        """The states from which the next batch is drawn; None if it draws nothing here."""
+        if self.to_replay:
+            return self.to_replay[0]
+        return host_rng_states() if self._may_draw else None
 
     def next(self, iterator: Iterator[Any]) -> Any:
-        """The iterator's next batch, drawn as it was before, if it was."""
-        if not self.again:
+        """The iterator's next batch, drawn from the replayed states while there are any."""
+        if not self.to_replay:
             return next(iterator)
-        with drawing_from(self.again[0]):
+        with drawing_from(self.to_replay[0]):
             batch = next(iterator, _END)
-        self.again.popleft()  # not if it failed: it is still to be drawn again
+        self.to_replay.popleft()  # only now: a batch that raised must be drawn again
         if batch is _END:
             raise StopIteration
         return batch
 
 
 class Source:
-    """One pass over a loader. `state` is what the loader's `state_dict()` says after the batch
-    that `__next__` returned last, or after the end; None for loaders that have none. `drawn_from`
-    is where the host's generators stood before that batch, if it may have been drawn from them:
-    `look_at_generators` is called before each."""
+    """One pass over a loader.
+
+    `state` is the loader's `state_dict()` after the batch that `__next__` returned last, or after
+    the end; None if the loader keeps no state. `drawn_from` has the states of the host's generators
+    before that batch, if it may have drawn from them; call `note_rng` before each `__next__`.
+    """
 
     def __init__(
         self,
         loader: Iterable[Any],
         device: Device,
         timeout_s: float = 0,
-        draws: Draws | None = None,
+        rng: LoaderRng | None = None,
     ) -> None:
-        self._keeper, self.state = first_state(loader)
+        self._stateful, self.state = first_state(loader)
         self._aligned = loader if isinstance(loader, Aligned) else None
-        #: Of several ranks: what the batch returned last is to the others.
-        self.share: Share | None = None
+        #: With several ranks: how the batch returned last stands to those of the other ranks.
+        self.alignment: Alignment | None = None
         self._end_flag = EndFlag.of(loader)
-        self._draws = draws
+        self._rng = rng
         self.drawn_from: dict[str, Any] | None = None
         skipping = loader if isinstance(loader, Skipping) else None
         self._iterator: Any = iter(loader if skipping is None else skipping.loader)
@@ -98,68 +106,72 @@ class Source:
             self._iterator = TimedIterator(self._iterator, device, timeout_s)
         try:
             if skipping is not None:
-                skipping.drop(self._iterator, None if draws is None else draws.last)
-            if draws is not None and draws.begun is not None:
-                draws.begun()
+                skipping.drop(self._iterator, None if rng is None else rng.last)
+            if rng is not None and rng.on_begin is not None:
+                rng.on_begin()
         except BaseException:
             self.close()
             raise
 
-    def look_at_generators(self) -> None:
-        if self._draws is not None:
-            self.drawn_from = self._draws.before()
+    def note_rng(self) -> None:
+        """Set `drawn_from` for the next batch."""
+        if self._rng is not None:
+            self.drawn_from = self._rng.before_next()
 
-    def partly_drawn_from(self, problem: BaseException) -> dict[str, Any] | None:
-        """After an error in `__next__`: `drawn_from`, if the batch had drawn anything until then.
-        After Ctrl-C it may still draw, in a thread of its own."""
+    def failed_drawn_from(self, problem: BaseException) -> dict[str, Any] | None:
+        """After an error in `__next__`: `drawn_from`, if the failed batch has drawn anything. After
+        Ctrl-C that is assumed, since the loader's thread may still be drawing."""
         before = self.drawn_from
-        if before is None or (self._draws is not None and self._draws.again):
-            return None  # or it is still among those that are to be drawn again
+        if before is None or (self._rng is not None and self._rng.to_replay):
+            return None  # a batch that is replayed stays in `to_replay`
         return before if not isinstance(problem, Exception) or have_drawn(before) else None
 
     def __next__(self) -> Any:
-        draws, iterator = self._draws, self._iterator
+        rng, iterator = self._rng, self._iterator
         try:
-            batch = next(iterator) if draws is None else draws.next(iterator)
+            batch = next(iterator) if rng is None else rng.next(iterator)
         except StopIteration:
-            self._note_state()  # at the end it may have gone on to its next epoch
+            self._note_state()  # the loader may have moved on to its next epoch
             raise
-        if self._keeper is not None:
-            self.state = self._keeper.state_dict()
+        self._note_state()
         if self._aligned is not None:
-            self.share = self._aligned.share
+            self.alignment = self._aligned.alignment
         if self._end_flag is not None:
             self._end_flag.hold_back()
         return batch
 
     @property
     def keeps_state(self) -> bool:
-        return self._keeper is not None
+        return self._stateful is not None
 
     @property
     def gave_last(self) -> bool:
         """Whether the batch returned last is known to be the last one."""
         return self._end_flag is not None and self._end_flag.held_back
 
-    def tell_last(self) -> None:
-        """The last batch, if it is known to be that, is handed out now."""
+    def release_end_flag(self) -> None:
+        """Call this when the last batch is handed out: the loader's end flag is raised then."""
         if self._end_flag is not None:
-            self._end_flag.raise_again()
+            self._end_flag.release()
 
     def _note_state(self) -> None:
-        if self._keeper is not None:
-            self.state = self._keeper.state_dict()
+        if self._stateful is not None:
+            self.state = self._stateful.state_dict()
 
     def close(self) -> None:
-        """A generator's own clean-up runs now, not at some later collection."""
+        """Close the loader's iterator, so that a generator cleans up now and not when it is
+        collected."""
         if hasattr(self._iterator, "close"):
             self._iterator.close()
 
 
 class EndFlag:
-    """The flag `end_of_dataloader` that a loader prepared by Accelerate raises when it gives its
-    last batch, and that Accelerate's gradient accumulation reads in the training loop. It is held
-    back until the last batch is handed out: the loop may still be batches behind."""
+    """The flag `end_of_dataloader` of a loader prepared by Accelerate.
+
+    The loader raises it when it yields its last batch, and Accelerate's gradient accumulation reads
+    it in the training loop. The loop may be several batches behind, so the flag is held back until
+    the last batch is handed out.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -167,7 +179,7 @@ class EndFlag:
 
     @classmethod
     def of(cls, loader: Any) -> EndFlag | None:
-        # Statically: not where `loader` only passes on another one's attributes.
+        # Statically: a wrapper that forwards the loader's attributes has no flag of its own.
         value = inspect.getattr_static(loader, "end_of_dataloader", None)
         return cls(loader) if isinstance(value, bool) else None
 
@@ -175,40 +187,44 @@ class EndFlag:
         if self._loader.end_of_dataloader:
             self._loader.end_of_dataloader, self.held_back = False, True
 
-    def raise_again(self) -> None:
+    def release(self) -> None:
         if self.held_back:
             self._loader.end_of_dataloader = True
 
 
 def with_samplers(loader: Any) -> list[Any]:
-    """A loader and the samplers inside it: a batch sampler has a sampler of its own, and Accelerate
-    puts another batch sampler around it."""
+    """A loader and all samplers inside it. A batch sampler has a sampler of its own, and Accelerate
+    wraps another batch sampler around it."""
     found = [loader]
     for owner in found:
         for name in ("sampler", "batch_sampler"):
             part = getattr(owner, name, None)
             if part is not None and all(part is not other for other in found):
                 found.append(part)
-        if len(found) > _MOST_SAMPLERS:  # attributes that lead nowhere
+        if len(found) > _MAX_SAMPLERS:  # an object that has every attribute
             break
     return found
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:
-    """The generators that a DataLoader and its samplers were given to draw from."""
+    """The `torch.Generator`s that were passed to a DataLoader and its samplers."""
     found = [getattr(owner, "generator", None) for owner in with_samplers(loader)]
-    return list({id(one): one for one in found if isinstance(one, torch.Generator)}.values())
+    return list({id(each): each for each in found if isinstance(each, torch.Generator)}.values())
 
 
-class Rest:
-    """A loader that has been brought to the midst of an epoch: its length is not that of the rest.
-    The state of one that keeps it is asked for here."""
+class ResumedLoader:
+    """A loader that begins in the middle of an epoch.
+
+    It has no length, since the loader's own is that of a whole epoch. It has the loader's
+    `state_dict`, if there is one.
+    """
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
-        keeper = state_keeper(loader)
-        if keeper is not None:
-            self.state_dict, self.load_state_dict = keeper.state_dict, keeper.load_state_dict
+        stateful = as_stateful(loader)
+        if stateful is not None:
+            self.state_dict = stateful.state_dict
+            self.load_state_dict = stateful.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
         return iter(self._loader)
@@ -225,9 +241,9 @@ class Skipping:
     ) -> None:
         self.loader, self._count, self._clock = loader, count, clock
 
-    def first(self, most: int) -> Skipping:
-        """The first so many of the rest."""
-        return Skipping(First(self.loader, self._count + most), self._count, self._clock)
+    def first(self, limit: int) -> Skipping:
+        """The first `limit` batches after the skipped ones."""
+        return Skipping(First(self.loader, self._count + limit), self._count, self._clock)
 
     def __len__(self) -> int:
         return max(0, len(self.loader) - self._count)  # type: ignore[arg-type]
@@ -238,62 +254,68 @@ class Skipping:
         return iterator
 
     def drop(self, iterator: Any, drawn_from: dict[str, Any] | None = None) -> None:
-        """Ask the loader's iterator for those batches, and say so. With the last of them a loader
-        that is one batch ahead of what it gives, as Accelerate's is, makes the first that is not
-        dropped: it is drawn as it was before, from `drawn_from`."""
+        """Load the skipped batches and drop them, with progress in the log.
+
+        The last one is drawn from the states `drawn_from`: a loader that is one batch ahead, as
+        Accelerate's is, makes the first batch that is not dropped while it yields the last one that
+        is, and that batch must come out as it did before.
+        """
         log.warning(
-            "the loader keeps no state and cannot be told where to begin: the first %d batches of "
+            "the loader has no state_dict() and no start_at(): to resume, the first %d batches of "
             "this epoch, trained on before, are loaded and dropped",
             self._count,
         )
-        said = self._clock()
+        logged_at = self._clock()
         for done in range(self._count):
-            again = drawn_from if done == self._count - 1 else None
+            states = drawn_from if done == self._count - 1 else None
             try:
-                with nullcontext() if again is None else drawing_from(again):
+                with nullcontext() if states is None else drawing_from(states):
                     next(iterator)
             except StopIteration:
                 raise StepError(
-                    f"the loader has {done} batches, and {self._count} of this epoch were trained "
-                    "on before: expected the same loader"
+                    f"the loader ended after {done} batches, and {self._count} of this epoch were "
+                    "trained on before: expected the same loader"
                 ) from None
-            if self._clock() - said > _SAY_EVERY_S:
-                said = self._clock()
+            if self._clock() - logged_at > _LOG_EVERY_S:
+                logged_at = self._clock()
                 log.warning("%d of %d batches dropped", done + 1, self._count)
 
 
-def first_of(loader: Iterable[Any], most: int) -> Iterable[Any]:
-    """The first so many batches of a loader: no more are asked for."""
-    return loader.first(most) if isinstance(loader, Skipping) else First(loader, most)
+def first_of(loader: Iterable[Any], limit: int) -> Iterable[Any]:
+    """The first `limit` batches of a loader, which is asked for no more."""
+    return loader.first(limit) if isinstance(loader, Skipping) else First(loader, limit)
 
 
 class First:
-    """The first items of a loader: no more are asked for, so none are lost to prefetching."""
+    """The first `limit` batches of a loader. It is asked for no more: they would be prefetched and
+    lost."""
 
-    def __init__(self, loader: Iterable[Any], most: int) -> None:
-        self._loader, self._most = loader, most
-        keeper = state_keeper(loader)
-        if keeper is not None:
-            self.state_dict, self.load_state_dict = keeper.state_dict, keeper.load_state_dict
+    def __init__(self, loader: Iterable[Any], limit: int) -> None:
+        self._loader, self._limit = loader, limit
+        stateful = as_stateful(loader)
+        if stateful is not None:
+            self.state_dict = stateful.state_dict
+            self.load_state_dict = stateful.load_state_dict
 
     def __iter__(self) -> Iterator[Any]:
-        return itertools.islice(iter(self._loader), self._most)
+        return itertools.islice(iter(self._loader), self._limit)
 
     def __len__(self) -> int:
-        return min(self._most, len(self._loader))  # type: ignore[arg-type]
+        return min(self._limit, len(self._loader))  # type: ignore[arg-type]
 
 
 class TimedIterator:
-    """Asks an iterator in a thread of its own, and for no longer than `timeout_s` seconds.
+    """An iterator that raises `LoaderError` when a batch takes longer than `timeout_s` seconds.
 
-    A thread cannot be stopped: one that hangs is left behind, as a daemon, with its iterator.
+    A daemon thread asks the inner iterator. Threads cannot be stopped: one that hangs is abandoned,
+    with its iterator.
     """
 
     def __init__(self, iterator: Iterator[Any], device: Device, timeout_s: float) -> None:
         self._iterator, self._device, self._timeout_s = iterator, device, timeout_s
-        self._wanted: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
-        self._asked = 0
+        self._requests: queue.SimpleQueue[Stream | None] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[tuple[Any, BaseException | None]] = queue.SimpleQueue()
+        self._received = 0
         self._hangs = False
         self._thread: threading.Thread | None = None
 
@@ -301,17 +323,17 @@ class TimedIterator:
         if self._thread is None:
             self._thread = threading.Thread(target=self._work, name="headrace-loader", daemon=True)
             self._thread.start()
-        # A loader that puts something on the device does so on the stream that asks.
-        self._wanted.put(self._device.current_stream())
+        # A loader that puts tensors on the device must use the stream of the caller.
+        self._requests.put(self._device.current_stream())
         try:
-            batch, problem = self._found.get(timeout=self._timeout_s)
+            batch, problem = self._results.get(timeout=self._timeout_s)
         except queue.Empty:
             self._hangs = True
             raise LoaderError(
-                f"the loader has given no batch for {self._timeout_s:g} s (the {self._asked + 1}. "
-                "of this pass): it hangs, or loader_timeout is too short for it"
+                f"the loader produced no batch for {self._timeout_s:g} s (waiting for batch "
+                f"{self._received + 1} of this pass): it hangs, or loader_timeout is too short"
             ) from None
-        self._asked += 1
+        self._received += 1
         if problem is not None:
             raise problem
         return batch
@@ -321,17 +343,17 @@ class TimedIterator:
         if thread is None:
             self._close_iterator()
             return
-        self._wanted.put(None)
+        self._requests.put(None)
         if not self._hangs:
-            thread.join(self._timeout_s)  # after Ctrl-C it may be asking still
+            thread.join(self._timeout_s)  # after Ctrl-C it may still wait for the loader
 
     def _work(self) -> None:
-        while (stream := self._wanted.get()) is not None:
+        while (stream := self._requests.get()) is not None:
             try:
                 with self._device.use(stream):
-                    self._found.put((next(self._iterator), None))
-            except BaseException as problem:  # raised in the foreground, as itself
-                self._found.put((None, problem))
+                    self._results.put((next(self._iterator), None))
+            except BaseException as problem:  # `__next__` raises it
+                self._results.put((None, problem))
                 return
         self._close_iterator()
 
@@ -341,8 +363,8 @@ class TimedIterator:
 
 
 def end_workers(loader: Any) -> None:
-    """End the processes of a DataLoader whose workers live as long as it does, now: whoever holds
-    an error that passed through it would keep them alive."""
+    """End the worker processes of a DataLoader with `persistent_workers`. Otherwise an error whose
+    traceback refers to the loader would keep them alive."""
     iterator = getattr(loader, "_iterator", None)
     if iterator is not None and hasattr(iterator, "_shutdown_workers"):
         iterator._shutdown_workers()
@@ -350,7 +372,7 @@ def end_workers(loader: Any) -> None:
 
 
 def loader_error(problem: BaseException) -> LoaderError | None:
-    """What a DataLoader's own error says of its processes, in a line; None for any other."""
+    """A one-line error for a DataLoader's error about its worker processes; None for others."""
     text = " ".join(str(problem).split())
     died = re.search(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)", text)
     if isinstance(problem, RuntimeError) and died is not None:
@@ -359,7 +381,7 @@ def loader_error(problem: BaseException) -> LoaderError | None:
             "memory? Fewer workers need less"
         )
     if isinstance(problem, RuntimeError) and text.startswith("DataLoader timed out"):
-        return LoaderError(f"{text}: a loader process hangs, or loader_timeout is too short for it")
+        return LoaderError(f"{text}: a loader process hangs, or loader_timeout is too short")
     if text.startswith("Caught ") and "DataLoader worker process" in text:
         lines = [line for line in str(problem).splitlines() if line.strip()]
         return LoaderError(f"a loader process raised {lines[-1].strip()}")

@@ -1,5 +1,4 @@
-"""A batch on its way to the device: its tensors from host memory, by way of pinned staging if need
-be, into memory of the stream that will read it."""
+"""Copying a batch to the device, through pinned staging buffers if it is in pageable memory."""
 
 from __future__ import annotations
 
@@ -12,13 +11,13 @@ from headrace.data.tree import is_plain_tensor
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.errors import DeviceMismatchError
 
-# More than a few small tensors in a batch travel together, in one staging buffer and one copy.
+# If a batch has more than a few small tensors, they share one staging buffer and one copy.
 _SMALL_BYTES = 256 << 10
 _FEW_TENSORS = 4
 
 
 class Sender:
-    """Sends batches on their way: from host memory, by way of staging if need be, into slots."""
+    """Starts the copies of batches from host memory into slots, which `owner` will read."""
 
     def __init__(self, device: Device, owner: Stream, *, pin: bool, runs_on_owner: bool) -> None:
         self._device = device
@@ -27,29 +26,30 @@ class Sender:
         self._runs_on_owner = runs_on_owner
         self._queued = device.event()
         self._buffers: list[PinnedBuffer] = []
-        #: Whether the batch that was sent last went by way of staging memory.
+        #: Whether the batch that was sent last went through a staging buffer.
         self.staged = False
 
-    def send(self, leaves: list[Any], transfer: Stream, mark: Event) -> tuple[list[Any], bool]:
-        """The leaves on the device, or on their way there, and whether any is on its way: then
-        `mark` passes when they have arrived."""
-        host = [leaf for leaf in leaves if self._is_to_be_copied(leaf)]
-        if host and len(host) == len(leaves):  # mostly
-            return self._copy(host, transfer, mark), True
+    def send(self, leaves: list[Any], transfer: Stream, ready: Event) -> tuple[list[Any], bool]:
+        """Start the copies. Returns the leaves on the device, and whether any is being copied: then
+        `ready` passes when the copies are done."""
+        host = [leaf for leaf in leaves if self._must_copy(leaf)]
+        if host and len(host) == len(leaves):  # the common case
+            return self._copy(host, transfer, ready), True
         copied = {id(leaf) for leaf in host}
-        # First what may raise: no copy may be under way into memory that nobody waits for.
+        # First what may raise: after an error, nobody would wait for a copy that was started.
         others = iter([self._other(leaf) for leaf in leaves if id(leaf) not in copied])
-        copies = iter(self._copy(host, transfer, mark) if host else [])
+        copies = iter(self._copy(host, transfer, ready) if host else [])
         arriving = [next(copies if id(leaf) in copied else others) for leaf in leaves]
         return arriving, bool(host)
 
-    def _is_to_be_copied(self, leaf: Any) -> bool:
+    def _must_copy(self, leaf: Any) -> bool:
         """Whether it is a plain tensor in host memory."""
         if not isinstance(leaf, torch.Tensor) or self._device.holds(leaf):
             return False
         if leaf.device.type != "cpu":
             raise DeviceMismatchError(
-                f"a batch holds a tensor on {leaf.device}; the loop runs on {self._device}"
+                f"a batch holds a tensor on {leaf.device}, and the loop runs on {self._device}: "
+                f"expected tensors on the CPU or on {self._device}"
             )
         return is_plain_tensor(leaf)
 
@@ -58,60 +58,61 @@ class Sender:
         return self._pass_through(leaf) if there else self._move_object(leaf)
 
     def _copy(
-        self, sources: list[torch.Tensor], transfer: Stream, mark: Event
+        self, sources: list[torch.Tensor], transfer: Stream, ready: Event
     ) -> list[torch.Tensor]:
-        """The sources' copies, under way on the transfer stream; `mark` is recorded behind them."""
+        """Queue the copies on the transfer stream and record `ready` behind them. Returns the
+        destinations."""
         device = self._device
-        packed = self._packed(sources) if self._pin and len(sources) > _FEW_TENSORS else []
-        in_packs = {at for pack in packed for at in pack.places} if packed else ()
+        packs = self._pack_small(sources) if self._pin and len(sources) > _FEW_TENSORS else []
+        in_packs = {at for pack in packs for at in pack.indices} if packs else ()
         alone = [at for at in range(len(sources)) if at not in in_packs]
         staged = [self._staged(sources[at]) for at in alone]
         with nullcontext() if self._runs_on_owner else device.use(self._owner):
-            # The memory is to be the reader's, with the strides that a plain `.to()` would give.
+            # On the owner's stream, and with the strides that a plain `.to()` would give.
             slots = [torch.empty_like(sources[at], device=device.torch_device) for at in alone]
-            for pack in packed:
+            for pack in packs:
                 pack.allocate()
-        # Earlier work of the owner may still use this memory; and with deterministic algorithms
-        # PyTorch fills fresh memory, on the owner too.
+        # Work that the owner queued before may still use this memory. And with deterministic
+        # algorithms, PyTorch fills new memory on the owner's stream.
         self._queued.record(self._owner)
         transfer.wait_event(self._queued)
         with device.use(transfer):
             for slot, source in zip(slots, staged, strict=True):
                 device.copy(slot, source, known_pinned=self._pin)
-            for pack in packed:
+            for pack in packs:
                 pack.copy()
-            mark.record(transfer)
-        self._release_staging(packed, mark)
-        if not packed:
+            ready.record(transfer)
+        self._release_staging(packs, ready)
+        if not packs:
             return slots
         views = dict(zip(alone, slots, strict=True))
-        for pack in packed:
+        for pack in packs:
             views |= pack.views()
         return [views[at] for at in range(len(sources))]
 
-    def _packed(self, sources: list[torch.Tensor]) -> list[_Packed]:
-        """The many small ones among them, if there are many, by type."""
+    def _pack_small(self, sources: list[torch.Tensor]) -> list[_Pack]:
+        """The small tensors as one pack for each dtype; none if there are only a few."""
         small = [at for at, source in enumerate(sources) if _is_small(source)]
         if len(small) <= _FEW_TENSORS:
             return []
-        return [_Packed(self._device, group) for group in _by_dtype(sources, small)]
+        return [_Pack(self._device, group) for group in _by_dtype(sources, small)]
 
-    def _release_staging(self, packed: list[_Packed], mark: Event) -> None:
-        self.staged = bool(self._buffers or packed)
+    def _release_staging(self, packs: list[_Pack], ready: Event) -> None:
+        self.staged = bool(self._buffers or packs)
         for buffer in self._buffers:
-            buffer.release(after=mark)
+            buffer.release(after=ready)
         self._buffers.clear()
-        for pack in packed:
-            pack.buffer.release(after=mark)
+        for pack in packs:
+            pack.buffer.release(after=ready)
 
     def _staged(self, source: torch.Tensor) -> torch.Tensor:
-        """The source itself where a copy can run from it, else a copy of it in pinned memory."""
+        """The source itself if it needs no staging, else a copy of it in pinned memory."""
         if not self._pin or source.numel() == 0 or self._device.is_pinned(source):
             return source
-        self._device.say_once(
+        self._device.warn_once(
             "staging",
-            "batches come in memory that is not pinned and are staged through pinned buffers; "
-            "pin_memory=True in the DataLoader spares that copy",
+            "batches are not pinned and are staged through pinned buffers; "
+            "pin_memory=True in the DataLoader saves that copy",
         )
         buffer = self._device.pinned.take(source.numel() * source.element_size())
         self._buffers.append(buffer)
@@ -121,10 +122,10 @@ class Sender:
         return staged
 
     def _pass_through(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._device.say_once(
+        self._device.warn_once(
             "already there",
-            "batches arrive on %s already; they are passed through, in order after the stream "
-            "that is current where the loader runs",
+            "the loader's batches are on %s already: they are not copied, and used after the work "
+            "on the loader's current stream",
             self._device,
         )
         producer = self._device.current_stream()
@@ -134,40 +135,40 @@ class Sender:
         return tensor
 
     def _move_object(self, leaf: Any) -> Any:
-        """An object that moves itself does so on the reader's stream, and the host waits."""
-        self._device.say_once(
+        """Move an object with its own `.to()`, on the owner's stream. The host waits for it."""
+        self._device.warn_once(
             f"object {type(leaf).__name__}",
-            "a batch holds a %s, which moves itself with .to(): the host waits for each",
+            "a batch holds a %s, which has a .to() of its own: the host waits for each copy",
             type(leaf).__name__,
         )
         with self._device.use(self._owner), self._device.ledger.waiting("object_copy"):
             return leaf.to(self._device.torch_device)
 
 
-class _Packed:
-    """Many small contiguous tensors of one type: staged, copied and taken apart as one."""
+class _Pack:
+    """Many small contiguous tensors of one dtype, which share a staging buffer and a copy."""
 
     def __init__(self, device: Device, sources: dict[int, torch.Tensor]) -> None:
         self._device = device
         self._sources = sources
-        self.places = sources.keys()
+        self.indices = sources.keys()
         self._sizes = [source.numel() for source in sources.values()]
         self._dtype = next(iter(sources.values())).dtype
         self.buffer = device.pinned.take(sum(self._sizes) * self._dtype.itemsize)
         self._staged = self.buffer.view((sum(self._sizes),), self._dtype)
         torch.cat([source.view(-1) for source in sources.values()], out=self._staged)
-        self._arena: torch.Tensor | None = None
+        self._destination: torch.Tensor | None = None
 
     def allocate(self) -> None:
-        self._arena = self._device.empty((sum(self._sizes),), self._dtype)
+        self._destination = self._device.empty((sum(self._sizes),), self._dtype)
 
     def copy(self) -> None:
-        assert self._arena is not None
-        self._device.copy(self._arena, self._staged, known_pinned=True)
+        assert self._destination is not None
+        self._device.copy(self._destination, self._staged, known_pinned=True)
 
     def views(self) -> dict[int, torch.Tensor]:
-        assert self._arena is not None
-        pieces = self._arena.split(self._sizes)
+        assert self._destination is not None
+        pieces = self._destination.split(self._sizes)
         return {
             at: piece.view(source.shape)
             for (at, source), piece in zip(self._sources.items(), pieces, strict=True)
@@ -178,9 +179,9 @@ def _is_small(source: torch.Tensor) -> bool:
     return source.is_contiguous() and source.numel() * source.element_size() <= _SMALL_BYTES
 
 
-def _by_dtype(sources: list[torch.Tensor], which: list[int]) -> list[dict[int, torch.Tensor]]:
+def _by_dtype(sources: list[torch.Tensor], indices: list[int]) -> list[dict[int, torch.Tensor]]:
     groups: dict[torch.dtype, dict[int, torch.Tensor]] = {}
-    for at in which:
+    for at in indices:
         groups.setdefault(sources[at].dtype, {})[at] = sources[at]
     return list(groups.values())
 

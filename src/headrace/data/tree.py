@@ -1,8 +1,8 @@
-"""The tensors of a batch, whatever its shape: tuples, dicts, named tuples, dataclasses, objects.
+"""Nested batches: tuples, dicts, named tuples, dataclasses and objects that hold tensors.
 
-A batch is taken apart into leaves, and put together again around other leaves. What is no tensor,
-and holds none, stays as it is. An object with a `.to()` of its own is one leaf: it knows what of
-it may move and what must stay on the CPU (a `PackedSequence`'s `batch_sizes`, say).
+A batch is flattened into leaves, and rebuilt around new leaves. Leaves are its tensors, and objects
+with a `.to()` of their own: such an object knows which of its parts must stay on the CPU, as the
+`batch_sizes` of a `PackedSequence` must. Everything else stays as it is.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ _TENSORS = {torch.Tensor}
 
 
 def is_plain_tensor(leaf: object) -> bool:
-    """Whether it is an ordinary dense tensor, whose bytes alone make it what it is.
+    """Whether it is an ordinary dense tensor, which a copy of its bytes reproduces.
 
-    Subclasses, sparse and quantized tensors, and those in an autograd graph are moved by `.to()`.
+    Subclasses, sparse and quantized tensors, and those in an autograd graph need `.to()`.
     """
     return (
         type(leaf) in (torch.Tensor, torch.nn.Parameter)
@@ -33,17 +33,17 @@ def is_plain_tensor(leaf: object) -> bool:
 
 
 def is_movable(leaf: object) -> bool:
-    """Whether it is a tensor, or an object that moves itself."""
+    """Whether it is a tensor or has a `.to()` of its own."""
     return isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None))
 
 
 def moves_itself(leaf: object) -> bool:
-    """Whether it is moved as a whole: a tensor, or an object with `.to()`, containers or not."""
+    """Whether it is a leaf: a tensor, or an object with `.to()`, even if it is a container."""
     return is_movable(leaf) and type(leaf) not in _CONTAINERS
 
 
 def batch_leaves(batch: Any) -> Iterator[Any]:
-    """Everything in the batch that can move to a device, depth first, in a fixed order."""
+    """The leaves of a batch, depth first: everything that can move to a device."""
     if moves_itself(batch):
         yield batch
         return
@@ -52,7 +52,7 @@ def batch_leaves(batch: Any) -> Iterator[Any]:
 
 
 def flatten_batch(batch: Any) -> list[Any]:
-    """Everything in the batch that can move to a device, as a list."""
+    """The leaves of a batch, as a list."""
     if _is_flat(batch):
         return list(batch)
     return list(batch_leaves(batch))
@@ -64,7 +64,7 @@ def batch_tensors(batch: Any) -> list[torch.Tensor]:
 
 
 def rebuild_batch(batch: Any, new_leaves: Iterable[Any]) -> Any:
-    """The same batch with its `batch_leaves` replaced, one by one and in order."""
+    """The same batch with new leaves, in the order of `batch_leaves`."""
     if _is_flat(batch):
         return type(batch)(new_leaves)
     supply = iter(new_leaves)
@@ -72,9 +72,9 @@ def rebuild_batch(batch: Any, new_leaves: Iterable[Any]) -> Any:
 
 
 def measure_leaves(leaves: Iterable[Any]) -> tuple[int, int]:
-    """Of a batch's leaves: the bytes of all tensors, and how many samples they are.
+    """The bytes of a batch's tensors, and the number of its samples.
 
-    Samples are counted along the first dimension of the first tensor that has one, else 1.
+    That is the size of the first dimension of the first tensor that has one, or 1.
     """
     nbytes = samples = 0
     for leaf in leaves:
@@ -86,7 +86,7 @@ def measure_leaves(leaves: Iterable[Any]) -> tuple[int, int]:
 
 
 def describe_batch(batch: Any) -> str:
-    """A batch in words: the shapes of its tensors, and its bytes."""
+    """The shapes of a batch's tensors and its size, as text."""
     leaves = flatten_batch(batch)
     shapes = [f"{tuple(leaf.shape)}" for leaf in leaves if isinstance(leaf, torch.Tensor)]
     more = f" and {len(shapes) - 4} more" if len(shapes) > 4 else ""
@@ -95,7 +95,7 @@ def describe_batch(batch: Any) -> str:
 
 
 def _is_flat(batch: Any) -> bool:
-    """Whether it is a plain tuple or list of tensors: mostly so, and seen without a loop here."""
+    """Whether it is a plain tuple or list of tensors. Most batches are, and this is fast."""
     return type(batch) in (tuple, list) and set(map(type, batch)) == _TENSORS
 
 
@@ -119,7 +119,7 @@ def _rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(batch, list | tuple):
         return type(batch)([_rebuild(part, change) for part in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        # Not dataclasses.replace: fields with init=False and __post_init__ must not run again.
+        # Not dataclasses.replace: it refuses fields with init=False and runs __post_init__ again.
         twin = copy.copy(batch)
         for field in dataclasses.fields(batch):
             object.__setattr__(twin, field.name, _rebuild(getattr(batch, field.name), change))
@@ -131,7 +131,7 @@ def _rebuild_mapping(batch: Mapping[Any, Any], change: Callable[[Any], Any]) -> 
     changed = {key: _rebuild(value, change) for key, value in batch.items()}
     if type(batch) is dict:
         return changed
-    # A subclass may want other arguments than a dict's: keep the object's kind and its extras.
+    # A subclass may have another constructor and further attributes: copy the object.
     twin: Any = copy.copy(batch)
     for key, value in changed.items():
         twin[key] = value

@@ -1,7 +1,7 @@
-"""The seam to the hardware. Nothing else in Headrace names a kind of device.
+"""The seam to the hardware: no other part of Headrace names a kind of device.
 
-In goes a device's name; out comes a `Device`, with streams, events, graphs, pinned memory, and a
-ledger that knows every wait of the host. A CPU has the same methods, and nothing to wait for.
+In goes a device's name. Out comes a `Device`, with streams, events, graphs, pinned memory, and a
+ledger of every host wait. The CPU has the same methods and nothing to wait for.
 
     device = open_device("auto")
     transfer = device.stream("transfer", priority=-1)
@@ -10,7 +10,7 @@ ledger that knows every wait of the host. A CPU has the same methods, and nothin
         device.copy(slot, staging)
         arrived.record()
     device.current_stream().wait_event(arrived)     # the device waits, the host does not
-    device.wait(arrived, reason="example")          # the host waits, and the ledger knows
+    device.wait(arrived, reason="example")          # the host waits; the ledger counts it
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from headrace.device.opening import available_devices, open_device
 from headrace.device.pinned import PinnedBuffer, PinnedPool
 from headrace.device.sensors import SensorReading, Sensors
 from headrace.device.stream_manager import StreamManager
-from headrace.device.timeline import Kind, Span, Timeline, packed, unpacked
+from headrace.device.timeline import Kind, Span, Timeline, pack_spans, unpack_spans
 from headrace.device.trace import Trace
 
 __all__ = [
@@ -49,6 +49,6 @@ __all__ = [
     "available_devices",
     "deterministic_kernels",
     "open_device",
-    "packed",
-    "unpacked",
+    "pack_spans",
+    "unpack_spans",
 ]

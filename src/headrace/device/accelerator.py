@@ -1,4 +1,4 @@
-"""Accelerators, through what PyTorch offers for all of them (CUDA, ROCm as CUDA, XPU)."""
+"""Accelerators, through the interface that PyTorch has for all of them (CUDA, ROCm, XPU)."""
 
 from __future__ import annotations
 
@@ -14,16 +14,17 @@ from headrace.device.base import Device, Event, MemoryFigures, Stream
 from headrace.device.ledger import Ledger
 from headrace.errors import DeviceError
 
-# Streams belong to the process, not to a Device object: PyTorch hands them out from a pool of 32
-# a priority, after which they alias, and memory freed on one is not reused on another.
+# By process, not by Device object. PyTorch takes streams from a pool of 32 for each priority; after
+# those, two streams are the same one. And memory freed on one stream is not reused on another.
 _streams: dict[tuple[torch.device, str], tuple[Any, int]] = {}
 _streams_lock = threading.Lock()
-# PyTorch's stream sanitizer does not know that a query's yes orders the host; a wait it knows.
+# PyTorch's stream sanitizer does not know that a query that returns True orders the host. It knows
+# that a wait does.
 _SANITIZED = bool(os.environ.get("TORCH_CUDA_SANITIZER"))
 
 
-# A forked child (a DataLoader's worker) must not collect the parent's garbage: to free pinned
-# memory PyTorch asks the driver, which a forked process cannot use, and the child dies.
+# A forked child (a DataLoader's worker) must not collect the parent's garbage. To free pinned
+# memory, PyTorch calls the driver; in a forked process that fails, and the child dies.
 def _keep_garbage() -> None:
     if _streams:
         gc.freeze()
@@ -43,7 +44,7 @@ class AcceleratorStream(Stream):
         return bool(self.raw.query())
 
     def wait_event(self, event: Event) -> None:
-        # In every step: what is as it should be goes the shortest way.
+        # This runs in every step, so the usual case skips the checks of the base class.
         own = event.device is self.device
         if own and event.recorded and isinstance(event, AcceleratorEvent):
             event.raw.wait(self.raw)
@@ -66,7 +67,7 @@ class AcceleratorEvent(Event):
         self.raw = raw
 
     def record(self, stream: Stream | None = None) -> None:
-        if isinstance(stream, AcceleratorStream) and stream.device is self.device:  # in every step
+        if isinstance(stream, AcceleratorStream) and stream.device is self.device:  # the usual case
             self.raw.record(stream.raw)
             self.recorded = True
         else:
@@ -91,7 +92,7 @@ class AcceleratorEvent(Event):
 
 
 class AcceleratorDevice(Device):
-    """A device that runs beside the host, by way of its PyTorch module (`torch.xpu`, say)."""
+    """A device that works while the host goes on, through its PyTorch module (`torch.xpu`, say)."""
 
     def __init__(self, torch_device: torch.device, ledger: Ledger | None = None) -> None:
         super().__init__(torch_device, ledger)
@@ -118,7 +119,7 @@ class AcceleratorDevice(Device):
         return self._wrapped.get(raw.stream_id) or self._wrap(raw, "default", 0)
 
     def named_streams(self) -> list[tuple[str, Any]]:
-        """The streams of this device that were made so far, as PyTorch's own objects."""
+        """This device's streams so far, by name, as PyTorch's own objects."""
         with _streams_lock:
             return [
                 (name, raw) for (on, name), (raw, _) in _streams.items() if on == self.torch_device
@@ -128,7 +129,7 @@ class AcceleratorDevice(Device):
         return AcceleratorEvent(self, timing, self._raw_event(timing))
 
     def stream_states(self) -> dict[str, bool]:
-        # Not every vendor's module has the first.
+        # Not every vendor's module has `default_stream`.
         found = getattr(self._module, "default_stream", self._module.current_stream)
         default = found(self.torch_device)
         with _streams_lock:
@@ -194,8 +195,8 @@ class AcceleratorDevice(Device):
         assert isinstance(stream, AcceleratorStream)
         raw, index = self._module.current_stream(self.torch_device), self._module.current_device()
         if index == self._index and raw.stream_id == stream.raw.stream_id:
-            return None  # there already: the common case, and setting it again is not free
-        self._module.set_stream(stream.raw)  # makes its device the current one, too
+            return None  # already current: the usual case, and setting it again takes time
+        self._module.set_stream(stream.raw)  # also makes its device current
         return raw, index
 
     def _synchronize(self, stream: Stream | None) -> None:
@@ -212,6 +213,6 @@ class AcceleratorDevice(Device):
         return self._module.Event(enable_timing=timing)
 
     def _wrap(self, raw: Any, name: str, priority: int) -> AcceleratorStream:
-        """The one `AcceleratorStream` that stands for `raw`, so that streams compare by `is`."""
+        """The one `AcceleratorStream` for `raw`, so that streams can be compared with `is`."""
         stream = AcceleratorStream(self, name, priority, raw)
         return self._wrapped.setdefault(raw.stream_id, stream)

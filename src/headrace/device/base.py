@@ -1,8 +1,8 @@
-"""The seam to the hardware: what every device can do.
+"""`Device`, `Stream` and `Event`: the interface of all devices.
 
-Three devices stand behind it: accelerators (`accelerator.py`, with `cuda.py`), the CPU
-(`cpu.py`) and, for tests, `headrace.testing.FakeDevice`. The public methods here check what they
-are given, once for all of them; the underscored ones are what a device implements.
+It has three implementations: accelerators (`accelerator.py`, with `cuda.py`), the CPU (`cpu.py`)
+and, for tests, `headrace.testing.FakeDevice`. The public methods here check their arguments for all
+of them; a device implements the abstract and the underscored ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ log = logging.getLogger("headrace")
 class MemoryFigures:
     """Device memory in bytes. `reserved` includes what the allocator keeps for reuse.
 
-    On the CPU `total` and `free` are the machine's; the others are 0, since nothing counts them.
+    On the CPU `total` and `free` are the machine's; nothing counts the others, which are 0.
     """
 
     total: int
@@ -44,8 +44,8 @@ class MemoryFigures:
 
 
 class Stream(abc.ABC):
-    """A queue of device work, done in order. Two streams run side by side unless events order
-    them. Made by `Device.stream`, once per device and name."""
+    """A queue of device work, which runs in order. Work on two streams may overlap unless events
+    order it. `Device.stream` makes one for each name."""
 
     def __init__(self, device: Device, name: str, priority: int = 0) -> None:
         self.device = device
@@ -53,22 +53,22 @@ class Stream(abc.ABC):
         self.priority = priority
 
     def wait_event(self, event: Event) -> None:
-        """Work put on this stream from now on starts only after `event`. The host goes on.
-
-        What counts is the event's last `record` before this call.
+        """Make work that is queued on this stream from now on wait for `event`, as it was recorded
+        last before this call. The host does not wait.
         """
         event._require_recorded("made a stream wait for")
         self.device.require_own("an event", event.device)
         self._wait_event(event)
 
     def wait_stream(self, other: Stream) -> None:
-        """Work put on this stream from now on starts only after all that is on `other` *now*."""
+        """Make work that is queued on this stream from now on wait for all work that is on `other`
+        *now*. The host does not wait."""
         self.device.require_own("a stream", other.device)
         self._wait_stream(other)
 
     @abc.abstractmethod
     def query(self) -> bool:
-        """Whether all work put on this stream is done. Never blocks."""
+        """Whether all work on this stream is done. Never blocks."""
 
     @abc.abstractmethod
     def _wait_event(self, event: Event) -> None: ...
@@ -83,8 +83,8 @@ class Stream(abc.ABC):
 class Event(abc.ABC):
     """A mark in a stream: it has passed when all work before it is done.
 
-    Made by `Device.event`. May be recorded again; then the newest record is the one that counts.
-    The host waits for one through `Device.wait`, which writes it into the ledger.
+    Made by `Device.event`. It may be recorded again; the last record counts. To make the host wait
+    for it, use `Device.wait`, which writes the wait into the ledger.
     """
 
     def __init__(self, device: Device, timing: bool) -> None:
@@ -106,7 +106,7 @@ class Event(abc.ABC):
         return self._query()
 
     def elapsed_ms(self, end: Event) -> float:
-        """Device time from this mark to `end`; both made with `timing=True`, both passed."""
+        """Device time from this mark to `end`. Both need `timing=True` and must have passed."""
         for event in (self, end):
             event._require_recorded("timed")
             if not event.timing:
@@ -139,11 +139,11 @@ class Event(abc.ABC):
 class Device(abc.ABC):
     """One device: its streams, events, pinned memory and copies, and the ledger of host waits.
 
-    `torch_device` is what to give to PyTorch (`model.to(device.torch_device)`). A device may be
-    used from any thread; the current stream is each thread's own.
+    `torch_device` is the device's name for PyTorch: `model.to(device.torch_device)`. A device may
+    be used from any thread; each thread has a current stream of its own.
     """
 
-    #: Whether work runs beside the host at all. On the CPU every call returns with its work done.
+    #: Whether work runs while the host goes on. On the CPU, every call returns with its work done.
     asynchronous: bool = True
     #: Whether `capture` works here.
     captures: bool = False
@@ -154,30 +154,30 @@ class Device(abc.ABC):
         self.torch_device = torch_device
         self.ledger = ledger if ledger is not None else Ledger()
         self.pinned = PinnedPool(self._allocate_pinned)
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
 
     # --- streams ------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def stream(self, name: str, *, priority: int = 0) -> Stream:
-        """The stream called `name`, made the first time it is asked for.
+        """The stream called `name`, which the first call makes.
 
-        A lower `priority` number is served first, as PyTorch counts (-1 before 0). Asking for a
-        known name with another priority is an error.
+        As in PyTorch, a lower `priority` is served first: -1 before 0. Asking for an existing
+        stream with another priority is an error.
         """
 
     @abc.abstractmethod
     def current_stream(self) -> Stream:
-        """The stream that this thread's work goes to now."""
+        """The stream to which this thread's work goes now."""
 
     def use(self, stream: Stream) -> AbstractContextManager[Stream]:
-        """Send this thread's work to `stream` inside the `with` block, and back after it."""
+        """Send this thread's work to `stream` inside the `with` block."""
         return _Use(self, stream)
 
     def switch(self, stream: Stream) -> object:
-        """Send this thread's work to `stream` until `switch_back` is given what this returns.
+        """Send this thread's work to `stream`. Returns a value for `switch_back`, which undoes it.
 
-        `use` does both; this is for code that cannot be a `with` block.
+        For code that cannot be a `with` block; else take `use`.
         """
         self.require_own("a stream", stream.device)
         return self._switch(stream)
@@ -186,12 +186,12 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def event(self, *, timing: bool = False) -> Event:
-        """A new event, not yet recorded. With `timing`, its device time can be compared."""
+        """A new event, not yet recorded. With `timing`, `elapsed_ms` works."""
 
     def wait(self, event: Event, reason: str) -> None:
-        """Block this thread until `event` has passed, and say so in the ledger.
+        """Block this thread until `event` has passed, and count the wait in the ledger.
 
-        On an accelerator the thread sleeps; it does not spin.
+        On an accelerator the thread sleeps and does not spin.
         """
         self.require_own("an event", event.device)
         if event.query():
@@ -201,7 +201,7 @@ class Device(abc.ABC):
                 event._synchronize()
 
     def synchronize(self, reason: str, stream: Stream | None = None) -> None:
-        """Block this thread until `stream`, or the whole device, is done. In the ledger."""
+        """Block this thread until `stream`, or the whole device, is done, and count the wait."""
         if stream is not None:
             self.require_own("a stream", stream.device)
         with self.ledger.waiting(reason):
@@ -211,25 +211,25 @@ class Device(abc.ABC):
 
     @abc.abstractmethod
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a copy from this host tensor can run beside the host."""
+        """Whether a copy from this host tensor can run while the host goes on."""
 
     @abc.abstractmethod
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies on this device."""
+        """Whether `tensor` is on this device."""
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Uninitialised memory on the device. It belongs to the current stream: others that use
-        it must be ordered by events, and be done (or recorded) before it is freed."""
+        """Uninitialised memory on the device. It belongs to the current stream. Order other streams
+        that use it with events, and let them finish (or call `record_stream`) before it is freed.
+        """
         return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
 
     def copy(
         self, destination: torch.Tensor, source: torch.Tensor, *, known_pinned: bool = False
     ) -> None:
-        """Copy `source` into `destination` on the current stream; the host goes on at once.
+        """Copy `source` into `destination` on the current stream. The host does not wait.
 
-        From or to host memory that is not pinned the copy still happens, but the host stands
-        still for it; that is said once in the log, with the remedy. `known_pinned` spares the
-        look at a loop's every batch.
+        If the host's memory is not pinned, the host does wait; a warning says so once, and what to
+        do. Pass `known_pinned` to skip that check in a loop.
         """
         if self.asynchronous and not known_pinned:
             for tensor in (source, destination):
@@ -239,7 +239,7 @@ class Device(abc.ABC):
         destination.copy_(source, non_blocking=True)
 
     def _copy_pageable(self, destination: torch.Tensor, source: torch.Tensor) -> None:
-        self.say_once(
+        self.warn_once(
             "pageable copy",
             "a copy between %s and host memory that is not pinned makes the host wait; give the "
             "DataLoader pin_memory=True, or take a buffer from device.pinned",
@@ -249,16 +249,16 @@ class Device(abc.ABC):
             destination.copy_(source, non_blocking=True)
 
     def record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
-        """Keep `tensor`'s memory from reuse, once it is freed, until `stream` is done with it.
+        """After `tensor` is freed, keep its memory from reuse until `stream` is done with it.
 
-        A fallback: it delays reuse. Better, order the streams with events before freeing.
+        This delays reuse: where you can, order the streams with events before you free it.
         """
         self.require_own("a stream", stream.device)
         self._record_stream(tensor, stream)
 
     def read_host(self, tensor: torch.Tensor) -> list[list[float]]:
-        """The numbers in a 2-D *host* tensor, whose copy has passed: here so that nowhere else
-        in the package a tensor is read, and a wait cannot hide."""
+        """The numbers in a 2-D *host* tensor whose copy is done. No other code in the package reads
+        a tensor's values, so no wait can hide there."""
         if self.asynchronous and self.holds(tensor):
             raise DeviceError("read_host was given a device tensor: copy it and wait first")
         rows: list[list[float]] = tensor.tolist()
@@ -268,95 +268,95 @@ class Device(abc.ABC):
     def memory(self) -> MemoryFigures: ...
 
     def peak_memory(self) -> int:
-        """Most bytes allocated at once since `reset_peak_memory`; 0 where nothing is counted."""
+        """The most bytes allocated at once since `reset_peak_memory`; 0 on the CPU."""
         return 0
 
     def reset_peak_memory(self) -> None:
-        """Let the peaks in `memory()` count from now. Nothing to do where nothing is counted."""
+        """Count the peaks in `memory()` from now on."""
         return
 
     def limit_memory(self, nbytes: int | None) -> None:
-        """Let this process have no more device memory than that, as if there were no more: what
-        asks for more is out of memory. None: all there is. Not everywhere can this be done."""
+        """Limit this process to `nbytes` of device memory, or lift the limit with None. Beyond it,
+        allocations fail as if memory had run out. Ignored where the device cannot do it."""
         return
 
     def release_unused(self) -> None:
-        """Give memory that the allocator keeps for reuse back to the device. May wait for it."""
+        """Return memory that the allocator keeps for reuse. May wait for the device."""
         return
 
     # --- graphs ---------------------------------------------------------------------------------
 
     def graph_pool(self) -> object:
-        """Memory that graphs share. They must be replayed one at a time, each must write what it
-        reads there, and what is to outlive a replay must be copied out before the next."""
+        """Memory that several graphs share. Replay them one at a time. Each must write what it
+        reads there; copy out what you need before the next replay."""
         raise CaptureError(f"{self} captures no graphs")
 
     def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
-        """Record what `work` puts on the current stream, without running any of it; also returns
-        what `work` returned. All memory that `work` gets is the pool's.
+        """Record the device work of `work` as a graph, without running it. Returns the graph and
+        what `work` returned. All memory that `work` allocates is the pool's.
 
-        Raises `CaptureError`, from the error that was its cause, if that cannot be done. The host
-        waits for nothing.
+        Raises `CaptureError`, from the error that caused it, if the work cannot be captured. The
+        host does not wait.
         """
         raise CaptureError(f"{self} captures no graphs")
 
     def watch(self) -> AbstractContextManager[list[Obstacle]]:
-        """Run a step in the block as usual; then the list has what a graph could not repeat in
-        it: host waits, copies from host memory, random numbers drawn on the host."""
+        """Watch a step that runs in the block. Afterwards the list has what a graph could not
+        repeat: host waits, copies from host memory, random numbers drawn on the host."""
         return nullcontext([])
 
     def random_state(self) -> torch.Tensor:
-        """Where this device's default random generator stands. Waits for nothing."""
+        """The state of this device's default random generator. Does not wait."""
         return torch.get_rng_state()
 
     def set_random_state(self, state: torch.Tensor) -> None:
         torch.set_rng_state(state)
 
     def stream_states(self) -> dict[str, bool]:
-        """Of each stream in use by name: whether all that was put on it is done. Never blocks."""
+        """For each stream in use, by name, whether all its work is done. Never blocks."""
         return {}
 
     # --- arithmetic and profiling ---------------------------------------------------------------
 
     def numerics(self, precision: str | None) -> AbstractContextManager[object]:
-        """Inside the block, float32 products use TF32, or do not with "fp32".
+        """Inside the block, compute float32 products in TF32, or in full precision for "fp32".
 
-        With None, PyTorch's own switches stay as they are. Only accelerators have the choice.
+        With None, PyTorch's settings stay as they are. The CPU ignores this.
         """
         return nullcontext()
 
     def float32_switches(self) -> str | None:
-        """How PyTorch is set to compute float32 products now; None where there is no choice."""
+        """PyTorch's current settings for float32 products, as text; None where there are none."""
         return None
 
     def annotate(self, name: str) -> AbstractContextManager[object]:
-        """Mark the block with `name` in the vendor's profiler, where there is one."""
+        """Mark the block with `name` in the vendor's profiler, if there is one."""
         return nullcontext()
 
     def use_share(self) -> float | None:
-        """The share of recent time in which anything ran on the device, as its driver counts;
-        None where nobody does."""
+        """The device's utilization: the share of recent time in which anything ran, as the driver
+        measures it; None if it does not."""
         return None
 
     def sensors(self) -> Sensors | None:
-        """What its driver measures: use, memory, power, clock, temperature; None if nobody does."""
+        """Use, memory, power, clock and temperature from the driver; None if there is none."""
         return None
 
     def trace(self) -> AbstractContextManager[Trace]:
-        """See what the device does in the block: each kernel and copy with its time and stream.
+        """Trace the block: each kernel and copy with its time and stream.
 
-        For a few steps, not for a run: it takes memory, and some time at its ends, where the host
-        waits for the device. Where the work cannot be seen, `Trace.missing` says why.
+        Use it for a few steps, not for a run: it takes memory, and the host waits for the device at
+        both ends. If the work cannot be traced, `Trace.missing` says why.
         """
         return traced(self)
 
     def has_fast_bf16(self) -> bool:
-        """Whether bf16 products are faster here than those of float32."""
+        """Whether bf16 products are faster than float32 products on this device."""
         return False
 
     @abc.abstractmethod
     def description(self) -> str:
-        """The device in words, as the driver names it."""
+        """The device's name, as the driver gives it."""
 
     # --- for the devices themselves ------------------------------------------------------------
 
@@ -374,22 +374,24 @@ class Device(abc.ABC):
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None: ...
 
     def _watch_work(self, trace: Trace) -> AbstractContextManager[object]:
-        """Inside the block, see what runs; after it, tell `trace`."""
-        trace.missing = f"no profiler of Headrace's sees the work of {self}"
+        """Record what runs in the block, and put it into `trace` after it."""
+        trace.missing = f"Headrace has no profiler for {self}"
         return nullcontext()
 
     @abc.abstractmethod
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
         """A flat uint8 tensor of `nbytes` in pinned host memory."""
 
-    def say_once(self, key: str, message: str, *args: object) -> None:
-        """Log `message` as a warning, the first time `key` comes up on this device."""
-        if key not in self._said:
-            self._said.add(key)
+    def warn_once(self, key: str, message: str, *args: object) -> None:
+        """Log `message` as a warning, once for each `key` on this device."""
+        if key not in self._warned:
+            self._warned.add(key)
             log.warning(message, *args)
 
+    say_once = warn_once  # the older name
+
     def require_own(self, what: str, device: Device) -> None:
-        """Raise unless `device`, to which `what` ("a stream", say) belongs, is this one."""
+        """Raise unless `device`, the owner of `what` ("a stream", say), is this one."""
         if device is self:
             return
         if device.torch_device != self.torch_device or type(device) is not type(self):
@@ -403,7 +405,7 @@ class Device(abc.ABC):
 
 
 class _Use:
-    """The block of `Device.use`: a class, since a generator would cost three times as much."""
+    """The block of `Device.use`. A class: a generator would take three times as long."""
 
     __slots__ = ("_before", "_device", "_stream")
 

@@ -1,4 +1,4 @@
-"""The CPU: every operation is done when its call returns, so nothing ever waits."""
+"""The CPU as a device: every operation is done when its call returns, so nothing ever waits."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class CpuStream(Stream):
         return True
 
     def _wait_event(self, event: Event) -> None:
-        """Nothing to do: what the event marks is done."""
+        """Nothing to do: the work before the event is done."""
 
     def _wait_stream(self, other: Stream) -> None:
-        """Nothing to do: what is on the other stream is done."""
+        """Nothing to do: the work on the other stream is done."""
 
 
 class CpuEvent(Event):
@@ -35,15 +35,15 @@ class CpuEvent(Event):
         return True
 
     def _synchronize(self) -> None:
-        """Nothing to do: the mark passed when it was made."""
+        """Nothing to do: the event passed when it was recorded."""
 
     def _elapsed_ms(self, end: Event) -> float:
         assert isinstance(end, CpuEvent)
         return (end._recorded_ns - self._recorded_ns) / 1e6
 
 
-class _StreamOfThread:
-    """Which stream each thread's work goes to: here no driver knows."""
+class _CurrentStream:
+    """The current stream of each thread, which on an accelerator the driver keeps."""
 
     def __init__(self, default: Stream) -> None:
         self._default = default
@@ -54,7 +54,7 @@ class _StreamOfThread:
         return stream
 
     def set(self, stream: object) -> Stream:
-        """Make `stream` current; returns the one that was."""
+        """Make `stream` current. Returns the one that was current before."""
         assert isinstance(stream, Stream)
         before = self.get()
         self._thread.stream = stream
@@ -62,14 +62,14 @@ class _StreamOfThread:
 
 
 class CpuDevice(Device):
-    """Streams and events exist and are checked as on an accelerator, and do nothing."""
+    """The CPU. Its streams and events do nothing, but are checked as on an accelerator."""
 
     asynchronous = False
 
     def __init__(self, ledger: Ledger | None = None) -> None:
         super().__init__(torch.device("cpu"), ledger)
         self._streams: dict[str, CpuStream] = {}
-        self._current = _StreamOfThread(CpuStream(self, "default"))
+        self._current = _CurrentStream(CpuStream(self, "default"))
 
     def stream(self, name: str, *, priority: int = 0) -> CpuStream:
         stream = self._streams.setdefault(name, CpuStream(self, name, priority))
@@ -118,5 +118,5 @@ class CpuDevice(Device):
         return nullcontext()
 
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        # Ordinary memory: pinning needs an accelerator, and here nothing is copied beside the host.
+        # Ordinary memory: pinning needs an accelerator, and here every copy blocks anyway.
         return torch.empty(nbytes, dtype=torch.uint8)

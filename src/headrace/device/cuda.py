@@ -1,4 +1,4 @@
-"""CUDA (and ROCm, which PyTorch gives the same name): the only file that names `torch.cuda`."""
+"""CUDA devices (and ROCm's, which PyTorch calls the same): no other file names `torch.cuda`."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from headrace.device import kineto
 from headrace.device.accelerator import AcceleratorDevice, AcceleratorStream
 from headrace.device.base import Result, Stream
 from headrace.device.graph import Graph, Obstacle
-from headrace.device.host_activity import HostUse
+from headrace.device.host_activity import HostActivity
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
 from headrace.errors import CaptureError
 from headrace.source_lines import Site
 
-_USE_EVERY_NS = 1_000_000_000
+_READ_USE_EVERY_NS = 1_000_000_000
 _MARKER_CYCLES = 1000
 
 
 class _StreamId(NamedTuple):
-    """A stream, as PyTorch's own functions know it."""
+    """A stream, as PyTorch's internal functions identify it."""
 
     stream_id: int
     device_index: int
@@ -34,10 +34,13 @@ class _StreamId(NamedTuple):
 
 
 class CudaPool:
-    """Memory that graphs share. PyTorch's pools end with their last graph, and capturing into one
-    that has ended is an internal error of its: so a new one is taken then."""
+    """Memory that graphs share.
 
-    #: Whether there has been any in this process.
+    A pool of PyTorch's ends with its last graph, and capturing into it then is an internal error of
+    PyTorch. So this takes a new one then.
+    """
+
+    #: Whether this process has made any.
     made = False
 
     def __init__(self) -> None:
@@ -46,13 +49,14 @@ class CudaPool:
         self._graphs = 0
 
     def enter(self) -> Any:
-        """One graph more: PyTorch's handle of the pool that it goes to."""
+        """Add a graph. Returns PyTorch's handle of the pool to capture it into."""
         if self._graphs == 0:
             self._handle = torch.cuda.graph_pool_handle()
         self._graphs += 1
         return self._handle
 
     def leave(self) -> None:
+        """Remove a graph."""
         self._graphs -= 1
 
 
@@ -76,10 +80,10 @@ class CudaGraph(Graph):
 
 @contextmanager
 def float32_products(*, tf32: bool) -> Iterator[None]:
-    """Inside the block float32 products are computed in TF32, or are not.
+    """Compute float32 products in TF32, or in full precision, inside the block.
 
-    PyTorch has two ways to say so, and raises where they are mixed: the one that the user has not
-    used must not be touched.
+    PyTorch has two settings for this and raises if a program uses both. So this uses the one that
+    the user has used.
     """
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     try:
@@ -109,7 +113,7 @@ def _by_fp32_precision(wanted: str) -> Iterator[None]:
 
 
 def _switches() -> dict[str, Any]:
-    """PyTorch's newer switches. Reading them never raises, whichever way the user has set them."""
+    """PyTorch's newer settings. Reading them never raises, whichever ones the user has used."""
     cudnn: Any = torch.backends.cudnn
     return {"matmul": torch.backends.cuda.matmul, "conv": cudnn.conv, "rnn": cudnn.rnn}
 
@@ -131,12 +135,12 @@ class CudaDevice(AcceleratorDevice):
 
     def use_share(self) -> float | None:
         now_ns = time.monotonic_ns()
-        if now_ns - self._use_asked_ns > _USE_EVERY_NS:  # the driver is slow to answer
+        if now_ns - self._use_asked_ns > _READ_USE_EVERY_NS:  # NVML is slow
             self._use_asked_ns = now_ns
             try:
                 self._use = torch.cuda.utilization(self.torch_device) / 100
             except (ImportError, RuntimeError, OSError) as problem:
-                self.say_once("use", "the GPU's use is not known: %s", problem)
+                self.warn_once("use", "cannot read the GPU's utilization: %s", problem)
         return self._use
 
     def sensors(self) -> NvmlSensors | None:
@@ -148,26 +152,26 @@ class CudaDevice(AcceleratorDevice):
         try:
             return NvmlSensors(None if uuid is None else f"GPU-{uuid}", pci)
         except NvmlAbsent as problem:
-            self.say_once("sensors", "power, use and clock of the GPU are not known: %s", problem)
+            self.warn_once("sensors", "cannot read the GPU's sensors: %s", problem)
             return None
 
     @contextmanager
     def _watch_work(self, trace: Trace) -> Iterator[None]:
         if kineto.is_profiling():
-            trace.missing = "another profiler is at work in this process"
+            trace.missing = "another profiler is running in this process"
             yield
             return
         with kineto.profiled(graphs=CudaPool.made) as records:
             streams = self._mark_streams()
             yield
-        found = kineto.seen(records.found, self._index, streams)
+        found = kineto.device_work(records.found, self._index, streams)
         if found is None:
             trace.missing = "PyTorch's profiler recorded no kernel (does CUPTI work here?)"
         else:
-            trace.saw(found.spans, found.launches, from_ns=found.from_ns)
+            trace.set_spans(found.spans, found.launches, from_ns=found.from_ns)
 
     def _mark_streams(self) -> list[str]:
-        """Run a marker on each stream with a name, one after the other; returns the names."""
+        """Run a marker kernel on each named stream, in turn. Returns the names in that order."""
         raw_streams = {raw.stream_id: (name, raw) for name, raw in self.named_streams()}
         default = torch.cuda.default_stream(self.torch_device)
         raw_streams.setdefault(default.stream_id, ("default", default))
@@ -191,14 +195,14 @@ class CudaDevice(AcceleratorDevice):
             super().switch_back(before)
 
     def _switch(self, stream: Stream) -> object:
-        # In every step: what `torch.cuda.set_stream` and its like call, without the objects that
-        # they make.
+        # This runs in every step, so it skips `torch.cuda.set_stream` and the like, which make
+        # objects, and calls what they call.
         assert isinstance(stream, AcceleratorStream)
         if torch._C._cuda_getDevice() != self._index:
             return super()._switch(stream)
         before, raw = torch._C._cuda_getCurrentStream(self._index), stream.raw
         if before[0] == raw.stream_id:
-            return None  # there already
+            return None  # already current
         torch._C._cuda_setStream(raw.stream_id, raw.device_index, raw.device_type)
         return _StreamId(*before)
 
@@ -217,15 +221,15 @@ class CudaDevice(AcceleratorDevice):
 
     def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
         if not isinstance(pool, CudaPool):
-            raise TypeError(f"expected a pool of graph_pool()'s, found {type(pool).__name__}")
+            raise TypeError(f"pool is a {type(pool).__name__}: expected one from graph_pool()")
         raw, random_state = torch.cuda.CUDAGraph(), self.random_state()
         collects = gc.isenabled()
-        gc.disable()  # a graph or event that is freed in the midst of a capture may spoil it
+        gc.disable()  # freeing a graph or an event during a capture may break it
         try:
             with self.use(self.stream("capture")):  # the default stream cannot capture
                 handle = pool.enter()
                 try:
-                    # thread_local: a thread that pins memory for a loader meanwhile does no harm.
+                    # thread_local: another thread may pin memory for a loader meanwhile.
                     raw.capture_begin(pool=handle, capture_error_mode="thread_local")
                     result = work()
                     raw.capture_end()
@@ -241,9 +245,9 @@ class CudaDevice(AcceleratorDevice):
         return CudaGraph(raw, pool), result
 
     def _end_failed_capture(self, raw: Any, handle: Any, random_state: torch.Tensor) -> None:
-        """Mend what a failed capture leaves behind. After an error of Python's own the capture can
-        be ended as usual; after one of CUDA's the allocator still serves the pool, and the random
-        generator refuses to work outside a graph."""
+        """Clean up after a failed capture. After a Python error the capture can be ended as usual.
+        After a CUDA error the allocator still allocates from the pool, and the random generator
+        works only inside a graph: this resets both."""
         try:
             raw.capture_end()
         except RuntimeError:
@@ -256,8 +260,9 @@ class CudaDevice(AcceleratorDevice):
             raw.reset()
 
     def _warm_up_capture(self) -> None:
-        """cuBLAS gets its workspace for a stream once and keeps it: outside of any graph's pool,
-        or that pool could never be freed. Backward has a thread, and so a workspace, of its own."""
+        """Make cuBLAS allocate its workspace for the capture stream outside any graph's pool. It
+        keeps the workspace for good, so the pool could never be freed. Backward runs in a thread of
+        its own, with a workspace of its own."""
         with self.use(self.stream("capture")):
             matrix = torch.ones(8, 8, device=self.torch_device, requires_grad=True)
             (matrix @ matrix).sum().backward()
@@ -270,7 +275,7 @@ class CudaDevice(AcceleratorDevice):
             warnings.simplefilter("always")
             torch.cuda.set_sync_debug_mode("warn")
             try:
-                with HostUse(self, found):
+                with HostActivity(self, found):
                     yield found
             finally:
                 torch.cuda.set_sync_debug_mode(before)
@@ -288,6 +293,6 @@ class CudaDevice(AcceleratorDevice):
                 )
 
     def _raw_event(self, timing: bool) -> Any:
-        # blocking: a host that waits sleeps instead of spinning on a core the loader needs.
-        # torch.Event(blocking=True) would ignore the flag, so it is CUDA's own class.
+        # blocking: a waiting host sleeps, and does not spin on a core that the loader needs.
+        # torch.Event(blocking=True) ignores the flag; torch.cuda.Event does not.
         return torch.cuda.Event(enable_timing=timing, blocking=True)

@@ -1,4 +1,4 @@
-"""Kernels that give the same bits each time."""
+"""Kernels that compute the same bits each time."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 @contextmanager
 def deterministic_kernels(wanted: bool) -> Iterator[None]:
-    """Deterministic kernels inside the block, errors where PyTorch has none."""
+    """Use deterministic kernels inside the block. Operations without one raise."""
     if not wanted:
         yield
         return
-    # cuBLAS reads this when it is first used; without it PyTorch refuses.
+    # cuBLAS reads this at its first use. Without it, PyTorch raises.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before = torch.are_deterministic_algorithms_enabled()
     cudnn = torch.backends.cudnn

@@ -1,4 +1,4 @@
-"""Captured work: what a device records once and launches again as one."""
+"""Graphs: device work that is recorded once and then launched as one."""
 
 from __future__ import annotations
 
@@ -9,26 +9,25 @@ from headrace.source_lines import Site
 
 
 class Graph(abc.ABC):
-    """Device work that `Device.capture` recorded. Nothing ran when it was captured.
+    """Device work that `Device.capture` recorded. Capturing does not run it.
 
-    It reads and writes the very memory that it was captured with: new inputs are copied into the
-    old ones, and its results are overwritten by the next replay.
+    A replay reads and writes the same memory as the capture: copy new inputs into the captured
+    ones first. The next replay overwrites the results.
     """
 
     @abc.abstractmethod
     def replay(self) -> None:
-        """Put all of it on the current stream once more. The host goes on at once."""
+        """Launch it on the current stream. The host does not wait."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Let go of it. Its memory is the pool's again, and the device's when all graphs of the
-        pool are closed."""
+        """Free the graph. The pool can reuse its memory at once; the device gets it back when all
+        graphs of the pool are closed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Something in a step that a graph could not repeat: a line where the host waits for the
-    device, say."""
+    """Something in a step that a graph could not repeat, such as a host wait, and its line."""
 
     what: str
     site: Site | None

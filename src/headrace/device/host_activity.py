@@ -1,4 +1,4 @@
-"""What a step does with the host that no graph can repeat: copies from its memory, its dice."""
+"""What a step does on the host that no graph can repeat: copies from host memory, random draws."""
 
 from __future__ import annotations
 
@@ -18,24 +18,27 @@ if TYPE_CHECKING:
 _COPIES = ("aten::copy_", "aten::_to_copy")
 
 
-class HostUse(TorchDispatchMode):
-    """Inside the block copies between host and device are noted in `found`, with their lines, and
-    after it whether random numbers were drawn on the host: a graph would repeat the first draw."""
+class HostActivity(TorchDispatchMode):
+    """Appends to `found` what the block does on the host that a graph could not repeat.
+
+    These are copies from host memory, with their lines, and draws from the host's random
+    generators: a graph would repeat the numbers that were drawn at capture.
+    """
 
     def __init__(self, device: Device, found: list[Obstacle]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
         self._found = found
 
-    def __enter__(self) -> HostUse:
-        self._drawn_before = _draws()
+    def __enter__(self) -> HostActivity:
+        self._rng_before = _rng_states()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for name, state in _draws().items():
-            if not _same(state, self._drawn_before.get(name, state)):
+        for name, state in _rng_states().items():
+            if not _same(state, self._rng_before.get(name, state)):
                 self._found.append(
                     Obstacle(f"the step draws random numbers from {name}, on the host", None)
                 )
@@ -55,8 +58,8 @@ class HostUse(TorchDispatchMode):
         return result
 
 
-def _draws() -> dict[str, Any]:
-    """Where each of the host's random generators stands."""
+def _rng_states() -> dict[str, Any]:
+    """The state of each of the host's random generators, by name."""
     states: dict[str, Any] = {
         "torch's CPU generator": torch.get_rng_state(),
         "the random module": random.getstate(),

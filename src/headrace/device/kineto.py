@@ -1,4 +1,4 @@
-"""PyTorch's profiler as a device's eyes: its records of kernels and copies as spans."""
+"""Kernels and copies on a device as spans, from the records of PyTorch's profiler (Kineto)."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ import torch
 
 from headrace.device.timeline import Kind, Span
 
-_autograd: Any = torch.autograd  # whose stubs leave out what is asked of it here
-# A kernel that nobody trains with; put on each known stream in turn, it tells by its place in the
-# records which of the profiler's own stream numbers that is.
+_autograd: Any = torch.autograd  # its type stubs lack the private names used here
+# A kernel that no model uses. The profiler has stream numbers of its own: one marker is launched on
+# each named stream in turn, and their order in the records maps numbers to names.
 MARKER = "spin_kernel"
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
-# Records of GPU lanes that are no work: waits, and the user's own ranges.
+# Records on the GPU's lanes that are not work: waits, and the user's own ranges.
 _NO_WORK = ("cuda_sync", "gpu_user_annotation", "overhead")
 
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One of the profiler's, in the plainest form. `stream` is CUPTI's number for it."""
+    """One record of the profiler. `stream` is CUPTI's number of the stream."""
 
     name: str
     on_device: bool
@@ -35,29 +35,29 @@ class Record:
 
 
 class Records:
-    """Filled when the block of `profiled` has ended."""
+    """The profiler's records; `profiled` fills them when its block has ended."""
 
     def __init__(self) -> None:
         self.found: list[Record] = []
 
 
 def is_profiling() -> bool:
-    """Whether a profiler is at work already: there can be only one."""
+    """Whether a profiler is running already: there can be only one."""
     return bool(_autograd._profiler_enabled())
 
 
 @contextmanager
 def profiled(*, graphs: bool) -> Iterator[Records]:
-    """Run the block under the profiler, device records alone: host operators would cost more.
-    `graphs`: whether any have been captured."""
+    """Run the block under the profiler. It records device activity only, since records of host
+    operators would slow it down. `graphs`: whether any graph has been captured."""
     if graphs:
-        # It must not take itself down between a graph's capture and its replay.
+        # CUPTI must not shut down between a graph's capture and its replay.
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
     records = Records()
     profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA],
-        acc_events=True,  # there is one cycle; without, PyTorch warns of others
+        acc_events=True,  # else PyTorch warns about several cycles; there is one
     )
     profile.start()
     try:
@@ -84,17 +84,19 @@ def _record(event: Any) -> Record:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """A block's work. `from_ns`: when it began, by the profiler's clock."""
+class DeviceWork:
+    """What ran on a device in a block. `from_ns` is when it began, by the profiler's clock."""
 
     spans: list[Span]
     launches: int
     from_ns: int
 
 
-def seen(records: Sequence[Record], device: int, streams: Sequence[str]) -> Seen | None:
-    """What the records say of a device. The first things that ran there are markers, one on each
-    of `streams` in that order; None if they are not there, since then the profiler sees nothing.
+def device_work(
+    records: Sequence[Record], device: int, streams: Sequence[str]
+) -> DeviceWork | None:
+    """What ran on a device, after the markers on each of `streams`, in that order. None if the
+    markers are missing: then the profiler records nothing here.
     """
     on_device = sorted(
         (
@@ -124,7 +126,7 @@ def seen(records: Sequence[Record], device: int, streams: Sequence[str]) -> Seen
         for record in on_device
         if record.start_ns >= from_ns
     ]
-    return Seen(spans, launches - len(markers), from_ns)
+    return DeviceWork(spans, launches - len(markers), from_ns)
 
 
 def _kind(record: Record) -> Kind:

@@ -1,8 +1,7 @@
-"""The ledger: every time the host waited, why, and for how long.
+"""The ledger: every host wait, with its reason and duration.
 
-A *host wait* is a moment in which the Python thread stands still because it asked for something
-that the device (or the loader) has not finished. Nothing in Headrace waits in any other way, so
-what stands here is all there was.
+A *host wait* is a moment in which a Python thread blocks because the device, the loader or another
+rank has not finished. Headrace waits in no other way, so the ledger is complete.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from typing import Any
 from headrace.text_table import text_table
 
 _NS_PER_MS = 1_000_000
-# Durations are kept in buckets, each 2^(1/32) wider than the last, so memory stays the same
-# however long a run is. A percentile is then off by at most 1.1 %.
+# Durations are counted in buckets, each 2^(1/32) times as wide as the one before, so memory does
+# not grow with the run. A percentile is off by at most 1.1 %.
 _BUCKETS_PER_OCTAVE = 32
 _COUNTED = ("count", "blocked", "total_ns", "max_ns")
 
@@ -28,9 +27,9 @@ _COUNTED = ("count", "blocked", "total_ns", "max_ns")
 class WaitStatistics:
     """Host waits of one reason. Times in milliseconds.
 
-    `count` is how often the host asked to wait and `blocked` how often it then stood still; the
-    difference found the work already done. `total_ms` is time in this wait itself: waits nested
-    in it are counted under their own reason only. p50 and p99 are exact to 1.1 %.
+    `count` is how often the host asked to wait, and `blocked` how often it had to: in the other
+    cases the work was done already. `total_ms` leaves out waits that were nested in this one: they
+    count under their own reason only. p50 and p99 are exact to 1.1 %.
     """
 
     reason: str
@@ -45,7 +44,7 @@ class WaitStatistics:
 
 @dataclass(frozen=True, slots=True)
 class WaitUnderWay:
-    """A thread that stands still now: why, and for how long. Milliseconds."""
+    """A thread that waits now: the reason, and for how many milliseconds."""
 
     thread: str
     reason: str
@@ -54,11 +53,11 @@ class WaitUnderWay:
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatistics:
-    """What the ledger knew at one moment. Times in milliseconds.
+    """A snapshot of the ledger. Times in milliseconds.
 
-    `total_ms` adds up every thread's waits. `wall_ms` is how long at least one thread stood
-    still: two threads that wait for the same second add two to `total_ms` and one to `wall_ms`.
-    Waits that are still under way are in `wall_ms` up to now, and in the others when they end.
+    `total_ms` adds up the waits of all threads. `wall_ms` is how long at least one thread waited:
+    two threads that wait during the same second add two seconds to `total_ms` and one to `wall_ms`.
+    A wait that has not ended counts in `wall_ms` up to now, and in the other figures when it ends.
     """
 
     reasons: tuple[WaitStatistics, ...]
@@ -68,7 +67,7 @@ class LedgerStatistics:
     wall_ms: float
 
     def __getitem__(self, reason: str) -> WaitStatistics:
-        """The waits of `reason`; all zero for a reason that never occurred."""
+        """The waits of `reason`; all zero if there were none."""
         for waits in self.reasons:
             if waits.reason == reason:
                 return waits
@@ -79,7 +78,7 @@ class LedgerStatistics:
         return self.count - self["data"].count
 
     def table(self) -> str:
-        """The statistics as a text table, the costliest reason first."""
+        """The statistics as a text table, the longest total first."""
         if not self.reasons:
             return "The host never waited."
         columns = ("host wait", "count", "blocked", "total ms", "mean ms", "p50", "p99", "max")
@@ -101,14 +100,14 @@ class LedgerStatistics:
 
 
 class Ledger:
-    """Counts host waits by reason, for the current epoch and over all. Safe in any thread.
+    """Counts host waits by reason, for the current epoch and in all. Safe in any thread.
 
         with ledger.waiting("run_ahead"):
             event.synchronize()
-        ledger.passed("run_ahead")          # asked, and there was nothing to wait for
+        ledger.passed("run_ahead")          # there was nothing to wait for
 
-    `clock_ns` returns nanoseconds that never go back; the fake device puts its own here.
-    `on_wait`, if set, is called after each wait with its reason, start and end, by that clock.
+    `clock_ns` returns monotonic nanoseconds; the fake device passes its virtual clock. `on_wait`,
+    if set, is called after each wait with its reason, start and end by that clock.
     """
 
     on_wait: Callable[[str, int, int], object] | None = None
@@ -118,30 +117,30 @@ class Ledger:
         self._lock = threading.Lock()
         self._epoch = _Tallies()
         self._before = _Tallies()
-        self._around: list[_Tallies] = []  # of epochs that are interrupted
+        self._around: list[_Tallies] = []  # the epochs outside the blocks of `apart`
         self._waiting_threads = 0
         self._wall_since_ns = 0
-        #: By thread, the innermost wait that it is in.
+        #: The innermost wait of each thread that waits now.
         self._under_way: dict[int, _Waiting] = {}
 
     def now_ns(self) -> int:
-        """The time by which waits are measured: the fake device's is its virtual clock."""
+        """The time by this ledger's clock, which is virtual on the fake device."""
         return self._clock_ns()
 
     def passed(self, reason: str) -> None:
-        """Count a wait that found its work already done. Takes no time worth measuring."""
+        """Count a wait whose work was done already, with a duration of 0."""
         with self._lock:
             self._epoch.of(reason).count += 1
 
     def waiting(self, reason: str) -> AbstractContextManager[None]:
-        """Time the block as a host wait. An exception in it is counted too, and passed on."""
+        """Count the block as a host wait, also if it raises."""
         return _Waiting(self, reason)
 
     def start_epoch(self) -> None:
-        """From here on `epoch_statistics` counts from zero; `statistics` goes on.
+        """Start `epoch_statistics` from zero; `statistics` goes on counting.
 
-        A wait that is under way belongs, with its count and all of its time, to the epoch in
-        which it ends; `wall_ms` alone is split at this moment.
+        A wait that has begun and not ended belongs to the epoch in which it ends, with all of its
+        time. Only `wall_ms` is split at this moment.
         """
         with self._lock:
             self._close_wall()
@@ -150,7 +149,7 @@ class Ledger:
 
     @contextmanager
     def apart(self) -> Iterator[None]:
-        """What is counted inside the block is no part of the epoch around it, which goes on."""
+        """Keep waits inside the block out of the current epoch, which goes on after it."""
         with self._lock:
             self._close_wall()
             self._around.append(self._epoch)
@@ -175,7 +174,7 @@ class Ledger:
             return self._epoch.statistics()
 
     def under_way(self) -> tuple[WaitUnderWay, ...]:
-        """What threads wait for at this moment: the innermost reason of each."""
+        """The threads that wait at this moment, each with the reason of its innermost wait."""
         names = {thread.ident: thread.name for thread in threading.enumerate()}
         now_ns = self._clock_ns()
         return tuple(
@@ -193,7 +192,7 @@ class Ledger:
             return self._everything().state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on counting from a stored state; what was counted here before is forgotten."""
+        """Continue from a stored state, which replaces what was counted here."""
         with self._lock:
             self._close_wall()
             self._before, self._epoch = _Tallies.of_state(state), _Tallies()
@@ -206,17 +205,16 @@ class Ledger:
         return everything
 
     def _close_wall(self, now_ns: int | None = None) -> None:
-        """Add the wall time up to now, so that an epoch's end can fall inside a wait."""
+        """Add the wall time up to now: an epoch may end during a wait."""
         if self._waiting_threads:
-            # On the fake device each thread has a clock of its own: this one may be behind.
+            # On the fake device each thread has its own clock, and this thread's may be behind.
             now_ns = max(self._clock_ns() if now_ns is None else now_ns, self._wall_since_ns)
             self._epoch.wall_ns += now_ns - self._wall_since_ns
             self._wall_since_ns = now_ns
 
 
 class _Waiting:
-    """The block of `Ledger.waiting`. It stands in every step of every loop: hence a class, and few
-    calls in it."""
+    """The block of `Ledger.waiting`. It runs in every step, so it is a class with few calls."""
 
     __slots__ = ("_around", "_ident", "_ledger", "_nested_ns", "_reason", "_start_ns")
 
@@ -233,7 +231,7 @@ class _Waiting:
             with ledger._lock:
                 ledger._waiting_threads += 1
                 if ledger._waiting_threads == 1:
-                    # Now: meanwhile another thread may have waited, and been counted.
+                    # Read the clock again: another thread may have waited, and been counted, since.
                     ledger._wall_since_ns = ledger._clock_ns()
         ledger._under_way[ident] = self
 
@@ -245,7 +243,7 @@ class _Waiting:
             ledger._under_way.pop(self._ident, None)
         else:
             ledger._under_way[self._ident] = around
-            around._nested_ns += elapsed_ns  # it must not count this time again
+            around._nested_ns += elapsed_ns  # so that the outer wait does not count this time, too
         with ledger._lock:
             ledger._epoch.of(self._reason).add_wait(elapsed_ns - self._nested_ns)
             if around is None:
@@ -284,7 +282,7 @@ class _Tally:
             self.buckets[bucket] = self.buckets.get(bucket, 0) + count
 
     def percentile_ms(self, share: float) -> float:
-        """The duration that `share` of all waits stayed under; those that passed took none."""
+        """The duration that a `share` of all waits did not exceed; waits that passed count as 0."""
         rank = math.ceil(share * self.count) - (self.count - self.blocked)
         if rank <= 0:
             return 0.0
@@ -309,7 +307,7 @@ class _Tally:
 
 
 class _Tallies:
-    """The tallies of all reasons over one stretch of time."""
+    """The tallies of all reasons over one period."""
 
     def __init__(self) -> None:
         self.by_reason: dict[str, _Tally] = {}

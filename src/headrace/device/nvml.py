@@ -1,4 +1,4 @@
-"""NVIDIA's driver, asked through NVML (the package nvidia-ml-py)."""
+"""Sensors of NVIDIA GPUs, through NVML (the package nvidia-ml-py)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ from headrace.device.sensors import SensorReading, Sensors
 
 
 class NvmlSensors(Sensors):
-    """One GPU, found by its UUID or PCI address: its number in NVML is another than in PyTorch as
-    soon as CUDA_VISIBLE_DEVICES is set. `nvml` is the module `pynvml`.
+    """The sensors of one GPU, found by its UUID or PCI address.
 
-    Raises `NvmlAbsent` where there is no driver, or it does not know the GPU.
+    Not by its index: with CUDA_VISIBLE_DEVICES, PyTorch and NVML number GPUs differently. `nvml` is
+    the module `pynvml`.
+
+    Raises `NvmlAbsent` if there is no driver, or it does not know the GPU.
     """
 
     def __init__(self, uuid: str | None, pci: str | None, nvml: ModuleType | None = None) -> None:
@@ -21,10 +23,10 @@ class NvmlSensors(Sensors):
         try:
             self._nvml.nvmlInit()
         except self._nvml.NVMLError as problem:
-            raise NvmlAbsent(f"NVML does not start: {problem}") from problem
+            raise NvmlAbsent(f"NVML failed to start: {problem}") from problem
         self._handle = self._find(uuid, pci)
-        # What this GPU does not have is asked for once.
-        self._unknown: set[str] = set()
+        # Sensors that this GPU does not have: each is asked for once.
+        self._unsupported: set[str] = set()
 
     def _find(self, uuid: str | None, pci: str | None) -> Any:
         problem: Exception | None = None
@@ -58,19 +60,19 @@ class NvmlSensors(Sensors):
         )
 
     def _ask(self, what: str, question: Callable[[], int]) -> int | None:
-        if what in self._unknown:
+        if what in self._unsupported:
             return None
         try:
             return int(question())
         except self._nvml.NVMLError:
-            self._unknown.add(what)
+            self._unsupported.add(what)
             return None
 
     def close(self) -> None:
         self._nvml.nvmlShutdown()
 
 
-class NvmlAbsent(Exception):  # noqa: N818 - no error of a user's: caught in the seam
+class NvmlAbsent(Exception):  # noqa: N818 - never reaches a user
     """There is no NVML here, or not for this GPU."""
 
 

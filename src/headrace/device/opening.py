@@ -9,12 +9,12 @@ from headrace.device.cpu import CpuDevice
 from headrace.device.ledger import Ledger
 from headrace.errors import DeviceNotFoundError
 
-# Accelerators that have what the seam needs: streams, events, pinned memory. MPS has one stream.
+# Accelerators with several streams, events and pinned memory. MPS has one stream.
 _STREAMING_KINDS = ("cuda", "xpu")
 
 
 def available_devices() -> list[str]:
-    """The names `open_device` takes on this machine, the CPU last."""
+    """The names that `open_device` accepts on this machine, the CPU last."""
     names = []
     for kind in _STREAMING_KINDS:
         module = getattr(torch, kind, None)
@@ -26,11 +26,11 @@ def available_devices() -> list[str]:
 def open_device(
     device: str | torch.device | Device = "auto", *, ledger: Ledger | None = None
 ) -> Device:
-    """The device of that name: "auto", "cpu", "cuda", "cuda:1", "xpu", or a `torch.device`.
+    """Open a device by its name: "auto", "cpu", "cuda", "cuda:1", "xpu", or a `torch.device`.
 
-    "auto" takes the first accelerator there is, else the CPU. A `Device` is handed back as it
-    is. Host waits are written into `ledger`, or into a new one of the device's own. Raises
-    `DeviceNotFoundError` with what there is when the machine has no such device.
+    "auto" is the first accelerator, or the CPU if there is none. A `Device` is returned as it is.
+    Host waits are counted in `ledger`, or in a new one. Raises `DeviceNotFoundError`, which
+    lists the devices there are, if this machine has no such device.
     """
     if isinstance(device, Device):
         return device
@@ -39,7 +39,7 @@ def open_device(
     if wanted.type == "cpu" and wanted.index in (None, 0):
         return CpuDevice(ledger)
     if wanted.type in _STREAMING_KINDS and wanted.index is None:
-        # With none there, index 0 is the one to miss.
+        # Without an accelerator, name index 0 in the error.
         module = torch.get_device_module(wanted)
         index = module.current_device() if module.is_available() else 0
         wanted = torch.device(wanted.type, index)
@@ -70,7 +70,7 @@ def _missing(device: object, here: list[str]) -> str:
         message += (
             " (this PyTorch was built without CUDA: see `headrace doctor`)"
             if built_for is None
-            else f" (PyTorch was built for CUDA {built_for}, but no driver answers: "
+            else f" (PyTorch was built for CUDA {built_for}, but finds no driver: "
             "see `headrace doctor`)"
         )
     return message

@@ -1,4 +1,4 @@
-"""Pinned host memory: got once, reused, and never refilled under a running copy."""
+"""A pool of pinned host memory, whose buffers are reused only after the copies that use them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _SMALLEST_BYTES = 512
 
 
 class PinnedBuffer:
-    """A piece of pinned memory, lent by a `PinnedPool`.
+    """Pinned memory from a `PinnedPool`.
 
     buffer = device.pinned.take(nbytes)
     staging = buffer.view((30, 60), torch.int64)
@@ -34,7 +34,7 @@ class PinnedBuffer:
     def view(
         self, shape: Sequence[int], dtype: torch.dtype, *, offset_bytes: int = 0
     ) -> torch.Tensor:
-        """The buffer's bytes from `offset_bytes` on, seen as a tensor of that shape and type."""
+        """The buffer's bytes from `offset_bytes` on, as a tensor of that shape and dtype."""
         if self._memory is None:
             raise ClosedError("a pinned buffer was used after its release")
         for size in shape:
@@ -54,8 +54,8 @@ class PinnedBuffer:
         return self._memory[offset_bytes:needed].view(dtype).view(tuple(shape))
 
     def release(self, *, after: Event | None = None) -> None:
-        """Give the memory back. With `after`, it is lent again only once that event has passed:
-        pass the event recorded behind the copy that reads (or fills) this buffer."""
+        """Return the memory to the pool. It is reused only once the event `after` has passed: pass
+        the event that was recorded behind the copy from (or to) this buffer."""
         if self._memory is None:
             raise ClosedError("a pinned buffer was released twice")
         if after is not None:
@@ -65,8 +65,8 @@ class PinnedBuffer:
 
 
 class PinnedPool:
-    """Pinned buffers by size. Pinning is slow and rounds up to powers of two, so nothing that
-    was pinned is let go before `close`."""
+    """Pinned buffers, reused by size. Pinning is slow, so they are kept until `close`. Sizes are
+    rounded up to powers of two, as PyTorch does."""
 
     def __init__(self, allocate: Callable[[int], torch.Tensor]) -> None:
         self._allocate = allocate
@@ -77,9 +77,9 @@ class PinnedPool:
         self._held_bytes = 0
 
     def take(self, nbytes: int) -> PinnedBuffer:
-        """A buffer of at least `nbytes`, reused if one is free, else newly pinned.
+        """A buffer of at least `nbytes`: a free one, or newly pinned memory.
 
-        Never blocks: a buffer whose copy still runs is passed over.
+        Does not wait for copies: a buffer whose copy still runs is not free.
         """
         _require_whole(f"nbytes = {nbytes!r}", nbytes)
         size = max(_SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())
@@ -89,7 +89,7 @@ class PinnedPool:
             memory = free.pop() if free else None
             self._lent += memory is not None
         if memory is None:
-            # Not under the lock: it takes long, and another thread may want one that is free.
+            # Not under the lock: this is slow, and another thread may want a buffer that is free.
             memory = self._allocate(size)
             with self._lock:
                 self._held_bytes += size
@@ -98,7 +98,7 @@ class PinnedPool:
 
     @property
     def held_bytes(self) -> int:
-        """All memory this pool has pinned, lent or not."""
+        """All memory that this pool has pinned, in use or free."""
         return self._held_bytes
 
     @property
@@ -107,7 +107,7 @@ class PinnedPool:
         return self._lent
 
     def close(self) -> None:
-        """Let go of the free buffers. Those that are lent stay valid until released."""
+        """Free the buffers that are not in use. The others stay valid until they are released."""
         with self._lock:
             for size in list(self._in_flight):
                 self._collect(size)
@@ -125,7 +125,7 @@ class PinnedPool:
                 self._in_flight.setdefault(size, []).append((after, memory))
 
     def _collect(self, size: int) -> None:
-        """Move buffers of `size` whose copies are done to the free ones."""
+        """Mark buffers of `size` whose copies are done as free."""
         still_running = []
         for event, memory in self._in_flight.pop(size, ()):
             if event.query():

@@ -1,4 +1,4 @@
-"""What a device's driver says of it at one moment."""
+"""Readings of a device's sensors, through its driver."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class SensorReading:
-    """None is what the driver does not tell.
+    """One reading; None for what the driver does not measure.
 
-    `use_share` is the share of the driver's last period (up to a second) in which anything at all
-    ran: 1 does not mean that the device was full. Memory is what all processes hold together.
+    `use_share` is the share of the driver's last sampling period (up to a second) in which anything
+    ran: 1 does not mean that the device was fully used. Memory is that of all processes together.
     """
 
     use_share: float | None = None
@@ -22,7 +22,7 @@ class SensorReading:
 
 
 class Sensors(abc.ABC):
-    """Made by `Device.sensors`. May be read from any thread; reading waits for no device work."""
+    """Made by `Device.sensors`. Any thread may read them; that does not wait for the device."""
 
     @abc.abstractmethod
     def read(self) -> SensorReading: ...

@@ -13,10 +13,10 @@ from headrace.device.base import Device, Event, Stream
 from headrace.device.opening import open_device
 from headrace.errors import ClosedError, DeviceError, StreamIndexError
 
-FEWEST_STREAMS, MOST_STREAMS = 2, 8
+MIN_STREAMS, MAX_STREAMS = 2, 8
 
-#: Which stream each role has, by the number of streams. With fewer than four, roles share:
-#: two is transfer and compute, three gives backward its own.
+#: The stream of each role, by the number of streams. With fewer than four, roles share streams: two
+#: are transfer and compute; with three, backward has its own.
 ROLES = {
     2: {"transfer": 0, "forward": 1, "backward": 1, "transfer_next": 0},
     3: {"transfer": 0, "forward": 1, "backward": 2, "transfer_next": 0},
@@ -26,9 +26,9 @@ ROLES = {
 
 @dataclass(frozen=True, slots=True)
 class StreamStatistics:
-    """One stream's share. `selected` counts how often it was made the current stream,
-    `records` events recorded on it, `waits` events it was made to wait for, and
-    `synchronizations` how often the host waited for all of it."""
+    """One stream's counts. `selected`: how often it became the current stream. `records`: events
+    recorded on it. `waits`: events that it was made to wait for. `synchronizations`: how often the
+    host waited for all of its work."""
 
     index: int
     name: str
@@ -62,15 +62,15 @@ class StreamManager:
         manager.record_event(arrived, "transfer")
         manager.wait_event("forward", arrived)       # the forward stream waits, the host does not
 
-    The streams are the device's own, made once: two managers on one device share them. Wrong
-    index, role or device, and use after `close`, raise an error that says what there is.
+    The streams are the device's own: two managers on one device share them. A wrong index, role or
+    device raises an error that lists what there is; so does use after `close`.
     """
 
     def __init__(self, device: Device | str | torch.device, streams: int = 4) -> None:
         if isinstance(streams, bool) or not isinstance(streams, int):
             raise DeviceError(f"streams = {streams!r}: expected a whole number")
-        if not FEWEST_STREAMS <= streams <= MOST_STREAMS:
-            raise DeviceError(f"streams = {streams}: expected {FEWEST_STREAMS} to {MOST_STREAMS}")
+        if not MIN_STREAMS <= streams <= MAX_STREAMS:
+            raise DeviceError(f"streams = {streams}: expected {MIN_STREAMS} to {MAX_STREAMS}")
         self.device = open_device(device)
         self.roles = ROLES[min(streams, 4)]
         names = [_stream_name(index, self.roles) for index in range(streams)]
@@ -89,7 +89,7 @@ class StreamManager:
         return self._streams[self.index_of(which)]
 
     def index_of(self, which: int | str) -> int:
-        """The index of a role, or the index itself once it is known to exist."""
+        """The index of a role. An index is checked and returned."""
         self._require_open()
         if isinstance(which, str):
             if which not in self.roles:
@@ -110,7 +110,7 @@ class StreamManager:
 
     @contextmanager
     def use(self, which: int | str) -> Iterator[Stream]:
-        """Send this thread's work to that stream inside the block, and back after it."""
+        """Send this thread's work to that stream inside the block."""
         index = self.index_of(which)
         self._count(index, "selected")
         with self.device.use(self._streams[index]) as stream:
@@ -126,7 +126,7 @@ class StreamManager:
         return self._streams[index]
 
     def restore_current_stream(self) -> None:
-        """Back to the stream this thread was on before its first `set_current_stream`."""
+        """Return to this thread's stream before its first `set_current_stream`."""
         if not hasattr(self._thread, "before"):
             raise DeviceError(
                 "restore_current_stream without a set_current_stream before it in this thread"
@@ -168,7 +168,7 @@ class StreamManager:
         self._count(index, "waits")
 
     def synchronize_event(self, event: Event, reason: str = "synchronize_event") -> None:
-        """Make the host wait for the event; in the ledger under `reason`."""
+        """Make the host wait for the event. The ledger counts it under `reason`."""
         self._require_open()
         self._require_own(event)
         self.device.wait(event, reason)
@@ -178,7 +178,7 @@ class StreamManager:
     # --- synchronize ------------------------------------------------------------------------------
 
     def synchronize(self, which: int | str, reason: str = "synchronize") -> None:
-        """Make the host wait for all of that stream; in the ledger under `reason`."""
+        """Make the host wait for all work on that stream. The ledger counts it under `reason`."""
         index = self.index_of(which)
         self.device.synchronize(reason, self._streams[index])
         self._count(index, "synchronizations")
@@ -194,7 +194,7 @@ class StreamManager:
     # --- state ------------------------------------------------------------------------------------
 
     def statistics(self) -> StreamManagerStatistics:
-        """A snapshot; also after `close`."""
+        """A snapshot of the counts. Works also after `close`."""
         with self._lock:
             streams = tuple(
                 StreamStatistics(
@@ -221,7 +221,7 @@ class StreamManager:
             )
 
     def close(self) -> None:
-        """Drain the streams, and refuse any use from now on. Closing twice is fine."""
+        """Wait for all streams; any later use raises. Closing twice is fine."""
         if not self._closed:
             self.synchronize_all("close")
             self._closed = True
@@ -255,7 +255,7 @@ class _Counts:
 
 
 def _stream_name(index: int, roles: dict[str, int]) -> str:
-    """A stream goes by its first role; those past the fourth have none."""
+    """A stream's name is its first role; streams past the fourth have none."""
     for role, at in roles.items():
         if at == index:
             return role

@@ -1,4 +1,4 @@
-"""Timelines: what ran where and when, how much of it ran at once, and a file to look at it."""
+"""Timelines: what ran on which lane and when, how much of it overlapped, and a file to view it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Kind = Literal["kernel", "copy", "wait", "host"]
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """One thing that ran. Times in whole nanoseconds, so that sums are exact."""
+    """One kernel, copy or wait. Times are whole nanoseconds, so that sums are exact."""
 
     lane: str
     name: str
@@ -53,7 +53,7 @@ class Timeline:
         return [span for span in self.spans if span.lane == lane]
 
     def busy_ms(self, lane: str) -> float:
-        """How long that lane had something to do."""
+        """How long something ran on that lane."""
         return _covered_ns(self.on(lane)) / _NS_PER_MS
 
     @property
@@ -65,12 +65,12 @@ class Timeline:
         return (end_ns - self.spans[0].start_ns) / _NS_PER_MS
 
     def device_busy_ms(self, kind: Kind | None = None) -> float:
-        """How long at least one stream ran; with a `kind`, ran something of that kind."""
+        """How long something ran on at least one stream; with `kind`, something of that kind."""
         spans = (span for span in self._device_spans() if kind in (None, span.kind))
         return _covered_ns(spans) / _NS_PER_MS
 
     def overlap_ms(self) -> float:
-        """How long two streams or more ran at once."""
+        """How long two or more streams ran at the same time."""
         edges = []
         for lane in {span.lane for span in self._device_spans()}:
             for start_ns, end_ns in _merged(self.on(lane)):
@@ -84,7 +84,7 @@ class Timeline:
         return overlap_ns / _NS_PER_MS
 
     def to_chrome_trace(self) -> dict[str, Any]:
-        """The trace-event form that Perfetto and chrome://tracing read. Times in microseconds."""
+        """The trace-event format of Perfetto and chrome://tracing. Times in microseconds."""
         lanes = {lane: number for number, lane in enumerate(self.lanes())}
         events: list[dict[str, Any]] = []
         for lane, number in lanes.items():
@@ -129,14 +129,14 @@ def _covered_ns(spans: Iterable[Span]) -> int:
     return sum(end_ns - start_ns for start_ns, end_ns in _merged(spans))
 
 
-# --- in files: thousands of spans, with few names among them --------------------------------------
+# --- compact form for files: thousands of spans have few names ------------------------------------
 
 _TABLES = ("lane", "name", "kind")
 
 
-def packed(spans: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Spans (mappings with lane, name, kind, start_ns, end_ns) in a fraction of the room: each is a
-    list of its places in the tables of lanes, names and kinds, its start and its end."""
+def pack_spans(spans: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    """Spans (mappings with lane, name, kind, start_ns, end_ns) in a compact form. Each becomes a
+    list of five: indices into tables of lanes, names and kinds, its start and its end."""
     tables: dict[str, dict[str, int]] = {name: {} for name in _TABLES}
     rows = [
         [
@@ -149,16 +149,16 @@ def packed(spans: Iterable[Mapping[str, Any]]) -> dict[str, list[Any]]:
     return {f"{name}s": list(table) for name, table in tables.items()} | {"spans": rows}
 
 
-def unpacked(timeline: Mapping[str, Any]) -> dict[str, Any]:
-    """A timeline with the spans that `packed` made as mappings again. Whatever else is in it stays
-    as it is, for the reader to take or to object to."""
+def unpack_spans(timeline: Mapping[str, Any]) -> dict[str, Any]:
+    """A timeline whose packed spans are mappings again. Everything else in it stays as it is, for
+    the reader to check."""
     spans = timeline.get("spans")
     tables = [timeline.get(f"{name}s") for name in _TABLES]
-    found = {"spans": [_unpacked(span, tables) for span in spans]} if type(spans) is list else {}
+    found = {"spans": [_unpack_span(span, tables) for span in spans]} if type(spans) is list else {}
     return {**timeline, **found}
 
 
-def _unpacked(span: Any, tables: list[Any]) -> Any:
+def _unpack_span(span: Any, tables: list[Any]) -> Any:
     if not isinstance(span, list) or len(span) != 5:
         return span
     found: dict[str, Any] = {"start_ns": span[3], "end_ns": span[4]}

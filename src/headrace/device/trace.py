@@ -1,4 +1,4 @@
-"""A short look at what a device really did: every kernel and copy, when and on which stream."""
+"""Traces: every kernel and copy that a device ran in a block, with its time and stream."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 class Trace:
-    """What ran on a device inside a block of `Device.trace`; there once the block has ended.
+    """What ran on a device inside a block of `Device.trace`. Filled when the block has ended.
 
-    `timeline` begins at 0 with the block; None where it cannot be seen, and then `missing` says
-    why. `wall_ns` is how long the block took, from an idle device to an idle device. `launches` is
-    how often the host put something on the device: a graph, a kernel or a copy each count once.
+    `timeline` starts at 0 when the block begins. It is None if the work could not be traced; then
+    `missing` says why. `wall_ns` is how long the block took, from an idle device to an idle device.
+    `launches` counts the host's launches: a graph, a kernel and a copy each count once.
     """
 
     def __init__(self) -> None:
@@ -30,8 +30,8 @@ class Trace:
     def wall_ms(self) -> float:
         return self.wall_ns / 1e6
 
-    def saw(self, spans: list[Span], launches: int | None, *, from_ns: int) -> None:
-        """For the devices: these ran, `from_ns` being when the block began."""
+    def set_spans(self, spans: list[Span], launches: int | None, *, from_ns: int) -> None:
+        """Fill the trace, for devices. `from_ns` is when the block began."""
         self.timeline = Timeline(
             Span(
                 span.lane,
@@ -52,7 +52,7 @@ def traced(device: Device) -> Iterator[Trace]:
     """The block of `Device.trace`."""
     trace = Trace()
     with device._watch_work(trace):
-        # From idle to idle: all work of the block is in its time, and none of any other.
+        # From idle to idle: the time covers all work of the block and no other.
         device.synchronize("trace")
         start_ns = device.ledger.now_ns()
         try:

@@ -313,7 +313,7 @@ def _feed(
     source = loader if limit is None else first_of(loader, limit)
     if ranks.several:
         ended = start.cursor.ended
-        source = Aligned(loader, ranks, device.ledger, most=limit, ended=ended)
+        source = Aligned(loader, ranks, device.ledger, limit=limit, ended=ended)
     prefetcher = Prefetcher(
         source,
         device,
@@ -324,7 +324,7 @@ def _feed(
         runs_on_owner=lanes.forward is lanes.caller,
         cache=options.cache,
         loader_timeout=options.loader_timeout,
-        draws=start.draws,
+        loader_rng=start.draws,
     )
     return Feed(prefetcher, first=start.first, start=start.cursor, limit=limit)
 

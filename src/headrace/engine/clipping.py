@@ -92,7 +92,7 @@ class Clipping:
                 "step, so the engine cannot divide them by the weight of an update's batches: "
                 f"{fix}" + ("; or use accumulate_by='count'" if divided else "")
             )
-        self._device.say_once(
+        self._device.warn_once(
             f"outside the optimizer: {some}",
             "%s: clip_norm counts them, as clip_grad_norm_(model.parameters()) does, and "
             "optimizer.zero_grad() does not clear them, so the norm grows from step to step: %s",

@@ -118,7 +118,7 @@ class CompiledLoss:
 
     def _give_up(self, why: str) -> None:
         self.why_uncompiled = why
-        self._device.say_once(
+        self._device.warn_once(
             f"compile: {why}", "the step is not compiled and runs as it is: %s", why
         )
 

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.data import BatchCache, UsedIterators, unprefetched
+from headrace.data import BatchCache, UsedIterators, unwrap_prefetcher
 from headrace.device import Device, open_device
 from headrace.engine import memory_error, stored_state
 from headrace.engine.build import (
@@ -208,7 +208,7 @@ class Engine:
         self._builder.apply_plan(plan)
         report = self.compiled
         if report is not None and report.why is not None:
-            self.device.say_once(
+            self.device.warn_once(
                 f"compile: {report.why}",
                 "plan %s: the step is not compiled and runs as it is: %s",
                 plan.name,
@@ -430,7 +430,7 @@ class Engine:
         self._end_other_loop()
         self._change_plan()
         self._warn_eval_mode()
-        loader = unprefetched(loader)
+        loader = unwrap_prefetcher(loader)
         set_loader_epoch(loader, self.epochs)
         try:
             loader, start = self._place.begin(loader, first)

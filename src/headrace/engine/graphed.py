@@ -500,7 +500,7 @@ class StepGraphs:
 def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
     """Log once why a plan's step does not run as a graph. `why` is a clause that follows
     "because"."""
-    device.say_once(
+    device.warn_once(
         f"graphs: {why}",
         "plan %s: the step's kernels are launched one by one, not as a graph, because %s",
         plan_name,

@@ -127,7 +127,7 @@ class HalvingStep:
         halves = split(batch)
         if halves is None:
             raise torch.OutOfMemoryError(problem)
-        parts.device.say_once(
+        parts.device.warn_once(
             "halved",
             "a batch did not fit into the memory of %s and is trained on in two halves, which "
             "takes longer: use smaller batches if this happens often",

@@ -232,7 +232,7 @@ class Pass:
         """End the pass without the other ranks. Values that were not summed yet are lost."""
         stages = self.stages
         if by_break and (stages.recorder.pending or self.progress.standing.in_group):
-            stages.device.say_once(
+            stages.device.warn_once(
                 "left",
                 "rank %d left the loop before its last values were summed over ranks: expected "
                 "engine.leave() on all ranks first, or max_steps",

@@ -100,10 +100,10 @@ class NonFiniteWatch:
                 batch=entry.step,
             )
         if max_skipped is None:
-            self._device.say_once("non-finite", "%s at %s", what, where)
+            self._device.warn_once("non-finite", "%s at %s", what, where)
         else:
             outcome = "; its update is skipped" if skipped else ""
-            self._device.say_once(f"non-finite {where}", "%s at %s%s", what, where, outcome)
+            self._device.warn_once(f"non-finite {where}", "%s at %s%s", what, where, outcome)
 
 
 class UpdateGuard:

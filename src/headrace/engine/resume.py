@@ -24,15 +24,15 @@ import torch
 
 from headrace.data import (
     Cursor,
-    Draws,
-    Rest,
+    LoaderRng,
+    ResumedLoader,
     Skipping,
+    as_stateful,
     generator_states,
     generators_of,
     rng_states,
     set_host_rng_states,
     set_rng_states,
-    state_keeper,
     with_samplers,
 )
 from headrace.device import Device
@@ -55,7 +55,7 @@ class Start:
     cursor: Cursor = Cursor(0)  # noqa: RUF009 - frozen
     pending: tuple[DeferredValues, ...] = ()
     loss: WeightedSum = EMPTY_SUM
-    draws: Draws | None = None
+    draws: LoaderRng | None = None
 
 
 class PositionTracker:
@@ -129,8 +129,10 @@ class PositionTracker:
         self._generators_at_start = generator_states(self._generators)
         if state is None:
             begin = first or 0
-            return loader, Start(begin, Cursor(begin), draws=Draws(loader))
-        draws = Draws(loader, state["drawn_ahead"], state["drawn_last"], begun=self._restore_random)
+            return loader, Start(begin, Cursor(begin), draws=LoaderRng(loader))
+        draws = LoaderRng(
+            loader, state["drawn_ahead"], state["drawn_last"], on_begin=self._restore_random
+        )
         own = state["batch"] if state["own_batch"] is None else state["own_batch"]
         if first is None:
             # If this rank's loader has ended, it begins at its last batch, which is given again.
@@ -238,7 +240,7 @@ def _position_of(state: dict[str, Any], random: dict[str, Any]) -> Position:
 def loader_at(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
     """The loader from `batch` of its epoch on. `state` is the loader's own stored state, if it
     keeps one."""
-    keeper = state_keeper(loader)
+    keeper = as_stateful(loader)
     if keeper is not None and state is not None:
         try:
             keeper.load_state_dict(state)
@@ -248,13 +250,13 @@ def loader_at(loader: Iterable[Any], batch: int, state: Any) -> Iterable[Any]:
                 "the engine's state: expected the kind of loader it was taken with"
             )
             raise
-        return Rest(loader) if batch else loader
+        return ResumedLoader(loader) if batch else loader
     if batch == 0:
         return loader
     for owner in (loader, *(getattr(loader, name, None) for name in ("sampler", "batch_sampler"))):
         if callable(getattr(owner, "start_at", None)):
             owner.start_at(batch)  # type: ignore[union-attr]
-            return Rest(loader)
+            return ResumedLoader(loader)
     return Skipping(loader, batch)
 
 

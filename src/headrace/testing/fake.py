@@ -392,7 +392,7 @@ class FakeDevice(host_threads.Hosts):
         first, launches, from_ns = len(self._spans), self._launches, self.host().time_ns
         yield
         if self._keep_timeline:
-            trace.saw(self._spans[first:], self._launches - launches, from_ns=from_ns)
+            trace.set_spans(self._spans[first:], self._launches - launches, from_ns=from_ns)
         else:
             trace.missing = "the fake device was made with keep_timeline=False"
 

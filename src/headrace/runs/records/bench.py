@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from headrace.device import Span, packed, unpacked
+from headrace.device import Span, pack_spans, unpack_spans
 from headrace.errors import BenchError
 from headrace.runs.busy_window import StreamBusy
 from headrace.runs.records.environment import Environment, WorkRecord
@@ -112,9 +112,9 @@ class StoredTimeline:
     spans: tuple[Span, ...] = ()
 
     @classmethod
-    def unpacked(cls, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+    def unpack_spans(cls, stored: Mapping[str, Any]) -> Mapping[str, Any]:
         """The stored mapping with a mapping for each span; files hold them as `packed` does."""
-        return unpacked(stored)
+        return unpack_spans(stored)
 
     def invalid(self) -> Invalid | None:
         for index, span in enumerate(self.spans):
@@ -318,5 +318,5 @@ class BenchResult(ResultFile):
         values = ResultFile.to_dict(self)
         for row in values["rows"]:
             if row["timeline"] is not None:
-                row["timeline"] |= packed(row["timeline"]["spans"])
+                row["timeline"] |= pack_spans(row["timeline"]["spans"])
         return values

@@ -86,7 +86,7 @@ class BatchPlan:
         self._shuffle = shuffle
         self.buckets: Buckets | None = None
         if shapes is not None and len(self._lengths):
-            self.buckets = Buckets.choose(self._lengths, most=shapes)
+            self.buckets = Buckets.choose(self._lengths, max_buckets=shapes)
 
     def epoch(self, epoch: int) -> EpochBatches:
         random = np.random.default_rng([self._seed, epoch])
