@@ -1,6 +1,7 @@
-"""A lock for the machine: benchmarks take turns on it. Several may make themselves
-ready at a time, but while one measures no other does anything. Two at once would each show the
-other's load, not the plans'."""
+"""A machine-wide lock: while one benchmark measures, the others wait.
+
+Several may prepare at the same time. Two that measure at once would measure each other's load.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +15,21 @@ from typing import Literal
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # no such locks here: two at once are not noticed
+except ImportError:  # this platform has no such locks: benchmarks do not wait for each other
     fcntl = None
 
 
 class MachineLock:
-    """In the block this benchmark makes itself ready; from `begin_measuring` on it is alone.
+    """A context manager: inside the block a benchmark prepares, and from `begin_measuring` on no
+    other one runs.
 
-    A lock on a file, which goes with the process: one in each. `on_wait` is called before waiting
-    for others. Where no file can be locked, nobody is waited for.
+    The lock is on a file and ends with the process; a process can hold one. `on_wait` is called
+    before waiting for others. If the file cannot be locked, benchmarks do not wait.
     """
 
     def __init__(self, on_wait: Callable[[], object], path: Path | None = None) -> None:
         self._on_wait = on_wait
-        self._path = path if path is not None else _usual_path()
+        self._path = path if path is not None else _default_path()
         self._file: int | None = None
 
     def __enter__(self) -> MachineLock:
@@ -52,9 +54,9 @@ class MachineLock:
         self._close()
 
     def begin_measuring(self) -> None:
-        """Wait until no other benchmark is at work; none begins before the block's end."""
+        """Wait until no other benchmark runs. None starts before the end of the block."""
         if fcntl is not None and self._file is not None:
-            # Not in one step: of two that ask for more, each would wait for the other.
+            # Unlock first: two benchmarks that both upgrade their lock would wait for each other.
             fcntl.lockf(self._file, fcntl.LOCK_UN)
             self._lock(fcntl.LOCK_EX)
 
@@ -66,7 +68,7 @@ class MachineLock:
             self._try(kind)
 
     def _try(self, kind: int) -> Literal["mine", "held", "none"]:
-        """Take the lock, or see that another process has it, or that there are no locks here."""
+        """Take the lock. "held": another process has it; "none": files cannot be locked here."""
         assert fcntl is not None
         assert self._file is not None
         try:
@@ -84,6 +86,6 @@ class MachineLock:
             self._file = None
 
 
-def _usual_path() -> Path:
+def _default_path() -> Path:
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(tempfile.gettempdir()) / f"headrace-{user}-measuring.lock"
