@@ -28,8 +28,8 @@ from works import Translator, translation_loss
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.parallel import data_parallel
-from headrace.parallel.models import whole
+from headrace.parallel import wrap_ddp
+from headrace.parallel.models import full_tensor
 
 SENTENCES, LENGTH, BATCHES = 32, 60, 8
 PRECISION = "bf16"
@@ -74,7 +74,7 @@ def spread(model: nn.Module, how: str, device: Device) -> nn.Module:
     if how == "ddp":
         # As PyTorch wants it for graphs: not on the default stream.
         with device.use(device.stream("ddp")):
-            return data_parallel(model)
+            return wrap_ddp(model)
     if how == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import fully_shard
@@ -102,7 +102,7 @@ def trained(way: str, device: Device, mine: list[Any], epochs: int) -> dict[str,
     """Every loss, and what became of the plan."""
     engine = new_engine(way, device)
     results = [engine.epoch(mine) for _ in range(epochs)]
-    weights = (whole(parameter.detach()) for parameter in engine.model.parameters())
+    weights = (full_tensor(parameter.detach()) for parameter in engine.model.parameters())
     total = sum(float(weight.double().abs().sum()) for weight in weights)
     row: dict[str, Any] = {
         "losses": [one for result in results for one in result.losses],

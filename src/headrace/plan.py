@@ -187,11 +187,7 @@ def load_plan(path: str | Path) -> PlanFile:
         plan = {"preset": plan}
     loader = content.get("loader")
     loader = mapping({} if loader is None else loader, f"{path}: loader")
-    refuse_unknown(loader, LoaderPlan.field_names(), f"{path}: loader")
-    try:
-        loader_plan = LoaderPlan(**loader)
-    except PlanError as problem:
-        raise PlanError(f"{path}: loader: {problem}") from None
+    loader_plan = LoaderPlan.from_values(loader, f"{path}: loader")
     return PlanFile(Plan.from_dict(plan, where=f"{path}: plan"), loader_plan)
 
 

@@ -1,7 +1,8 @@
-"""Records that are checked where they are made, and files of them.
+"""Checks and decodes values from outside: YAML and JSON files, stored results, options.
 
-Plans and settings are frozen dataclasses whose fields say what they may be: a type, a choice or a
-range. A wrong value is an error that names the field, what was found and what was expected.
+`Checked` is the base of plans and settings, which check their fields when they are made: type,
+choice and range. `Fields` reads a mapping field by field, or as a whole dataclass. An error names
+file and field, what was found and what was expected: `bench.json: rows[2].gpu = 3: expected …`.
 """
 
 from __future__ import annotations
@@ -15,36 +16,41 @@ import reprlib
 import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 
 from headrace.errors import HeadraceError, PlanError
 
-_MAX_JSON_BYTES = 1 << 30
 Decoded = TypeVar("Decoded")
 
 
 def whole(default: int | None, low: int, high: int, meaning: str, *, unset: str = "") -> Any:
-    """A whole number. `meaning` is its help text; `unset` says what None stands for."""
+    """A field of a `Checked` record: a whole number from `low` to `high`.
+
+    `meaning` is its help text; `unset` says what happens if it is None.
+    """
     described = {"low": low, "high": high, "meaning": meaning, "unset": unset}
     return field(default=default, metadata=described)
 
 
 def number(default: float | None, low: float, high: float, meaning: str, *, unset: str = "") -> Any:
+    """A field of a `Checked` record: a number from `low` to `high`."""
     described = {"low": low, "high": high, "meaning": meaning, "unset": unset}
     return field(default=default, metadata=described)
 
 
 def choice(default: object, meaning: str, *, unset: str = "") -> Any:
+    """A field of a `Checked` record without a range: text, true or false, or one of a `Literal`."""
     return field(default=default, metadata={"meaning": meaning, "unset": unset})
 
 
 @dataclass(frozen=True, slots=True)
 class Checked:
-    """A frozen record whose fields are checked where it is made: type, choice and range."""
+    """Base of frozen records that check their fields when they are made: type, choice, range."""
 
-    #: What a wrong value raises.
+    #: The error that a wrong value raises.
     error: ClassVar[type[HeadraceError]] = PlanError
 
     def __post_init__(self) -> None:
@@ -53,12 +59,35 @@ class Checked:
             _check_field(known, hints[known.name], getattr(self, known.name), self.error)
 
     @classmethod
+    def from_values(cls, values: Mapping[str, Any], where: str) -> Self:
+        """The record from the plain values of a file or of options; errors begin with `where`.
+
+        Unknown keys are refused. Lists become tuples, and text becomes a number where the field is
+        one, since YAML reads `1e-3` as text.
+        """
+        refuse_unknown(values, cls.field_names(), where, cls.error)
+        hints = typing.get_type_hints(cls)
+        try:
+            return cls(**{name: _from_yaml(value, hints[name]) for name, value in values.items()})
+        except cls.error as problem:
+            raise cls.error(f"{where}: {problem}") from None
+
+    @classmethod
     def field_names(cls) -> list[str]:
         return [known.name for known in dataclasses.fields(cls)]
 
 
+def _from_yaml(value: Any, hint: Any) -> Any:
+    if isinstance(value, list):
+        return tuple(value)
+    if isinstance(value, str) and float in (hint, *typing.get_args(hint)):
+        with suppress(ValueError):  # `Checked` refuses what is not a number
+            return float(value)
+    return value
+
+
 def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]:
-    """The mapping in a YAML file. What is wrong with it is an `error` with file and line."""
+    """The mapping in a YAML file. Raises `error`, with file and line, if there is none."""
     import yaml
 
     try:
@@ -73,20 +102,22 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
         raise error(f"{path}{line}: is not YAML ({problem.problem})") from problem
     except yaml.YAMLError as problem:
         raise error(f"{path}: is not YAML ({' '.join(str(problem).split())})") from problem
-    except ValueError as problem:  # a date or number that is none, or a path that is none
+    except ValueError as problem:  # an impossible date or number, or a NUL in the path
         raise error(f"{path}: has a value that cannot be read ({problem})") from problem
     except RecursionError as problem:
         raise error(f"{path}: is nested too deeply") from problem
     return mapping(content, str(path), error)
 
 
-def read_json(path: str | Path, error: type[HeadraceError]) -> Fields:
-    """The mapping in a JSON file. What is wrong with it is an `error` with file and line."""
+def read_json(
+    path: str | Path, error: type[HeadraceError], *, max_bytes: int | None = 1 << 30
+) -> Fields:
+    """The mapping in a JSON file. Raises `error`, with file and line, if there is none."""
     try:
         path = Path(path)
         size = path.stat().st_size
-        if size > _MAX_JSON_BYTES:
-            raise error(f"{path}: has {size:,} bytes; expected at most {_MAX_JSON_BYTES:,}")
+        if max_bytes is not None and size > max_bytes:
+            raise error(f"{path}: has {size:,} bytes; expected at most {max_bytes:,}")
         content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from problem
@@ -94,16 +125,16 @@ def read_json(path: str | Path, error: type[HeadraceError]) -> Fields:
         raise error(f"{path}: is not UTF-8 text ({problem.reason})") from problem
     except json.JSONDecodeError as problem:
         raise error(f"{path}:{problem.lineno}: is not JSON ({problem.msg})") from problem
-    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, say
+    except (ValueError, RecursionError) as problem:  # thousands of digits, or nested too deeply
         raise error(f"{path}: cannot be read as JSON ({problem})") from problem
     return Fields(content, str(path), error)
 
 
 class Fields:
-    """The fields of a mapping from a file or an option, each checked when it is read.
+    """The fields of a mapping from a file, each checked when it is read.
 
-    An error says file, field, what was found and what was expected:
-    `bench.json: rows[2].speedup = 'x': expected a number`. Null counts as missing.
+    Null counts as missing. `file` and `path` say in errors where the mapping stands:
+    `bench.json: rows[2].speedup = 'x': expected a number`.
     """
 
     def __init__(
@@ -210,8 +241,8 @@ class Fields:
         return None if value is None else self._decoded(value, hint, self.path_of(name))
 
     def _decoded(self, value: Any, hint: Any, path: str) -> Any:
-        """The value as the type `hint` asks for: plain values, or dataclasses, tuples and
-        dictionaries of them."""
+        """The value, checked and converted to the type `hint`: a plain value, or a dataclass,
+        tuple or dict of them."""
         origin, arguments = typing.get_origin(hint), typing.get_args(hint)
         if is_union(hint):
             if value is None and type(None) in arguments:
@@ -316,9 +347,16 @@ def _check_field(
         raise error(f"{found}: expected a name")
 
 
+def require_whole(name: str, value: object, least: int, error: type[HeadraceError]) -> None:
+    """Raise `error` unless `value` is a whole number, `least` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise error(f"{name} = {quoted(value)}: expected a whole number, {least} or more")
+
+
 def mapping(
     values: object, where: str, error: type[HeadraceError] = PlanError
 ) -> Mapping[str, Any]:
+    """`values`, if they are a mapping; else raise `error`."""
     return Fields(values, where, error).values
 
 
@@ -328,6 +366,7 @@ def refuse_unknown(
     where: str,
     error: type[HeadraceError] = PlanError,
 ) -> None:
+    """Raise `error` for a key that is not known, and suggest the nearest one."""
     for key in given:
         if key not in known:
             raise error(
@@ -336,13 +375,17 @@ def refuse_unknown(
 
 
 def nearest(word: object, known: Iterable[str]) -> str:
+    """ " (did you mean 'x'?)" with the known word most like `word`; empty if none is like it."""
     close = difflib.get_close_matches(word, list(known), n=1) if isinstance(word, str) else []
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
 def quoted(value: object) -> str:
-    """The value as it was given, shortened where it is long: a few lines of YAML can stand for
-    more text than there is memory, and Python refuses to write out thousands of digits."""
+    """The value as Python writes it, shortened.
+
+    A few lines of YAML can expand to more text than fits in memory, and Python refuses to print
+    integers of thousands of digits.
+    """
     try:
         return _REPR.repr(value)
     except (ValueError, RecursionError):
@@ -377,6 +420,7 @@ def listed(words: Iterable[object]) -> str:
 
 
 def shown(value: object) -> str:
+    """The value as tables show it: yes, no, – for None."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return "–" if value is None else str(value)

@@ -10,8 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.atomic_files import DurableFile
 from headrace.checkpoint.pieces import StoredTensors
-from headrace.checkpoint.tensorfile import write_tensors
+from headrace.checkpoint.tensor_file import write_tensors
 from headrace.errors import CheckpointError
 
 
@@ -33,7 +34,8 @@ def stored(folder: Path, tensor: torch.Tensor, cuts: list[int]) -> StoredTensors
     starts, files, pieces = [0, *cuts], [], []
     for number, (start, end) in enumerate(zip(starts, [*cuts, len(tensor)], strict=True)):
         files.append(folder / f"{number}.safetensors")
-        write_tensors(files[-1], {"other": torch.ones(3), "w": tensor[start:end].contiguous()})
+        with DurableFile(files[-1]) as file:
+            write_tensors(file, {"other": torch.ones(3), "w": tensor[start:end].contiguous()})
         pieces.append([number, [start, *[0] * (tensor.dim() - 1)]])
     sharded = {"w": {"shape": list(tensor.shape), "pieces": pieces}}
     return StoredTensors(files, {"whole": {"other": 0}, "sharded": sharded}, parts=True)
@@ -50,6 +52,15 @@ def test_any_part_is_as_sliced(
         ends = (first + length for first, length in zip(begin, size, strict=True))
         assert torch.equal(found.part(begin, size), tensor[tuple(map(slice, begin, ends))])
         assert torch.equal(found.whole(), tensor)
+
+
+def test_scalars_and_half_precision(tmp_path: Path) -> None:
+    path, row = tmp_path / "w.safetensors", torch.arange(3).bfloat16()
+    with DurableFile(path) as file:
+        write_tensors(file, {"scalar": torch.tensor(2.5), "row": row})
+    found = StoredTensors([path], {"whole": {"scalar": 0, "row": 0}, "sharded": {}}, parts=True)
+    assert torch.equal(found["scalar"], torch.tensor(2.5))
+    assert torch.equal(found["row"].part([1], [2]), row[1:])
 
 
 def test_a_missing_piece_is_named(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from headrace.checkpoint import (
     load_checkpoint,
     save_checkpoint,
     snapshot,
-    tensorfile,
+    tensor_file,
 )
 from headrace.device import Device, Event, PinnedBuffer, Stream
 from headrace.errors import CheckpointError, ClosedError, EventNotRecordedError
@@ -235,7 +235,7 @@ def test_every_type_comes_back_bit_for_bit(
 ) -> None:
     monkeypatch.setattr(snapshot, "_PIECE_BYTES", 64)
     raw = torch.arange(256, dtype=torch.uint8).repeat(2)  # signalling NaNs, -0.0 and all
-    dtypes = [*tensorfile.DTYPE_NAMES, torch.complex128]
+    dtypes = [*tensor_file.DTYPE_NAMES, torch.complex128]
     state = {str(dtype): raw.view(dtype) for dtype in dtypes if dtype is not torch.bool}
     state["flags"] = raw > 99
     with FakeDevice() as device, CheckpointWriter(device, tmp_path) as writer:

@@ -1,4 +1,4 @@
-"""Where the host's generators stand, and going back there."""
+"""The states of the host's generators, and going back to them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.data import host_states, set_host_states
+from headrace.data import host_rng_states, set_host_rng_states
 
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: float(torch.rand(())),
@@ -27,29 +27,30 @@ DRAWS: dict[str, Callable[[], Any]] = {
 
 
 class TestHostStates:
-    def test_a_normal_number_in_stock_is_part_of_them(self) -> None:
-        """NumPy makes two at a time: the second is drawn without a trace in the generator."""
+    def test_numpys_stored_normal_number_is_part_of_them(self) -> None:
+        """NumPy makes normal numbers in pairs: drawing the second leaves the generator's words as
+        they were."""
         numpy.random.seed(1)
-        host_states()
+        host_rng_states()
         numpy.random.randn()
-        with_stock = host_states()
+        with_stored = host_rng_states()
         second = numpy.random.randn()
-        without = host_states()
+        without = host_rng_states()
         third = numpy.random.randn()
-        set_host_states(with_stock)
+        set_host_rng_states(with_stored)
         assert numpy.random.randn() == second
-        set_host_states(without)
+        set_host_rng_states(without)
         assert numpy.random.randn() == third
-        set_host_states(with_stock)
-        assert host_states()["numpy"][3] == 1  # the words are the same as without
+        set_host_rng_states(with_stored)
+        assert host_rng_states()["numpy"][3] == 1  # with the same words as `without`
 
     @given(draws=st.lists(st.sampled_from(sorted(DRAWS)), max_size=12))
     def test_go_back(self, draws: list[str]) -> None:
-        """To any moment between draws of all kinds, some of which leave few traces."""
-        states, drawn = [host_states()], []
+        """From any state between draws of all kinds, the same numbers follow again."""
+        states, drawn = [host_rng_states()], []
         for name in draws:
             drawn.append(DRAWS[name]())
-            states.append(host_states())
+            states.append(host_rng_states())
         for at, state in enumerate(states):
-            set_host_states(state)
+            set_host_rng_states(state)
             assert [DRAWS[name]() for name in draws[at:]] == drawn[at:]

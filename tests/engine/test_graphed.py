@@ -513,10 +513,10 @@ class TestMax:
         assert engine.graphs.replays == 17  # after one that is compiled, and two watched
 
 
-class OnDevice(Ranks):
+class NcclRanks(Ranks):
     """One rank whose gradients NCCL would average."""
 
-    on_device = True
+    uses_nccl = True
 
 
 def test_ddp_is_watched_after_its_first_steps(
@@ -543,7 +543,7 @@ def test_ddp_is_watched_after_its_first_steps(
         precision=None,
         spread=False,
     )
-    parts = replace(engine._training.parts, forward=forward, spread="ddp", ranks=OnDevice())
+    parts = replace(engine._training.parts, forward=forward, spread="ddp", ranks=NcclRanks())
     graphs = StepGraphs(parts, GRAPH)
     batch = tuple(part.to(fake_device.torch_device) for part in data(1)[0])
     fetched = Fetched(0, batch, nbytes=0, samples=1, cursor=Cursor(1))

@@ -1,4 +1,4 @@
-"""What a process makes of the variables that torchrun sets."""
+"""Joining ranks by the environment variables that torchrun sets."""
 
 from __future__ import annotations
 
@@ -8,37 +8,37 @@ from headrace.errors import DeviceNotFoundError, RanksError
 from headrace.parallel import SINGLE, torchrun
 
 
-def test_without_torchrun_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
-    with torchrun.launched() as ranks:
+    with torchrun.join_ranks() as ranks:
         assert ranks is SINGLE
-    assert torchrun.own_device("auto") == "auto"
+    assert torchrun.rank_device("auto") == "auto"
 
 
 def test_each_rank_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchrun, "available_devices", lambda: ["cuda:0", "cpu"])
     for name, value in (("RANK", "5"), ("WORLD_SIZE", "8"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
-    assert torchrun.own_device("auto") == "cuda:1"  # which open_device then refuses by name
-    assert torchrun.own_device("cuda") == "cuda:1"
-    assert torchrun.own_device("cpu") == "cpu"
-    with pytest.raises(DeviceNotFoundError, match="each rank takes one of its own"):
-        torchrun.own_device("cuda:0")
+    assert torchrun.rank_device("auto") == "cuda:1"  # does not exist: open_device will refuse it
+    assert torchrun.rank_device("cuda") == "cuda:1"
+    assert torchrun.rank_device("cpu") == "cpu"
+    with pytest.raises(DeviceNotFoundError, match="each rank uses a device of its own"):
+        torchrun.rank_device("cuda:0")
 
 
-def test_ranks_that_do_not_meet_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_cannot_connect_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     with (
-        pytest.raises(RanksError, match="rank 1 of 2 did not meet the others"),
-        torchrun.launched(),
+        pytest.raises(RanksError, match="rank 1 of 2 could not connect to the others"),
+        torchrun.join_ranks(),
     ):
-        raise AssertionError("is never reached")
+        raise AssertionError("must not be reached")
 
 
 @pytest.mark.parametrize(
-    ("problem", "gone"),
+    ("problem", "lost"),
     [
         (RuntimeError("gloo/transport/tcp/pair.cc: Connection closed by peer [127.0.0.1]"), True),
         (RuntimeError("Timed out waiting 1800000ms for recv operation to complete"), True),
@@ -46,5 +46,5 @@ def test_ranks_that_do_not_meet_are_an_error(monkeypatch: pytest.MonkeyPatch) ->
         (ValueError("connection closed"), False),
     ],
 )
-def test_an_error_that_is_another_ranks(problem: Exception, gone: bool) -> None:
-    assert torchrun._is_gone(problem) is gone
+def test_errors_that_mean_another_rank_is_gone(problem: Exception, lost: bool) -> None:
+    assert torchrun._is_lost_rank(problem) is lost

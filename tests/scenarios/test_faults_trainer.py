@@ -20,7 +20,8 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from headrace.checkpoint import durable, latest_checkpoint
+from headrace import atomic_files
+from headrace.checkpoint import latest_checkpoint
 from headrace.cli import app
 from headrace.errors import (
     CheckpointError,
@@ -135,7 +136,7 @@ class TestDisk:
         caplog: pytest.LogCaptureFixture,
     ) -> None:
         """Full for the third and the fourth; the others are there, and so is the run's end."""
-        made, init = [0], durable.DurableFile.__init__
+        made, init = [0], atomic_files.DurableFile.__init__
 
         def full(self: Any, path: Path) -> None:
             made[0] += "step-" in str(path)
@@ -143,7 +144,7 @@ class TestDisk:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             init(self, path)
 
-        monkeypatch.setattr(durable.DurableFile, "__init__", full)
+        monkeypatch.setattr(atomic_files.DurableFile, "__init__", full)
         trainer = new(corpus, tmp_path, "run")
         trainer.run()
         assert weights_of(trainer.folder.path) == whole
@@ -165,11 +166,14 @@ class TestDisk:
             trainer.folder.state.rmdir()
             expected = "No such file or directory; that folder cannot be read"
         else:
+            create = atomic_files._create_locked
 
-            def refuse(place: Path) -> Any:
-                raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+            def refuse(path: Path, stack: Any) -> Any:
+                if path.name.startswith("step-"):
+                    raise PermissionError(errno.EROFS, os.strerror(errno.EROFS))
+                return create(path, stack)
 
-            monkeypatch.setattr(durable, "_claim", refuse)
+            monkeypatch.setattr(atomic_files, "_create_locked", refuse)
             expected = "Read-only file system; no older one is there"
         assert trainer.run().scores is not None
         assert expected in caplog.text
@@ -411,7 +415,7 @@ class TestStopping:
         codes: list[int] = []
         told: list[str] = []
         monkeypatch.setattr(os, "_exit", codes.append)
-        monkeypatch.setattr("headrace.translation.trainer.end_children", lambda: None)
+        monkeypatch.setattr("headrace.translation.trainer.kill_children", lambda: None)
         leave_overdue(7, RunFolder(tmp_path / "run"), told.append)
         assert codes == [143]
         assert "7 s after SIGTERM" in told[0]

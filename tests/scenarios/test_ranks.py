@@ -21,7 +21,7 @@ from headrace.checkpoint import CheckpointWriter, latest_checkpoint, load_checkp
 from headrace.device import open_device
 from headrace.engine import Engine
 from headrace.errors import CheckpointError, StepError
-from headrace.parallel import SINGLE, Agreement, spread_of
+from headrace.parallel import SINGLE, Agreement, parallelism_of
 from support import ranks_jobs as jobs
 
 CLOSE = 1e-5
@@ -221,24 +221,24 @@ class TestEnds:
 
 
 class TestTalk:
-    def test_all_learn_of_a_wish_after_the_same_update(self, two: dict[Any, Any]) -> None:
+    def test_all_ranks_learn_of_a_request_after_the_same_update(self, two: dict[Any, Any]) -> None:
         one, other = result_of(two, jobs.talk)
         # Wished by rank 1 at its 4th look, sent at that one, learnt two looks later.
         assert one["learnt"] == other["learnt"] == [0, 0, 0, 0, 0, 15, 0, 0, 0]
         assert one["settled"] == other["settled"] == [15, 1]
 
-    def test_what_is_told_and_gathered(self, two: dict[Any, Any]) -> None:
+    def test_broadcast_and_all_gather(self, two: dict[Any, Any]) -> None:
         for found in result_of(two, jobs.talk):
-            assert found["told"] == ["of", 0]
-            assert found["gathered"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "é" * 9}]
+            assert found["broadcast"] == ["of", 0]
+            assert found["all_gather"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "é" * 9}]
             assert found["waits"] == ["agreement", "ranks"]  # no wait outside the ledger
 
     def test_a_process_alone_knows_at_once(self) -> None:
         device = open_device("cpu")
         agreement = Agreement(SINGLE, device)
-        assert agreement.look(15, 0) == (15, 0)
-        assert agreement.settle(0, 1) == (0, 1)
-        assert SINGLE.gathered("x", device.ledger) == ["x"]
+        assert agreement.poll(15, 0) == (15, 0)
+        assert agreement.wait(0, 1) == (0, 1)
+        assert SINGLE.all_gather("x", device.ledger) == ["x"]
         assert device.ledger.statistics().count == 0
 
     def test_graphs_are_refused_with_the_reason(self, two: dict[Any, Any]) -> None:
@@ -328,7 +328,7 @@ class TestCheckpoints:
 class TestOneProcess:
     def test_a_plain_model_needs_nobody(self) -> None:
         engine = jobs.new_engine("plain")
-        assert (engine.ranks, spread_of(engine.model)) == (SINGLE, "plain")
+        assert (engine.ranks, parallelism_of(engine.model)) == (SINGLE, "plain")
 
     def test_one_process_writes_the_plain_layout(self, tmp_path: Path) -> None:
         engine: Engine = jobs.new_engine("plain")
@@ -340,7 +340,7 @@ class TestOneProcess:
 
     def test_fp16_under_fsdp_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         engine = jobs.new_engine("plain")
-        monkeypatch.setattr("headrace.engine.build.spread_of", lambda model: "fsdp")
+        monkeypatch.setattr("headrace.engine.build.parallelism_of", lambda model: "fsdp")
         with pytest.raises(StepError, match="use bf16"):
             engine.use_plan(replace(engine.plan, precision="fp16"))
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensorfile
+from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint, tensor_file
 from headrace.device import Device, open_device
 from headrace.engine import Engine, graph_rules
 from headrace.errors import CheckpointError, StepError
-from headrace.parallel import Agreement, Ranks, synchronise_gradients, whole_weights
-from headrace.parallel.models import whole
+from headrace.parallel import Agreement, Ranks, full_state_dict, set_gradient_sync
+from headrace.parallel.models import full_tensor
 
 WIDTH = 6
 ROWS = (7, 4, 1, 5, 2, 6, 3, 7, 2, 1, 5)  # of each global batch: some have fewer than ranks
@@ -102,10 +102,10 @@ def trained(how: str, options: dict[str, Any], rank: int, size: int) -> dict[str
         "metrics": results[-1].metrics,
         "updates": engine.updates,
         "evaluated": engine.evaluate(batches).mean_loss,
-        "model": {name: value.tolist() for name, value in whole_weights(engine.model).items()},
+        "model": {name: value.tolist() for name, value in full_state_dict(engine.model).items()},
     }
     if engine.ema is not None:
-        found["ema"] = [whole(average).tolist() for average in engine.ema.state()]
+        found["ema"] = [full_tensor(average).tolist() for average in engine.ema.state()]
         with engine.ema.applied():
             found["evaluated_averages"] = engine.evaluate(batches).mean_loss
         found["evaluated_again"] = engine.evaluate(batches).mean_loss
@@ -273,7 +273,7 @@ def one_is_not_finite(rank: int, size: int, how: str) -> dict[str, Any]:
     if rank == size - 1:
         batches[1] = (batches[1][0] * float("nan"), *batches[1][1:])
     result = engine.epoch(batches)
-    weights = {name: value.tolist() for name, value in whole_weights(engine.model).items()}
+    weights = {name: value.tolist() for name, value in full_state_dict(engine.model).items()}
     return {"non_finite": result.non_finite, "model": weights, "last": result.losses[-1]}
 
 
@@ -304,7 +304,7 @@ def inside_a_group(rank: int, size: int, how: str) -> dict[str, Any]:
         said.append(str(problem))
     steps.close()
     losses = engine.last_result.losses if engine.last_result is not None else ()
-    weights = {name: value.tolist() for name, value in whole_weights(engine.model).items()}
+    weights = {name: value.tolist() for name, value in full_state_dict(engine.model).items()}
     return {"said": said, "updates": engine.updates, "model": weights, "losses": losses}
 
 
@@ -330,7 +330,7 @@ def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, 
     assert scheduler is not None
     for index in range(trained):
         ends = (index + 1) % 3 == 0 or index + 1 == trained
-        synchronise_gradients(model, ends)
+        set_gradient_sync(model, ends)
         value = loss(model, mine[min(index, len(mine) - 1)])["loss"]
         (value / 3 if index < len(mine) else value * 0).backward()
         if ends:
@@ -338,7 +338,7 @@ def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, 
             optimizer.step()
             optimizer.zero_grad()
             scheduler.step()
-    expected, found = whole_weights(model), whole_weights(engine.model)
+    expected, found = full_state_dict(model), full_state_dict(engine.model)
     return {
         "same": all(torch.equal(found[name], expected[name]) for name in expected),
         "close": all(torch.allclose(found[name], expected[name]) for name in expected),
@@ -357,18 +357,18 @@ def one_breaks_out(rank: int, size: int) -> dict[str, Any]:
 
 
 def talk(rank: int, size: int) -> dict[str, Any]:
-    """What ranks tell each other, and when they learn what one of them wishes."""
+    """What the ranks exchange, and when all of them learn what one requests."""
     ranks, device = Ranks.of(dist.group.WORLD), open_device("cpu")
     agreement = Agreement(ranks, device, every=2)
     learnt = []
     for update in range(9):
-        wish = 15 if rank == 1 and update >= 3 else 0
-        learnt.append(agreement.look(wish, 0)[0])
+        request = 15 if rank == 1 and update >= 3 else 0
+        learnt.append(agreement.poll(request, 0)[0])
     return {
-        "gathered": ranks.gathered({"rank": rank, "text": "é" * rank * 9}, device.ledger),
-        "told": ranks.told(["of", rank], device.ledger),
+        "all_gather": ranks.all_gather({"rank": rank, "text": "é" * rank * 9}, device.ledger),
+        "broadcast": ranks.broadcast(["of", rank], device.ledger),
         "learnt": learnt,
-        "settled": agreement.settle(rank, 1 - rank),
+        "settled": agreement.wait(rank, 1 - rank),
         "waits": sorted(reason.reason for reason in device.ledger.statistics().reasons),
     }
 
@@ -381,17 +381,17 @@ def graphs_refused(rank: int, size: int) -> list[str | None]:
 def deferred_waits(rank: int, size: int) -> dict[str, int]:
     """How often the loop's values were summed over ranks: once for ten batches."""
     sums: list[int] = []
-    plain = Ranks.sum
+    plain = Ranks.all_reduce
 
     def counted(self: Ranks, tensor: torch.Tensor) -> Any:
         sums.append(tensor.numel())
         return plain(self, tensor)
 
-    Ranks.sum = counted  # type: ignore[method-assign]
+    Ranks.all_reduce = counted  # type: ignore[method-assign]
     try:
         new_engine("ddp").epoch([share(batch, rank, size) for batch in global_batches()])
     finally:
-        Ranks.sum = plain  # type: ignore[method-assign]
+        Ranks.all_reduce = plain  # type: ignore[method-assign]
     return {"weights": sums.count(1), "values": sum(number > 1 for number in sums)}
 
 
@@ -440,7 +440,7 @@ def resumed(rank: int, size: int, how: str, options: dict[str, Any], folder: str
         "path": path.name,
         "losses": result.losses,
         "evaluated": engine.evaluate(batches).mean_loss,
-        "model": {name: value.tolist() for name, value in whole_weights(engine.model).items()},
+        "model": {name: value.tolist() for name, value in full_state_dict(engine.model).items()},
     }
 
 
@@ -454,18 +454,18 @@ def cannot_write(rank: int, size: int, folder: str) -> str:
     engine = new_engine("ddp")
     writer = CheckpointWriter(engine.device, Path(folder), ranks=engine.ranks)
     writer.save({"engine": engine.state_dict()}, 1, wait=True)
-    plain = tensorfile.write_tensors
+    plain = tensor_file.write_tensors
 
     def full(path: Path, tensors: Any) -> Any:
         raise OSError(28, "No space left on device")
 
     if rank == 1:
-        tensorfile.write_tensors = full
+        tensor_file.write_tensors = full
     try:
         writer.save({"engine": engine.state_dict()}, 2, wait=True)
     except CheckpointError as problem:
         return str(problem)
     finally:
-        tensorfile.write_tensors = plain
+        tensor_file.write_tensors = plain
         writer.close()
     return "nothing was said"

@@ -8,41 +8,33 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
-from typing import Literal
+from types import TracebackType
 
-fcntl: ModuleType | None
-try:
-    import fcntl
-except ImportError:  # this platform has no such locks: benchmarks do not wait for each other
-    fcntl = None
+from headrace.file_lock import FileLock
 
 
 class MachineLock:
-    """A context manager: inside the block a benchmark prepares, and from `begin_measuring` on no
-    other one runs.
+    """Inside the block this benchmark may prepare; from `begin_measuring` on it is alone.
 
-    The lock is on a file and ends with the process; a process can hold one. `on_wait` is called
-    before waiting for others. If the file cannot be locked, benchmarks do not wait.
+    `on_wait` is called before waiting for other benchmarks. Where no file can be locked, the
+    benchmark waits for nobody.
     """
 
     def __init__(self, on_wait: Callable[[], object], path: Path | None = None) -> None:
         self._on_wait = on_wait
         self._path = path if path is not None else _default_path()
-        self._file: int | None = None
+        self._lock: FileLock | None = None
 
     def __enter__(self) -> MachineLock:
-        if fcntl is not None:
-            try:
-                self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o600)
-            except OSError:
-                return self
-            try:
-                self._lock(fcntl.LOCK_SH)
-            except BaseException:  # Ctrl-C while waiting
-                self._close()
-                raise
+        with suppress(OSError):
+            self._lock = FileLock(self._path, mode=0o600)
+        try:
+            self._acquire(shared=True)
+        except BaseException:  # Ctrl-C while waiting
+            self._close()
+            raise
         return self
 
     def __exit__(
@@ -54,36 +46,30 @@ class MachineLock:
         self._close()
 
     def begin_measuring(self) -> None:
-        """Wait until no other benchmark runs. None starts before the end of the block."""
-        if fcntl is not None and self._file is not None:
-            # Unlock first: two benchmarks that both upgrade their lock would wait for each other.
-            fcntl.lockf(self._file, fcntl.LOCK_UN)
-            self._lock(fcntl.LOCK_EX)
+        """Wait until no other benchmark is running; none starts before the block ends."""
+        if self._lock is not None:
+            # Two that held on to their shared locks here would wait for each other forever.
+            self._lock.release()
+            self._acquire(shared=False)
 
-    def _lock(self, kind: int) -> None:
-        assert fcntl is not None
-        assert self._file is not None
-        if self._try(kind | fcntl.LOCK_NB) == "held":
+    def _acquire(self, *, shared: bool) -> None:
+        if not self._try(shared=shared, wait=False):
             self._on_wait()
-            self._try(kind)
+            self._try(shared=shared, wait=True)
 
-    def _try(self, kind: int) -> Literal["mine", "held", "none"]:
-        """Take the lock. "held": another process has it; "none": files cannot be locked here."""
-        assert fcntl is not None
-        assert self._file is not None
-        try:
-            fcntl.lockf(self._file, kind)
-        except (BlockingIOError, PermissionError):
-            return "held"
-        except OSError:
-            self._close()
-            return "none"
-        return "mine"
+    def _try(self, *, shared: bool, wait: bool) -> bool:
+        """Whether this benchmark has the lock, or can do without: there are no locks here."""
+        if self._lock is not None:
+            try:
+                return self._lock.acquire(shared=shared, wait=wait)
+            except OSError:  # a file system without locks
+                self._close()
+        return True
 
     def _close(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        if self._lock is not None:
+            self._lock.close()
+            self._lock = None
 
 
 def _default_path() -> Path:

@@ -15,13 +15,15 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint import durable, states
-from headrace.checkpoint.durable import DurableFile, FileDigest
+from headrace import atomic_files
+from headrace.atomic_files import DurableFile
+from headrace.checkpoint import states
 from headrace.checkpoint.pieces import StoredTensors
 from headrace.checkpoint.snapshot import on_host
-from headrace.checkpoint.tensorfile import check_file, read_tensors, write_tensors
+from headrace.checkpoint.tensor_file import FileDigest, read_tensors, write_tensors
 from headrace.device import Device, open_device
 from headrace.errors import CheckpointError
+from headrace.schema import require_whole
 
 log = logging.getLogger("headrace")
 
@@ -65,8 +67,9 @@ def write_checkpoint(
     """Write an encoded state whose tensors are on the host."""
     target = folder / f"step-{step:08d}"
     try:
-        with durable.new_folder(target) as temporary:
-            digest = write_tensors(temporary / TENSOR_FILE, tensors)
+        with atomic_files.temporary_folder(target) as temporary:
+            with DurableFile(temporary / TENSOR_FILE) as file:
+                digest = write_tensors(file, tensors)
             content = {
                 "step": step,
                 "tensors": {"bytes": digest.nbytes, "sha256": digest.sha256},
@@ -86,16 +89,16 @@ def commit(temporary: Path, target: Path, content: Mapping[str, Any], *, keep: i
     remove the oldest beyond `keep`."""
     with DurableFile(temporary / STATE_FILE) as file:
         file.write(_state_json(content))
-    durable.sync_folder(temporary)
+    atomic_files.sync_folder(temporary)
     _put_in_place(temporary, target)
-    durable.sync_folder(target.parent)
+    atomic_files.sync_folder(target.parent)
     _tidy(target.parent, target, keep)
 
 
 def require_counts(*, step: int = 0, keep: int = 1) -> None:
-    for name, number, least in (("step", step, 0), ("keep", keep, 1)):
-        if isinstance(number, bool) or not isinstance(number, int) or number < least:
-            raise CheckpointError(f"{name} = {number!r}: expected a whole number, {least} or more")
+    """Raise `CheckpointError` if a step or the number of checkpoints to keep is not valid."""
+    require_whole("step", step, 0, CheckpointError)
+    require_whole("keep", keep, 1, CheckpointError)
 
 
 def _state_json(content: Mapping[str, Any]) -> bytes:
@@ -114,7 +117,7 @@ def _checksum(content: object) -> str:
 def _put_in_place(temporary: Path, target: Path) -> None:
     """Rename, where a folder of that name may be already. Between the two renames the one that is
     replaced still counts, under its other name."""
-    replaced = durable.unique(target, "replaced")
+    replaced = atomic_files.unique_path(target, "replaced")
     if target.exists():
         target.rename(replaced)
     try:
@@ -136,10 +139,10 @@ def still_there(folder: Path) -> str:
 def _tidy(folder: Path, written: Path, keep: int) -> None:
     """Remove what is not needed any more. The checkpoint is written: nothing here is fatal."""
     try:
-        durable.remove_left_behind(folder, "*step-*")
+        atomic_files.remove_abandoned(folder, "*step-*")
         _restore_replaced(folder)
         for path in _surplus(folder, written, keep):
-            durable.discard(path)
+            atomic_files.remove_folder(path)
     except OSError as problem:
         log.warning("older checkpoints in %s were not removed: %s", folder, problem)
 
@@ -236,7 +239,7 @@ def problem_of(
     try:
         for file, digest in _tensor_files(path, _read_content(path))[rank::ranks]:
             if every_byte:
-                check_file(file, digest)
+                digest.require(file)
             else:
                 digest.require_size(file, file.stat().st_size)
     except CheckpointError as problem:
@@ -263,14 +266,15 @@ def load_checkpoint(
         content = _read_content(path)
         files = _tensor_files(path, content)
         tensors: Mapping[str, Any]
-        if "files" in content:
-            if not parts:
-                for file, digest in files:
-                    check_file(file, digest)
+        several_ranks = "files" in content
+        if not (several_ranks and parts):
+            for file, digest in files:
+                digest.require(file)
+        if several_ranks:
             stored = StoredTensors([file for file, _ in files], content, parts=parts)
             tensors = stored if parts else dict(stored)
         else:
-            tensors = read_tensors(*files[0])
+            tensors = read_tensors(files[0][0])
     except OSError as problem:
         raise _unreadable(path, problem) from problem
     except CheckpointError:
@@ -304,7 +308,7 @@ def _read_content(path: Path) -> dict[str, Any]:
     try:
         document = json.loads(file.read_bytes())
     except (ValueError, RecursionError) as problem:
-        raise CheckpointError(f"{file} is torn, or no JSON: {problem}") from problem
+        raise CheckpointError(f"{file} is incomplete, or not JSON: {problem}") from problem
     found = document.get("format") if isinstance(document, dict) else None
     if found != FORMAT:
         raise CheckpointError(f"{file} has format = {found!r}: expected {FORMAT!r}")
@@ -314,7 +318,7 @@ def _read_content(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{file} has version = {version!r}: this Headrace reads {known}")
     content: dict[str, Any] | None = document.get("content")
     if not isinstance(content, dict) or _checksum_or_none(content) != document.get("sha256"):
-        raise CheckpointError(f"{file} does not have its own checksum: its bytes have changed")
+        raise CheckpointError(f"{file} does not match its own checksum: the file was changed")
     while version != VERSION:
         content, version = UPGRADES[version](content), version + 1
     return content

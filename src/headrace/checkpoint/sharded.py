@@ -18,11 +18,13 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint import durable, folders, states, tensorfile
-from headrace.checkpoint.durable import FileDigest
+from headrace import atomic_files
+from headrace.atomic_files import DurableFile
+from headrace.checkpoint import folders, states, tensor_file
+from headrace.checkpoint.tensor_file import FileDigest
 from headrace.device import Ledger
 from headrace.errors import CheckpointError
-from headrace.parallel import Ranks, is_sharded, local, place
+from headrace.parallel import Ranks, is_sharded, local_shard, shard_region
 
 _REASON = "checkpoint_ranks"
 
@@ -87,13 +89,13 @@ class _SharedEncoder(states.Encoder):
     def _tensor(self, tensor: torch.Tensor, path: states.Path) -> dict[str, Any]:
         if not is_sharded(tensor):
             return super()._tensor(tensor, path)
-        if tensor.dtype not in tensorfile.DTYPE_NAMES:
+        if tensor.dtype not in tensor_file.DTYPE_NAMES:
             raise CheckpointError(
                 f"{states.place(path)} is sharded and {tensor.dtype}, which safetensors does not "
                 "know"
             )
-        offset, _ = place(tensor)
-        name = self._name(local(tensor), path)
+        offset, _ = shard_region(tensor)
+        name = self._name(local_shard(tensor), path)
         self.shards[name] = {"offset": list(offset), "shape": list(tensor.shape)}
         return {"$tensor": name}
 
@@ -113,7 +115,7 @@ def write_shared(
     target = folder / f"step-{step:08d}"
     making: AbstractContextManager[Path | None] = nullcontext()
     if ranks.is_first:
-        making = durable.new_folder(target)
+        making = atomic_files.temporary_folder(target)
     told: dict[str, Any] = {}
     try:
         with making as made:
@@ -121,7 +123,7 @@ def write_shared(
             return _write_together(target, state, tensors, step, keep, ranks, ledger, told)
     except OSError as problem:
         if not told:  # no folder: the others wait to be told of one
-            ranks.told({"error": f"{folder}: {problem.strerror or problem}"}, ledger, _REASON)
+            ranks.broadcast({"error": f"{folder}: {problem.strerror or problem}"}, ledger, _REASON)
         raise CheckpointError(
             f"the checkpoint of step {step} was not written to {folder}: "
             f"{problem.strerror or problem}; {folders.still_there(folder)}"
@@ -138,16 +140,17 @@ def _write_together(
     ledger: Ledger,
     told: dict[str, Any],
 ) -> Path:
-    told = ranks.told(told, ledger, _REASON)
+    told = ranks.broadcast(told, ledger, _REASON)
     _require_good([told], step, target)
     temporary = Path(told["folder"])
     name = f"tensors-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
     try:
-        digest = tensorfile.write_tensors(temporary / name, tensors)
+        with DurableFile(temporary / name) as file:
+            digest = tensor_file.write_tensors(file, tensors)
         told = _written(name, digest, state)
     except OSError as problem:
         told = {"error": f"rank {ranks.rank}: {problem.strerror or problem}"}
-    everyone = ranks.gathered(told, ledger, _REASON)
+    everyone = ranks.all_gather(told, ledger, _REASON)
     _require_good(everyone, step, target)
     told = {}
     if ranks.is_first:
@@ -156,7 +159,7 @@ def _write_together(
             folders.commit(temporary, target, content, keep=keep)
         except OSError as problem:
             told = {"error": f"rank 0: {problem.strerror or problem}"}
-    _require_good([ranks.told(told, ledger, _REASON)], step, target)
+    _require_good([ranks.broadcast(told, ledger, _REASON)], step, target)
     return target
 
 
@@ -208,10 +211,10 @@ def agreed_checkpoint(folder: str | Path, ranks: Ranks, ledger: Ledger) -> Path 
     names: list[str] = []
     if ranks.is_first:
         names = [path.name for path in folders.candidates(folder)]
-    for name in ranks.told(names, ledger, _REASON):
+    for name in ranks.broadcast(names, ledger, _REASON):
         path = folder / name
         problem = folders.problem_of(path, every_byte=True, share=(ranks.rank, ranks.size))
-        found = ranks.gathered(None if problem is None else str(problem), ledger, _REASON)
+        found = ranks.all_gather(None if problem is None else str(problem), ledger, _REASON)
         problems = [f"rank {rank}: {one}" for rank, one in enumerate(found) if one is not None]
         if not problems:
             return path

@@ -22,7 +22,7 @@ from typing import Any
 
 import torch
 
-from headrace.checkpoint import tensorfile
+from headrace.checkpoint import tensor_file
 from headrace.errors import CheckpointError
 
 Path = tuple[str | int, ...]
@@ -151,7 +151,7 @@ class Encoder:
     def _tensor(self, tensor: torch.Tensor, path: Path) -> dict[str, Any]:
         require_plain(tensor, place(path))
         name = self._name(tensor, path)
-        if tensor.dtype in tensorfile.DTYPE_NAMES:
+        if tensor.dtype in tensor_file.DTYPE_NAMES:
             return {"$tensor": name}
         # The file has no name for this type: it holds the bytes.
         dtype = str(tensor.dtype).removeprefix("torch.")
@@ -226,7 +226,7 @@ def tensor_name(path: Path) -> str:
     """A name of its own for each path: `optimizer/state/[0]/exp_avg`."""
     parts = (f"[{key}]" if isinstance(key, int) else _escape(key) for key in path)
     name = "/".join(parts)
-    return name if name != tensorfile.METADATA else f"~{ord(name[0]):x};{name[1:]}"
+    return name if name != tensor_file.METADATA else f"~{ord(name[0]):x};{name[1:]}"
 
 
 def _escape(key: str) -> str:

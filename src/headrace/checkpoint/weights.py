@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 
 import torch
 
-from headrace.checkpoint import durable, states
+from headrace.atomic_files import atomic_file
+from headrace.checkpoint import states
 from headrace.checkpoint.snapshot import on_host
-from headrace.checkpoint.tensorfile import DTYPE_NAMES, METADATA, read_tensors, write_tensors
+from headrace.checkpoint.tensor_file import DTYPE_NAMES, METADATA, read_tensors, write_tensors
 from headrace.device import Device
 from headrace.errors import CheckpointError
 
@@ -27,21 +26,14 @@ def weights_to_file(
     path = Path(path)
     for name, tensor in tensors.items():
         _require_writable(name, tensor)
-    temporary = durable.unique(path, "writing")
     try:
-        with on_host(tensors, device) as arrived:
-            write_tensors(temporary, arrived)
-        temporary.replace(path)
-        durable.sync_folder(path.parent)
-        durable.remove_left_behind(path.parent, glob.escape(path.name))
+        with on_host(tensors, device) as arrived, atomic_file(path) as file:
+            write_tensors(file, arrived)
     except OSError as problem:
         raise CheckpointError(
             f"weights were not written to {path}: {problem}; "
             f"{'what was there still is' if path.exists() else 'no such file is there'}"
         ) from problem
-    finally:
-        with suppress(OSError):
-            temporary.unlink()  # gone already, unless something went wrong
 
 
 def weights_from_file(path: str | Path) -> dict[str, torch.Tensor]:

@@ -44,7 +44,7 @@ class CheckpointWriter:
         self, device: Device, folder: str | Path, keep: int = 2, *, ranks: Ranks = SINGLE
     ) -> None:
         require_counts(keep=keep)
-        self._ranks = ranks.beside()  # the thread's own: the others go on
+        self._ranks = ranks.with_own_group()  # the thread's own: the others go on
         self._device = device
         self._folder = Path(folder)
         self._keep = keep

@@ -53,7 +53,7 @@ def train(
     defaults. Ctrl-C saves a checkpoint and prints the command that resumes
     the run.
     """
-    from headrace.parallel import launched
+    from headrace.parallel import join_ranks
     from headrace.translation import Trainer
 
     given = {key: value for key, value in given.items() if is_typed(context, key)}
@@ -75,7 +75,7 @@ def train(
         else:
             stored = stored_values(config) if config is not None else {}
             settings = TrainSettings.from_dict(stored | given, where=str(config or "settings"))
-    with launched(settings.rank_timeout) as ranks:
+    with join_ranks(settings.rank_timeout) as ranks:
         how: dict[str, Any] = {"cache": cache, "quiet": quiet, "ranks": ranks}
         with usage_errors():
             if resume is not None:

@@ -70,9 +70,9 @@ def tune(
     """
     # Before PyTorch is loaded: losses are compared with deterministic kernels.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    from headrace.atomic_files import replace_file
     from headrace.bench import Stopped, Tuning, find_work
     from headrace.plan import refuse_replaced_plans
-    from headrace.runs import replace_file
 
     given = {key: value for key, value in given.items() if is_typed(context, key)}
     if is_typed(context, "work"):
@@ -114,7 +114,7 @@ def tune(
     # Print before writing: if the file cannot be written, the result is not lost.
     typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
     if out is not None:
-        replace_file(out, result.plan_yaml().encode())
+        replace_file(out, result.plan_yaml().encode(), TuneError)
     typer.echo(f"wrote {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)
 
 

@@ -14,11 +14,11 @@ from headrace.data.feed import Batches, BlockingCopies, Cursor, Feed, Fetched
 from headrace.data.loader_state import state_keeper
 from headrace.data.prefetcher import Prefetcher, prefetch, unprefetched
 from headrace.data.rng import (
-    host_states,
-    random_states,
-    set_host_states,
-    set_random_states,
-    states_of,
+    generator_states,
+    host_rng_states,
+    rng_states,
+    set_host_rng_states,
+    set_rng_states,
 )
 from headrace.data.source import (
     Draws,
@@ -62,19 +62,19 @@ __all__ = [
     "end_workers",
     "first_of",
     "flatten_batch",
+    "generator_states",
     "generators_of",
-    "host_states",
+    "host_rng_states",
     "is_plain_tensor",
     "loader_error",
     "measure_leaves",
     "moves_itself",
     "prefetch",
-    "random_states",
     "rebuild_batch",
-    "set_host_states",
-    "set_random_states",
+    "rng_states",
+    "set_host_rng_states",
+    "set_rng_states",
     "state_keeper",
-    "states_of",
     "unprefetched",
     "with_samplers",
 ]

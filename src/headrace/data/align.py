@@ -74,7 +74,7 @@ class Aligned:
 
     def __iter__(self) -> Iterator[Any]:
         self._promised = 0 if self._ended else _length(self._loader)
-        lengths = self._ranks.gathered(self._at_most(self._promised), self._ledger)
+        lengths = self._ranks.all_gather(self._at_most(self._promised), self._ledger)
         known = [length for length in lengths if length is not None]
         batches = iter(()) if self._ended else itertools.islice(iter(self._loader), self._most)
         own = self._counted(batches)
@@ -138,7 +138,7 @@ class Aligned:
     def _next(self, own: Iterator[Any], before: Any) -> tuple[Any, bool]:
         """The next batch, or the one before in its stead; and whether any rank has a new one."""
         batch = next(own, None) if self._own is None else None
-        (some,) = self._ranks.maximum([int(batch is not None)], self._ledger)
+        (some,) = self._ranks.all_reduce_max([int(batch is not None)], self._ledger)
         return (before if batch is None else batch), bool(some)
 
     def _counted(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -155,7 +155,7 @@ class Aligned:
             self._asked_state = self._keeper.state_dict()
 
     def _require_some(self, fewest: int, most: int) -> None:
-        fewest, most = self._ranks.maximum([-fewest, most], self._ledger)
+        fewest, most = self._ranks.all_reduce_max([-fewest, most], self._ledger)
         if most > 0 and fewest == 0:
             raise StepError(
                 "a rank's loader has no batch in an epoch in which others have some: expected one "

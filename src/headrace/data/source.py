@@ -25,7 +25,7 @@ import torch
 
 from headrace.data.align import Aligned, Share
 from headrace.data.loader_state import first_state, state_keeper
-from headrace.data.rng import drawing_from, have_moved, host_states
+from headrace.data.rng import drawing_from, have_drawn, host_rng_states
 from headrace.device import Device, Stream
 from headrace.errors import LoaderError, StepError
 
@@ -58,7 +58,7 @@ class Draws:
         """Where the generators stand that the next batch is drawn from; None: it is not."""
         if self.again:
             return self.again[0]
-        return host_states() if self._are_here else None
+        return host_rng_states() if self._are_here else None
 
     def next(self, iterator: Iterator[Any]) -> Any:
         """The iterator's next batch, drawn as it was before, if it was."""
@@ -115,7 +115,7 @@ class Source:
         before = self.drawn_from
         if before is None or (self._draws is not None and self._draws.again):
             return None  # or it is still among those that are to be drawn again
-        return before if not isinstance(problem, Exception) or have_moved(before) else None
+        return before if not isinstance(problem, Exception) or have_drawn(before) else None
 
     def __next__(self) -> Any:
         draws, iterator = self._draws, self._iterator

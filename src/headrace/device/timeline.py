@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from headrace.atomic_files import atomic_file
+
 _NS_PER_MS = 1_000_000
 
 Kind = Literal["kernel", "copy", "wait", "host"]
@@ -104,10 +106,9 @@ class Timeline:
         return {"traceEvents": events, "displayTimeUnit": "ms"}
 
     def save(self, path: str | Path) -> None:
-        """Write the trace beside `path`, then rename: a reader never sees half of it."""
-        beside = Path(f"{path}.part")
-        beside.write_text(json.dumps(self.to_chrome_trace()), encoding="utf-8")
-        beside.replace(path)
+        """Write the trace to a file; a reader never sees half of it."""
+        with atomic_file(Path(path)) as file:
+            file.write(json.dumps(self.to_chrome_trace()).encode())
 
     def _device_spans(self) -> list[Span]:
         return [span for span in self.spans if span.kind in ("kernel", "copy")]

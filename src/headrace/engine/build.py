@@ -50,7 +50,7 @@ from headrace.engine.stages import Progress, Step
 from headrace.engine.step import EagerStep, EvaluationStep, OwnStep, Parts, StepFunction
 from headrace.engine.update import Update, scales_on_device
 from headrace.errors import StepError
-from headrace.parallel import SINGLE, Ranks, ranks_of, spread_of
+from headrace.parallel import SINGLE, Ranks, parallelism_of, ranks_of
 from headrace.plan import Plan
 
 
@@ -123,7 +123,7 @@ class ModelTraining:
             self.ranks,
             size=accumulate,
             by_count=accumulate_by == "count",
-            sharded=spread_of(model) == "fsdp",
+            sharded=parallelism_of(model) == "fsdp",
         )
         self._parts: Parts | None = None
         self.graphs: StepGraphs | None = None
@@ -147,7 +147,7 @@ class ModelTraining:
             say_uncaptured(device, plan.name, f"{device} captures no graphs")
 
     def _parts_under(self, plan: Plan) -> Parts:
-        device, optimizer, spread = self.device, self._optimizer, spread_of(self.model)
+        device, optimizer, spread = self.device, self._optimizer, parallelism_of(self.model)
         if plan.precision == "fp16" and spread == "fsdp":
             raise StepError(
                 "fp16 under FSDP2: each rank would see infinite gradients of its own shard alone; "

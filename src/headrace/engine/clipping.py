@@ -19,7 +19,7 @@ import torch
 
 from headrace.device import Device
 from headrace.errors import StepError
-from headrace.parallel import bare, is_sharded, local
+from headrace.parallel import is_sharded, local_shard, unwrap
 
 
 class Clipping:
@@ -48,7 +48,7 @@ class Clipping:
             self._require_clear(divided, {id(p) for p in own})
         parameters = [*models.values(), *(p for p in own if id(p) not in models)]
         # Of shards too this is the norm of the whole: PyTorch sums it over ranks.
-        return local(torch.nn.utils.clip_grad_norm_(parameters, self.max_norm))
+        return local_shard(torch.nn.utils.clip_grad_norm_(parameters, self.max_norm))
 
     def gradients_outside(self) -> dict[str, torch.Tensor]:
         """By name, what has added up of parameters that the optimizer does not have."""
@@ -65,7 +65,7 @@ class Clipping:
     def _look(self) -> dict[int, torch.Tensor]:
         """The model's parameters: once an epoch, since a large model takes long to ask."""
         if self._models is None:
-            named = dict(bare(self._model).named_parameters())
+            named = dict(unwrap(self._model).named_parameters())
             self._models = {id(p): p for p in self._model.parameters()}
             own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
             self._outside = {n: p for n, p in named.items() if p.requires_grad and id(p) not in own}

@@ -19,7 +19,7 @@ import torch
 
 from headrace.device import Device, PinnedBuffer, Stream, open_device
 from headrace.errors import DeferredError, StepError
-from headrace.parallel import SINGLE, Ranks, Sum
+from headrace.parallel import SINGLE, AllReduce, Ranks
 
 Scalar = torch.Tensor | float | int
 _MOST_BLOCKS = 4
@@ -325,7 +325,7 @@ class _Block:
         self._on_host: torch.Tensor | None = None
         self._buffer: PinnedBuffer | None = None
         self._filled, self._arrived = device.event(), device.event()
-        self._sum: Sum | None = None
+        self._sum: AllReduce | None = None
         self._rows: list[torch.Tensor] = []
         #: The name of a single value, and an entry's numbers where it is on the device.
         self._only = layout.names[0] if len(layout.names) == 1 else None
@@ -379,7 +379,7 @@ class _Block:
         stream.wait_event(self._filled)
         with self._device.use(stream):
             if ranks.several:
-                self._sum = ranks.sum(self._on_device[: len(self.entries)])
+                self._sum = ranks.all_reduce(self._on_device[: len(self.entries)])
             if self._sum is None or self._sum.on_stream:
                 self._copy("ranks")
 

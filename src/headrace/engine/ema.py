@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from headrace.errors import StepError
-from headrace.parallel import is_sharded, locals_of, reshard, shard_like
+from headrace.parallel import is_sharded, local_shards, reshard, shard_like
 
 
 class Ema:
@@ -59,4 +59,4 @@ class Ema:
     def _locals(self) -> list[torch.Tensor]:
         """This rank's parts of the weights, where they lie now: FSDP2 may move them once, when it
         first runs (it does in PyTorch 2.9)."""
-        return locals_of(self.weights) if self._is_sharded else self.weights
+        return local_shards(self.weights) if self._is_sharded else self.weights

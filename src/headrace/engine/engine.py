@@ -36,7 +36,7 @@ from headrace.engine.schedules import Every, Scheduler
 from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
 from headrace.errors import StepError
-from headrace.parallel import Ranks, bare, evaluating, where
+from headrace.parallel import Ranks, device_of, eval_mode, unwrap
 from headrace.plan import PLAN_VARIABLE, Plan, in_force
 from headrace.source_lines import users_line
 
@@ -102,7 +102,7 @@ class Engine:
         on_epoch: Callable[[EpochResult], object] | None = None,
         on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
-        device = open_device(device or where(model))
+        device = open_device(device or device_of(model))
         policy = NonFinitePolicy.of(on_nonfinite)
         training = ModelTraining(
             device,
@@ -320,7 +320,7 @@ class Engine:
             raise StepError("evaluate needs a model and a loss: this engine was made from a step")
         if self._running is not None:
             self._running.tally.keep_peak()
-        with evaluating(self.model), self.device.ledger.apart():
+        with eval_mode(self.model), self.device.ledger.apart():
             lanes, step = self._training.evaluation(self.plan, annotate=self._nvtx)
             silent = Observers(None, NonFiniteWatch(NonFinitePolicy("report"), self.device))
             options = self._pass_options(loader_timeout=0)
@@ -448,7 +448,7 @@ class Engine:
         """Say once that a model in eval mode is trained as it is: without dropout, say."""
         if not isinstance(self._training, ModelTraining) or "eval" in self._said:
             return
-        if not any(module.training for module in bare(self.model).modules()):
+        if not any(module.training for module in unwrap(self.model).modules()):
             self._said.add("eval")
             log.warning(
                 "the model is in eval mode in the training loop at %s, so dropout is off and batch "

@@ -18,7 +18,7 @@ from headrace.engine.deferred import Scalar
 from headrace.engine.loss_parts import LossParts
 from headrace.engine.loss_watch import call_watched
 from headrace.errors import StepError
-from headrace.parallel import bare, synchronise_gradients
+from headrace.parallel import set_gradient_sync, unwrap
 from headrace.source_lines import described
 
 LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
@@ -54,13 +54,13 @@ class Forward:
     def evaluated(self, batch: Any) -> LossParts:
         """The loss without gradients; no other rank is needed."""
         with autocast(self._device, self._precision):
-            returned = self.loss(bare(self.model), batch)
+            returned = self.loss(unwrap(self.model), batch)
         return LossParts.of(returned, self._device, needs_grad=False, by=self._described)
 
     def __call__(self, batch: Any, *, averages: bool = True) -> LossParts:
         """The loss, for a backward that `averages` gradients over ranks or adds them up here."""
         if self._spread:
-            synchronise_gradients(self.model, averages)
+            set_gradient_sync(self.model, averages)
         with autocast(self._device, self._precision):
             if self._to_watch:
                 self._to_watch -= 1

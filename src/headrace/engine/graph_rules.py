@@ -65,7 +65,7 @@ def _why_not_spread(parts: Parts) -> str | None:
     if parts.spread == "fsdp":
         return "FSDP2 gathers and frees weights from the host as it goes: that cannot be captured"
     if parts.spread == "ddp":
-        if not parts.ranks.on_device:
+        if not parts.ranks.uses_nccl:
             return "DDP's gradients are averaged by the hosts here, not by NCCL on the device"
         if parts.group.size > 1:
             return (

@@ -15,7 +15,7 @@ from headrace.engine.compiled import loss_of
 from headrace.engine.python_state import PythonState
 from headrace.engine.step import Parts
 from headrace.errors import CaptureError
-from headrace.parallel import bare
+from headrace.parallel import unwrap
 
 # Values that change oftener than every so many batches leave a graph no use.
 _STEADY_BATCHES = 10
@@ -90,7 +90,7 @@ class FrozenValues:
         if self._python is None:
             parts = self._parts
             loss = loss_of(parts.forward.loss)
-            self._python = PythonState(parts.device, loss, bare(parts.model))
+            self._python = PythonState(parts.device, loss, unwrap(parts.model))
             if (iterator := self._python.iterator()) is not None:
                 name, line = iterator
                 where = "" if line is None else f" ({line})"

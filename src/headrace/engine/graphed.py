@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from headrace.data import Fetched, flatten_batch, host_states, set_host_states
+from headrace.data import Fetched, flatten_batch, host_rng_states, set_host_rng_states
 from headrace.device import Device
 from headrace.engine import graph_rules
 from headrace.engine.compiled import CompiledLoss, loss_as
@@ -355,7 +355,7 @@ class StepGraphs:
     def _preparing(self) -> Iterator[Callable[[], None]]:
         """Inside the block the step can be captured. Unless what is yielded is called, all is then
         as before: the optimizer, the host's random generators, and what the loss function keeps."""
-        drawn_from, succeeded = host_states(), []
+        drawn_from, succeeded = host_rng_states(), []
         prepared = graph_rules.Prepared(self._parts) if self._prepared is None else None
         self._parts.update.write_rates()
         try:
@@ -364,7 +364,7 @@ class StepGraphs:
             if succeeded:
                 self._prepared = self._prepared or prepared
             else:
-                set_host_states(drawn_from)
+                set_host_rng_states(drawn_from)
                 self._values.put_back()
                 if prepared is not None:
                     prepared.undo()

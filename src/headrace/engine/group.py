@@ -18,7 +18,7 @@ from headrace.engine.deferred import Scalar
 from headrace.engine.group_weight import GroupWeight
 from headrace.engine.loss_parts import LossParts
 from headrace.errors import StepError
-from headrace.parallel import Ranks, locals_of
+from headrace.parallel import Ranks, local_shards
 
 
 class Phase(Enum):
@@ -142,7 +142,7 @@ class Group:
         self.batches_in_parts += 1
         if self.weighs:
             return
-        _divide(locals_of(self.gradients()), self.weight.total() * self.size)
+        _divide(local_shards(self.gradients()), self.weight.total() * self.size)
         self.weight.clear(forget=True)
 
     def divide(self) -> None:
@@ -150,7 +150,7 @@ class Group:
         if self._ranks.several and not self.averaged:
             self._average_open_group()
         if self.weight.value is not None:
-            _divide(locals_of(self.gradients()), self.weight.total())
+            _divide(local_shards(self.gradients()), self.weight.total())
 
     def clear(self) -> None:
         """Let go of all gradients."""

@@ -6,7 +6,7 @@ import torch
 
 from headrace.device import Device
 from headrace.engine.deferred import Scalar
-from headrace.parallel import Ranks, Sum
+from headrace.parallel import AllReduce, Ranks
 
 
 class GroupWeight:
@@ -15,7 +15,7 @@ class GroupWeight:
     def __init__(self, device: Device, ranks: Ranks) -> None:
         self._device, self._ranks = device, ranks
         self.value: torch.Tensor | None = None
-        self._total: Sum | None = None
+        self._total: AllReduce | None = None
 
     def add(self, weight: Scalar) -> None:
         if self.value is None:
@@ -45,7 +45,7 @@ class GroupWeight:
     def start_total(self) -> None:
         """Sum it over all ranks, while the group's last batch goes backward."""
         if self._ranks.several and self.value is not None:
-            self._total = self._ranks.sum(self.value)
+            self._total = self._ranks.all_reduce(self.value)
 
     def total(self) -> torch.Tensor:
         """What gradients are to be divided by: over ranks they are means, not sums."""

@@ -138,7 +138,7 @@ class UpdateGuard:
             norm = torch.stack([one.float() for one in largest])
         if norm is not None:
             self._bad.add_(norm.detach().isfinite().all().logical_not())
-        ranks.sum(self._bad).wait(self._device.ledger, "ranks")
+        ranks.all_reduce(self._bad).wait(self._device.ledger, "ranks")
         self._bad.clamp_(max=1)
         self._count.add_(self._bad)
         self._shut.copy_(torch.maximum(self._bad, (self._count > self._most).float()))

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from headrace.data import Fetched, random_states, set_random_states
+from headrace.data import Fetched, rng_states, set_rng_states
 from headrace.device import Device
 from headrace.engine.lanes import Lanes
 from headrace.engine.stages import Finished, Launched, Step
@@ -31,7 +31,7 @@ class RestoringStep:
     def __call__(self, fetched: Fetched) -> Launched:
         with self._lanes.on(self._lanes.forward):
             self._buffers.keep()
-        self._random = random_states(self._device)
+        self._random = rng_states(self._device)
         launched = self._step(fetched)
         self._random = None
         return launched
@@ -44,7 +44,7 @@ class RestoringStep:
         if random is None:  # no batch was under way
             return whole
         self._random = None
-        set_random_states(self._device, random)
+        set_rng_states(self._device, random)
         return self._buffers.put_back() and whole
 
 

@@ -24,12 +24,12 @@ from headrace.data import (
     Draws,
     Rest,
     Skipping,
+    generator_states,
     generators_of,
-    random_states,
-    set_host_states,
-    set_random_states,
+    rng_states,
+    set_host_rng_states,
+    set_rng_states,
     state_keeper,
-    states_of,
     with_samplers,
 )
 from headrace.device import Device
@@ -74,16 +74,16 @@ class Place:
     def checked(self, state: dict[str, Any]) -> dict[str, Any]:
         """The state; raises for what else only a pass would find. Generators are set to where it
         says, and then back."""
-        now = random_states(self._device)
+        now = rng_states(self._device)
         try:
             for random in (state["random"], state["random_at_start"]):
                 if random is not None:
-                    set_random_states(self._device, random)
+                    set_rng_states(self._device, random)
             for random in (*state["drawn_ahead"], state["drawn_last"]):
                 if random is not None:
-                    set_host_states(random)
+                    set_host_rng_states(random)
         finally:
-            set_random_states(self._device, now)
+            set_rng_states(self._device, now)
         for one in state["generators"] or []:
             torch.Generator().manual_seed(one["seed"]).set_state(one["state"].to("cpu"))
         total, weight = state["epoch_loss"]
@@ -112,14 +112,14 @@ class Place:
         state, self._restored = self._restored, None
         self._resumed = state
         if state is not None and state["random_at_start"] is not None:
-            set_random_states(self._device, state["random_at_start"])
+            set_rng_states(self._device, state["random_at_start"])
         self._generators = generators_of(loader)
         # A loader's own state may lack its sampler's generator, as that of Accelerate's does; if it
         # has it, the loader sets it again.
         if state is not None and (state["generators"] or state["loader"] is None):
             self._set_generators(state["generators"], begun=state["random_at_start"] is not None)
-        self._random_at_start = random_states(self._device)
-        self._generators_at_start = states_of(self._generators)
+        self._random_at_start = rng_states(self._device)
+        self._generators_at_start = generator_states(self._generators)
         if state is None:
             begin = first or 0
             return loader, Start(begin, Cursor(begin), draws=Draws(loader))
@@ -155,7 +155,7 @@ class Place:
     def _draw_on(self) -> None:
         """The generators stand where they stood when the state was taken."""
         if self._random is not None:
-            set_random_states(self._device, self._random)
+            set_rng_states(self._device, self._random)
             self._random = None
 
     def _set_generators(self, states: list[dict[str, Any]] | None, *, begun: bool) -> None:
@@ -177,12 +177,12 @@ class Place:
     # --- where it is ------------------------------------------------------------------------------
 
     def position(self, epoch: int, run: Pass | None) -> Position:
-        random = self._random or random_states(self._device)
+        random = self._random or rng_states(self._device)
         if run is not None:
             return self._in_a_pass(epoch, run, random)
         if self._restored is not None:
             return _position_of(self._restored, random)
-        generators = None if self._generators is None else states_of(self._generators)
+        generators = None if self._generators is None else generator_states(self._generators)
         return Position(epoch, random, loader=self._loader_between, generators=generators)
 
     def _in_a_pass(self, epoch: int, run: Pass, random: dict[str, Any]) -> Position:
@@ -215,7 +215,7 @@ class Place:
         """If its loader could not begin, whatever that drew until then."""
         if self._resumed is not None:
             return _position_of(self._resumed, self._resumed["random"])
-        random = self._random_at_start or random_states(self._device)
+        random = self._random_at_start or rng_states(self._device)
         between, generators = self._loader_between, self._generators_at_start
         return Position(epoch, random, loader=between, generators=generators)
 

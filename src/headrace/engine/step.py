@@ -22,7 +22,7 @@ from headrace.engine.lanes import Lanes
 from headrace.engine.loss_parts import LossParts
 from headrace.engine.stages import Finished, Launched
 from headrace.engine.update import Update
-from headrace.parallel import Ranks, Spread
+from headrace.parallel import Parallelism, Ranks
 from headrace.source_lines import described
 
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
@@ -37,7 +37,7 @@ class Parts:
     group: Group
     update: Update
     ranks: Ranks
-    spread: Spread
+    spread: Parallelism
 
     @property
     def model(self) -> torch.nn.Module:

@@ -16,7 +16,7 @@ from headrace.engine.group import Phase
 from headrace.engine.schedules import Schedule
 from headrace.engine.step import Parts
 from headrace.errors import StepError
-from headrace.parallel import Ranks, bare, is_sharded, local, place, shard_like
+from headrace.parallel import Ranks, is_sharded, local_shard, shard_like, shard_region, unwrap
 
 FORMAT = 4
 # What PyTorch and Python raise for the state of another model, or of no engine at all.
@@ -57,7 +57,7 @@ def state_of(
         "drawn_last": own(position.drawn_last),
         "graphs": None if graphs is None else graphs.state_dict(),
         "ledger": parts.device.ledger.state_dict(),
-        "model": dict(bare(parts.model).state_dict()),
+        "model": dict(unwrap(parts.model).state_dict()),
         "optimizer": parts.optimizer.state_dict(),
         "scheduler": None if schedule is None else schedule.state_dict(),
         "scaler": scales,
@@ -183,7 +183,7 @@ def _restore(
             f"{_by(divided_by)}, and this engine accumulates by {_by(group.divided_by)}: expected "
             "the same accumulate and accumulate_by, or a state between two updates"
         )
-    model = bare(parts.model)
+    model = unwrap(parts.model)
     own = model.state_dict()
     model.load_state_dict(
         {name: _placed(value, own.get(name)) for name, value in state["model"].items()}
@@ -197,7 +197,7 @@ def _restore(
             scaler._lazy_init_scale_growth_tracker(parts.device.torch_device)
     if ema is not None:
         for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
-            average.copy_(local(_placed(stored, weight)))
+            average.copy_(local_shard(_placed(stored, weight)))
     _restore_step(state["step"], parts)
     if graphs is not None:
         graphs.load_state_dict(state["graphs"])
@@ -256,7 +256,7 @@ def _placed(stored: Any, target: torch.Tensor | None) -> Any:
         return stored.whole() if isinstance(stored, StoredTensor) else stored
     if is_sharded(stored):
         return stored
-    offset, shape = place(target)
+    offset, shape = shard_region(target)
     if isinstance(stored, StoredTensor):
         part = stored.part(offset, shape)
     else:

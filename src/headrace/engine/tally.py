@@ -49,7 +49,7 @@ class Tally:
         self.failed = describe_batch(fetched.batch)
 
     def sum_over(self, ranks: Ranks) -> None:
-        self.samples = sum(ranks.gathered(self.samples, self._device.ledger))
+        self.samples = sum(ranks.all_gather(self.samples, self._device.ledger))
 
     def keep_peak(self) -> None:
         """Before another pass counts the device's memory anew."""

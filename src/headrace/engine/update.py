@@ -13,7 +13,7 @@ from headrace.engine.ema import Ema
 from headrace.engine.group import Group
 from headrace.engine.learning_rates import LearningRates
 from headrace.engine.nonfinite import UpdateGuard
-from headrace.parallel import Ranks, locals_of
+from headrace.parallel import Ranks, local_shards
 
 
 class Update:
@@ -53,7 +53,7 @@ class Update:
                 self.scaler.unscale_(self.optimizer)
             norm = self.clipping.clip(divided=group.weighs or group.parted)
         if self.guard is not None:
-            self.guard.see_gradients(locals_of(group.gradients()), norm, self._ranks)
+            self.guard.see_gradients(local_shards(group.gradients()), norm, self._ranks)
         if self.rates is None:
             self._step()
         else:

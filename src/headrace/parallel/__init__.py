@@ -1,54 +1,54 @@
 """Several processes that train one model.
 
-In go what torchrun has started and a model wrapped by DDP or FSDP2; out come `Ranks`, through which
-processes sum, agree and gather, and what differs between wrapped models. A process alone is
-`SINGLE`: the same calls, and nothing is sent.
+In go the processes that torchrun started and a model wrapped by DDP or sharded by FSDP2. Out come
+`Ranks`, with their collectives, and what a wrapped model needs that a plain one does not. A process
+on its own uses `SINGLE`, which has the same methods and sends nothing.
 """
 
 from __future__ import annotations
 
-from headrace.parallel.children import end_children
+from headrace.parallel.children import kill_children
 from headrace.parallel.models import (
-    Spread,
-    bare,
-    data_parallel,
-    evaluating,
+    Parallelism,
+    device_of,
+    eval_mode,
+    full_state_dict,
     is_sharded,
-    local,
-    locals_of,
-    place,
+    local_shard,
+    local_shards,
+    parallelism_of,
     ranks_of,
     reshard,
+    set_gradient_sync,
     shard_like,
-    spread_of,
-    synchronise_gradients,
-    where,
-    whole_weights,
+    shard_region,
+    unwrap,
+    wrap_ddp,
 )
-from headrace.parallel.ranks import SINGLE, Agreement, Ranks, Sum
-from headrace.parallel.torchrun import launched, own_device
+from headrace.parallel.ranks import SINGLE, Agreement, AllReduce, Ranks
+from headrace.parallel.torchrun import join_ranks, rank_device
 
 __all__ = [
     "SINGLE",
     "Agreement",
+    "AllReduce",
+    "Parallelism",
     "Ranks",
-    "Spread",
-    "Sum",
-    "bare",
-    "data_parallel",
-    "end_children",
-    "evaluating",
+    "device_of",
+    "eval_mode",
+    "full_state_dict",
     "is_sharded",
-    "launched",
-    "local",
-    "locals_of",
-    "own_device",
-    "place",
+    "join_ranks",
+    "kill_children",
+    "local_shard",
+    "local_shards",
+    "parallelism_of",
+    "rank_device",
     "ranks_of",
     "reshard",
+    "set_gradient_sync",
     "shard_like",
-    "spread_of",
-    "synchronise_gradients",
-    "where",
-    "whole_weights",
+    "shard_region",
+    "unwrap",
+    "wrap_ddp",
 ]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import psutil
 
 
-def end_children() -> None:
-    """Kill this process's children: nobody is left behind when it leaves at once."""
+def kill_children() -> None:
+    """Kill this process's children, so that none outlive it when it exits at once."""
     children = psutil.Process().children(recursive=True)
     for child in children:
         try:

@@ -1,5 +1,7 @@
-"""Models that are spread over ranks: DDP's, whose weights are on each of them, and FSDP2's, of
-whose weights each rank has a shard. What they differ in from a plain model is here."""
+"""Models that train on several ranks: what they need that a plain model does not.
+
+With DDP each rank has all weights; with FSDP2 each rank has a shard of them.
+"""
 
 from __future__ import annotations
 
@@ -16,31 +18,31 @@ from torch.nn.parallel import DistributedDataParallel
 from headrace.errors import StepError
 from headrace.parallel.ranks import SINGLE, Ranks
 
-Spread = Literal["plain", "ddp", "fsdp"]
+Parallelism = Literal["plain", "ddp", "fsdp"]
 
 
-def spread_of(model: torch.nn.Module) -> Spread:
-    """How a model is spread."""
+def parallelism_of(model: torch.nn.Module) -> Parallelism:
+    """How a model is distributed over ranks."""
     if isinstance(model, DistributedDataParallel):
         return "ddp"
-    older = _known("torch.distributed.fsdp", "FullyShardedDataParallel")
-    if older is not None and any(isinstance(module, older) for module in model.modules()):
+    fsdp1 = _loaded("torch.distributed.fsdp", "FullyShardedDataParallel")
+    if fsdp1 is not None and any(isinstance(module, fsdp1) for module in model.modules()):
         raise StepError(
-            "the model is wrapped in FullyShardedDataParallel, the older FSDP: expected "
+            "the model is wrapped in FullyShardedDataParallel (FSDP1): expected "
             "fully_shard(model), or DistributedDataParallel"
         )
     if next(_sharded_modules(model), None) is None:
         return "plain"
-    if not isinstance(model, _known("torch.distributed.fsdp", "FSDPModule") or ()):
+    if not isinstance(model, _loaded("torch.distributed.fsdp", "FSDPModule") or ()):
         raise StepError(
-            "only parts of the model are sharded: call fully_shard(model) on the whole, after its "
-            "parts"
+            "only parts of the model are sharded: call fully_shard(model) on the whole model after "
+            "its parts"
         )
     return "fsdp"
 
 
-def where(model: torch.nn.Module) -> torch.device:
-    """The device that a model lies on."""
+def device_of(model: torch.nn.Module) -> torch.device:
+    """The device that a model's weights are on."""
     if not isinstance(model, torch.nn.Module):
         raise StepError(f"model is a {type(model).__name__}: expected a torch.nn.Module")
     for parameter in model.parameters():
@@ -49,46 +51,46 @@ def where(model: torch.nn.Module) -> torch.device:
 
 
 def ranks_of(model: torch.nn.Module) -> Ranks:
-    """The ranks that a model is spread over."""
-    spread = spread_of(model)
-    if spread == "ddp":
+    """The ranks that train a model."""
+    parallelism = parallelism_of(model)
+    if parallelism == "ddp":
         assert isinstance(model, DistributedDataParallel)
         return Ranks.of(model.process_group)
-    if spread == "fsdp":
+    if parallelism == "fsdp":
         shard: Any = next(p for p in model.parameters() if is_sharded(p))
         mesh = shard.device_mesh
         if mesh.ndim == 1:
             return Ranks.of(mesh.get_group())
-        if mesh.size() == dist.get_world_size():  # sharded within nodes, replicated among them
+        if mesh.size() == dist.get_world_size():  # HSDP: sharded within nodes, replicated across
             return Ranks.of(dist.group.WORLD)
         raise StepError(
             f"the model is sharded over a mesh of {tuple(mesh.shape)}, with "
-            f"{dist.get_world_size()} ranks in all: expected a mesh of one dimension, or of all"
+            f"{dist.get_world_size()} ranks in all: expected one dimension, or all ranks"
         )
     return SINGLE
 
 
-def data_parallel(model: torch.nn.Module, group: Any = None) -> DistributedDataParallel:
-    """DDP around a model whose buffers, if any, never change: they are not sent each step."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    name = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
+def wrap_ddp(model: torch.nn.Module, group: Any = None) -> DistributedDataParallel:
+    """Wrap a model with DDP. Its buffers must never change: they are not broadcast each step."""
+    accepted = inspect.signature(DistributedDataParallel.__init__).parameters
+    name = "forward_sync_buffers" if "forward_sync_buffers" in accepted else "broadcast_buffers"
     options: dict[str, Any] = {name: False, "process_group": group}
     return DistributedDataParallel(model, **options)
 
 
-def bare(model: torch.nn.Module) -> torch.nn.Module:
-    """The model itself, without DDP around it."""
+def unwrap(model: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DDP, or the model itself."""
     if isinstance(model, DistributedDataParallel):
         inner: torch.nn.Module = model.module
         return inner
     return model
 
 
-def synchronise_gradients(model: torch.nn.Module, wanted: bool) -> None:
-    """Whether the next batch's backward averages gradients over ranks, or keeps them to itself.
-    To be said before its forward."""
+def set_gradient_sync(model: torch.nn.Module, wanted: bool) -> None:
+    """Choose whether the next backward averages gradients over ranks. Call before the forward."""
     if isinstance(model, DistributedDataParallel):
-        # What `no_sync()` does; a block cannot reach from one batch's forward into its backward.
+        # As `no_sync()` does. Its `with` block would have to span forward and backward, which are
+        # in different functions.
         model.require_backward_grad_sync = wanted
         return
     for module in _sharded_modules(model):
@@ -96,22 +98,22 @@ def synchronise_gradients(model: torch.nn.Module, wanted: bool) -> None:
 
 
 def reshard(model: torch.nn.Module) -> None:
-    """Let go of whole weights that a forward without a backward left: they would hide changes."""
+    """Free the full weights that a forward without a backward gathered: they would go stale."""
     for module in _sharded_modules(model):
         module.reshard()
 
 
 @contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block the model is in eval mode; after it, each module is as it was: one that is
-    frozen in eval mode stays so."""
+def eval_mode(model: torch.nn.Module) -> Iterator[None]:
+    """Put the model in eval mode inside the block. Afterwards each module has its own mode again:
+    one that was frozen in eval mode stays so."""
     modes = [(module, module.training) for module in model.modules()]
     training = model.training
     model.eval()
     try:
         yield
     finally:
-        model.train(training)  # which a model may have made its own
+        model.train(training)  # a model may override it
         for module, mode in modes:
             module.training = mode
         reshard(model)
@@ -121,35 +123,35 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 def is_sharded(tensor: torch.Tensor) -> bool:
-    kind = _known("torch.distributed.tensor", "DTensor")
+    kind = _loaded("torch.distributed.tensor", "DTensor")
     return kind is not None and isinstance(tensor, kind)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part of a tensor: the very memory. Of a plain tensor, all of it."""
+def local_shard(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a tensor, sharing its memory. A plain tensor is returned as it is."""
     if not is_sharded(tensor):
         return tensor
-    part: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
-    return part
+    shard: torch.Tensor = tensor.detach().to_local()  # type: ignore[attr-defined]
+    return shard
 
 
-def locals_of(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    return [local(tensor) for tensor in tensors]
+def local_shards(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return [local_shard(tensor) for tensor in tensors]
 
 
-def place(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Where a shard begins in its whole tensor, and its shape."""
+def shard_region(tensor: torch.Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The offset of this rank's shard in the full tensor, and the shard's shape."""
     chunks: Any = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
-    if not chunks:  # a rank without a row of it
+    if not chunks:  # this rank has no rows of it
         return (0,) * tensor.dim(), (0, *tensor.shape[1:])
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
-def shard_like(example: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
-    """A tensor that is sharded as `example` is, of which this rank's part is `part`."""
+def shard_like(example: torch.Tensor, shard: torch.Tensor) -> torch.Tensor:
+    """A tensor sharded as `example` is, with `shard` as this rank's shard."""
     tensor: Any = example
     result: torch.Tensor = type(tensor).from_local(
-        part,
+        shard,
         tensor.device_mesh,
         tensor.placements,
         run_check=False,
@@ -159,26 +161,26 @@ def shard_like(example: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
     return result
 
 
-def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole of a tensor, on every rank: all of them have to ask for it."""
+def full_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """The full tensor, on every rank. All ranks must call this."""
     if not is_sharded(tensor):
         return tensor
     full: torch.Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
     return full
 
 
-def whole_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's state by name, whole, on every rank: all of them have to ask for it."""
-    return {name: whole(value) for name, value in bare(model).state_dict().items()}
+def full_state_dict(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's state dict with full tensors, on every rank. All ranks must call this."""
+    return {name: full_tensor(value) for name, value in unwrap(model).state_dict().items()}
 
 
 def _sharded_modules(model: torch.nn.Module) -> Iterator[Any]:
-    kind = _known("torch.distributed.fsdp", "FSDPModule")
+    kind = _loaded("torch.distributed.fsdp", "FSDPModule")
     if kind is not None:
         yield from (module for module in model.modules() if isinstance(module, kind))
 
 
-def _known(module: str, name: str) -> Any:
-    """A class of PyTorch's, if the program has loaded it: else nothing can be one, and loading it
-    takes a second."""
+def _loaded(module: str, name: str) -> Any:
+    """A class of PyTorch's, or None if its module was never imported. Then no object can be an
+    instance of it; importing it here would take a second."""
     return getattr(sys.modules.get(module), name, None)

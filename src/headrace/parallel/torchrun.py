@@ -1,9 +1,9 @@
-"""Ranks that `torchrun` (or Slurm, with the same variables) has started.
+"""Joining the ranks that `torchrun` (or Slurm, with the same environment variables) has started.
 
     $ torchrun --nproc-per-node 8 -m headrace train …
 
-A rank that fails says so under its number, leaves its error where torchrun looks for it, and ends
-at once: torchrun then ends the others, and what waits for the failed one is told that it is gone.
+A rank that fails prints its number and error, writes the error to torchrun's error file, and exits
+at once. Torchrun then ends the others; a rank that was waiting for the failed one says so.
 """
 
 from __future__ import annotations
@@ -21,23 +21,30 @@ import torch.distributed as dist
 
 from headrace.device import available_devices
 from headrace.errors import DeviceNotFoundError, HeadraceError, RanksError
-from headrace.parallel.children import end_children
+from headrace.parallel.children import kill_children
 from headrace.parallel.ranks import SINGLE, Ranks
 
-#: Longer than any rank ever waits for another: for rank 0 to prepare a corpus, say.
+#: Longer than any rank has to wait for another, for instance while rank 0 prepares a corpus.
 TIMEOUT_S = 1800.0
-# What is said of a rank that is gone, in the words of gloo, NCCL and TCPStore.
-_GONE = ("connection closed", "connection reset", "timed out", "timeout", "broken pipe", "nccl")
+# How gloo, NCCL and TCPStore report that another rank is gone.
+_LOST_RANK = (
+    "connection closed",
+    "connection reset",
+    "timed out",
+    "timeout",
+    "broken pipe",
+    "nccl",
+)
 
 
 def is_launched() -> bool:
-    """Whether this process was started as one of several, or as one of one."""
+    """Whether torchrun or the like started this process, be it as the only one."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 
 @contextmanager
-def launched(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
-    """The ranks that this process was started among; alone, the single one.
+def join_ranks(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
+    """Join the ranks that this process was launched with, or yield `SINGLE` if there are none.
 
     `timeout_s` is how long a rank waits for another that does not answer.
     """
@@ -49,25 +56,25 @@ def launched(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
         dist.init_process_group(_backend(), timeout=timedelta(seconds=timeout_s))
     except (ValueError, RuntimeError) as problem:
         raise RanksError(
-            f"rank {rank} of {size} did not meet the others: {_first_line(problem)}"
+            f"rank {rank} of {size} could not connect to the others: {_first_line(problem)}"
         ) from problem
     try:
         yield Ranks.of(dist.group.WORLD, timeout_s=timeout_s)
     except BaseException as problem:
         if size == 1:
             raise
-        _end_rank(rank, problem)
+        _exit_failed(rank, problem)
     dist.destroy_process_group()
 
 
-def own_device(name: str) -> str:
-    """The device of this rank, where each has one of its own: `cuda` is `cuda:1` on the second."""
+def rank_device(name: str) -> str:
+    """This rank's own device: for `cuda`, the rank with LOCAL_RANK=1 gets `cuda:1`."""
     kind, _, index = (available_devices()[0] if name == "auto" else name).partition(":")
     if not is_launched() or kind == "cpu":
         return name
     if index and name != "auto":
         raise DeviceNotFoundError(
-            f"device = {name}: each rank takes one of its own; expected {kind}, or auto"
+            f"device = {name}: each rank uses a device of its own; expected {kind} or auto"
         )
     local = int(os.environ.get("LOCAL_RANK", "0"))
     own = f"{kind}:{local}"
@@ -77,53 +84,54 @@ def own_device(name: str) -> str:
 
 
 def _backend() -> str:
-    """Host memory is always gloo's; an accelerator has one of its own."""
+    """Gloo for host memory, and the accelerator's own backend if there is one."""
     kind = available_devices()[0].partition(":")[0]
     if kind == "cpu":
         return "gloo"
     return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
-def _end_rank(rank: int, problem: BaseException) -> NoReturn:
-    """Say what went wrong and end. Not by way of Python's own end, which would wait for threads
-    that wait for other ranks."""
+def _exit_failed(rank: int, problem: BaseException) -> NoReturn:
+    """Print what went wrong and exit at once. Python's own exit would wait for threads that
+    wait for other ranks."""
     if isinstance(problem, SystemExit):
         code = problem.code if isinstance(problem.code, int) else int(problem.code is not None)
-        _leave(code)
+        _exit_now(code)
     if isinstance(problem, KeyboardInterrupt):
-        _leave(130)
-    gone = _is_gone(problem)
+        _exit_now(130)
+    lost_rank = _is_lost_rank(problem)
     if isinstance(problem, HeadraceError):
         sys.stderr.write(f"error: rank {rank}: {problem}\n")
-    elif gone:
+    elif lost_rank:
         sys.stderr.write(
-            f"error: rank {rank}: another rank has ended or does not answer, and says why itself "
+            f"error: rank {rank}: another rank has ended or does not answer; see its own error "
             f"({_first_line(problem)})\n"
         )
     else:
         problem.add_note(f"This was rank {rank}.")
         traceback.print_exception(problem)
-    if not gone:  # the one that is has the error that torchrun is to show
-        _record(problem)
-    _leave(1)
+    if not lost_rank:  # else torchrun shows the error of the rank that failed first
+        _record_for_torchrun(problem)
+    _exit_now(1)
 
 
-def _leave(code: int) -> NoReturn:
-    end_children()  # a loader's workers
+def _exit_now(code: int) -> NoReturn:
+    kill_children()  # a loader's workers
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
 
 
-def _is_gone(problem: BaseException) -> bool:
+def _is_lost_rank(problem: BaseException) -> bool:
+    """Whether this error means that another rank has ended or does not answer."""
     if isinstance(problem, dist.DistNetworkError | dist.DistBackendError | dist.DistStoreError):
         return True
     text = str(problem).lower()
-    return isinstance(problem, RuntimeError) and any(words in text for words in _GONE)
+    return isinstance(problem, RuntimeError) and any(words in text for words in _LOST_RANK)
 
 
-def _record(problem: BaseException) -> None:
-    """Leave the error where torchrun looks for it, and shows it."""
+def _record_for_torchrun(problem: BaseException) -> None:
+    """Write the error to the file from which torchrun shows it."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ and isinstance(problem, Exception):
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 

@@ -6,12 +6,12 @@ import logging
 import re
 from pathlib import Path
 
+from headrace.atomic_files import replace_file
 from headrace.device import Timeline
 from headrace.errors import HeadraceError, ReportError
 from headrace.report.bench_page import bench_page
 from headrace.report.train_page import train_page
 from headrace.report.tune_page import tune_page
-from headrace.runs import replace_file
 from headrace.runs.records import BenchResult, TrainingRun, read_result
 from headrace.schema import read_json
 
@@ -96,4 +96,4 @@ def _write(path: Path, content: bytes) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise ReportError(f"{path.parent}: cannot be made ({problem.strerror})") from problem
-    replace_file(path, content)
+    replace_file(path, content, ReportError)

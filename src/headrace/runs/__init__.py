@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.runs.busy_window import BusyWindow
     from headrace.runs.doctor import diagnose, driver_version, usable_cores
-    from headrace.runs.folder import RunFolder, replace_file, shared_folder, yaml_text
+    from headrace.runs.folder import RunFolder, shared_folder, yaml_text
     from headrace.runs.metrics import MetricsLog, NoMetrics, read_metrics
     from headrace.runs.progress_line import Gauges, ProgressLine, silent_console
     from headrace.runs.run_monitor import RunMonitor
@@ -36,7 +36,6 @@ _HOMES = {
     "driver_version": "doctor",
     "outlive_sigterm": "signals",
     "read_metrics": "metrics",
-    "replace_file": "folder",
     "shared_folder": "folder",
     "silent_console": "progress_line",
     "usable_cores": "doctor",
@@ -59,7 +58,6 @@ __all__ = [
     "driver_version",
     "outlive_sigterm",
     "read_metrics",
-    "replace_file",
     "shared_folder",
     "silent_console",
     "usable_cores",

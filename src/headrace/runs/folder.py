@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import os
 import platform
 import re
-import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from headrace.atomic_files import replace_file
 from headrace.errors import RunError
+from headrace.file_lock import FileLock
 from headrace.schema import read_yaml
-
-try:
-    import fcntl
-except ImportError:  # no flock here: two runs in one folder are not noticed
-    fcntl = None  # type: ignore[assignment]
 
 log = logging.getLogger("headrace")
 
@@ -134,7 +128,7 @@ class RunFolder:
                 f"{self.config}: the configuration cannot be written as YAML ({problem}); "
                 "expected dicts, lists, strings, numbers, true, false and null"
             ) from problem
-        replace_file(self.config, text)
+        replace_file(self.config, text, RunError)
 
     def read_config(self) -> dict[str, Any]:
         """What `config.yaml` says."""
@@ -143,16 +137,8 @@ class RunFolder:
     @contextmanager
     def locked(self) -> Iterator[None]:
         """Nobody else can lock the folder inside the block. The lock goes with the process."""
-        file = _lock(self.path)
-        try:
+        with _lock(self.path):
             yield
-        finally:
-            if not file.closed:  # as it is in a forked worker
-                # A worker forked a moment ago may not have closed its copy yet.
-                if fcntl is not None:
-                    with contextlib.suppress(OSError):
-                        fcntl.flock(file, fcntl.LOCK_UN)
-                file.close()
 
 
 def shared_folder(path: Path) -> RunFolder:
@@ -169,22 +155,6 @@ def yaml_text(content: Mapping[str, Any]) -> str:
     """Plain values as YAML for people: in their order, nothing by reference."""
     text: str = yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
     return text
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Write a file beside `path` and rename it: at no time is there half a file."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        try:
-            with beside.open("wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(path)
-        finally:
-            beside.unlink(missing_ok=True)
-    except OSError as problem:
-        raise RunError(f"{path}: cannot be written ({problem.strerror})") from problem
 
 
 class _PlainDumper(yaml.SafeDumper):
@@ -270,50 +240,30 @@ def _no_run(path: Path) -> str:
 
 # --- the lock ------------------------------------------------------------------------------------
 
-_held: weakref.WeakSet[FileIO] = weakref.WeakSet()
 
-
-def _lock(folder: Path) -> FileIO:
-    """Lock the folder, for as long as what is returned is open.
-
-    The file itself stays: if it were removed, two processes could each lock one of that name.
-    """
+def _lock(folder: Path) -> FileLock:
+    """Lock the folder until what is returned is closed. The lock's file stays."""
     path = folder / ".lock"
     try:
-        file = FileIO(
-            os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_CLOEXEC", 0), 0o666), "r+"
-        )
+        lock = FileLock(path)
     except OSError as problem:
         raise RunError(f"{path}: cannot be opened ({problem.strerror})") from problem
     try:
-        if fcntl is not None:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = file.read(200).decode(errors="replace").strip() or "another process"
-        file.close()
-        raise RunError(
-            f"{folder}: {holder} is training in this folder; wait until it ends, or choose "
-            "another folder (--name)"
-        ) from None
+        if not lock.acquire(wait=False):
+            holder = os.read(lock.fileno(), 200).decode(errors="replace").strip()
+            lock.close()
+            raise RunError(
+                f"{folder}: {holder or 'another process'} is training in this folder; wait until "
+                "it ends, or choose another folder (--name)"
+            )
     except OSError as problem:
         # Some network file systems have no locks. That is no reason not to train.
         log.warning(
             "%s: cannot be locked (%s); do not start a second run in it", folder, _why(problem)
         )
-    _held.add(file)
-    file.truncate(0)
-    file.write(f"process {os.getpid()} on {platform.node()}".encode())
-    return file
-
-
-def _close_in_child() -> None:
-    """A forked loader worker shares the lock, and would hold it after the trainer has died."""
-    for file in list(_held):
-        file.close()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_close_in_child)
+    os.ftruncate(lock.fileno(), 0)
+    os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
+    return lock
 
 
 def _why(problem: OSError | ValueError) -> str:

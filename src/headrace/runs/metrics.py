@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from headrace.atomic_files import replace_file
 from headrace.errors import RunError
-from headrace.runs.folder import replace_file
 
 log = logging.getLogger("headrace")
 
@@ -73,7 +73,7 @@ class MetricsLog:
                 kept.append((line, content))
             elif isinstance(number, int):
                 first = min(first, number)
-        replace_file(self._path, b"".join(line for line, _ in kept))
+        replace_file(self._path, b"".join(line for line, _ in kept), RunError)
         self._file = self._path.open("ab", buffering=0)
         if self._events is not None:
             self._events.rewind(first)

@@ -24,7 +24,7 @@ import psutil
 import torch
 
 from headrace.device import Device, open_device
-from headrace.parallel import end_children
+from headrace.parallel import kill_children
 
 log = logging.getLogger("headrace")
 #: The exit code of a process that ends itself because it hangs: "try again", as sendmail has it.
@@ -92,7 +92,7 @@ class Watchdog:
         print(text, file=self._stream or sys.stderr, flush=True)
         self._write(text)
         if self._abort:
-            end_children()
+            kill_children()
             self._leave(HUNG)
         return True
 

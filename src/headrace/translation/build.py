@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from headrace.device import Device, open_device
 from headrace.engine import Engine, NonFinitePolicy
 from headrace.errors import TranslationError
-from headrace.parallel import SINGLE, Ranks, data_parallel, own_device
+from headrace.parallel import SINGLE, Ranks, rank_device, wrap_ddp
 from headrace.plan import LoaderPlan, Plan, in_force, load_plan
 from headrace.translation.corpus.batches import BatchPlan, make_loader
 from headrace.translation.corpus.prepared import Prepared
@@ -53,7 +53,7 @@ def check_settings(settings: TrainSettings) -> None:
     """Raise what building a run would raise, as far as that is known without its corpus."""
     settings.model()
     check_policies(settings, in_force(Plan.of(settings.plan)))
-    open_device(own_device(settings.device))
+    open_device(rank_device(settings.device))
     if settings.weights is not None and not Path(settings.weights).exists():
         raise TranslationError(
             f"weights = {settings.weights}: does not exist; expected a .safetensors file or a run "
@@ -80,7 +80,7 @@ def build_run(
 ) -> RunParts:
     """Everything in its first state: weights follow from the seed, or from `settings.weights`.
     `on_error` is the engine's."""
-    device = open_device(own_device(settings.device))
+    device = open_device(rank_device(settings.device))
     plan, loader = _plans(settings, device)
     batches = _batches(settings, data, plan, loader, device)
     torch.manual_seed(settings.seed)
@@ -143,7 +143,7 @@ def spread_over(
         with suppress(AttributeError):  # of newer PyTorch
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         with device.use(device.stream("ddp")):
-            return data_parallel(model, ranks.group)
+            return wrap_ddp(model, ranks.group)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 

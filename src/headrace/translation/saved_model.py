@@ -15,7 +15,7 @@ import torch
 from headrace.device import Device, open_device
 from headrace.engine import autocast
 from headrace.errors import TranslationError
-from headrace.parallel import Ranks, whole_weights
+from headrace.parallel import Ranks, full_state_dict
 from headrace.runs import RunFolder
 from headrace.translation.corpus.corpus import clean
 from headrace.translation.corpus.vocabulary import Vocabulary
@@ -96,7 +96,7 @@ def whole_copy(
     drawn = torch.get_rng_state()
     copy = new_model(settings.model(), vocabularies).to(device.torch_device)
     torch.set_rng_state(drawn)
-    copy.load_state_dict(whole_weights(model))
+    copy.load_state_dict(full_state_dict(model))
     return copy
 
 
@@ -105,7 +105,7 @@ def score_on_ranks(
 ) -> tuple[Scores, list[str]]:
     """Translate and score `pairs`, each rank its share of them; all ranks get the same result."""
     mine = model.translate([src for src, _ in pairs[ranks.rank :: ranks.size]], beam=beam)
-    shares = ranks.gathered(mine, model.device.ledger)
+    shares = ranks.all_gather(mine, model.device.ledger)
     found = [shares[at % ranks.size][at // ranks.size] for at in range(len(pairs))]
     return score(found, [trg for _, trg in pairs], language=model.settings.trg), found
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -168,7 +166,6 @@ class TrainSettings(Checked):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "settings") -> TrainSettings:
         """Settings from plain values; fields that are not given keep their defaults."""
-        refuse_unknown(values, cls.field_names(), where, TranslationError)
         given = dict(values)
         data = given.get("data", ())
         given["data"] = (data,) if isinstance(data, str) else data
@@ -180,14 +177,7 @@ class TrainSettings(Checked):
             raise TranslationError(
                 f"{where}: data = {quoted(data)}: expected a path, or a list of them"
             )
-        for name, hint in typing.get_type_hints(cls).items():
-            if "float" in str(hint) and isinstance(given.get(name), str):
-                with contextlib.suppress(ValueError):  # YAML reads 1e-3 as text
-                    given[name] = float(given[name])
-        try:
-            return cls(**given)
-        except TranslationError as problem:
-            raise TranslationError(f"{where}: {problem}") from None
+        return cls.from_values(given, where)
 
     @classmethod
     def read(cls, path: str | Path) -> TrainSettings:

@@ -25,6 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from headrace.atomic_files import replace_file
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
 from headrace.data import end_workers, loader_error
 from headrace.device import Ledger
@@ -35,10 +36,11 @@ from headrace.errors import (
     LoaderError,
     NonFiniteError,
     OutOfMemoryError,
+    RunError,
     StepError,
     TranslationError,
 )
-from headrace.parallel import SINGLE, Agreement, Ranks, end_children, spread_of
+from headrace.parallel import SINGLE, Agreement, Ranks, kill_children, parallelism_of
 from headrace.report import try_report
 from headrace.runs import (
     MetricsLog,
@@ -46,7 +48,6 @@ from headrace.runs import (
     ProgressLine,
     RunFolder,
     StopRequests,
-    replace_file,
     shared_folder,
 )
 from headrace.runs.records import EpochLine, StepLine
@@ -217,11 +218,11 @@ def _new_folder(
     if ranks.is_first:
         folder = RunFolder.create(project, name)
         if is_plan_file(settings.plan):
-            replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes())
+            replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes(), RunError)
             settings = settings.but(plan=PLAN_FILE)
         folder.write_config(settings.to_dict())
         path = folder.path
-    return shared_folder(Path(ranks.told(str(path), Ledger())))
+    return shared_folder(Path(ranks.broadcast(str(path), Ledger())))
 
 
 def _description(parts: RunParts) -> str:
@@ -259,7 +260,7 @@ class TrainingLoop:
         """Train to the end, beginning at `first_batch` of the current epoch. Returns the name of
         the signal that stopped it; None: it is done."""
         while not self._is_done():
-            (number,) = self._agreement.settle(self._stop.number)
+            (number,) = self._agreement.wait(self._stop.number)
             stopped = _signal_name(number) or self._epoch(first_batch)
             if stopped is not None:
                 return stopped
@@ -307,7 +308,7 @@ class TrainingLoop:
             if ranks.several and not engine.is_between_updates:
                 continue
             due = ranks.is_first and now - saved_at > settings.save_every
-            stop, save = self._agreement.look(self._stop.number, int(due))
+            stop, save = self._agreement.poll(self._stop.number, int(due))
             if stop or save:
                 self._checkpoints.save()
                 saved_at = time.monotonic()
@@ -405,7 +406,7 @@ def _averaged_weights(engine: Engine) -> AbstractContextManager[object]:
 def _trained_model(parts: RunParts, weights: Path | None = None) -> TrainedModel:
     """The model as it is, or with `weights`. Of a model sharded over ranks, a whole copy."""
     model, vocabularies = parts.model, parts.data.vocabularies
-    if spread_of(parts.engine.model) == "fsdp":
+    if parallelism_of(parts.engine.model) == "fsdp":
         model = whole_copy(parts.settings, vocabularies, parts.model, parts.device)
     if weights is not None:
         load_weights(model, weights)
@@ -531,7 +532,7 @@ def _close_unneeded(writer: CheckpointWriter) -> None:
 def leave_overdue(grace_s: float, folder: RunFolder, tell: Callable[[str], object]) -> None:
     """End the process: the grace time after SIGTERM is over, and the run has not stopped yet."""
     tell(f"not stopped {grace_s:g} s after SIGTERM: exiting now; {_how_to_resume(folder)}")
-    end_children()
+    kill_children()
     os._exit(128 + signal.SIGTERM)
 
 

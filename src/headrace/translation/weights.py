@@ -11,7 +11,7 @@ import torch
 from headrace.checkpoint import weights_from_file, weights_to_file
 from headrace.device import Device
 from headrace.errors import TranslationError
-from headrace.parallel import Ranks, whole_weights
+from headrace.parallel import Ranks, full_state_dict
 from headrace.runs import RunFolder
 
 
@@ -49,13 +49,13 @@ class KeptWeights:
         if self.ranks.is_first and self._epochs():
             name = "averaged"
             weights_to_file(self.path(name), self._averaged())
-        return self.ranks.told(name, self.device.ledger)
+        return self.ranks.broadcast(name, self.device.ledger)
 
     def path(self, name: str) -> Path:
         return self.folder / f"{name}.safetensors"
 
     def _write(self, name: str) -> None:
-        weights = whole_weights(self.model)
+        weights = full_state_dict(self.model)
         if self.ranks.is_first:
             # On the run's own device, so that the wait for the copy is in its ledger.
             weights_to_file(self.path(name), weights, device=self.device)

@@ -9,7 +9,6 @@ import pickle
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from hypothesis import strategies as st
 from headrace.errors import CorpusError
 from headrace.translation import EOS, Prepared, read_corpus
 from headrace.translation.corpus import prepare as prepare_module
-from headrace.translation.corpus.atomic_folder import build_folder
 from headrace.translation.corpus.corpus import SplitCounts, clean
 from headrace.translation.corpus.encoded import IdPairs, write_ids
 from headrace.translation.corpus.prepare import prepare
@@ -356,40 +354,11 @@ def test_a_killed_build_leaves_no_finished_folder(
     died = subprocess.run([sys.executable, "-c", DYING, path, cache, stage], timeout=60)
     assert died.returncode == 9
     left = folders(cache)
-    assert len(left) == 2
+    assert len(left) == 1
     assert all(name.startswith(".") for name in left)
     prepared = made(path, cache)
     assert folders(cache) == [prepared.folder.name]
     assert contents(prepared.folder) == contents(built.folder)
-
-
-def test_a_living_build_is_not_cleaned_away_and_two_at_once_agree(tmp_path: Path) -> None:
-    cache = tmp_path / "cache"
-    half_way, go_on = threading.Event(), threading.Event()
-
-    def slow(folder: Path) -> None:
-        (folder / "file").write_text("slow")
-        half_way.set()
-        assert go_on.wait(30)
-
-    def usable(folder: Path) -> bool:
-        return (folder / "file").exists()
-
-    thread = threading.Thread(
-        target=build_folder, args=(cache / "it", slow), kwargs={"usable": usable}
-    )
-    thread.start()
-    assert half_way.wait(30)
-    build_folder(cache / "it", lambda folder: _write(folder / "file", "quick"), usable=usable)
-    assert any(name.endswith(".building") for name in folders(cache))
-    go_on.set()
-    thread.join(30)
-    assert folders(cache) == ["it"]
-    assert (cache / "it" / "file").read_text() == "quick"
-
-
-def _write(path: Path, text: str) -> None:
-    path.write_text(text)
 
 
 def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:

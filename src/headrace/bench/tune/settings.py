@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from headrace.errors import HeadraceError, TuneError
 from headrace.plan import PRESETS
-from headrace.schema import Checked, choice, listed, nearest, number, quoted, refuse_unknown, whole
+from headrace.schema import Checked, choice, listed, nearest, number, quoted, whole
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -90,17 +90,10 @@ class TuneSettings(Checked):
     @classmethod
     def from_dict(cls, values: Mapping[str, Any], *, where: str = "settings") -> TuneSettings:
         """Settings from plain values, as `to_dict` gives them."""
-        refuse_unknown(values, cls.field_names(), where, TuneError)
         given = dict(values)
-        for name in _LISTS:
-            if isinstance(given.get(name), list):
-                given[name] = tuple(given[name])
         if isinstance(given.get("options"), Mapping):
             given["options"] = tuple(given["options"].items())
-        try:
-            return cls(**given)
-        except TuneError as problem:
-            raise TuneError(f"{where}: {problem}") from None
+        return cls.from_values(given, where)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

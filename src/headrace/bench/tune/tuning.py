@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from headrace.atomic_files import replace_file
 from headrace.bench.environment import environment_of
 from headrace.bench.tune import search
 from headrace.bench.tune.candidates import Candidate, Space
@@ -30,7 +31,7 @@ from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
 from headrace.errors import TuneError
 from headrace.plan import refuse_replaced_plans
-from headrace.runs import ProgressLine, RunFolder, StopRequests, replace_file, usable_cores
+from headrace.runs import ProgressLine, RunFolder, StopRequests, usable_cores
 from headrace.runs.records import Environment, WorkRecord
 from headrace.schema import read_yaml
 
@@ -184,9 +185,9 @@ class Tuning:
 
     def _store(self, result: FinishedSearch) -> None:
         content = json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
-        replace_file(self.folder.path / "result.json", content.encode())
-        replace_file(self.folder.path / "table.txt", (result.text() + "\n").encode())
-        replace_file(self.plan_file, result.plan_yaml().encode())
+        replace_file(self.folder.path / "result.json", content.encode(), TuneError)
+        replace_file(self.folder.path / "table.txt", (result.text() + "\n").encode(), TuneError)
+        replace_file(self.plan_file, result.plan_yaml().encode(), TuneError)
 
 
 def _unless_stopped(

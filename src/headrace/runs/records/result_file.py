@@ -8,8 +8,8 @@ import math
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from headrace.atomic_files import replace_file
 from headrace.errors import ReportError, RunError
-from headrace.runs.folder import replace_file
 from headrace.schema import Fields, read_json
 
 VERSION = 1
@@ -37,7 +37,7 @@ class ResultFile:
             path.parent.mkdir(parents=True, exist_ok=True)
         except OSError as problem:
             raise RunError(f"{path}: cannot be written ({problem.strerror})") from problem
-        replace_file(path, f"{self.to_json()}\n".encode())
+        replace_file(path, f"{self.to_json()}\n".encode(), RunError)
 
     @classmethod
     def from_dict(cls, content: object, *, file: str = "result") -> Self:

@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import ReportError
+from headrace.atomic_files import replace_file
+from headrace.errors import ReportError, RunError
 from headrace.runs.busy_window import BusyWindow
-from headrace.runs.folder import RunFolder, replace_file
+from headrace.runs.folder import RunFolder
 from headrace.runs.metrics import read_metrics
 from headrace.runs.use_monitor import UseSample
 from headrace.schema import Fields, Invalid, read_json, read_yaml
@@ -107,7 +108,7 @@ class FinishedRun:
 
     def write(self, path: Path) -> None:
         text = json.dumps(dataclasses.asdict(self), ensure_ascii=False, indent=1) + "\n"
-        replace_file(path, text.encode())
+        replace_file(path, text.encode(), RunError)
 
     @classmethod
     def read(cls, path: Path) -> FinishedRun:

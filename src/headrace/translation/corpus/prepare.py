@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from headrace.atomic_files import build_folder
 from headrace.errors import CorpusError
-from headrace.translation.corpus.atomic_folder import build_folder
 from headrace.translation.corpus.corpus import Corpus, read_sources
 from headrace.translation.corpus.encoded import write_ids
 from headrace.translation.corpus.prepared import (

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from headrace.checkpoint import durable, latest_checkpoint, load_checkpoint, save_checkpoint
+from headrace import atomic_files
+from headrace.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
 from support.checkpoints import SAVES, contents, example, flip, names, same
 from support.places import TESTS
@@ -120,7 +121,7 @@ def test_durable_before_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_folder_of_a_live_writer_is_left_alone(tmp_path: Path) -> None:
-    with durable.new_folder(tmp_path / "step-00000009") as alive:
+    with atomic_files.temporary_folder(tmp_path / "step-00000009") as alive:
         (tmp_path / ".writing-step-00000008-0123").mkdir()
         save_checkpoint(tmp_path, {}, step=1)
         assert names(tmp_path) == sorted([alive.name, "step-00000001"])
@@ -223,7 +224,7 @@ def test_what_cannot_be_removed_is_no_error(
     def fail(folder: Path) -> None:
         raise PermissionError(errno.EACCES, "not allowed")
 
-    monkeypatch.setattr(durable, "discard", fail)
+    monkeypatch.setattr(atomic_files, "remove_folder", fail)
     save_checkpoint(tmp_path, example(2), step=2, keep=1)
     assert "not allowed" in caplog.text
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
