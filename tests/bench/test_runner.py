@@ -442,22 +442,22 @@ class TestFailures:
         assert alive == set()
 
     def test_ctrl_c_gives_the_rows_so_far(self) -> None:
-        def watcher(what: str, done: float, left_s: float | None) -> None:
+        def on_progress(what: str, done: float, left_s: float | None) -> None:
             if what == "round 2 of 3":
                 raise KeyboardInterrupt
 
-        result = bench(find_work("mlp", SMALL), open_device("cpu"), watcher=watcher).run()
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), on_progress=on_progress).run()
         assert result.interrupted
         spread = result.row("pipeline").ms_per_step
         assert spread is not None
         assert len(spread.repeats) == 1
 
     def test_ctrl_c_before_anything_was_timed(self) -> None:
-        def watcher(what: str, done: float, left_s: float | None) -> None:
+        def on_progress(what: str, done: float, left_s: float | None) -> None:
             if what.startswith("warming"):
                 raise KeyboardInterrupt
 
-        result = bench(find_work("mlp", SMALL), open_device("cpu"), watcher=watcher).run()
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), on_progress=on_progress).run()
         assert result.row("pipeline").error == "interrupted before it was measured"
         assert result.row("pipeline").equal.verdict == "identical"
 

@@ -18,8 +18,8 @@ from headrace.file_lock import FileLock
 class MachineLock:
     """Inside the block this benchmark may prepare; from `begin_measuring` on it is alone.
 
-    `on_wait` is called before waiting for other benchmarks. Where no file can be locked, the
-    benchmark waits for nobody.
+    `on_wait` is called before waiting for other benchmarks. If the file cannot be locked, the
+    benchmark does not wait.
     """
 
     def __init__(self, on_wait: Callable[[], object], path: Path | None = None) -> None:

@@ -36,7 +36,7 @@ from headrace.plan import refuse_replaced_plans
 from headrace.runs.records import BenchResult, BenchSettings, BenchWork, PlanResult
 
 #: Called with the current activity, the share of it that is done, and the seconds left, if known.
-Watcher = Callable[[str, float, float | None], object]
+ProgressCallback = Callable[[str, float, float | None], object]
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class Bench:
     watched_s: float = 1.0
     traced_steps: int = 6
     command: str = ""
-    watcher: Watcher = field(default=lambda what, done, left_s: None)
+    on_progress: ProgressCallback = field(default=lambda activity, done, left_s: None)
 
     def run(self) -> BenchResult:
         """Measure. After Ctrl-C, returns what was measured so far. Raises `BenchError` if the work
@@ -74,7 +74,7 @@ class Bench:
         gc.freeze()
         try:
             with MachineLock(self._say_waiting) as lock:
-                self.watcher(f"building {self.work.name}", 0.0, None)
+                self.on_progress(f"building {self.work.name}", 0.0, None)
                 self._compare(contestants, self._batches())
                 self._warm_up(contestants, pool)
                 lock.begin_measuring()
@@ -110,7 +110,7 @@ class Bench:
         return EngineTrainable(self.work, self.device, entry, seed=self.seed)
 
     def _say_waiting(self) -> None:
-        self.watcher("waiting for another benchmark on this machine", 0.0, None)
+        self.on_progress("waiting for another benchmark on this machine", 0.0, None)
 
     # --- the four passes --------------------------------------------------------------------------
 
@@ -141,13 +141,13 @@ class Bench:
         for at, contestant in enumerate(
             sorted(contestants, key=lambda contestant: contestant.name != reference.name)
         ):
-            self.watcher(f"comparing losses of {contestant.name}", at / len(contestants), None)
+            self.on_progress(f"comparing losses of {contestant.name}", at / len(contestants), None)
             contestant.compare_losses(comparison.compare)
 
     def _warm_up(self, contestants: Sequence[Contestant], pool: Pool) -> None:
         for at, contestant in enumerate(contestants):
             if contestant.error is None:
-                self.watcher(f"warming up {contestant.name}", at / len(contestants), None)
+                self.on_progress(f"warming up {contestant.name}", at / len(contestants), None)
                 pool.attempt(contestant, lambda _: None)
 
     def _time(self, contestants: Sequence[Contestant], pool: Pool) -> None:
@@ -160,7 +160,7 @@ class Bench:
                 so_far_s = time.monotonic() - began_s
                 left_s = so_far_s / repeat * (self.repeats - repeat)
                 left_s += self._observing_s(contestants)
-            self.watcher(f"round {repeat + 1} of {self.repeats}", repeat / self.repeats, left_s)
+            self.on_progress(f"round {repeat + 1} of {self.repeats}", repeat / self.repeats, left_s)
             for contestant in _rotated(contestants, repeat):
                 if contestant.error is None:
                     timing = pool.attempt(contestant, self._turn)
@@ -180,7 +180,7 @@ class Bench:
             if contestant.error is None and contestant.timings
         ]
         for at, contestant in enumerate(timed if self.watched_s else ()):
-            self.watcher(f"monitoring {contestant.name}", at / len(timed), None)
+            self.on_progress(f"monitoring {contestant.name}", at / len(timed), None)
             watch = partial(
                 observation.watch, contestant, self.device, _median_ms(contestant), self.watched_s
             )
@@ -188,7 +188,7 @@ class Bench:
         for at, contestant in enumerate(timed):
             if contestant.error is not None:
                 continue
-            self.watcher(f"profiling {contestant.name}", at / len(timed), None)
+            self.on_progress(f"profiling {contestant.name}", at / len(timed), None)
             trace = partial(
                 observation.trace,
                 contestant,

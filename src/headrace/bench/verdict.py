@@ -64,14 +64,14 @@ def verdict_of(rows: Sequence[PlanResult], reference: str, noise: Noise | None) 
     base = _base(rows, reference)
     if base is None:
         return Verdict("unknown", None, ("No plan was measured.",))
-    waits_for, sentences = _what_it_waits_for(rows, base)
-    take, why = _what_to_take(rows, base, noise_share(noise))
+    waits_for, sentences = _bottleneck(rows, base)
+    take, why = _recommendation(rows, base, noise_share(noise))
     sentences += why
-    still_for: WaitsFor = waits_for
+    take_waits_for: WaitsFor = waits_for
     if take is not None and take is not base:
-        still_for, more = _what_it_still_waits_for(take)
+        take_waits_for, more = _remaining_bottleneck(take)
         sentences += more
-    sentences += _peers(rows, base if take is None else take)
+    sentences += _peers_sentence(rows, base if take is None else take)
     if noise is not None:
         sentences.append(
             f"Noise: {noise.plan}, entered twice, differs from itself by "
@@ -94,7 +94,7 @@ def verdict_of(rows: Sequence[PlanResult], reference: str, noise: Noise | None) 
         waits_for,
         None if take is None else take.plan,
         tuple(sentences),
-        "unknown" if take is None else still_for,
+        "unknown" if take is None else take_waits_for,
     )
 
 
@@ -125,7 +125,8 @@ def causes_of(base: PlanResult, without_syncs: PlanResult | None) -> Causes:
 # --- sentences ------------------------------------------------------------------------------------
 
 
-def _what_it_waits_for(rows: Sequence[PlanResult], base: PlanResult) -> tuple[WaitsFor, list[str]]:
+def _bottleneck(rows: Sequence[PlanResult], base: PlanResult) -> tuple[WaitsFor, list[str]]:
+    """What the GPU waits for under `base`, and the sentences that say so."""
     step = _median(base)
     if base.gpu is None:
         data_ms = base.data_wait_ms or 0.0
@@ -180,43 +181,49 @@ def _cause_sentence(
     )
 
 
-def _what_to_take(
+def _recommendation(
     rows: Sequence[PlanResult], base: PlanResult, noise: float
 ) -> tuple[PlanResult | None, list[str]]:
-    able = [row for row in rows if row.kind == "plan" and row.agrees and row.score is not None]
+    """The plan to take, if any, and the sentences that say why."""
+    eligible = [row for row in rows if row.kind == "plan" and row.agrees and row.score is not None]
     # A plan that could not be captured ran like another, simpler plan.
-    able = [row for row in able if row.ran_as_planned] or able
-    if not able:
+    eligible = [row for row in eligible if row.ran_as_planned] or eligible
+    if not eligible:
         measured = [row for row in rows if row.kind == "plan" and row.score is not None]
         if not measured or any(row.equal.verdict == "unequal" for row in measured):
             return None, ["No plan can be recommended: no plan's losses are known to match."]
-        able = measured  # losses were not compared at all
+        eligible = measured  # losses were not compared at all
     # The first row of a plan that was entered twice stands for both.
-    able = [
-        row for at, row in enumerate(able) if not any(row.is_same_plan_as(r) for r in able[:at])
+    eligible = [
+        row
+        for at, row in enumerate(eligible)
+        if not any(row.is_same_plan_as(r) for r in eligible[:at])
     ]
-    if able == [base]:
+    if eligible == [base]:
         return base, [
             f"There is nothing to compare {base.plan} with: no other plan ran, or none ran as "
             "planned."
         ]
-    gaining = [row for row in able if gain_share(row, base, noise, rows) > 0]
+    gaining = [row for row in eligible if gain_share(row, base, noise, rows) > 0]
     if not gaining:
-        fastest = min(able, key=_median)
-        kept = base if base in able else fastest
+        fastest = min(eligible, key=_median)
+        kept = base if base in eligible else fastest
         limit = chance_share(fastest, base, noise, rows)
         return kept, [
             f"No gain here: no plan is faster than {base.plan} by more than chance "
             f"({limit:.1%} of a step). Take {kept.plan}."
         ]
-    take = max(able, key=lambda row: (row.score.total if row.score else 0.0, -_median(row)))
+    take = max(eligible, key=lambda row: (row.score.total if row.score else 0.0, -_median(row)))
     if take is base:
         fastest = min(gaining, key=_median)
         return take, [
             f"Take {base.plan}: {fastest.plan} is the fastest and saves "
             f"{saved_share(fastest, base):.0%} of the time, but it scores fewer points."
         ]
-    others = [*_also(take, gaining, base), *_least_change(take, gaining, base)]
+    others = [
+        *_fastest_sentence(take, gaining, base),
+        *_smallest_change_sentence(take, gaining, base),
+    ]
     return take, [_take_sentence(take, base), *others]
 
 
@@ -237,7 +244,9 @@ def _take_sentence(take: PlanResult, base: PlanResult) -> str:
     )
 
 
-def _also(take: PlanResult, gaining: Sequence[PlanResult], base: PlanResult) -> list[str]:
+def _fastest_sentence(
+    take: PlanResult, gaining: Sequence[PlanResult], base: PlanResult
+) -> list[str]:
     """The fastest plan, if it is not the one to take and clearly faster."""
     fastest = min(gaining, key=_median)
     if fastest is take or _median(take) / _median(fastest) - 1 < _WORTH_MENTIONING:
@@ -250,7 +259,9 @@ def _also(take: PlanResult, gaining: Sequence[PlanResult], base: PlanResult) -> 
     ]
 
 
-def _least_change(take: PlanResult, gaining: Sequence[PlanResult], base: PlanResult) -> list[str]:
+def _smallest_change_sentence(
+    take: PlanResult, gaining: Sequence[PlanResult], base: PlanResult
+) -> list[str]:
     """The simplest plan that gains something, for those who want to change little."""
 
     def ease(row: PlanResult) -> int:
@@ -267,7 +278,7 @@ def _least_change(take: PlanResult, gaining: Sequence[PlanResult], base: PlanRes
     ]
 
 
-def _what_it_still_waits_for(take: PlanResult) -> tuple[WaitsFor, list[str]]:
+def _remaining_bottleneck(take: PlanResult) -> tuple[WaitsFor, list[str]]:
     """What limits the recommended plan. Waiting for data costs nothing while the GPU is busy."""
     step, gpu = _median(take), take.gpu
     data_ms = take.data_wait_ms or 0.0
@@ -289,7 +300,7 @@ def _what_it_still_waits_for(take: PlanResult) -> tuple[WaitsFor, list[str]]:
     return causes_of(take, None).largest()[0], [sentence]
 
 
-def _peers(rows: Sequence[PlanResult], take: PlanResult) -> list[str]:
+def _peers_sentence(rows: Sequence[PlanResult], take: PlanResult) -> list[str]:
     times = [
         f"{row.plan} {_median(row):.3g} ms ({_median(row) / _median(take):.2f} × {take.plan}'s)"
         for row in rows

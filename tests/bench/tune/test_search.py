@@ -319,7 +319,7 @@ class TestBudget:
 
     def test_progress_says_what_is_left(self) -> None:
         seen: list[SearchProgress] = []
-        search(by_name(pipeline=10.0), watch=seen.append)
+        search(by_name(pipeline=10.0), on_progress=seen.append)
         assert [progress.done for progress in seen] == list(range(len(seen)))
         assert all(progress.left >= 0 for progress in seen)
         assert (seen[0].stage, seen[4].stage) == ("first", "plans")

@@ -87,9 +87,10 @@ class Search:
         least_ms: float = 200.0,
         budget_s: float | None = None,
         release: Callable[[Candidate], object] = lambda candidate: None,
-        watch: Callable[[SearchProgress], object] = lambda progress: None,
+        on_progress: Callable[[SearchProgress], object] = lambda progress: None,
     ) -> None:
-        self._space, self._measure, self._release, self._watch = space, measure, release, watch
+        self._space, self._measure, self._release = space, measure, release
+        self._on_progress = on_progress
         self._steps, self._repeats, self._least_ms = steps, repeats, least_ms
         self._rungs: list[int] = []
         self._budget_s = math.inf if budget_s is None else budget_s
@@ -169,7 +170,7 @@ class Search:
         return left or [self._fallback()]
 
     def _drop_slow(self, racing: list[Trial], rung: int, steps: int) -> list[Trial]:
-        """Drop what is clearly behind, and all but the faster half of the rest."""
+        """Drop what is clearly behind; keep the faster half of the rest, but at least a few."""
         ranked = _ranked(racing, steps)
         leader, limit = ranked[0], len(ranked)
         # Two runs of the same candidate differ by more than this in one case out of twenty.
@@ -257,7 +258,7 @@ class Search:
         if self._best is not None and self._spent_s >= self._budget_s:
             raise _TimeIsUp
         left_s = self._budget_s - self._spent_s
-        self._watch(
+        self._on_progress(
             SearchProgress(
                 self._stage,
                 trial.candidate,

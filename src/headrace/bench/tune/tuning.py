@@ -121,7 +121,6 @@ class Tuning:
                         f"the time limit of {settings.minutes:g} minutes, set in "
                         f"{self.folder.config}, includes the time before"
                     )
-            watch = _ProgressView(progress.status, journal)
             try:
                 outcome = search.Search(
                     space,
@@ -130,7 +129,7 @@ class Tuning:
                     repeats=settings.repeats,
                     budget_s=None if settings.minutes is None else settings.minutes * 60,
                     release=measurer.release,
-                    watch=watch,
+                    on_progress=_ProgressView(progress.status, journal),
                 ).run()
             except search.NothingRuns as problem:
                 first = space.first().name

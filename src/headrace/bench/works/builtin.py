@@ -104,7 +104,7 @@ def mlp(
     workers: int = 0,
     prefetch_factor: int = 2,
 ) -> Training:
-    """A few small layers: steps so short that launching them takes longest."""
+    """A few small layers: steps too short to hide any overhead."""
     parts: list[nn.Module] = []
     for _ in range(layers):
         parts += [nn.Linear(width, width), nn.ReLU()]
