@@ -196,7 +196,7 @@ class TestNoise:
         assert noise_pair(entries_of(list(PRESETS))) is None
         with pytest.raises(PlanError, match="no plan 'grahp'"):
             entries_of(["grahp"])
-        with pytest.raises(BenchError, match="no plan was named"):
+        with pytest.raises(BenchError, match="no plan is named"):
             entries_of([])
 
 
@@ -246,7 +246,7 @@ class TestEquality:
         assert row.equal.why.startswith("step 5: ")
         assert result.failed
         assert result.verdict.take == "baseline"
-        assert any("pipeline has other losses" in line for line in result.verdict.sentences)
+        assert any("pipeline's losses differ" in line for line in result.verdict.sentences)
 
     def test_a_plan_of_other_losses_is_never_advised(self) -> None:
         global _calls
@@ -341,7 +341,7 @@ class TestEquality:
             one.compare_losses(comparing.compare)
         assert one.error is None
         assert one.equal.verdict == "not compared"
-        assert "no dropout module's" in one.equal.why
+        assert "outside of dropout modules" in one.equal.why
 
     def test_left_out(self) -> None:
         result = bench(find_work("mlp", SMALL), open_device("cpu"), compared_steps=0).run()
@@ -394,7 +394,7 @@ class TestFailures:
         row = result.row("baseline")
         assert row.ms_per_step is not None
         assert row.error is None
-        assert row.notes[0].startswith("its work could not be traced: step 25: ValueError: the")
+        assert row.notes[0].startswith("could not be profiled: step 25: ValueError: the")
 
     def test_out_of_memory_is_tried_alone_once_more(self) -> None:
         device, log = open_device("cpu"), []
@@ -442,22 +442,22 @@ class TestFailures:
         assert alive == set()
 
     def test_ctrl_c_gives_the_rows_so_far(self) -> None:
-        def watcher(what: str, done: float, left_s: float | None) -> None:
+        def on_progress(what: str, done: float, left_s: float | None) -> None:
             if what == "round 2 of 3":
                 raise KeyboardInterrupt
 
-        result = bench(find_work("mlp", SMALL), open_device("cpu"), watcher=watcher).run()
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), on_progress=on_progress).run()
         assert result.interrupted
         spread = result.row("pipeline").ms_per_step
         assert spread is not None
         assert len(spread.repeats) == 1
 
     def test_ctrl_c_before_anything_was_timed(self) -> None:
-        def watcher(what: str, done: float, left_s: float | None) -> None:
+        def on_progress(what: str, done: float, left_s: float | None) -> None:
             if what.startswith("warming"):
                 raise KeyboardInterrupt
 
-        result = bench(find_work("mlp", SMALL), open_device("cpu"), watcher=watcher).run()
+        result = bench(find_work("mlp", SMALL), open_device("cpu"), on_progress=on_progress).run()
         assert result.row("pipeline").error == "interrupted before it was measured"
         assert result.row("pipeline").equal.verdict == "identical"
 

@@ -79,7 +79,7 @@ class TestStillWaitsFor:
         assert (verdict.waits_for, verdict.take) == ("launches", "graph")
         assert verdict.take_waits_for == "data"
         [said] = [text for text in verdict.sentences if "waits for data" in text]
-        assert said.startswith("Under graph training waits for data: 22.9 of 31.7 ms a step")
+        assert said.startswith("Under graph training waits for data: 22.9 of 31.7 ms per step")
         for remedy in ("num_workers", "prefetch_factor", "headrace tune"):
             assert remedy in said
 
@@ -111,14 +111,22 @@ class TestWaitsFor:
                 "the 1,250 kernels of a step",
             ),
             # The same, from baseline alone: a host that hardly waited was busy.
-            ([row("baseline", 36, busy=8.3, blocked=1.0)], "launches", "longer to launch"),
+            (
+                [row("baseline", 36, busy=8.3, blocked=1.0)],
+                "launches",
+                "longer than running them",
+            ),
             # Large batches: idle only because the host waited.
             (
                 [row("baseline", 51.6, busy=43), row("pipeline", 45, busy=42.4)],
                 "syncs",
                 "the host waits for each batch",
             ),
-            ([row("baseline", 51.6, busy=43, blocked=40)], "syncs", "idle because the host waits"),
+            (
+                [row("baseline", 51.6, busy=43, blocked=40)],
+                "syncs",
+                "because the host waits for each batch",
+            ),
             # Images: compute stands still while they are copied.
             (
                 [row("baseline", 71, busy=69, compute=53), row("pipeline", 54.5, busy=54)],
@@ -132,13 +140,13 @@ class TestWaitsFor:
                     row("pipeline", 54.5, busy=54),
                 ],
                 "copies",
-                "17 ms a step",
+                "17 ms per step",
             ),
             # A slow loader: the host waits for it, with the GPU idle.
             (
                 [row("baseline", 60, busy=20, data=38), row("pipeline", 40, busy=20, data=19)],
                 "data",
-                "the loader keeps training waiting for 19 ms",
+                "the loader delays training by 19 ms",
             ),
             # One whose waits the GPU does not notice.
             (
@@ -148,7 +156,7 @@ class TestWaitsFor:
             ),
             ([row("baseline", 41, busy=40), row("pipeline", 40.4, busy=40)], "nothing", "nothing"),
             ([row("baseline", 2.0, data=1.0)], "data", "more workers"),
-            ([row("baseline", 2.0)], "unknown", "cannot be seen here"),
+            ([row("baseline", 2.0)], "unknown", "was not measured"),
         ],
     )
     def test_each_cause(self, rows: list[PlanResult], expected: str, said: str) -> None:
@@ -170,7 +178,7 @@ class TestTake:
 
     def test_few_turns_are_called_few(self) -> None:
         rows = [row("baseline", 36, busy=8.3), row("graph", 8.6, busy=8.3)]
-        assert "With fewer than 3 turns each" in judged(rows)[1].sentences[-1]
+        assert "Fewer than 3 rounds (--repeats)" in judged(rows)[1].sentences[-1]
         for at, one in enumerate(rows):
             assert one.ms_per_step is not None
             ms = one.ms_per_step.median
@@ -188,10 +196,10 @@ class TestTake:
         )
         assert verdict.take == "graph"
         told = " ".join(verdict.sentences)
-        assert "Take graph: 4.19 × as fast as baseline (8.6 against 36 ms a step)" in told
+        assert "Take graph: 4.19 × as fast as baseline (8.6 instead of 36 ms per step)" in told
         assert "the same losses, bit for bit, 1.00 × the memory" in told
-        assert "The fastest is max: 5.81 ×" in told
-        assert "a step takes 4% longer than the GPU is busy in it: more can only come" in told
+        assert "The fastest is max: 5.81 × as fast" in told
+        assert "a step takes 4% longer than the GPU is busy in it: only faster kernels" in told
         scores = {r.plan: r.score for r in rows}
         assert scores["max"] is not None
         assert scores["max"].gain == 30
@@ -214,20 +222,21 @@ class TestTake:
         rows = [row("baseline", 50), row("event", 45), row("graph", 20), row("interval", 49.9)]
         _, verdict = judged(rows)
         assert verdict.take == "graph"
-        assert "The least change that gains something is event: 1.11 ×." in verdict.sentences
+        smallest = "The smallest change that gains something is event: 1.11 × as fast."
+        assert smallest in verdict.sentences
         _, verdict = judged([row("baseline", 50), row("event", 49), row("graph", 20)])
-        assert not any("least change" in line for line in verdict.sentences)
+        assert not any("smallest change" in line for line in verdict.sentences)
 
     def test_within_the_noise_nothing_is_to_be_gained(self) -> None:
         rows = [row("baseline", 40, busy=39.5), row("pipeline", 39.2, busy=39)]
         _, verdict = judged(rows)
         assert verdict.take == "baseline"
-        assert "Nothing is to be gained here" in verdict.sentences[1]
-        assert "told from chance (3.0% of a step)" in verdict.sentences[1]
+        assert "No gain here" in verdict.sentences[1]
+        assert "more than chance (3.0% of a step)" in verdict.sentences[1]
         # Measured to be smaller, the same 2 % are a gain.
         _, verdict = judged(rows, Noise("pipeline", 0.002))
         assert verdict.take == "pipeline"
-        assert "differs by 0.2%" in verdict.sentences[-1]
+        assert "differs from itself by 0.2%" in verdict.sentences[-1]
         # And measured to be larger, 10 % are none.
         _, verdict = judged([rows[0], row("pipeline", 36, busy=35)], Noise("pipeline", 0.11))
         assert verdict.take == "baseline"
@@ -238,7 +247,7 @@ class TestTake:
         wild = replace(quick, ms_per_step=spread)
         _, verdict = judged([replace(base, ms_per_step=StepTimes(47, 47, 47, (47,) * 5)), wild])
         assert verdict.take == "baseline"
-        assert "Nothing is to be gained here" in verdict.sentences[1]
+        assert "No gain here" in verdict.sentences[1]
         # Where each round is slowed down as a whole, both are: then 10 % are a gain.
         slowed = tuple(9 / 10 * ms for ms in spread.repeats)
         steady = replace(quick, ms_per_step=StepTimes(40.5, 18, 72, slowed))
@@ -248,7 +257,7 @@ class TestTake:
     def test_losses_that_differ_are_never_advised(self) -> None:
         _, verdict = judged([row("baseline", 36), row("graph", 8.6, equal="unequal")])
         assert verdict.take == "baseline"
-        assert verdict.sentences[-1] == "graph has other losses than baseline: step 3: …."
+        assert verdict.sentences[-1] == "graph's losses differ from baseline's: step 3: …."
 
     def test_nor_is_one_that_was_not_compared_beside_others_that_were(self) -> None:
         _, verdict = judged([row("baseline", 36), row("max", 6.0, equal="not compared")])
@@ -285,7 +294,7 @@ class TestTake:
         assert verdict.take == "streams4"
         _, verdict = judged([*rows, row("max", 10, equal="unequal")])
         assert verdict.take == "baseline"
-        assert "does not make up for what it costs" in verdict.sentences[1]
+        assert "but it scores fewer points" in verdict.sentences[1]
 
 
 class TestScores:

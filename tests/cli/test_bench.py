@@ -59,7 +59,7 @@ def test_a_table_and_a_file(here: Path) -> None:
     for plan, losses in (("baseline", "reference"), ("pipeline#2", "identical")):
         assert re.search(rf"^ {plan} .* {losses}$", out, re.MULTILINE)
     assert max(len(line) for line in out.splitlines()) <= 120
-    assert "cannot be seen here: GPU busy time" in out
+    assert "not measured here: GPU busy time" in out
     assert "entered twice" in out
     found = re.search(r"wrote (runs/bench/mlp-.*\.json)\n", err)
     assert found is not None
@@ -200,7 +200,7 @@ def test_a_signal_prints_the_rows_so_far(tmp_path: Path, number: int, expected: 
     process.send_signal(number)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == expected
-    assert "interrupted: these are the figures so far" in out
+    assert "interrupted: these are the results so far" in out
     assert re.search(r"^ pipeline .* identical$", out, re.MULTILINE)
     assert BenchResult.read(tmp_path / "r.json").interrupted
 
@@ -401,7 +401,7 @@ def test_a_step_of_ones_own_is_refused_with_what_to_do(
     which = ["--work", "gan.py:make_work", "--device", "cpu"]
     told = CliRunner().invoke(app, [command, *which]).exception
     assert isinstance(told, BenchError)
-    assert f"gan.py:3: gan.py:make_work gave {found}, as for a step of your own" in str(told)
+    assert f"gan.py:3: gan.py:make_work returned {found}, as for a step of your own" in str(told)
     assert "Engine.from_step(step" in str(told)
 
 

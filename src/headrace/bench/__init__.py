@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from headrace.bench.text import text_of
     from headrace.bench.tune.settings import TuneSettings
     from headrace.bench.tune.tuning import Stopped, Tuning
+    from headrace.bench.verdict import verdict_of
     from headrace.bench.works.lookup import find_work
 
 _HOMES = {
@@ -34,6 +35,7 @@ _HOMES = {
     "peers_of": "peers",
     "plans_here": "plan_list",
     "text_of": "text",
+    "verdict_of": "verdict",
 }
 
 __all__ = [
@@ -46,6 +48,7 @@ __all__ = [
     "peers_of",
     "plans_here",
     "text_of",
+    "verdict_of",
 ]
 
 

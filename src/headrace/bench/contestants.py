@@ -1,5 +1,5 @@
-"""Those who are measured: plans and peers, what is known of each so far, and the pool that they
-are kept ready in."""
+"""Contestants: the plans and peers to measure, what is known of each, and the pool that keeps them
+ready to run."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ log = logging.getLogger("headrace")
 
 @dataclass
 class Contestant:
-    """One row to be. `make` makes its trainable anew. After an `error` it takes part no longer."""
+    """A plan or peer, and what was measured of it so far. `make` builds its trainable. After an
+    `error` it does not run again."""
 
     name: str
     kind: Literal["plan", "peer"]
@@ -38,7 +39,7 @@ class Contestant:
     entry: PlanEntry | None = None
     error: str | None = None
     losses: tuple[float, ...] = ()
-    reference_losses: tuple[float, ...] = ()  # compared with, if not those of its own row
+    reference_losses: tuple[float, ...] = ()  # if not those in the reference's own row
     equal: Equality = field(default_factory=Equality)
     timings: list[Timing] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -54,8 +55,8 @@ class Contestant:
     notes: list[str] = field(default_factory=list)
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Inside the block, warnings of Headrace's are this row's notes: they are not printed."""
+    def collecting_notes(self) -> Iterator[None]:
+        """Inside the block, Headrace's warnings become this contestant's notes, not output."""
         handler = _Notes(self)
         propagates, log.propagate = log.propagate, False
         log.addHandler(handler)
@@ -68,8 +69,8 @@ class Contestant:
     def compare_losses(
         self, compare: Callable[[PlanEntry | None, Callable[[], Trainable]], ComparedLosses]
     ) -> None:
-        """Fill in its losses and whether they agree with the reference's."""
-        with self.noting():
+        """Store its losses and how they compare with the reference's."""
+        with self.collecting_notes():
             found = compare(self.entry, self.make)
         if found.error is not None:
             self.fail(found.error)
@@ -80,7 +81,7 @@ class Contestant:
         self.error = why
 
     def units_per_step(self, unit: Unit) -> float | None:
-        """Samples or tokens a step; None where nothing counted them."""
+        """Samples or tokens per step; None if nothing counted them, as with a peer."""
         results = [timing.result for timing in self.timings if timing.result is not None]
         steps = sum(result.statistics.batches for result in results)
         if not steps:
@@ -91,20 +92,20 @@ class Contestant:
 
     @property
     def least_warm_up(self) -> int:
-        """Steps until everything of the plan is there: its graph is captured, and replayed once."""
+        """How many steps until the plan's graph is captured and was replayed once."""
         if self.entry is None or self.entry.plan.graphs == "off":
             return 1
         return self.entry.plan.graph_after + 3
 
 
 class _Notes(logging.Handler):
-    def __init__(self, one: Contestant) -> None:
+    def __init__(self, contestant: Contestant) -> None:
         super().__init__(logging.WARNING)
-        self._one = one
+        self._one = contestant
 
     def emit(self, record: logging.LogRecord) -> None:
         text, entry = record.getMessage(), self._one.entry
-        # That its memory is not pinned is what the plan asks for.
+        # A plan that does not pin memory needs no warning about it.
         if ("not pinned" not in text or entry is None or entry.plan.pin) and (
             text not in self._one.notes
         ):
@@ -112,48 +113,52 @@ class _Notes(logging.Handler):
 
 
 class Pool:
-    """The trainables of all contestants, warmed up and kept side by side: they can take turns.
+    """Keeps the trainables of all contestants warmed up, so that they can take turns.
 
-    Where their memory does not suffice, all others are let go of and made anew when their turn
-    comes: slower to measure, but the figures are the same.
+    If they do not fit into memory together, the pool releases all but one and rebuilds each for its
+    turn. That takes longer and does not change the times.
     """
 
     def __init__(self, device: Device, warm_up: int) -> None:
         self._device, self._warm_up = device, warm_up
         self._trainables: dict[str, Trainable] = {}
-        #: Whether some had to be let go of.
+        #: Whether the trainables did not fit into memory together.
         self.was_full = False
 
     def attempt(
-        self, one: Contestant, action: Callable[[Trainable], Result], *, unless: str | None = None
+        self,
+        contestant: Contestant,
+        action: Callable[[Trainable], Result],
+        *,
+        note: str | None = None,
     ) -> Result | None:
-        """Do something with a contestant's trainable, which is made first if need be.
+        """Call `action` with a contestant's trainable, which is built and warmed up if necessary.
 
-        What goes wrong is its error, or, with `unless`, a note that begins so; out of memory is
-        tried once more with nobody else there.
+        Out of memory, the pool releases all others and tries again. A failure becomes the
+        contestant's error or, if `note` is given, a note that begins with that text.
         """
         for _ in range(2):
             try:
-                with one.noting():
-                    return self._done(one, action)
+                with contestant.collecting_notes():
+                    return self._apply(contestant, action)
             except Exception as problem:
                 full = is_out_of_memory(problem)
-                trainable = self._trainables.get(one.name)
+                trainable = self._trainables.get(contestant.name)
                 why = describe_error(problem, None if trainable is None else trainable.trained)
-            # Not inside `except`: the error's traceback holds on to the memory.
-            others = [name for name in self._trainables if name != one.name]
-            self.let_go(one.name)
+            # Outside `except`: the error's traceback keeps tensors alive.
+            others = [name for name in self._trainables if name != contestant.name]
+            self.release(contestant.name)
             if not (full and others):
                 break
             self.was_full = True
-            self.let_go(*others)
-        if unless is None:
-            one.fail(why)
+            self.release(*others)
+        if note is None:
+            contestant.fail(why)
         else:
-            one.notes.append(f"{unless}: {why}")
+            contestant.notes.append(f"{note}: {why}")
         return None
 
-    def let_go(self, *names: str) -> None:
+    def release(self, *names: str) -> None:
         for name in names:
             trainable = self._trainables.pop(name, None)
             if trainable is not None:
@@ -165,28 +170,28 @@ class Pool:
 
     def close(self) -> None:
         if self._trainables:
-            self.let_go(*self._trainables)
+            self.release(*self._trainables)
 
-    def _done(self, one: Contestant, action: Callable[[Trainable], Result]) -> Result:
-        trainable = self._ready(one)
+    def _apply(self, contestant: Contestant, action: Callable[[Trainable], Result]) -> Result:
+        trainable = self._ready(contestant)
         result = action(trainable)
-        # Each time: a later batch may have a shape that cannot be captured, or compiled.
-        one.graphs, one.compiled = trainable.graphs(), trainable.compiled()
+        # Each time: a later batch shape may not be captured or compiled.
+        contestant.graphs, contestant.compiled = trainable.graphs(), trainable.compiled()
         return result
 
-    def _ready(self, one: Contestant) -> Trainable:
-        if one.name in self._trainables:
-            return self._trainables[one.name]
+    def _ready(self, contestant: Contestant) -> Trainable:
+        if contestant.name in self._trainables:
+            return self._trainables[contestant.name]
         device = self._device
         device.release_unused()
         before = device.memory()
         device.reset_peak_memory()
-        # Kept before it is warmed up: if that fails, its step is known and its memory is freed.
-        trainable = self._trainables[one.name] = one.make()
-        trainable.run(max(self._warm_up, one.least_warm_up))
-        if one.peak_bytes is None:
+        # Stored before the warm-up: if that fails, `attempt` knows the step and frees the memory.
+        trainable = self._trainables[contestant.name] = contestant.make()
+        trainable.run(max(self._warm_up, contestant.least_warm_up))
+        if contestant.peak_bytes is None:
             peak, reserved = device.peak_memory(), device.memory().peak_reserved
-            # Nothing is counted on the CPU.
-            one.peak_bytes = peak - before.allocated if peak else None
-            one.reserved_bytes = reserved - before.reserved if reserved else None
+            # The CPU does not count allocations.
+            contestant.peak_bytes = peak - before.allocated if peak else None
+            contestant.reserved_bytes = reserved - before.reserved if reserved else None
         return trainable

@@ -1,4 +1,4 @@
-"""Batches without end: a loader that is iterated over again and again."""
+"""An endless stream of batches from a loader."""
 
 from __future__ import annotations
 
@@ -11,37 +11,37 @@ from headrace.errors import BenchError
 
 
 class EndlessBatches:
-    """Hands out a loader's batches, some at a time, each time from where the last one ended.
+    """Iterates over a loader again and again, and hands out some batches at a time.
 
-    The loader's iterator lives on in between: workers are not started anew, and what they have
-    loaded ahead is not lost. `ahead` is how many batches that may be.
+    The loader's iterator stays open in between, so workers are not restarted and the batches that
+    they have prefetched are not lost. `ahead` is how many those may be.
     """
 
-    def __init__(self, loader: Iterable[Any], whose: str = "work") -> None:
-        self._loader, self._whose = loader, whose
+    def __init__(self, loader: Iterable[Any], owner: str = "work") -> None:
+        self._loader, self._owner = loader, owner
         self._batches = self._endless()
         workers = getattr(loader, "num_workers", 0)
         self.ahead: int = workers * (getattr(loader, "prefetch_factor", None) or 2)
 
     def take(self, count: int) -> Iterator[Any]:
-        """The next `count` batches. No more are asked for."""
+        """The next `count` batches. The loader is asked for no more than that."""
         return itertools.islice(self._batches, count)
 
     def close(self) -> None:
         self._batches.close()
-        # Left to a garbage collection, each of its processes would take seconds to end: what tells
-        # them to is collected before.
+        # The garbage collector would take seconds for each worker process: it may collect the
+        # queue that tells the worker to end before the worker has read it.
         end_workers(self._loader)
 
     def _endless(self) -> Any:
         for epoch in itertools.count():
-            for owner in ("sampler", "batch_sampler"):
-                tell = getattr(getattr(self._loader, owner, None), "set_epoch", None)
-                if callable(tell):
-                    tell(epoch)
-            some = False
+            for name in ("sampler", "batch_sampler"):
+                set_epoch = getattr(getattr(self._loader, name, None), "set_epoch", None)
+                if callable(set_epoch):
+                    set_epoch(epoch)
+            is_empty = True
             for batch in self._loader:
-                some = True
+                is_empty = False
                 yield batch
-            if not some:
-                raise BenchError(f"{self._whose}: its loader has no batch: expected at least one")
+            if is_empty:
+                raise BenchError(f"{self._owner}: the loader has no batches: expected at least one")

@@ -1,4 +1,4 @@
-"""What a stored result must say of where it came from."""
+"""Describes this machine for a stored result."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from headrace.runs.records import Environment
 
 
 def environment_of(device: Device, command: str) -> Environment:
+    """The machine, the versions and the command that a result was measured with."""
     accelerator = device.asynchronous
     return Environment(
         command=command,
@@ -34,7 +35,7 @@ def environment_of(device: Device, command: str) -> Environment:
 
 
 def _cpu_name() -> str:
-    """As the kernel names it; else the architecture."""
+    """The CPU's model name from Linux; elsewhere the architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

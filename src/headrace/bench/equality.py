@@ -1,4 +1,4 @@
-"""Are the losses the same? Step by step, bit for bit, or within a tolerance that is stated."""
+"""Compares losses step by step: bit for bit, or within a tolerance."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from headrace.runs.records import Equality
 
 @dataclass(frozen=True, slots=True)
 class ComparedLosses:
-    """The losses of one contestant. `reference_losses` are those that they were compared with, if
-    not the ones in the reference's own row; `error` says why there are none."""
+    """A contestant's losses and how they compare. `reference_losses` are set if they are not those
+    in the reference's own row; `error` says why there are no losses."""
 
     equal: Equality = field(default_factory=Equality)
     losses: tuple[float, ...] = ()
@@ -33,29 +33,29 @@ def compare(
 ) -> Equality:
     """Compare losses with the reference's, one by one.
 
-    With `exact` every bit must be the same; else a relative difference of up to `tolerance` is
-    allowed, and `why` says why. Of losses that are not finite the kind must be the same.
+    With `exact` every bit must match. Otherwise a relative difference of up to `tolerance` is
+    allowed, and `why` says for which reason. NaN matches only NaN, and infinity the same infinity.
     """
     if len(reference) != len(found):
         short = min(len(reference), len(found))
-        told = f"{len(found)} losses, the reference has {len(reference)}"
-        return Equality("unequal", None if exact else tolerance, None, short + 1, told)
+        message = f"{len(found)} losses, the reference has {len(reference)}"
+        return Equality("unequal", None if exact else tolerance, None, short + 1, message)
     differences = [difference(a, b) for a, b in zip(reference, found, strict=True)]
     largest = max(differences, default=0.0)
     allowed = 0.0 if exact else tolerance
     shown = None if exact else tolerance
-    for step, off in enumerate(differences, 1):
-        if off > allowed:
-            told = f"step {step}: {found[step - 1]!r}, the reference has {reference[step - 1]!r}"
+    for step, relative in enumerate(differences, 1):
+        if relative > allowed:
+            message = f"step {step}: {found[step - 1]!r}, the reference has {reference[step - 1]!r}"
             finite = largest if math.isfinite(largest) else None
-            return Equality("unequal", shown, finite, step, told)
+            return Equality("unequal", shown, finite, step, message)
     if largest == 0.0:
         return Equality("identical", None, 0.0, None, why if not exact else "")
     return Equality("within", tolerance, largest, None, why)
 
 
 def difference(reference: float, found: float) -> float:
-    """Relative; infinite where one of them is not a finite number and the other is another."""
+    """The relative difference; infinite if one is not finite and they are not the same."""
     if reference == found or (math.isnan(reference) and math.isnan(found)):
         return 0.0
     if not (math.isfinite(reference) and math.isfinite(found)):
@@ -76,7 +76,7 @@ def remove_dropout(model: nn.Module) -> int:
 
 
 def rounds_differently(optimizer: Any) -> bool:
-    """Whether an optimizer computes other last bits once it is made capturable for a graph; a
-    fused one does not."""
+    """Whether an optimizer rounds differently once it is made capturable for a graph. A fused one
+    does not."""
     defaults = optimizer.defaults
     return "capturable" in defaults and not defaults.get("fused")

@@ -1,6 +1,6 @@
-"""The losses of every contestant, step by step, from the same weights, batches and seed.
+"""Compares every contestant's losses with the reference's, from the same weights, batches and seed.
 
-A pass of its own, apart from the timing: with deterministic kernels, so that bits can be compared.
+This is separate from the timing, because it runs with deterministic kernels.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from headrace.runs.records import Equality
 
 _OTHER_MASKS = "compiled code draws other dropout masks: compared without dropout"
 _STILL_RANDOM = (
-    "compiled code draws other random numbers than the plain code, and the step draws some that "
-    "are no dropout module's"
+    "compiled code draws other random numbers than eager code, and the step draws some outside of "
+    "dropout modules"
 )
 
 
@@ -34,14 +34,14 @@ class _Pass:
     """A run of the reference: its losses, and whether it drew random numbers on the device."""
 
     losses: tuple[float, ...]
-    draws: bool
+    is_random: bool
 
 
 def first_batches(
     work: Work, device: Device, entry: PlanEntry, *, seed: int, count: int
 ) -> list[Any]:
-    """A work's first batches: drawn once for everybody, whatever the order of drawing. A work that
-    cannot be made, or has no batches, is an error that says where."""
+    """A work's first batches, drawn once for all contestants. Raises `BenchError` if the work
+    cannot be built or has no batches."""
     batches: EndlessBatches | None = None
     try:
         made = work.make(device, seed=seed, loader=entry.loader, pin=True)
@@ -58,7 +58,7 @@ def first_batches(
 
 
 class LossComparison:
-    """Compares contestants with `reference`, one after the other, each alone, on `batches`."""
+    """Compares contestants with `reference` on `batches`, one after the other."""
 
     def __init__(
         self,
@@ -72,20 +72,20 @@ class LossComparison:
     ) -> None:
         self._work, self._device, self._reference = work, device, reference
         self._batches, self._seed, self._tolerance = batches, seed, tolerance
-        self._passes: dict[bool, _Pass] = {}  # by whether it is without dropout
+        self._passes: dict[bool, _Pass] = {}  # keyed by `without_dropout`
         self._deterministic = True
         self._why_not_exact = ""
-        self._trainable: Trainable | None = None  # the one that is run now
+        self._trainable: Trainable | None = None  # the one that is running
 
     def compare(self, entry: PlanEntry | None, make: Callable[[], Trainable]) -> ComparedLosses:
-        """Train a contestant and compare its losses. It is the plan of `entry`, or, without one,
-        the peer that `make` gives. What goes wrong is in the result."""
+        """Train a contestant and compare its losses. It is the plan of `entry` or, if that is None,
+        the peer that `make` builds. Errors are in the result."""
         try:
             found = self._of_peer(make) if entry is None else self._of_plan(entry)
         except Exception as problem:
             trained = None if self._trainable is None else self._trainable.trained
             found = ComparedLosses(error=describe_error(problem, trained))
-        # Not inside `except`: the error's traceback holds on to the memory.
+        # Outside `except`: the error's traceback keeps tensors alive.
         self._trainable = None
         release_memory(self._device)
         return found
@@ -93,7 +93,7 @@ class LossComparison:
     def _of_plan(self, entry: PlanEntry) -> ComparedLosses:
         base = self._reference
         if entry.loader.batch_size not in (None, base.loader.batch_size):
-            return _not_compared("its plan file has another batch size")
+            return _not_compared("its plan file sets another batch size")
         reference = self._pass(without_dropout=False)
         if entry.name == base.name:
             return ComparedLosses(Equality("reference"), reference.losses)
@@ -101,16 +101,16 @@ class LossComparison:
             if not math.isfinite(loss):
                 return _not_compared(f"{base.name}'s loss is not finite at step {step}")
         compiled = entry.plan.compile and self._device.compiles
-        bare = compiled and reference.draws
-        if bare:
+        without_dropout = compiled and reference.is_random
+        if without_dropout:
             reference = self._pass(without_dropout=True)
-            if reference.draws:
+            if reference.is_random:
                 return _not_compared(_STILL_RANDOM)
-        made = self._make(entry, bare)
-        why = self._why_within(entry, made, compiled, bare)
+        made = self._make(entry, without_dropout)
+        why = self._why_within(entry, made, compiled, without_dropout)
         losses = self._run(entry, made, deterministic=self._deterministic and not compiled)
         if compiled:
-            torch.compiler.reset()  # nothing else that is compiled is in use yet
+            torch.compiler.reset()  # no other compiled code is in use yet
         equal = compare(
             reference.losses,
             losses,
@@ -118,14 +118,14 @@ class LossComparison:
             tolerance=self._tolerance,
             why=why or self._why_not_exact,
         )
-        return ComparedLosses(equal, losses, reference.losses if bare else ())
+        return ComparedLosses(equal, losses, reference.losses if without_dropout else ())
 
     def _of_peer(self, make: Callable[[], Trainable]) -> ComparedLosses:
-        """Within the tolerance: a peer's kernels are its own affair."""
+        """Compare within the tolerance: a peer chooses its own kernels."""
         reference = self._pass(without_dropout=False)
         trainable = self._trainable = make()
         try:
-            if reference.draws and getattr(trainable, "compiles", False):
+            if reference.is_random and getattr(trainable, "compiles", False):
                 return _not_compared("compiled code draws other dropout masks")
             losses = trainable.losses(self._batches)
         finally:
@@ -135,10 +135,12 @@ class LossComparison:
         )
         return ComparedLosses(equal, losses)
 
-    def _why_within(self, entry: PlanEntry, made: Training, compiled: bool, bare: bool) -> str:
-        """Why bits cannot be expected to be the same; empty if they can."""
+    def _why_within(
+        self, entry: PlanEntry, made: Training, compiled: bool, without_dropout: bool
+    ) -> str:
+        """Why the losses need not match bit for bit; empty if they must."""
         if compiled:
-            return _OTHER_MASKS if bare else "compiled code rounds differently"
+            return _OTHER_MASKS if without_dropout else "compiled code rounds differently"
         own, reference = entry.plan.precision, self._reference.plan.precision
         if own != reference:
             return f"{own or DEFAULT_PRECISION} instead of {reference or DEFAULT_PRECISION}"
@@ -148,7 +150,8 @@ class LossComparison:
         return ""
 
     def _pass(self, *, without_dropout: bool) -> _Pass:
-        """The reference's, once; without deterministic kernels where the work has none."""
+        """The reference's run, which is kept. It runs again without deterministic kernels if the
+        work uses an operation that has none."""
         if without_dropout not in self._passes:
             try:
                 found = self._reference_pass(without_dropout)

@@ -1,5 +1,7 @@
-"""A lock for the machine: benchmarks take turns. Several may prepare at a time, but while one
-measures, no other does anything. Two at once would measure each other's load, not the plans'."""
+"""A machine-wide lock: while one benchmark measures, the others wait.
+
+Several may prepare at the same time. Two that measure at once would measure each other's load.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from headrace.file_lock import FileLock
 class MachineLock:
     """Inside the block this benchmark may prepare; from `begin_measuring` on it is alone.
 
-    `on_wait` is called before waiting for other benchmarks. Where no file can be locked, the
-    benchmark waits for nobody.
+    `on_wait` is called before waiting for other benchmarks. If the file cannot be locked, the
+    benchmark does not wait.
     """
 
     def __init__(self, on_wait: Callable[[], object], path: Path | None = None) -> None:

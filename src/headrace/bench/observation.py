@@ -1,4 +1,4 @@
-"""Contestants observed at work: the driver's figures over a second, and a trace of some steps."""
+"""Observes a contestant: a second under the monitor, then a few steps under the profiler."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from headrace.runs import BusyWindow, Monitor, UseSample
 from headrace.runs.records import Sample, StoredTimeline
 
 _MOST_WATCHED_STEPS = 5_000
-_SETTLING_S = 0.3  # the driver's figure for use is a mean over some tenths of a second
+_SETTLING_S = 0.3  # the driver averages GPU use over some tenths of a second
 _SHOWN_STEPS = 3
 _MOST_SPANS = 6_000
-_CLOCKS_NS = 100_000
-_MOST_LETTERS = 64
-_COMMON = re.compile(r"^void |at::native::|\(anonymous namespace\)::|c10::|cutlass::")
+_CLOCK_SKEW_NS = 100_000  # between the host's clock and the device's
+_MAX_NAME = 64
+_NAME_NOISE = re.compile(r"^void |at::native::|\(anonymous namespace\)::|c10::|cutlass::")
 HOST = "host"
 
 
 def watch(
-    one: Contestant, device: Device, step_ms: float, seconds: float, trainable: Trainable
+    contestant: Contestant, device: Device, step_ms: float, seconds: float, trainable: Trainable
 ) -> None:
-    """Run for about so long, with an eye on the driver's figures and the CPU's."""
+    """Run for about `seconds` while the monitor samples the GPU and the CPU."""
     steps = math.ceil(seconds * 1e3 / max(step_ms, 1e-3))
     with Monitor(device) as monitor:
         begin_ns = device.ledger.now_ns()
         timing = trainable.run(max(2, min(steps, _MOST_WATCHED_STEPS)))
     samples = monitor.samples()
-    one.samples = tuple(
+    contestant.samples = tuple(
         Sample(
             at_s=round(sample.at_s, 4),
             gpu_share=sample.gpu_share,
@@ -42,46 +42,46 @@ def watch(
         )
         for sample in samples
     )
-    # What a library does before its first step is left out, and until the figures have settled.
+    # Leave out what comes before the first step, and the time until the figures have settled.
     since_s = (timing.start_ns - begin_ns) / 1e9 + _SETTLING_S
     mean = monitor.summary(min(since_s, 0.7 * samples[-1].at_s)).mean
-    one.nvml_share, one.power_w, one.cpu_share = mean.gpu_share, mean.power_w, _cores(mean)
+    contestant.nvml_share, contestant.power_w = mean.gpu_share, mean.power_w
+    contestant.cpu_share = _cores(mean)
 
 
 def trace(
-    one: Contestant, device: Device, step_ms: float, steps: int, trainable: Trainable
+    contestant: Contestant, device: Device, step_ms: float, steps: int, trainable: Trainable
 ) -> str | None:
-    """See each kernel and copy of some steps. Returns why not, where that cannot be."""
-    trainable.run(2)  # the profiler's own beginnings
+    """Record each kernel and copy of some steps. Returns the reason if that is not possible."""
+    trainable.run(2)  # the first steps under a profiler are slow
     with _host_waits(device) as waits, device.trace() as seen:
         begin_ns = device.ledger.now_ns()
         timing = trainable.run(steps)
     if seen.timeline is None:
         return seen.missing
     timeline = _while_timed(seen.timeline, waits, begin_ns, timing)
-    # Shares of a step as it is without a profiler, which slows the host down.
-    one.window = BusyWindow.from_timeline(
+    # Shares of the step's time without the profiler, which slows the host down.
+    contestant.window = BusyWindow.from_timeline(
         timeline,
         wall_ms=step_ms * steps,
         steps=steps,
-        # A peer's were counted with those of its lead-in.
-        launches=seen.launches if one.kind == "plan" else None,
+        # A peer's count includes its lead-in steps.
+        launches=seen.launches if contestant.kind == "plan" else None,
     )
-    one.timeline = _first_steps(timeline, timing.ms_per_step, steps)
+    contestant.timeline = _first_steps(timeline, timing.ms_per_step, steps)
     return None
 
 
 def _while_timed(
     timeline: Timeline, waits: list[tuple[str, int, int]], begin_ns: int, timing: Timing
 ) -> Timeline:
-    """What ran in the steps that were timed, from 0 on, and the host's waits in them."""
+    """What ran in the timed steps, and the host's waits in them. The first step begins at 0."""
     from_ns = timing.start_ns - begin_ns
     spans = [
         Span(s.lane, s.name, s.kind, max(0, s.start_ns - from_ns), s.end_ns - from_ns)
         for s in timeline.spans
         if s.kind in ("kernel", "copy")
-        # The host's clock and the device's are not quite the same.
-        and from_ns - _CLOCKS_NS <= s.start_ns <= from_ns + timing.elapsed_ns + _CLOCKS_NS
+        and from_ns - _CLOCK_SKEW_NS <= s.start_ns <= from_ns + timing.elapsed_ns + _CLOCK_SKEW_NS
         and s.end_ns > from_ns
     ]
     spans += [
@@ -105,9 +105,11 @@ def _host_waits(device: Device) -> Iterator[list[tuple[str, int, int]]]:
 
 
 def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> StoredTimeline:
-    """As many steps as can be looked at: three, or the part of them that is not too much. What
-    goes on beyond them is cut off there: a host that waits to the end would look as if the device,
-    whose later work is not shown, had nothing to do."""
+    """The first three steps, or as many as have `_MOST_SPANS` spans.
+
+    Spans that go on beyond them are cut off there: otherwise the device would look idle while the
+    host waits for work that is not shown.
+    """
     shown = min(_SHOWN_STEPS, steps)
     whole_ns = until_ns = max(1, round(step_ms * shown * 1e6))
     spans = [span for span in timeline.spans if span.start_ns < until_ns]
@@ -130,13 +132,13 @@ def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> StoredTimeli
 
 
 def short_name(name: str) -> str:
-    """A kernel's name without what all of them have: thousands of them are stored."""
-    short = _COMMON.sub("", name)
-    return short if len(short) <= _MOST_LETTERS else f"{short[: _MOST_LETTERS - 1]}…"
+    """A kernel's name without the parts that most names share: results store thousands of them."""
+    short = _NAME_NOISE.sub("", name)
+    return short if len(short) <= _MAX_NAME else f"{short[: _MAX_NAME - 1]}…"
 
 
 def _cores(sample: UseSample) -> float | None:
-    """What this process and its workers used, in cores."""
+    """CPU cores that this process and its workers used."""
     if sample.cpu_share is None:
         return None
     return sample.cpu_share + (sample.workers_cpu_share or 0.0)

@@ -1,7 +1,7 @@
-"""The same work through other ways to train: Lightning, Accelerate, and a compiled plain loop.
+"""Peers: Lightning, Accelerate and a plain loop with `torch.compile` train the same work.
 
-All have the same model, optimizer and batches, pinned. Only their steps are timed: what a library
-does once, before the first step and after the last, is left out.
+All have the same model, optimizer and batches in pinned memory. Only steps are timed, not what a
+library does before the first and after the last.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LEAD_IN = 3
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Another way to train; `package` is what it needs to be installed."""
+    """A library to compare with; `package` is the package that it needs."""
 
     name: str
     package: str | None
@@ -44,7 +44,7 @@ class Peer:
 
 
 def peers_of(named: Sequence[str]) -> list[Peer]:
-    """The peers of these names; one whose package is not installed is an error that says so."""
+    """The peers with these names. Raises `BenchError` if one is unknown or not installed."""
     found = []
     for name in named:
         if name not in PEERS:
@@ -59,8 +59,8 @@ def peers_of(named: Sequence[str]) -> list[Peer]:
     return found
 
 
-class _Fed(IterableDataset[Any]):
-    """Batches for a DataLoader that hands them on as they are."""
+class _BatchDataset(IterableDataset[Any]):
+    """A dataset of whole batches, which a DataLoader passes on unchanged."""
 
     def __init__(self, batches: Iterable[Any]) -> None:
         self._batches = batches
@@ -70,12 +70,12 @@ class _Fed(IterableDataset[Any]):
 
 
 def _loader(batches: Iterable[Any]) -> DataLoader[Any]:
-    return DataLoader(_Fed(batches), batch_size=None)
+    return DataLoader(_BatchDataset(batches), batch_size=None)
 
 
 class _PeerTrainable(abc.ABC):
-    """What peers have in common. `_train(batches, lead_in, steps)` trains on `lead_in` batches and
-    then, timed, on `steps` more, and returns all losses as device tensors."""
+    """Base of the peers. `_train(batches, lead_in, steps)` trains on `lead_in` batches, then times
+    `steps` more, and returns all losses as tensors on the device."""
 
     compiles = False
     lead_in = 0
@@ -87,7 +87,7 @@ class _PeerTrainable(abc.ABC):
         self.trained, self._seed_next = 0, False
 
     def run(self, steps: int) -> Timing:
-        # From the loader's workers come those that they have ahead first.
+        # The first batches are those that the loader's workers have prefetched.
         lead_in = max(_LEAD_IN, self._batches.ahead)
         with self._device.numerics(self._precision):
             timing, _ = self._train(self._batches.take(lead_in + steps), lead_in, steps)
@@ -116,7 +116,7 @@ class _PeerTrainable(abc.ABC):
 
     def _loss(self, model: Any, batch: Any) -> torch.Tensor:
         assert self._made is not None
-        if self._seed_next:  # not before: a library's loader may draw from the same generator
+        if self._seed_next:  # only now: a library's loader may draw from the same generator
             self._seed_next = False
             seed_all(self._seed)
         returned = self._made.loss(model, batch)
@@ -126,21 +126,24 @@ class _PeerTrainable(abc.ABC):
 
     def _read(self, losses: list[torch.Tensor]) -> tuple[float, ...]:
         stacked = torch.stack([loss.float() for loss in losses])
-        there = torch.empty(stacked.shape, dtype=stacked.dtype)
+        on_host = torch.empty(stacked.shape, dtype=stacked.dtype)
         with self._device.ledger.waiting("bench"):
-            there.copy_(stacked)
+            on_host.copy_(stacked)
         self._device.synchronize("bench")
-        return tuple(self._device.read_host(there.unsqueeze(0))[0])
+        return tuple(self._device.read_host(on_host.unsqueeze(0))[0])
 
 
 class ReduceOverhead(_PeerTrainable):
-    """`torch.compile(model, mode="reduce-overhead")` in a plain loop that copies ahead."""
+    """`torch.compile(model, mode="reduce-overhead")` in a plain loop that prefetches batches."""
 
     compiles = True
 
     def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
         if precision == "fp16":
-            raise BenchError("peer reduce-overhead: its plain loop scales no loss: expected bf16")
+            raise BenchError(
+                "peer reduce-overhead: precision = 'fp16' needs loss scaling, which its plain loop "
+                "does not do: expected bf16, tf32 or fp32"
+            )
         super().__init__(work, device, precision, seed)
         assert self._made is not None
         self._compiled: Any = torch.compile(self._made.model, mode="reduce-overhead")
@@ -155,13 +158,13 @@ class ReduceOverhead(_PeerTrainable):
         losses: list[torch.Tensor] = []
         ahead = iter(prefetch(batches, self._device))
 
-        def some(count: int) -> None:
+        def train(count: int) -> None:
             for _ in range(count):
                 losses.append(self._step(next(ahead)))
                 self.trained += 1
 
-        some(lead_in)
-        return timed(self._device, steps, lambda: some(steps)), losses
+        train(lead_in)
+        return timed(self._device, steps, lambda: train(steps)), losses
 
     def _step(self, batch: Any) -> torch.Tensor:
         made = self._made
@@ -176,7 +179,7 @@ class ReduceOverhead(_PeerTrainable):
 
 
 class Lightning(_PeerTrainable):
-    """A LightningModule around the work, in `Trainer.fit`."""
+    """The work as a LightningModule, trained by `Trainer.fit`."""
 
     def _train(
         self, batches: Iterable[Any], lead_in: int, steps: int
@@ -231,7 +234,7 @@ class Lightning(_PeerTrainable):
 
 
 class Accelerate(_PeerTrainable):
-    """`Accelerator.prepare` and a loop as its guide has it."""
+    """`Accelerator.prepare` and the loop from its documentation."""
 
     def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
         super().__init__(work, device, precision, seed)
@@ -256,7 +259,7 @@ class Accelerate(_PeerTrainable):
         accelerator, losses = self._accelerator, []
         loader = iter(accelerator.prepare_data_loader(_loader(batches)))
 
-        def some(count: int) -> None:
+        def train(count: int) -> None:
             for _ in range(count):
                 batch = next(loader)
                 with accelerator.autocast():
@@ -267,8 +270,8 @@ class Accelerate(_PeerTrainable):
                 losses.append(loss.detach())
                 self.trained += 1
 
-        some(lead_in)
-        return timed(self._device, steps, lambda: some(steps)), losses
+        train(lead_in)
+        return timed(self._device, steps, lambda: train(steps)), losses
 
 
 _LIGHTNING_PRECISION: dict[str | None, Any] = {
@@ -289,8 +292,8 @@ PEERS: dict[str, Peer] = {
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """Lightning ends the whole program on Ctrl-C, deaf to any further one: here it is an interrupt
-    as any other."""
+    """Turn Lightning's reaction to Ctrl-C, which ends the program and blocks further signals, into
+    a `KeyboardInterrupt`."""
     before = signal.getsignal(signal.SIGINT)
     try:
         yield

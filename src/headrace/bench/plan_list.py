@@ -1,4 +1,5 @@
-"""What `--plans` says: preset names and plan files; the same one twice measures the noise."""
+"""The plans to measure, as `--plans` lists them: presets and plan files. A plan listed twice shows
+the noise."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from headrace.plan import PRESETS, LoaderPlan, Plan, load_plan
 
 @dataclass(frozen=True, slots=True)
 class PlanEntry:
-    """A plan to be measured, under the name that its row has."""
+    """A plan to measure, and its name in the result."""
 
     name: str
     plan: Plan
@@ -25,7 +26,7 @@ class PlanEntry:
 
 
 def plans_here(device: Device) -> list[str]:
-    """The presets that run on a device as they are meant to."""
+    """The presets that the device supports."""
     return [
         name
         for name, plan in PRESETS.items()
@@ -34,9 +35,9 @@ def plans_here(device: Device) -> list[str]:
 
 
 def entries_of(named: Sequence[str], precision: str | None = None) -> list[PlanEntry]:
-    """Each name as an entry. The second of a name is called `name#2`, and so on."""
+    """An entry for each name; a name that is listed again becomes `name#2`, `name#3` and so on."""
     if not named:
-        raise BenchError("no plan was named: expected one or more")
+        raise BenchError("no plan is named: expected at least one")
     entries: list[PlanEntry] = []
     for given in named:
         name, loader = re.sub(r"#\d+$", "", given), LoaderPlan()
@@ -59,12 +60,12 @@ def entries_of(named: Sequence[str], precision: str | None = None) -> list[PlanE
 
 
 def reference_of(entries: Sequence[PlanEntry]) -> PlanEntry:
-    """What the others are compared with: `baseline`, else the first."""
+    """The plan that the others are compared with: `baseline`, or else the first."""
     return next((entry for entry in entries if entry.name == "baseline"), entries[0])
 
 
 def noise_pair(entries: Sequence[PlanEntry]) -> tuple[PlanEntry, PlanEntry] | None:
-    """The first plan that was entered twice."""
+    """The first plan that is listed twice."""
     for at, entry in enumerate(entries):
         for other in entries[at + 1 :]:
             if entry.is_same_plan(other):

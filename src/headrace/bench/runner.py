@@ -1,11 +1,13 @@
-"""Runs a benchmark: every contestant on the same work, taking turns in one process.
+"""Runs a benchmark: all contestants train the same work, in turns, in one process.
 
-1. losses: each alone, with deterministic kernels, compared step by step with the reference
-2. warm-up: each is made and run until its code is compiled and its graph captured
-3. time: `repeats` rounds in which each has its turn of `steps` steps, each round begun by another
-4. a second of each with an eye on the driver's figures, then some steps under the profiler
+1. losses: each trains alone with deterministic kernels; its losses are compared with the
+   reference's, step by step
+2. warm-up: each is built and runs until its code is compiled and its graph captured
+3. timing: `repeats` rounds of `steps` steps each; every round starts with another contestant
+4. observation: each runs for a second while the monitor samples the device, then for a few steps
+   under the profiler
 
-From the third on, no other benchmark on this machine does anything.
+During 3 and 4, other benchmarks on this machine wait.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from headrace.bench.loss_comparison import LossComparison, first_batches
 from headrace.bench.machine_lock import MachineLock
 from headrace.bench.peers import Peer
 from headrace.bench.plan_list import PlanEntry, noise_pair, reference_of
-from headrace.bench.rows import noise_of, row_of, with_speedups
+from headrace.bench.plan_results import noise_of, plan_result, with_speedups
 from headrace.bench.trainable import EngineTrainable, Timing, Trainable
 from headrace.bench.verdict import scored, verdict_of
 from headrace.bench.works.work import Work
@@ -33,15 +35,15 @@ from headrace.device import Device
 from headrace.plan import refuse_plan_variable
 from headrace.runs.records import BenchResult, BenchSettings, BenchWork, PlanResult
 
-#: Called with what is done now, how much of it is done (0 to 1), and the seconds left, if known.
-Watcher = Callable[[str, float, float | None], object]
+#: Called with the current activity, the share of it that is done, and the seconds left, if known.
+ProgressCallback = Callable[[str, float, float | None], object]
 
 
 @dataclass(frozen=True)
 class Bench:
-    """A benchmark: what is measured and how. `run` does it.
+    """A benchmark: what to measure, and how. `run` measures it.
 
-    `compared_steps` 0 leaves the comparison of losses out; `watched_s` 0 the driver's figures.
+    `compared_steps` = 0 skips the comparison of losses, `watched_s` = 0 the monitor.
     """
 
     work: Work
@@ -58,21 +60,21 @@ class Bench:
     watched_s: float = 1.0
     traced_steps: int = 6
     command: str = ""
-    watcher: Watcher = field(default=lambda what, done, left_s: None)
+    on_progress: ProgressCallback = field(default=lambda activity, done, left_s: None)
 
     def run(self) -> BenchResult:
-        """Measure. Interrupted with Ctrl-C, the result has what is known by then. A work that
-        cannot be made at all is a `BenchError`; what goes wrong later is in the rows."""
+        """Measure. After Ctrl-C, returns what was measured so far. Raises `BenchError` if the work
+        cannot be built; later errors are in the rows."""
         refuse_plan_variable("bench")
         contestants = self._contestants()
         pool = Pool(self.device, self.warmup)
         missing: list[str] = []
         interrupted = False
-        # What is there already need not be looked at by each collection of garbage.
+        # Garbage collections during the measurement need not look at what exists already.
         gc.freeze()
         try:
             with MachineLock(self._say_waiting) as lock:
-                self.watcher(f"making {self.work.name}", 0.0, None)
+                self.on_progress(f"building {self.work.name}", 0.0, None)
                 self._compare(contestants, self._batches())
                 self._warm_up(contestants, pool)
                 lock.begin_measuring()
@@ -85,7 +87,8 @@ class Bench:
             gc.unfreeze()
         if pool.was_full:
             missing.append(
-                "all plans side by side: they did not fit into memory and were made anew for turns"
+                "all plans side by side: they did not fit into memory, so each was rebuilt for its "
+                "turns"
             )
         return self._result(contestants, missing, interrupted)
 
@@ -107,13 +110,13 @@ class Bench:
         return EngineTrainable(self.work, self.device, entry, seed=self.seed)
 
     def _say_waiting(self) -> None:
-        self.watcher("waiting for another benchmark on this machine", 0.0, None)
+        self.on_progress("waiting for another benchmark on this machine", 0.0, None)
 
     # --- the four passes --------------------------------------------------------------------------
 
     def _batches(self) -> list[Any]:
-        """Also where nothing is compared one is asked for: what is wrong with the work itself is
-        an error now, not one in every row."""
+        """The work's first batches, at least one: an error in the work itself is raised here and
+        not repeated in every row."""
         return first_batches(
             self.work,
             self.device,
@@ -134,16 +137,18 @@ class Bench:
             seed=self.seed,
             tolerance=self.tolerance,
         )
-        # The reference first: if it fails, nothing can be compared, but times can still be taken.
-        for at, one in enumerate(sorted(contestants, key=lambda one: one.name != reference.name)):
-            self.watcher(f"losses of {one.name}", at / len(contestants), None)
-            one.compare_losses(comparison.compare)
+        # The reference first. If it fails, there is nothing to compare with, only times.
+        for at, contestant in enumerate(
+            sorted(contestants, key=lambda contestant: contestant.name != reference.name)
+        ):
+            self.on_progress(f"comparing losses of {contestant.name}", at / len(contestants), None)
+            contestant.compare_losses(comparison.compare)
 
     def _warm_up(self, contestants: Sequence[Contestant], pool: Pool) -> None:
-        for at, one in enumerate(contestants):
-            if one.error is None:
-                self.watcher(f"warming up {one.name}", at / len(contestants), None)
-                pool.attempt(one, lambda _: None)
+        for at, contestant in enumerate(contestants):
+            if contestant.error is None:
+                self.on_progress(f"warming up {contestant.name}", at / len(contestants), None)
+                pool.attempt(contestant, lambda _: None)
 
     def _time(self, contestants: Sequence[Contestant], pool: Pool) -> None:
         gc.collect()
@@ -155,12 +160,12 @@ class Bench:
                 so_far_s = time.monotonic() - began_s
                 left_s = so_far_s / repeat * (self.repeats - repeat)
                 left_s += self._observing_s(contestants)
-            self.watcher(f"round {repeat + 1} of {self.repeats}", repeat / self.repeats, left_s)
-            for one in _rotated(contestants, repeat):
-                if one.error is None:
-                    timing = pool.attempt(one, self._turn)
+            self.on_progress(f"round {repeat + 1} of {self.repeats}", repeat / self.repeats, left_s)
+            for contestant in _rotated(contestants, repeat):
+                if contestant.error is None:
+                    timing = pool.attempt(contestant, self._turn)
                     if timing is not None:
-                        one.timings.append(timing)
+                        contestant.timings.append(timing)
 
     def _turn(self, trainable: Trainable) -> Timing:
         if trainable.lead_in:
@@ -168,45 +173,60 @@ class Bench:
         return trainable.run(self.steps)
 
     def _observe(self, contestants: Sequence[Contestant], pool: Pool, missing: list[str]) -> None:
-        """All are watched before the first is traced: a profiler leaves something behind."""
-        timed = [one for one in contestants if one.error is None and one.timings]
-        for at, one in enumerate(timed if self.watched_s else ()):
-            self.watcher(f"watching {one.name}", at / len(timed), None)
-            watch = partial(observation.watch, one, self.device, _median_ms(one), self.watched_s)
-            pool.attempt(one, watch)
-        for at, one in enumerate(timed):
-            if one.error is not None:
+        """Monitor all, then profile all: a profiler slows down what runs after it."""
+        timed = [
+            contestant
+            for contestant in contestants
+            if contestant.error is None and contestant.timings
+        ]
+        for at, contestant in enumerate(timed if self.watched_s else ()):
+            self.on_progress(f"monitoring {contestant.name}", at / len(timed), None)
+            watch = partial(
+                observation.watch, contestant, self.device, _median_ms(contestant), self.watched_s
+            )
+            pool.attempt(contestant, watch)
+        for at, contestant in enumerate(timed):
+            if contestant.error is not None:
                 continue
-            self.watcher(f"tracing {one.name}", at / len(timed), None)
-            trace = partial(observation.trace, one, self.device, _median_ms(one), self.traced_steps)
-            # A profiler that fails says nothing about the plan, which has its times already.
-            why_not = pool.attempt(one, trace, unless="its work could not be traced")
+            self.on_progress(f"profiling {contestant.name}", at / len(timed), None)
+            trace = partial(
+                observation.trace,
+                contestant,
+                self.device,
+                _median_ms(contestant),
+                self.traced_steps,
+            )
+            # If the profiler fails, the plan has not: its times are known already.
+            why_not = pool.attempt(contestant, trace, note="could not be profiled")
             if why_not is not None:
                 missing.append(f"GPU busy time: {why_not}")
                 break
-        if timed and self.watched_s and all(one.nvml_share is None for one in timed):
-            missing.append("use and power of the GPU: no driver here tells them")
-        if timed and all(one.peak_bytes is None for one in timed):
-            missing.append(f"memory: nothing counts what is allocated on {self.device}")
+        if timed and self.watched_s and all(contestant.nvml_share is None for contestant in timed):
+            missing.append("GPU use and power: no driver here reports them")
+        if timed and all(contestant.peak_bytes is None for contestant in timed):
+            missing.append(f"memory: {self.device} does not count allocations")
 
     # --- the result -------------------------------------------------------------------------------
 
     def _observing_s(self, contestants: Sequence[Contestant]) -> float:
-        """About how long the last passes take."""
-        alive = [one for one in contestants if one.error is None]
-        return len(alive) * (self.watched_s + 1.0)
+        """An estimate of how long the observation takes."""
+        running = [contestant for contestant in contestants if contestant.error is None]
+        return len(running) * (self.watched_s + 1.0)
 
     def _result(
         self, contestants: Sequence[Contestant], missing: list[str], interrupted: bool
     ) -> BenchResult:
         reference = reference_of(self.entries)
-        units = {one.name: one.units_per_step(self.work.unit) for one in contestants}
-        usual = units[reference.name] or next((n for n in units.values() if n), None)
+        units = {
+            contestant.name: contestant.units_per_step(self.work.unit) for contestant in contestants
+        }
+        # Peers do not count their samples.
+        known = units[reference.name] or next((n for n in units.values() if n), None)
         rows: list[PlanResult] = []
-        for one in contestants:
-            if interrupted and one.error is None and not one.timings:
-                one.fail("interrupted before it was measured")
-            rows.append(row_of(one, units[one.name] or usual))
+        for contestant in contestants:
+            if interrupted and contestant.error is None and not contestant.timings:
+                contestant.fail("interrupted before it was measured")
+            rows.append(plan_result(contestant, units[contestant.name] or known))
         rows = with_speedups(rows, reference.name)
         pair = noise_pair(self.entries)
         noise = noise_of(rows, None if pair is None else (pair[0].name, pair[1].name))
@@ -217,7 +237,7 @@ class Bench:
                 self.work.description,
                 dict(self.work.options),
                 self.work.unit,
-                usual or 0.0,
+                known or 0.0,
             ),
             settings=BenchSettings(
                 plans=tuple(entry.name for entry in self.entries),
@@ -240,10 +260,10 @@ class Bench:
 
 
 def _rotated(contestants: Sequence[Contestant], repeat: int) -> Iterable[Contestant]:
-    """Each round begins with another: nobody always runs after the same one."""
+    """The order of a round: each round starts with the next contestant."""
     first = repeat % len(contestants)
     return [*contestants[first:], *contestants[:first]]
 
 
-def _median_ms(one: Contestant) -> float:
-    return statistics.median(timing.ms_per_step for timing in one.timings)
+def _median_ms(contestant: Contestant) -> float:
+    return statistics.median(timing.ms_per_step for timing in contestant.timings)

@@ -11,7 +11,7 @@ from headrace.runs.records import JUDGEMENTS, WEIGHTS, PlanResult, Score
 
 
 def scheme_of(fields: dict[str, Any] | None) -> str:
-    """Which of the schemes a plan's fields amount to."""
+    """The preset that a plan's fields resemble."""
     if fields is None:
         return "baseline"
     if fields.get("compile"):
@@ -34,16 +34,18 @@ def saved_share(row: PlanResult, base: PlanResult) -> float:
 def chance_share(
     row: PlanResult, base: PlanResult, noise_share: float, rows: Sequence[PlanResult] = ()
 ) -> float:
-    """What share of the time a plan must save to be told from chance: the noise, or, where rounds
-    differ much, twice the uncertainty of the median over rounds. `rows` may hold its twins, whose
-    rounds count too."""
+    """The share of the time that a plan must save for it not to be chance.
+
+    That is the noise or, if rounds differ more, twice the standard error of the median over rounds.
+    If `rows` holds the same plan again, its rounds count, too.
+    """
     assert base.ms_per_step is not None
     ratios = []
-    for twin in _twins(row, rows):
-        assert twin.ms_per_step is not None
-        # Each round against its own: what slows a whole machine down slows down both.
-        pairs = zip(twin.ms_per_step.repeats, base.ms_per_step.repeats, strict=False)
-        ratios += [mine / its for mine, its in pairs if its > 0]
+    for entry in _same_plan(row, rows):
+        assert entry.ms_per_step is not None
+        # Round by round: what slows the machine down slows down both plans.
+        pairs = zip(entry.ms_per_step.repeats, base.ms_per_step.repeats, strict=False)
+        ratios += [own / reference for own, reference in pairs if reference > 0]
     if not ratios:
         return noise_share
     middle = statistics.median(ratios)
@@ -54,31 +56,32 @@ def chance_share(
 def gain_share(
     row: PlanResult, base: PlanResult, noise_share: float, rows: Sequence[PlanResult] = ()
 ) -> float:
-    """What a plan, with its twins among `rows`, saves; 0 if that cannot be told from chance."""
-    saved = statistics.mean(saved_share(twin, base) for twin in _twins(row, rows))
+    """The share of the time that a plan saves, over all its rows; 0 if that may be chance."""
+    saved = statistics.mean(saved_share(entry, base) for entry in _same_plan(row, rows))
     return saved if saved > chance_share(row, base, noise_share, rows) else 0.0
 
 
-def _twins(row: PlanResult, rows: Sequence[PlanResult]) -> list[PlanResult]:
-    """The row itself, and the same plan's other rows that were measured."""
+def _same_plan(row: PlanResult, rows: Sequence[PlanResult]) -> list[PlanResult]:
+    """The row itself, and the other measured rows of the same plan."""
     others = [r for r in rows if r.plan != row.plan and r.ms_per_step and r.is_same_plan_as(row)]
     return [row, *others]
 
 
 def scores_of(rows: Sequence[PlanResult], base: PlanResult, noise_share: float) -> dict[str, Score]:
-    """The scores of all plans that were measured, by name.
+    """The scores of all measured plans, by name.
 
-    The largest gain has all points for gain, others as many as their share of it; one that cannot
-    be told from chance has none. Memory has all points up to the base's, half of them at twice.
+    The plan with the largest gain gets all points for gain, the others in proportion, and a gain
+    that may be chance gets none. A plan that needs no more memory than the reference gets all
+    points for memory, one that needs twice as much gets half of them.
     """
     measured = [row for row in rows if row.kind == "plan" and row.ms_per_step is not None]
     gains = {row.plan: gain_share(row, base, noise_share, measured) for row in measured}
-    most = max(gains.values(), default=0.0)
+    largest = max(gains.values(), default=0.0)
     scores = {}
     for row in measured:
         judged = JUDGEMENTS[scheme_of(row.fields)]
         points = {
-            "gain": gains[row.plan] / most if most else 0.0,
+            "gain": gains[row.plan] / largest if largest else 0.0,
             "effort": judged.effort / 10,
             "complexity": judged.complexity / 10,
             "maintainability": judged.maintainability / 10,
@@ -92,5 +95,5 @@ def scores_of(rows: Sequence[PlanResult], base: PlanResult, noise_share: float) 
 
 def _memory(row: PlanResult, base: PlanResult) -> float:
     if not row.peak_memory_bytes or not base.peak_memory_bytes:
-        return 1.0  # not counted here
+        return 1.0  # this device does not count allocations
     return min(1.0, base.peak_memory_bytes / row.peak_memory_bytes)

@@ -1,4 +1,4 @@
-"""A result for the terminal: a table that fits 120 columns, then the verdict in words."""
+"""Formats a result for the terminal: a table at most 120 columns wide, then the verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NONE = "–"
 
 
 def text_of(result: BenchResult) -> str:
-    """Everything a person wants to know first; the rest is in the file."""
+    """The result as text. Rounds, timelines and samples are only in the file."""
     parts = [_head(result), _table(result)]
     parts += [part for part in (_waits(result), _streams(result)) if part]
     parts.append("\n".join(_remarks(result)))
@@ -28,7 +28,7 @@ def _head(result: BenchResult) -> str:
 
 
 def _precision(result: BenchResult) -> str:
-    """What was computed in, where all plans agree; a row whose plan differs says so itself."""
+    """The precision, if all plans have the same."""
     found = {row.fields.get("precision") for row in result.rows if row.fields is not None}
     if result.settings.precision is not None:
         found = {result.settings.precision}
@@ -64,7 +64,7 @@ def _table(result: BenchResult) -> str:
 
 
 def _name(row: PlanResult) -> str:
-    """The plan, and what its step lacked; a remark below the table says why."""
+    """The plan's name and, if its step was not captured or compiled, that; a remark says why."""
     if row.is_captured is False:
         return f"{row.plan}, {'no graph' if row.is_compiled else 'eager'}"
     return f"{row.plan}, uncompiled" if row.is_compiled is False else row.plan
@@ -87,7 +87,7 @@ def _waited(row: PlanResult) -> list[str]:
 
 
 def losses_of(row: PlanResult) -> str:
-    """How its losses compare, in a word."""
+    """How the losses compare with the reference's, in a word."""
     equal = row.equal
     if equal.verdict == "unequal":
         return f"UNEQUAL at {equal.first_step}"
@@ -100,12 +100,12 @@ def _waits(result: BenchResult) -> str:
     lines = []
     for row in result.rows:
         if row.waits is not None and row.waits.by_reason:
-            told = [
+            waits = [
                 f"{reason} {figures.per_step:.2g} × ({figures.ms_per_step:.2g} ms)"
                 for reason, figures in row.waits.by_reason.items()
             ]
-            lines.append((row.plan, ", ".join(told[:4])))
-    return text_table(("", "host waits a step"), lines) if lines else ""
+            lines.append((row.plan, ", ".join(waits[:4])))
+    return text_table(("", "host waits per step"), lines) if lines else ""
 
 
 def _streams(result: BenchResult) -> str:
@@ -120,17 +120,17 @@ def _streams(result: BenchResult) -> str:
 
 
 def _remarks(result: BenchResult) -> list[str]:
-    told = [f"{row.plan} failed: {row.error}" for row in result.rows if row.error is not None]
-    told += [f"{row.plan}: {note}" for row in result.rows for note in row.notes]
-    told += [
+    remarks = [f"{row.plan} failed: {row.error}" for row in result.rows if row.error is not None]
+    remarks += [f"{row.plan}: {note}" for row in result.rows for note in row.notes]
+    remarks += [
         f"{row.plan}: losses {row.equal.verdict}: {row.equal.why}"
         for row in result.rows
         if row.equal.why and row.error is None and row.equal.verdict in ("within", "not compared")
     ]
-    told += [f"cannot be seen here: {what}" for what in result.missing]
+    remarks += [f"not measured here: {what}" for what in result.missing]
     if result.interrupted:
-        told.append("interrupted: these are the figures so far")
-    return [wrap_line(line, "  ") for line in told]
+        remarks.append("interrupted: these are the results so far")
+    return [wrap_line(line, "  ") for line in remarks]
 
 
 def _number(value: float | None, digits: int) -> str:

@@ -1,4 +1,4 @@
-"""A work that can be trained and timed: here by the engine under a plan, in `peers` by others."""
+"""A work together with what trains it: Headrace's engine here, other libraries in `peers`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from headrace.source_lines import line_of_error
 
 @dataclass(frozen=True, slots=True)
 class Timing:
-    """How long some steps took, from `start_ns` on the clock of the device's ledger. `result` is
-    the engine's, None for a peer."""
+    """How long some steps took. `start_ns` is on the ledger's clock. `result` is the engine's; None
+    for a peer."""
 
     steps: int
     start_ns: int
@@ -34,18 +34,18 @@ class Timing:
 
 
 class Trainable(Protocol):
-    """A work and what trains it. Running it warms it up; closed, it holds no device memory."""
+    """A work and what trains it. After `close` it holds no device memory."""
 
     #: Steps to run before those that are timed.
     lead_in: int
-    #: How many steps have been trained, for errors to name.
+    #: How many steps were trained so far; errors name the next one.
     trained: int
 
     def run(self, steps: int) -> Timing:
-        """Train on the next batches, from an idle device to an idle device."""
+        """Train for some steps. The device is idle before and after them."""
 
     def losses(self, batches: Sequence[Any]) -> tuple[float, ...]:
-        """Train on these, and read every loss."""
+        """Train on these batches and return their losses."""
 
     def graphs(self) -> dict[str, Any] | None: ...
 
@@ -55,7 +55,7 @@ class Trainable(Protocol):
 
 
 def timed(device: Device, steps: int, work: Callable[[], EpochResult | None]) -> Timing:
-    """Run `work` between two waits for the device, so that all of it is in its time."""
+    """Time `work` between two waits for the device: the time includes all that it queued."""
     device.synchronize("bench")
     start_ns = device.ledger.now_ns()
     result = work()
@@ -64,7 +64,7 @@ def timed(device: Device, steps: int, work: Callable[[], EpochResult | None]) ->
 
 
 class EngineTrainable:
-    """A work in Headrace's engine, under a plan."""
+    """A work that Headrace's engine trains under a plan."""
 
     def __init__(
         self,
@@ -126,13 +126,13 @@ class EngineTrainable:
 
 
 def describe_error(problem: BaseException, trained: int | None = None) -> str:
-    """An error as a row shows it: the step, what it is, and the user's line, if it is theirs."""
+    """An error in one line: the step, the error, and the line in the user's code, if any."""
     if is_out_of_memory(problem):
         first = (str(problem).strip().splitlines() or ["no message"])[0]
         return f"out of memory: {first}"
     text = " ".join(str(problem).split()) or "no message"
     if isinstance(problem, BenchError):
-        return text  # it says where already
+        return text  # it names the place already
     short = text if len(text) <= 300 else f"{text[:297]}…"
     site = line_of_error(problem.__traceback__)
     step = "" if trained is None else f"step {trained + 1}: "
@@ -140,7 +140,7 @@ def describe_error(problem: BaseException, trained: int | None = None) -> str:
 
 
 def is_out_of_memory(problem: BaseException | None) -> bool:
-    """Also where another error came of it."""
+    """Whether the error is out of memory, or was caused by one that is."""
     while problem is not None:
         if isinstance(problem, torch.OutOfMemoryError | MemoryError):
             return True
@@ -151,6 +151,6 @@ def is_out_of_memory(problem: BaseException | None) -> bool:
 
 
 def release_memory(device: Device) -> None:
-    """Give the memory of closed trainables that nothing refers to back to the device."""
+    """Return the memory of closed trainables to the device."""
     gc.collect()
     device.release_unused()

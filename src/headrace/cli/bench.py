@@ -158,7 +158,7 @@ def bench(
             compared_steps=compare,
             watched_s=watch,
             command=shlex.join(["headrace", *sys.argv[1:]]),
-            watcher=progress,
+            on_progress=progress,
         )
         with _interrupted_by_sigterm() as asked:
             result = bench.run()

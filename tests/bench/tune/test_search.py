@@ -197,13 +197,13 @@ class TestFailures:
                 return Measurement(None, out_of_memory="tried to allocate 20 GiB")
             return Measurement(by_name(event=20.0)(candidate))
 
-        let_go: list[str] = []
+        release: list[str] = []
         found = Search(
-            Space(EAGER), measure, let_go=lambda candidate: let_go.append(candidate.name)
+            Space(EAGER), measure, release=lambda candidate: release.append(candidate.name)
         ).run()
         assert found.winner.candidate.name == "event"
         assert status(found)["pipeline"] == "out of memory"
-        assert "pipeline" in let_go
+        assert "pipeline" in release
 
     def test_other_losses_are_refused(self) -> None:
         def measure(candidate: Candidate, steps: int) -> Measurement:
@@ -213,7 +213,7 @@ class TestFailures:
         found = Search(Space(EAGER), measure).run()
         refused = next(t for t in found.trials if t.candidate.name == "pipeline")
         assert refused.status == "failed"
-        assert refused.why == "other losses than baseline: step 3: 1.5 instead of 1.4"
+        assert refused.why == "losses differ from baseline's: step 3: 1.5 instead of 1.4"
         assert found.winner.candidate.name == "baseline"
 
     def test_the_first_must_run(self) -> None:
@@ -319,7 +319,7 @@ class TestBudget:
 
     def test_progress_says_what_is_left(self) -> None:
         seen: list[SearchProgress] = []
-        search(by_name(pipeline=10.0), watch=seen.append)
+        search(by_name(pipeline=10.0), on_progress=seen.append)
         assert [progress.done for progress in seen] == list(range(len(seen)))
         assert all(progress.left >= 0 for progress in seen)
         assert (seen[0].stage, seen[4].stage) == ("first", "plans")

@@ -116,7 +116,7 @@ class TestMeasuring:
         ):
             now[0] = 3.0
             first = measurer.measure(candidate("baseline"), 5)
-            measurer.let_go(candidate("baseline"))
+            measurer.release(candidate("baseline"))
             now[0] = 10.0
             second = measurer.measure(candidate("baseline"), 5)
         assert (first.took_s, second.took_s) == (3.0, 7.0)
@@ -201,10 +201,10 @@ class TestMeasuring:
 
     def test_let_go_and_measured_again(self) -> None:
         with FakeDevice(costs=FREE) as fake, self.measurer(fake, made_up(fake)) as measurer:
-            measurer.let_go(candidate("graph"))  # never measured: nothing to do
+            measurer.release(candidate("graph"))  # never measured: nothing to do
             first = measurer.measure(candidate("graph"), 10)
             held = fake.memory().allocated
-            measurer.let_go(candidate("graph"))
+            measurer.release(candidate("graph"))
             assert fake.memory().allocated < held
             again = measurer.measure(candidate("graph"), 10)
         assert again.ms_per_step == first.ms_per_step
@@ -328,7 +328,7 @@ class TestWhole:
         self, fake: FakeDevice, tmp_path: Path
     ) -> None:
         for settings, message in (
-            (TuneSettings(workers=(2,)), "takes no number of workers"),
+            (TuneSettings(workers=(2,)), "expected a parameter workers"),
             (
                 TuneSettings(batch_sizes=(12,), plans=("baseline",), steps=2, repeats=2, warmup=2),
                 None,
@@ -379,7 +379,7 @@ class TestJournal:
     def test_of_another_search(self, tmp_path: Path) -> None:
         path = tmp_path / "journal"
         self.run(path)
-        with pytest.raises(TuneError, match="measurement 0 is of another candidate than baseline"):
+        with pytest.raises(TuneError, match="measurement 0 is not of baseline over"):
             self.run(path, steps=7)
 
     def test_a_wrong_value_is_named(self, tmp_path: Path) -> None:
@@ -394,7 +394,7 @@ class TestJournal:
     def test_of_another_machine(self, tmp_path: Path) -> None:
         path = tmp_path / "journal"
         self.run(path)
-        with pytest.raises(TuneError, match="begun with device_name 'a', here it is 'b'"):
+        with pytest.raises(TuneError, match="started with device_name 'a', here it is 'b'"):
             Journal(path, self.measure, {"device_name": "b"})
 
     @pytest.mark.parametrize("line", ['{"kind": "measurement", "step": 0}', '{"kind": "measurement"'
@@ -521,7 +521,7 @@ class TestCommand:
         journal.write_bytes(before + b'{"kind": "measu')  # it died in the midst of a line
         found = self.invoke("--resume", "runs/tune/exp")
         assert found.exit_code == 0, found.output
-        assert "going on after 5 measurements" in found.stderr
+        assert "resuming after 5 measurements" in found.stderr
         assert journal.read_bytes().startswith(before)
         assert (here / "runs/tune/exp/plan.yaml").exists()
         again = self.invoke("--resume", "runs/tune/exp", "--json")  # finished: told again
@@ -542,7 +542,7 @@ class TestCommand:
             (
                 ["--work", "mine.py:make_work", "--workers", "0,2"],
                 TuneError,
-                "no number of workers",
+                "expected a parameter workers",
                 1,
             ),
         ],
@@ -637,8 +637,8 @@ class TestSentences:
         ms = {"pipeline": 10.0, "event": 20.0}
         found = self.sentences(lambda one, steps: Measurement(ms.get(one.base, 40.0), 500.0))
         assert found == [
-            "Take pipeline: 10.00 ms a step, 50,000 tokens/s, 4.00 times as fast as baseline "
-            "(40.00 ms a step)."
+            "Take pipeline: 10.00 ms per step, 50,000 tokens/s, 4.00 times as fast as baseline "
+            "(40.00 ms per step)."
         ]
 
     def test_ties_failures_and_nothing_to_gain(self) -> None:
@@ -649,7 +649,7 @@ class TestSentences:
 
         found = self.sentences(measure)
         assert "nothing to be gained here" in found[0]
-        assert found[1].startswith("The same within noise (1.0%): event")
+        assert found[1].startswith("As fast within noise (1.0%): event")
         assert found[1].endswith("baseline is the simplest.")
         assert found[2] == "Out of memory: pipeline."
 
@@ -658,16 +658,14 @@ class TestSentences:
         found = self.sentences(
             lambda one, steps: Measurement(10.0 + 5 * (next(turns) % 2), took_s=1.0), budget_s=12
         )
-        assert any(
-            line.startswith("Here runs of one and the same plan differ by") for line in found
-        )
-        assert found[-1] == "The time was up before all had been tried: there may be better."
+        assert any(line.startswith("Runs of the same plan differ by") for line in found)
+        assert found[-1] == "The time limit ended the search early: there may be a faster plan."
 
     def test_no_more_time_is_said_to_be_left_than_there_is(self, tmp_path: Path) -> None:
         said: list[str] = []
         clock = iter(range(0, 10_000, 60))  # each run takes a minute
         with Journal(tmp_path / "journal.jsonl", no_measurement, {}) as journal:
-            watch = tuning._Watch(said.append, journal, clock=lambda: float(next(clock)))
+            watch = tuning._ProgressView(said.append, journal, clock=lambda: float(next(clock)))
             for done, left_s in ((1, None), (2, 125.0), (3, 20.0)):
                 one = candidate("baseline")
                 watch(search.SearchProgress(f"stage {done}", one, 20, done, 30, left_s, None))
@@ -682,6 +680,7 @@ class TestSentences:
             unequal = "step 2: 1.0, the reference has 2.0" if one.base == "event" else None
             return Measurement(None if unequal else 10.0, unequal=unequal)
 
-        assert "event failed: other losses than baseline: step 2: 1.0, the reference has 2.0." in (
-            self.sentences(measure)
+        assert (
+            "event failed: losses differ from baseline's: step 2: 1.0, the reference has 2.0."
+            in (self.sentences(measure))
         )

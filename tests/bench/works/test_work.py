@@ -58,7 +58,7 @@ class TestBuiltIn:
     def test_batches_are_the_same_from_workers(self, name: str) -> None:
         cpu = open_device("cpu")
         work = small(name)
-        assert work.honours == {"workers", "prefetch_factor", "batch_size"}
+        assert work.loader_fields == {"workers", "prefetch_factor", "batch_size"}
         plain = numbers(work.make(cpu))
         loaded = work.make(cpu, loader=LoaderPlan(workers=1, prefetch_factor=1))
         assert all(torch.equal(a, b) for a, b in zip(plain, numbers(loaded), strict=True))
@@ -148,7 +148,7 @@ class TestUsersWork:
         work = find_work(f"{name}{ending}:make_work", {"rows": 6})
         assert work.description == "A line of my own. And more"
         assert work.options == {"rows": 6, "batch_size": None}
-        assert work.honours == {"batch_size"}
+        assert work.loader_fields == {"batch_size"}
         made = work.make(open_device("cpu"))
         again = work.make(open_device("cpu"), loader=LoaderPlan(batch_size=2))
         assert [batch.shape for batch in made.loader] == [(6, 3), (6, 3)]
@@ -165,18 +165,18 @@ class TestUsersWork:
             ("def make_work():\n    return 1, 2\n", 1, "returned 2 things (int, int)"),
             ("def make_work():\n    pass\n", 1, "returned None without 'model'"),
             ("def make_work():\n    return {'model': 1}\n", 1, "a dict without 'optimizer'"),
-            ("def make_work():\n    return 1, 2, 3, 4\n", 1, "gave as model a int: expected a"),
+            ("def make_work():\n    return 1, 2, 3, 4\n", 1, "returned a int as model: expected a"),
             ("def make_work():\n    raise KeyError('x')\n", 2, "raised KeyError: 'x'"),
             ("def make_work(a):\n    pass\n", 1, "needs a value for a: expected --set a=…"),
             (
                 GOOD.replace("[torch.randn", "(torch.randn").replace("range(2)]", "range(2))"),
                 4,
-                "gave as loader a generator, which can be gone through once only",
+                "returned a generator as loader, which can be iterated over only once",
             ),
             (
                 GOOD.replace("SGD(model", "SGD(torch.nn.Linear(3, 1)"),
                 4,
-                "an optimizer that has none of the model's parameters",
+                "an optimizer without any of the model's parameters",
             ),
         ],
     )
@@ -193,7 +193,7 @@ class TestUsersWork:
             assert message.startswith(f"{here / name}.py:{line}:")
 
     def test_a_module_that_is_not_there(self, here: Path) -> None:
-        with pytest.raises(BenchError, match="no module 'nowhere': looked in"):
+        with pytest.raises(BenchError, match="no module 'nowhere' in"):
             find_work("nowhere:make_work")
         with pytest.raises(BenchError, match=r"nowhere\.py: no such file"):
             find_work("nowhere.py:make_work")
@@ -251,7 +251,7 @@ class TestFeed:
         assert Sampler.epochs == [0, 1, 2]
 
     def test_an_empty_loader_is_an_error(self) -> None:
-        with pytest.raises(BenchError, match="mine: its loader has no batch"):
+        with pytest.raises(BenchError, match="mine: the loader has no batches"):
             list(EndlessBatches([], "mine").take(1))
 
     def test_closed_it_ends_the_loaders_processes(self) -> None:

@@ -1,10 +1,10 @@
-"""`headrace tune`: looks for the plan under which a work is trained fastest, on this machine.
+"""`headrace tune`: finds the plan that trains a work fastest on this machine.
 
     from headrace.bench import Tuning, TuneSettings
 
     result = Tuning.create(TuneSettings(work="translation")).run()
-    print(result.winner.name, result.sentences)
+    print(result.plan.name, result.sentences)
 
-`candidates` says what may be tried, `search` what is tried next and what is dropped, `measurer`
-runs a candidate, `journal` keeps what was measured, `result` puts it into a table and sentences.
+`candidates` says what may be tried, `search` decides what to try next and what to drop, `measurer`
+runs a candidate, `journal` stores each measurement, `result` makes a table, sentences and a plan.
 """

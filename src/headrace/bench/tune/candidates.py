@@ -1,4 +1,4 @@
-"""What may be tried: presets, single changes to them, and ways to load batches."""
+"""The search space: presets, changes to single fields, and ways to load batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _PLAN_FIELDS = (
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """A plan, made from the preset `base`, and how its batches are loaded."""
+    """A plan to try, derived from the preset `base`, and how its batches are loaded."""
 
     base: str
     plan: Plan
@@ -30,23 +30,23 @@ class Candidate:
 
     @property
     def key(self) -> str:
-        """What tells two candidates apart: how they run, not what they are called."""
+        """Identifies a candidate by how it runs; its name does not matter."""
         return _key(self.plan, self.loader)
 
     @property
     def changed(self) -> dict[str, Any]:
-        """What differs from the preset, and what is said of the loader."""
+        """The plan's fields that differ from the preset, and the loader's fields that are set."""
         return dict(_changed(self.base, self.plan, self.loader))
 
     @property
     def name(self) -> str:
-        """For tables: the preset, and what was changed."""
+        """The preset and the changes, for tables."""
         words = [f"{name} {_shown(value)}" for name, value in self.changed.items()]
         return ", ".join([self.base, *words]).replace("_", " ")
 
     @property
     def complexity(self) -> tuple[int, ...]:
-        """Less is simpler: an earlier preset, fewer changes, less of everything."""
+        """Sorts simpler candidates first: an earlier preset, fewer changes, smaller values."""
         plan, loader = self.plan, self.loader
         return (
             _RANK[self.base],
@@ -58,7 +58,7 @@ class Candidate:
             loader.prefetch_factor or 0,
             plan.run_ahead_steps,
             plan.sync_every,
-            # Of two batch sizes that are as fast, the work's own.
+            # Prefer the work's own batch size to one that is as fast.
             loader.batch_size or 0,
         )
 
@@ -76,8 +76,8 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Space:
-    """All values that a field may take. An empty tuple leaves the field as it is. The work's own
-    number of workers and batch size, where known, are what it has when nothing is said of them."""
+    """The values to try for each field; an empty tuple leaves the field unchanged. `own_workers`
+    and `own_batch_size` are what the work uses by itself, if that is known."""
 
     presets: tuple[str, ...]
     precision: str | None = None
@@ -94,9 +94,9 @@ class Space:
     own_batch_size: int | None = None
 
     @classmethod
-    def on(cls, device: Device, cores: int, honours: frozenset[str], **options: Any) -> Space:
-        """What makes sense on a device with so many cores, for a work that `honours` these fields
-        of a loader. `options` are fields of the space; None leaves them as usual."""
+    def on(cls, device: Device, cores: int, loader_fields: frozenset[str], **options: Any) -> Space:
+        """The space for a device and a number of CPU cores. `loader_fields` are those that the work
+        supports. `options` override fields of the space, unless they are None."""
         given = {name: value for name, value in options.items() if value is not None}
         known: dict[str, Any] = {
             "presets": tuple(
@@ -107,7 +107,7 @@ class Space:
             ),
             "workers": tuple(n for n in (0, 1, 2, 4, 8, _MOST_WORKERS) if n <= max(1, cores - 1)),
         }
-        if not device.asynchronous:  # nothing runs beside the host, whatever a plan says
+        if not device.asynchronous:  # nothing runs beside the host, so these have no effect
             known |= dict.fromkeys(
                 ("sync_every", "streams", "prefetch_depth", "run_ahead_steps"), ()
             )
@@ -117,31 +117,31 @@ class Space:
             known["graphs"] = ("off", "on")
         if device.compiles and any(plan.compile for plan in plans):
             known["compile"] = (False, True)
-        if "workers" not in honours:
+        if "workers" not in loader_fields:
             known["workers"] = ()
-        if "prefetch_factor" not in honours:
+        if "prefetch_factor" not in loader_fields:
             known["prefetch_factor"] = ()
         return cls(**known)
 
     def first(self) -> Candidate:
-        """What everything is compared with: `baseline`, if it is there."""
+        """Where the search starts: `baseline`, or else the first preset."""
         name = "baseline" if "baseline" in self.presets else self.presets[0]
         return self._preset(name, LoaderPlan())
 
     def baseline_of(self, candidate: Candidate) -> Candidate:
-        """The first plan with the candidate's batches: what its losses are compared with."""
+        """The first plan with the candidate's batch size: the reference for its losses."""
         batch_size = candidate.loader.batch_size
         return dataclasses.replace(self.first(), loader=LoaderPlan(batch_size=batch_size))
 
     def stages(self) -> tuple[str, ...]:
-        """Parts of the search, in order: which plan, how to load, then each field of the plan."""
+        """The stages of the search, in order: plans, loading, then each field of the plan."""
         loading = [name for name in ("workers", "batch_sizes") if getattr(self, name)]
         return ("plans", *loading, *_PLAN_FIELDS)
 
     def around(self, stage: str, best: Candidate) -> list[Candidate]:
-        """The best so far, and what a stage tries beside it."""
-        making = {"plans": self._plans, "workers": self._workers, "batch_sizes": self._batches}
-        tried = making[stage](best) if stage in making else self._field(stage, best)
+        """The candidates of a stage: the best so far, and its variations."""
+        stages = {"plans": self._plans, "workers": self._workers, "batch_sizes": self._batches}
+        tried = stages[stage](best) if stage in stages else self._field(stage, best)
         found = {best.key: best}
         for candidate in tried:
             found.setdefault(candidate.key, candidate)
@@ -171,21 +171,22 @@ class Space:
             yield dataclasses.replace(best, loader=loader)
 
     def _field(self, name: str, best: Candidate) -> Iterator[Candidate]:
-        if not _is_of_use(name, best.plan):
+        if not _has_effect(name, best.plan):
             return
         for value in getattr(self, name):
             changes = {name: value}
             switched = name == "graphs" and best.plan.sync == "none" and value != best.plan.graphs
-            if switched and best.plan.run_ahead_steps == _usual_run_ahead(best.plan.graphs):
-                changes["run_ahead_steps"] = _usual_run_ahead(value)  # it goes with them
+            if switched and best.plan.run_ahead_steps == _default_run_ahead(best.plan.graphs):
+                # Plans with graphs have a bound of their own.
+                changes["run_ahead_steps"] = _default_run_ahead(value)
             try:
                 plan = best.plan.replace(**changes)
             except PlanError:
-                continue  # the fields do not go together
+                continue  # the fields contradict each other
             yield self._named(dataclasses.replace(best, plan=plan))
 
     def _named(self, candidate: Candidate) -> Candidate:
-        """A plan that a preset has too is that preset's."""
+        """The candidate under a preset's name, if it equals that preset."""
         for name in PRESETS:
             preset = self._preset(name, candidate.loader)
             if preset.key == candidate.key:
@@ -193,7 +194,7 @@ class Space:
         return candidate
 
 
-@functools.lru_cache(maxsize=4096)  # asked for all the time
+@functools.lru_cache(maxsize=4096)  # called very often
 def _key(plan: Plan, loader: LoaderPlan) -> str:
     fields = {name: value for name, value in plan.to_dict().items() if name != "name"}
     return json.dumps([fields, dataclasses.asdict(loader)], sort_keys=True)
@@ -202,8 +203,8 @@ def _key(plan: Plan, loader: LoaderPlan) -> str:
 @functools.lru_cache(maxsize=4096)
 def _changed(base: str, plan: Plan, loader: LoaderPlan) -> dict[str, Any]:
     preset, fields = Plan.preset(base).to_dict(), plan.to_dict()
-    apart = ("name", "precision")  # the precision is given, not searched
-    found = {k: v for k, v in fields.items() if k not in apart and v != preset[k]}
+    fixed = ("name", "precision")  # the search does not change the precision
+    found = {k: v for k, v in fields.items() if k not in fixed and v != preset[k]}
     return found | {k: v for k, v in dataclasses.asdict(loader).items() if v is not None}
 
 
@@ -213,13 +214,13 @@ def _preset(name: str, precision: str | None) -> Plan:
     return plan if precision is None else plan.replace(precision=precision, name=name)
 
 
-def _usual_run_ahead(graphs: str) -> int:
-    """That of the preset with graphs, or without."""
+def _default_run_ahead(graphs: str) -> int:
+    """The run-ahead bound of the presets with or without graphs."""
     return Plan.preset("pipeline" if graphs == "off" else "graph").run_ahead_steps
 
 
-def _is_of_use(name: str, plan: Plan) -> bool:
-    """Whether a field makes a difference to a plan."""
+def _has_effect(name: str, plan: Plan) -> bool:
+    """Whether changing this field changes how the plan runs."""
     if name == "sync_every":
         return plan.sync in ("interval", "event")
     if name == "streams":

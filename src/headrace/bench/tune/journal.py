@@ -1,7 +1,7 @@
-"""What was measured, kept as it comes: a search that was interrupted goes on from there.
+"""The journal stores each measurement at once, so that an interrupted search can continue.
 
-The search takes the same way through the same measurements. So a journal is gone through from its
-start: what is in it is not measured again, and what comes after is appended.
+The search makes the same decisions from the same measurements. So on resuming it is replayed from
+the start: it gets stored measurements from the journal, and new ones are appended.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _KIND = "measurement"
 
 
 class Journal:
-    """Stands between a search and `measure`. A line that a killed process left half written is
-    dropped. `machine` says where and what is measured: times of another are of no use.
+    """Wraps `measure`: returns a stored measurement if there is one, else measures and stores it.
 
-    Raises `TuneError` if the journal is another search's.
+    `machine` describes the machine and the work; times from another one cannot be compared. Raises
+    `TuneError` if the journal belongs to another search. A half-written last line is dropped.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Journal:
         machine: Mapping[str, Any],
     ) -> None:
         self._path, self._measure = path, measure
-        self._log = MetricsLog(path)  # drops half a line
+        self._log = MetricsLog(path)  # drops a half-written line
         lines = list(read_metrics(path))
         self._stored = [line for line in lines if line.get("kind") == _KIND]
         begun = next((line for line in lines if line.get("kind") == "machine"), None)
@@ -52,7 +52,7 @@ class Journal:
 
     @property
     def stored(self) -> int:
-        """How many measurements it had when it was opened."""
+        """How many measurements the file held when it was opened."""
         return len(self._stored)
 
     @property
@@ -60,7 +60,7 @@ class Journal:
         return self._next < len(self._stored)
 
     def measure(self, candidate: Candidate, steps: int) -> Measurement:
-        """From the journal if it is there, else measured now and written down."""
+        """The next measurement: from the journal, or measured now and stored."""
         number, self._next = self._next, self._next + 1
         if number < len(self._stored):
             return self._replayed(number, candidate, steps)
@@ -79,13 +79,13 @@ class Journal:
             found = Fields(line["found"], "found", TuneError).record(Measurement)
         except (KeyError, TypeError, ValueError) as problem:
             raise TuneError(
-                f"{self._path}: measurement {number} cannot be read ({problem}); begin anew"
+                f"{self._path}: measurement {number} cannot be read ({problem}); start a new search"
             ) from problem
         if not same:
             raise TuneError(
-                f"{self._path}: measurement {number} is of another candidate than "
-                f"{candidate.name} over {steps} steps, which this search asks for: the settings "
-                "or Headrace have changed; begin anew"
+                f"{self._path}: measurement {number} is not of {candidate.name} over {steps} "
+                "steps, which this search asks for: the settings or Headrace have changed; start a "
+                "new search"
             )
         return found
 
@@ -93,6 +93,6 @@ class Journal:
         for name, value in machine.items():
             if begun.get(name) != value:
                 raise TuneError(
-                    f"{self._path}: was begun with {name} {begun.get(name)!r}, here it is "
-                    f"{value!r}: times of the two cannot be compared; begin anew"
+                    f"{self._path}: the search was started with {name} {begun.get(name)!r}, here "
+                    f"it is {value!r}: their times cannot be compared; start a new search"
                 )

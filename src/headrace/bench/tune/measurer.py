@@ -1,4 +1,4 @@
-"""Runs a candidate on a work: its losses once, then its time as often as it is asked for."""
+"""Measures candidates on a work: compares a plan's losses once, then times it as often as asked."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from headrace.errors import BenchError
 from headrace.plan import Plan
 
 _GIB = 1 << 30
-_NO_ROOM = "out of memory: "  # as errors of that kind begin
+_OUT_OF_MEMORY = "out of memory: "  # the beginning of such an error
 
 
 class WorkMeasurer:
-    """Measures candidates on a work. Those that are still in the race stay warmed up, side by side,
-    as far as memory goes, so that a repeat costs no more than its steps.
+    """Measures candidates on a work. Candidates stay warmed up until they are released, as far as
+    memory allows, so that a repeat costs only its steps.
 
-    Before its first run a plan's losses are compared with those of the space's first plan, on the
-    same batches; `compared_steps` 0 leaves that out. `memory_cap` is in bytes.
+    Before a plan's first run, its losses are compared with those of the space's first plan on the
+    same batches; `compared_steps` = 0 skips that. `memory_cap` is in bytes.
     """
 
     def __init__(
@@ -64,39 +64,43 @@ class WorkMeasurer:
         self._device.limit_memory(None)
 
     def measure(self, candidate: Candidate, steps: int) -> Measurement:
-        """Some steps of a candidate. Whatever goes wrong in them is a result."""
+        """Time some steps of a candidate. An error is a result, too."""
         found = self._measured(candidate, steps)
         before_s, self._since_s = self._since_s, self._clock()
         return replace(found, took_s=self._since_s - before_s)
 
-    def let_go(self, candidate: Candidate) -> None:
-        """Free what a candidate holds. It may be measured again, and is then made anew."""
+    def release(self, candidate: Candidate) -> None:
+        """Free a candidate's memory. If it is measured again, it is rebuilt."""
         if candidate.key in self._contestants:
-            self._pool.let_go(candidate.key)
+            self._pool.release(candidate.key)
 
     def _measured(self, candidate: Candidate, steps: int) -> Measurement:
-        one = self._contestants.get(candidate.key)
-        if one is None:
-            one = self._contestants[candidate.key] = self._contestant(candidate)
-            unequal = self._compare(one, candidate)
-            if one.error is None and unequal is not None:
+        contestant = self._contestants.get(candidate.key)
+        if contestant is None:
+            contestant = self._contestants[candidate.key] = self._contestant(candidate)
+            unequal = self._compare(contestant, candidate)
+            if contestant.error is None and unequal is not None:
                 return Measurement(None, unequal=unequal)
-        timing = self._pool.attempt(one, partial(_turn, steps)) if one.error is None else None
+        timing = (
+            self._pool.attempt(contestant, partial(_turn, steps))
+            if contestant.error is None
+            else None
+        )
         if timing is None:
-            return _failed(one.error or "no reason is known", one.peak_bytes)
-        one.timings = [timing]
-        # It runs, but as the plan without graphs, or without compile, does, which is tried too.
-        if one.graphs is not None and one.graphs["why"] is not None:
-            why = f"launched one by one, not as a graph: {one.graphs['why']}"
-            return Measurement(None, peak_memory_bytes=one.peak_bytes, failed=why)
-        if one.compiled is not None and one.compiled["why"] is not None:
-            why = f"the step is not compiled: {one.compiled['why']}"
-            return Measurement(None, peak_memory_bytes=one.peak_bytes, failed=why)
-        peak = one.peak_bytes
+            return _failed(contestant.error or "unknown error", contestant.peak_bytes)
+        contestant.timings = [timing]
+        # It ran like the plan without graphs or compile, which the search tries as well.
+        if contestant.graphs is not None and contestant.graphs["why"] is not None:
+            why = f"launched one by one, not as a graph: {contestant.graphs['why']}"
+            return Measurement(None, peak_memory_bytes=contestant.peak_bytes, failed=why)
+        if contestant.compiled is not None and contestant.compiled["why"] is not None:
+            why = f"the step is not compiled: {contestant.compiled['why']}"
+            return Measurement(None, peak_memory_bytes=contestant.peak_bytes, failed=why)
+        peak = contestant.peak_bytes
         if self._cap is not None and peak is not None and peak > self._cap:
-            why = f"takes {peak / _GIB:.2f} GiB, the cap is {self._cap / _GIB:.2f} GiB"
+            why = f"needs {peak / _GIB:.2f} GiB, the limit is {self._cap / _GIB:.2f} GiB"
             return Measurement(None, peak_memory_bytes=peak, out_of_memory=why)
-        units = one.units_per_step(self._work.unit) or 1.0
+        units = contestant.units_per_step(self._work.unit) or 1.0
         return Measurement(timing.ms_per_step, units, peak)
 
     def _contestant(self, candidate: Candidate) -> Contestant:
@@ -104,31 +108,31 @@ class WorkMeasurer:
         make = partial(EngineTrainable, self._work, self._device, entry, seed=self._seed)
         return Contestant(candidate.key, "plan", make, entry)
 
-    def _compare(self, one: Contestant, candidate: Candidate) -> str | None:
-        """Why its losses are not the first plan's; None if they are. Loading changes none: of two
-        candidates with the same plan one is looked at."""
-        looked = (candidate.plan, candidate.loader.batch_size)
+    def _compare(self, contestant: Contestant, candidate: Candidate) -> str | None:
+        """How its losses differ from the first plan's; None if they do not. Loading does not change
+        losses, so each plan is compared once."""
+        compared = (candidate.plan, candidate.loader.batch_size)
         if not self._compared:
             return None
-        if looked not in self._equal:
+        if compared not in self._equal:
             if candidate.plan.compile:
-                self._pool.close()  # what was compiled before is forgotten meanwhile
-            self._compare_losses(one, candidate)
-            unequal = one.error is None and one.equal.verdict == "unequal"
-            self._equal[looked] = one.equal.why if unequal else None
-        return self._equal[looked]
+                self._pool.close()  # the comparison resets all compiled code
+            self._compare_losses(contestant, candidate)
+            unequal = contestant.error is None and contestant.equal.verdict == "unequal"
+            self._equal[compared] = contestant.equal.why if unequal else None
+        return self._equal[compared]
 
-    def _compare_losses(self, one: Contestant, candidate: Candidate) -> None:
-        """Out of memory is tried once more with nobody else there."""
+    def _compare_losses(self, contestant: Contestant, candidate: Candidate) -> None:
+        """Compare; if it runs out of memory, release all others and try again."""
         for last in (False, True):
-            one.error = None
+            contestant.error = None
             try:
-                one.compare_losses(self._comparison_for(candidate).compare)
+                contestant.compare_losses(self._comparison_for(candidate).compare)
             except BenchError as problem:
                 if candidate.loader.batch_size is None:
-                    raise  # the work itself
-                one.fail(str(problem))
-            if last or one.error is None or not one.error.startswith(_NO_ROOM):
+                    raise  # the work itself is broken
+                contestant.fail(str(problem))
+            if last or contestant.error is None or not contestant.error.startswith(_OUT_OF_MEMORY):
                 return
             self._pool.close()
 
@@ -152,7 +156,7 @@ class WorkMeasurer:
 
 
 def _turn(steps: int, trainable: Trainable) -> Timing:
-    gc.collect()  # not in the midst of a run
+    gc.collect()  # now, not during the run
     gc.freeze()
     if trainable.lead_in:
         trainable.run(trainable.lead_in)
@@ -160,6 +164,8 @@ def _turn(steps: int, trainable: Trainable) -> Timing:
 
 
 def _failed(error: str, peak: int | None) -> Measurement:
-    if error.startswith(_NO_ROOM):
-        return Measurement(None, peak_memory_bytes=peak, out_of_memory=error.removeprefix(_NO_ROOM))
+    if error.startswith(_OUT_OF_MEMORY):
+        return Measurement(
+            None, peak_memory_bytes=peak, out_of_memory=error.removeprefix(_OUT_OF_MEMORY)
+        )
     return Measurement(None, peak_memory_bytes=peak, failed=error)

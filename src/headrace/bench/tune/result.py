@@ -1,4 +1,4 @@
-"""What a search found: a record for a file, a table of all that was tried, sentences, a plan."""
+"""What a search found: the result to store, a table of all candidates, sentences, and a plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from headrace.text_table import text_table, wrap_line
 
 _ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")
 _NAMED = 3
-_UNQUIET = 0.05
+_NOISY = 0.05
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ class FinishedSearch:
         return self.result.to_dict()
 
     def text(self) -> str:
-        """The table of all that was tried, the best first, and what to make of it."""
+        """A table of all candidates, the best first, and the conclusions."""
         fastest = self.outcome.winner.ms_per_unit or 1.0
         rows = [
             (
@@ -78,12 +78,12 @@ class FinishedSearch:
             )
             for trial in sorted(self.outcome.trials, key=_place)
         ]
-        columns = ("tried", "ms a step", "time", "runs × steps", "memory", "", "why")
-        told = [wrap_line(sentence) for sentence in self.sentences]
-        return "\n".join([text_table(columns, rows, right=columns[1:5]), "", *told])
+        columns = ("candidate", "ms/step", "time", "runs × steps", "memory", "status", "why")
+        sentences = [wrap_line(sentence) for sentence in self.sentences]
+        return "\n".join([text_table(columns, rows, right=columns[1:5]), "", *sentences])
 
     def plan_yaml(self) -> str:
-        """The winner, as `load_plan`, `headrace train --plan` and `Engine` read it."""
+        """The winner as a plan file, for `load_plan`, `headrace train --plan` and `Engine`."""
         winner = self.outcome.winner
         preset, plan = Plan.preset(winner.candidate.base).to_dict(), self.plan.to_dict()
         fields = {k: v for k, v in plan.items() if k != "name" and v != preset[k]}
@@ -91,8 +91,8 @@ class FinishedSearch:
         content: dict[str, Any] = {"plan": {"preset": winner.candidate.base, **fields}}
         if loader:
             content["loader"] = loader
-        told = f"{self.work.name} on {self.environment.device_name}"
-        head = f"# headrace tune, {told}\n" + "".join(f"# {line}\n" for line in self.sentences)
+        title = f"{self.work.name} on {self.environment.device_name}"
+        head = f"# headrace tune, {title}\n" + "".join(f"# {line}\n" for line in self.sentences)
         return head + yaml_text(content)
 
 
@@ -128,15 +128,18 @@ def _runs(trial: Trial) -> int:
 
 
 def sentences_of(outcome: Outcome, unit: str) -> list[str]:
-    """What to take and why, in plain words."""
+    """Which candidate to take and why."""
     winner, first = outcome.winner, outcome.first
     return [
         _taken(outcome, winner, first, unit),
         *_ties(outcome),
-        *_unquiet(outcome.noise),
-        *_without_room([t for t in outcome.trials if t.status == "out of memory"]),
-        *_broken([t for t in outcome.trials if t.status == "failed"]),
-        *(["The time was up before all had been tried: there may be better."] * outcome.cut_short),
+        *_noisy(outcome.noise),
+        *_out_of_memory([t for t in outcome.trials if t.status == "out of memory"]),
+        *_failed([t for t in outcome.trials if t.status == "failed"]),
+        *(
+            ["The time limit ended the search early: there may be a faster plan."]
+            * outcome.cut_short
+        ),
     ]
 
 
@@ -145,18 +148,18 @@ def _taken(outcome: Outcome, winner: Trial, first: Trial, unit: str) -> str:
     if winner is first:
         if sum(bool(trial.rungs) for trial in outcome.trials) == 1:
             return f"Take {name}: nothing else was measured."
-        so = "" if outcome.cut_short else ", so there is nothing to be gained here"
+        gain = "" if outcome.cut_short else ", so there is nothing to be gained here"
         return (
-            f"Take {name}: nothing that was tried is faster by more than noise "
-            f"({outcome.noise:.1%}){so}."
+            f"Take {name}: no other candidate is faster by more than noise "
+            f"({outcome.noise:.1%}){gain}."
         )
     assert winner.ms_per_step is not None
     assert winner.ms_per_unit is not None
     ratio = (first.ms_per_unit or winner.ms_per_unit) / winner.ms_per_unit
     per_s = winner.units_per_step / winner.ms_per_step * 1e3
     return (
-        f"Take {name}: {winner.ms_per_step:,.2f} ms a step, {per_s:,.0f} {unit}/s, {ratio:.2f} "
-        f"times as fast as {base} ({first.ms_per_step:,.2f} ms a step)."
+        f"Take {name}: {winner.ms_per_step:,.2f} ms per step, {per_s:,.0f} {unit}/s, {ratio:.2f} "
+        f"times as fast as {base} ({first.ms_per_step:,.2f} ms per step)."
     )
 
 
@@ -165,27 +168,27 @@ def _ties(outcome: Outcome) -> list[str]:
     if not same:
         return []
     return [
-        f"The same within noise ({outcome.noise:.1%}): {_some(same)}; "
+        f"As fast within noise ({outcome.noise:.1%}): {_some(same)}; "
         f"{outcome.winner.candidate.name} is the simplest."
     ]
 
 
-def _unquiet(noise: float) -> list[str]:
-    if noise <= _UNQUIET:
+def _noisy(noise: float) -> list[str]:
+    if noise <= _NOISY:
         return []
     return [
-        f"Here runs of one and the same plan differ by {noise:.0%}: smaller gains cannot be seen. "
-        "Longer runs (--steps) or a machine with nothing else to do would show them."
+        f"Runs of the same plan differ by {noise:.0%} here, so smaller gains cannot be seen. Use "
+        "longer runs (--steps) or an idle machine to see them."
     ]
 
 
-def _without_room(trials: list[Trial]) -> list[str]:
+def _out_of_memory(trials: list[Trial]) -> list[str]:
     if not trials:
         return []
     return [f"Out of memory: {_some([trial.candidate.name for trial in trials])}."]
 
 
-def _broken(trials: list[Trial]) -> list[str]:
+def _failed(trials: list[Trial]) -> list[str]:
     return [f"{trial.candidate.name} failed: {trial.why}." for trial in trials[:_NAMED]]
 
 

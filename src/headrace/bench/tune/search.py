@@ -1,13 +1,13 @@
-"""The search: short runs for all, longer ones for those that are left, repeats for what is close.
+"""The search: successive halving, stage by stage.
 
-A stage takes the best so far and what may be tried beside it. All run for a few steps; what is
-clearly behind is dropped, and of the others at most half go on to twice as many steps, twice. What
-is then close is repeated in turn until one is ahead by more than chance, or there have been enough
-repeats; of those that are the same within noise the simplest wins. Stages follow each other until
-none finds anything better.
+A stage starts with the best candidate so far and its variations. All run for a few steps. The
+search drops those that are clearly behind; at most half of the others go on to runs of twice the
+length, and then of four times. It repeats what is then close, in turns, until one is ahead by more
+than chance or `repeats` is reached. The simplest of those within noise wins the stage. The search
+ends when a whole round of stages finds nothing better.
 
-What is tried next follows from what was measured alone: given the same measurements, the search
-takes the same way. That is how an interrupted one goes on.
+What the search tries next depends on the measurements only: the same measurements lead to the same
+decisions. That is why an interrupted search can continue from its journal.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from headrace.bench.tune.trials import (
 )
 from headrace.runs.records import Status
 
-#: How far behind the leader is clearly behind, after each rung's runs; on an unquiet machine more.
+#: After each rung, by how much a candidate may trail the leader; more on a noisy machine.
 MARGINS = (0.15, 0.07, 0.03)
-_FIRST_RUNS = 3  # of the first plan, to know how much a run differs from the next
-_MOST_KEPT = (4, 3)  # at least so many may go on from the first and second rung
+_FIRST_RUNS = 3  # of the first plan, to estimate the noise
+_LEAST_KEPT = (4, 3)  # how many may always go on from the first and second rung
 _MOST_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
 class SearchProgress:
-    """Where the search stands, for a line on the screen. `left` is an estimate, of runs; `left_s`
-    what is left of the time that it was given, if it was."""
+    """How far the search is, for a progress line. `done` and `left` count runs, `left` is an
+    estimate; `left_s` is what remains of the time limit, None without one."""
 
     stage: str
     candidate: Candidate
@@ -50,8 +50,8 @@ class SearchProgress:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a search ended. `noise` is the share by which two may differ by chance; `cut_short`
-    that it ended with its time."""
+    """How a search ended. `noise` is the share by which two candidates may differ by chance,
+    `cut_short` whether the time limit ended the search."""
 
     trials: tuple[Trial, ...]
     winner: Trial
@@ -61,7 +61,7 @@ class Outcome:
 
 
 class NothingRuns(Exception):  # noqa: N818 - turned into an error that names the work
-    """Not even the first plan does. The message is its error."""
+    """Not even the first plan runs. The message is its error."""
 
 
 class _TimeIsUp(Exception):  # noqa: N818 - ends the search from within
@@ -69,10 +69,13 @@ class _TimeIsUp(Exception):  # noqa: N818 - ends the search from within
 
 
 class Search:
-    """`measure(candidate, steps)` runs a candidate; `let_go` is told which will not run again
-    soon. The shortest runs have `steps` steps, or as many as the first plan takes `least_ms` for.
-    `budget_s` bounds what the measurements take together, and what comes between them; one that
-    was begun is finished. None: no bound."""
+    """Searches `space` for the fastest candidate.
+
+    `measure(candidate, steps)` runs a candidate; `release(candidate)` is called when it will not
+    run again soon. The shortest runs have `steps` steps, or as many as take the first plan
+    `least_ms`. `budget_s` limits the total time of the measurements, None means no limit; a run
+    that has begun is finished.
+    """
 
     def __init__(
         self,
@@ -83,10 +86,11 @@ class Search:
         repeats: int = 5,
         least_ms: float = 200.0,
         budget_s: float | None = None,
-        let_go: Callable[[Candidate], object] = lambda candidate: None,
-        watch: Callable[[SearchProgress], object] = lambda progress: None,
+        release: Callable[[Candidate], object] = lambda candidate: None,
+        on_progress: Callable[[SearchProgress], object] = lambda progress: None,
     ) -> None:
-        self._space, self._measure, self._let_go, self._watch = space, measure, let_go, watch
+        self._space, self._measure, self._release = space, measure, release
+        self._on_progress = on_progress
         self._steps, self._repeats, self._least_ms = steps, repeats, least_ms
         self._rungs: list[int] = []
         self._budget_s = math.inf if budget_s is None else budget_s
@@ -95,7 +99,7 @@ class Search:
         self._done = self._left = 0
         self._stage = ""
         self._best: Trial | None = None
-        self._same: list[Trial] = []  # as the best so far, within noise
+        self._same: list[Trial] = []  # equal to the best so far, within noise
 
     def run(self) -> Outcome:
         first = self._trial(self._space.first())
@@ -119,7 +123,7 @@ class Search:
         return self._outcome(first, cut_short)
 
     def _search(self) -> None:
-        """Go through the stages until a whole round of them changes nothing."""
+        """Go through the stages until a whole round changes nothing."""
         unchanged = 0
         stages = self._space.stages()
         for turn in range(_MOST_ROUNDS * len(stages)):
@@ -134,12 +138,12 @@ class Search:
     # --- one stage -------------------------------------------------------------------------------
 
     def _contest(self, candidates: Sequence[Candidate]) -> Trial:
-        """The best of these. The best so far is one of them, and runs again beside them: only what
-        ran at about the same time can be compared."""
+        """Run one stage and return the best. The best so far takes part again, because only runs
+        made at about the same time can be compared."""
         best = self._best
         assert best is not None
         trials = [self._trial(candidate) for candidate in candidates]
-        # What lost in an earlier stage was measured then: it is not tried again.
+        # A candidate that lost an earlier stage is not tried again.
         racing = [best, *(t for t in trials if t is not best and not t.rungs and t.status is None)]
         if len(racing) == 1:
             return best
@@ -147,7 +151,7 @@ class Search:
             trial.mark()
         for rung, steps in enumerate(self._rungs):
             self._estimate(len(racing), rung)
-            racing = self._those_left(self._run_all(racing, steps), rung, steps)
+            racing = self._drop_slow(self._run_all(racing, steps), rung, steps)
             if len(racing) == 1:
                 return self._won(racing[0], [])
         return self._repeat_what_is_close(racing)
@@ -159,35 +163,35 @@ class Search:
         return winner
 
     def _run_all(self, racing: Sequence[Trial], steps: int) -> list[Trial]:
-        """Run each once; returns those that did."""
+        """Run each once; returns those that ran without an error."""
         for trial in racing:
             self._run(trial, steps)
-        left = [trial for trial in racing if trial.runs]
-        return left or [self._second_best()]
+        left = [trial for trial in racing if trial.can_run]
+        return left or [self._fallback()]
 
-    def _those_left(self, racing: list[Trial], rung: int, steps: int) -> list[Trial]:
-        """Drop what is clearly behind; of the rest the fastest half stay, or a few."""
+    def _drop_slow(self, racing: list[Trial], rung: int, steps: int) -> list[Trial]:
+        """Drop what is clearly behind; keep the faster half of the rest, but at least a few."""
         ranked = _ranked(racing, steps)
-        leader, most = ranked[0], len(ranked)
-        # Of two runs of the same, one would be as far behind in one case out of twenty.
+        leader, limit = ranked[0], len(ranked)
+        # Two runs of the same candidate differ by more than this in one case out of twenty.
         margin = max(MARGINS[rung], 2 * math.sqrt(2) * self._deviation())
-        if rung < len(_MOST_KEPT):
-            most = max(_MOST_KEPT[rung], math.ceil(len(ranked) / 2))
+        if rung < len(_LEAST_KEPT):
+            limit = max(_LEAST_KEPT[rung], math.ceil(len(ranked) / 2))
         left = []
         for place, trial in enumerate(ranked):
             behind = _behind(trial, leader, steps)
             if behind > margin:
                 why = f"{behind:.0%} behind {leader.candidate.name} over {steps} steps"
                 self._end(trial, "dropped", why)
-            elif place >= most:
-                why = f"not among the {most} fastest over {steps} steps ({behind:.1%} behind)"
+            elif place >= limit:
+                why = f"not among the {limit} fastest over {steps} steps ({behind:.1%} behind)"
                 self._end(trial, "dropped", why)
             else:
                 left.append(trial)
         return left
 
     def _deviation(self) -> float:
-        """How much a run differs from the next, as a share."""
+        """The relative standard deviation between runs."""
         return deviation_of(
             times for trial in self._trials.values() for times in trial.rungs.values()
         )
@@ -197,8 +201,8 @@ class Search:
         while len(racing) > 1:
             fewest = min(len(trial.recent(steps)) for trial in racing)
             if fewest >= min(3, self._repeats):
-                racing = self._those_within_noise(racing, steps)
-            if fewest >= self._repeats or (fewest >= 3 and self._are_level(racing, steps)):
+                racing = self._within_noise(racing, steps)
+            if fewest >= self._repeats or (fewest >= 3 and self._are_tied(racing, steps)):
                 break
             if len(racing) > 1:
                 self._left = max(self._left, len(racing))
@@ -206,12 +210,12 @@ class Search:
         chosen = simplest(racing)
         return self._won(chosen, [trial for trial in racing if trial is not chosen])
 
-    def _are_level(self, racing: list[Trial], steps: int) -> bool:
-        """Whether it does not matter which is taken, and more repeats would only take time."""
+    def _are_tied(self, racing: list[Trial], steps: int) -> bool:
+        """Whether all are so close that more repeats would only cost time."""
         ranked = _ranked(racing, steps)
         return _behind(ranked[-1], ranked[0], steps) <= LEAST_NOISE
 
-    def _those_within_noise(self, racing: list[Trial], steps: int) -> list[Trial]:
+    def _within_noise(self, racing: list[Trial], steps: int) -> list[Trial]:
         leader = _ranked(racing, steps)[0]
         noise = noise_of(trial.recent(steps) for trial in racing)
         left = []
@@ -225,8 +229,8 @@ class Search:
         return left
 
     def _compare_at_the_end(self, first: Trial) -> None:
-        """The winner and the first plan in turn, so that what is gained is measured well; if that
-        is no more than noise, the first plan will do."""
+        """Run the winner and the first plan in turns to measure the gain. If it is within noise,
+        the first plan wins."""
         best, steps = self._best, self._rungs[-1]
         assert best is not None
         self._stage = "last comparison"
@@ -238,8 +242,8 @@ class Search:
             self._left = 2 * left
             self._run(first, steps)
             self._run(best, steps)
-            if not (first.runs and best.runs):
-                self._best = best if best.runs else self._second_best()
+            if not (first.can_run and best.can_run):
+                self._best = best if best.can_run else self._fallback()
                 return
         noise = noise_of([first.recent(steps), best.recent(steps)])
         if _behind(first, best, steps) <= noise:
@@ -254,7 +258,7 @@ class Search:
         if self._best is not None and self._spent_s >= self._budget_s:
             raise _TimeIsUp
         left_s = self._budget_s - self._spent_s
-        self._watch(
+        self._on_progress(
             SearchProgress(
                 self._stage,
                 trial.candidate,
@@ -270,15 +274,15 @@ class Search:
         self._done += 1
         self._left = max(0, self._left - 1)
         trial.add(steps, found)
-        if not trial.runs:
-            self._let_go(trial.candidate)
+        if not trial.can_run:
+            self._release(trial.candidate)
 
     def _end(self, trial: Trial, status: Status, why: str) -> None:
         trial.end(status, why)
-        self._let_go(trial.candidate)
+        self._release(trial.candidate)
 
     def _estimate(self, racing: int, rung: int) -> None:
-        """Runs that are probably left: this stage's, then those of the stages after it."""
+        """Estimate how many runs are left: this stage's and those of the stages after it."""
         stages = self._space.stages()
         later = stages[stages.index(self._stage) + 1 :]
         assert self._best is not None
@@ -291,21 +295,21 @@ class Search:
     # --- the end ---------------------------------------------------------------------------------
 
     def _best_so_far(self) -> Trial:
-        """Where the time was up in the midst of a stage: by the longest runs that all still in the
-        race have, not by who of them happened to run first after those."""
+        """The best when the time is up in the middle of a stage: compare by the longest runs that
+        all candidates still in the race have."""
         racing = [trial for trial in self._trials.values() if trial.in_race and trial.longest]
         if not racing:
-            return self._second_best()
+            return self._fallback()
         steps = min(trial.longest for trial in racing)
         fastest = min(trial.value(steps) for trial in racing)
         noise = max(MARGINS[-1], noise_of(trial.recent(steps) for trial in racing))
         return simplest([t for t in racing if t.value(steps) <= fastest * (1 + noise)])
 
     def _keep_first_unless_behind(self, first: Trial) -> None:
-        """They were not compared side by side: what is gained must be more than any run may be off
-        by chance, or the first plan will do."""
+        """When the time is up, the two were not compared in turns. So the gain must exceed what a
+        single run may be off by chance; otherwise the first plan wins."""
         best = self._best
-        if best is first or best is None or not first.runs:
+        if best is first or best is None or not first.can_run:
             return
         assert best.ms_per_unit is not None
         assert first.ms_per_unit is not None
@@ -313,11 +317,11 @@ class Search:
         if first.ms_per_unit / best.ms_per_unit - 1 <= noise_of(runs, repeats=1):
             self._best = self._won(first, [best])
 
-    def _second_best(self) -> Trial:
-        """Where the best so far has failed after all."""
-        running = [trial for trial in self._trials.values() if trial.runs and trial.rungs]
+    def _fallback(self) -> Trial:
+        """The best of the others, when the best so far has failed."""
+        running = [trial for trial in self._trials.values() if trial.can_run and trial.rungs]
         if not running:
-            raise NothingRuns(next(t.why for t in self._trials.values() if not t.runs))
+            raise NothingRuns(next(t.why for t in self._trials.values() if not t.can_run))
         return min(running, key=lambda trial: (-trial.longest, trial.ms_per_unit))
 
     def _outcome(self, first: Trial, cut_short: bool) -> Outcome:

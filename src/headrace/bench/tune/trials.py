@@ -1,4 +1,4 @@
-"""What is known of the candidates: every measurement, and how far apart two must be to differ."""
+"""What was measured of each candidate, and how much measurements differ by chance."""
 
 from __future__ import annotations
 
@@ -10,18 +10,17 @@ from dataclasses import dataclass, field
 from headrace.bench.tune.candidates import Candidate
 from headrace.runs.records import Status
 
-# Two medians that differ by less are the same, however calm the machine.
+#: Medians that differ by less count as equal, even on an idle machine.
 LEAST_NOISE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """Some steps of a candidate, measured; or why there is nothing to measure.
+    """One timed run of a candidate, or why there was none.
 
-    `units_per_step` is what a step has of what is counted: samples or tokens. `failed` is an error
-    in one line, `out_of_memory` that it did not fit, `unequal` that its losses are not those of the
-    plan that all are compared with. `took_s` is what it took in all, and
-    what came between it and the one before: letting go of loader workers can take long.
+    `units_per_step` are samples or tokens. `failed` is an error in one line, `out_of_memory` the
+    message if it did not fit, `unequal` how its losses differ from the reference's. `took_s` is the
+    time since the previous measurement ended, which includes warming up and stopping workers.
     """
 
     ms_per_step: float | None
@@ -35,9 +34,10 @@ class Measurement:
 
 @dataclass
 class Trial:
-    """One candidate's story. `rungs` has its times, milliseconds a step, by number of steps.
+    """All runs of one candidate. `rungs` maps a number of steps to the runs of that length, in
+    milliseconds per step.
 
-    Only what ran at about the same time is compared: `recent` are the times since `mark`.
+    Only runs made at about the same time are compared: `recent` are those since `mark`.
     """
 
     number: int
@@ -57,21 +57,22 @@ class Trial:
         elif found.failed is not None:
             self.end("failed", found.failed)
         elif found.unequal is not None:
-            self.end("failed", f"other losses than {_REFERENCE}: {found.unequal}")
+            self.end("failed", f"losses differ from {_REFERENCE}'s: {found.unequal}")
         elif found.ms_per_step is not None:
             self.units_per_step = found.units_per_step
             self.rungs.setdefault(steps, []).append(found.ms_per_step)
 
     def mark(self) -> None:
+        """Forget earlier runs in `recent` and `value`."""
         self._marks = {steps: len(times) for steps, times in self.rungs.items()}
 
     def recent(self, steps: int) -> list[float]:
-        """Milliseconds a unit of its runs of that length since the mark."""
+        """Milliseconds per unit of each run of that length since the mark."""
         times = self.rungs.get(steps, [])[self._marks.get(steps, 0) :]
         return [ms / self.units_per_step for ms in times]
 
     def value(self, steps: int) -> float:
-        """The median of those; infinite if there are none."""
+        """The median of `recent`; infinite if there are none."""
         recent = self.recent(steps)
         return statistics.median(recent) if recent else math.inf
 
@@ -79,22 +80,23 @@ class Trial:
         self.status, self.why = status, why
 
     @property
-    def runs(self) -> bool:
-        """Whether it works at all."""
+    def can_run(self) -> bool:
+        """Whether it has not failed, nor run out of memory."""
         return self.status not in ("out of memory", "failed")
 
     @property
     def in_race(self) -> bool:
+        """Whether it was measured and has neither won nor lost yet."""
         return self.status is None and bool(self.rungs)
 
     @property
     def longest(self) -> int:
-        """The most steps that it was measured over; 0: never."""
+        """The length of its longest runs, in steps; 0 if it never ran."""
         return max(self.rungs, default=0)
 
     @property
     def ms_per_step(self) -> float | None:
-        """The median over all its longest runs."""
+        """The median of its longest runs; None if it never ran."""
         return statistics.median(self.rungs[self.longest]) if self.rungs else None
 
     @property
@@ -106,26 +108,27 @@ _REFERENCE = "baseline"
 
 
 def deviation_of(runs: Iterable[Sequence[float]]) -> float:
-    """How much a run differs from the next, as a share: the standard deviation. Each sequence has
-    the times of one candidate's runs of one length."""
+    """The relative standard deviation between runs. Each sequence holds one candidate's runs of one
+    length."""
     variances = [
         statistics.variance(times) / statistics.mean(times) ** 2
         for times in runs
         if len(times) >= 2
     ]
-    # The mean would follow a single disturbed run.
+    # A mean would follow a single disturbed run.
     return math.sqrt(statistics.median(variances)) if variances else 0.0
 
 
 def noise_of(runs: Iterable[Sequence[float]], repeats: int | None = None) -> float:
-    """How far two medians of `repeats` such runs (none: as few as any has) may differ by chance, as
-    a share: two standard deviations of a difference."""
+    """By what share two medians of `repeats` runs may differ by chance: two standard deviations of
+    the difference. Without `repeats`, the shortest sequence says how many."""
     repeated = [times for times in runs if len(times) >= 2]
     if repeats is None:
         repeats = min((len(times) for times in repeated), default=1)
-    # A median scatters 1.25 times as much as a mean would.
+    # The standard error of a median is 1.25 times that of a mean.
     return max(LEAST_NOISE, 2 * 1.2533 * deviation_of(repeated) * math.sqrt(2 / repeats))
 
 
 def simplest(trials: Sequence[Trial]) -> Trial:
+    """The trial with the least complex candidate."""
     return min(trials, key=lambda trial: (trial.candidate.complexity, trial.number))

@@ -1,9 +1,9 @@
-"""A search in a folder of its own: begun, interrupted, gone on with, ended.
+"""A search in a run folder, which can be interrupted and resumed.
 
     result = Tuning.create(TuneSettings(work="resnet")).run()
 
-The folder has `config.yaml` (the settings), `journal.jsonl` (every measurement), and at the end
-`plan.yaml` (the winner), `result.json` and `table.txt`.
+The folder holds `config.yaml` (the settings) and `journal.jsonl` (every measurement). A finished
+search adds `plan.yaml` (the winner), `result.json` and `table.txt`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ if TYPE_CHECKING:
     from headrace.bench.tune.trials import Trial
 
 log = logging.getLogger("headrace")
-_PLAIN_EVERY_S = 10.0
+_PLAIN_EVERY_S = 10.0  # without a terminal
 
 
-class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
+class Stopped(Exception):  # noqa: N818 - not an error: the user asked for it
     """A signal ended the search. `signal` is its name."""
 
     def __init__(self, signal: str) -> None:
@@ -51,7 +51,7 @@ class Stopped(Exception):  # noqa: N818 - no error: somebody asked for it
 
 
 class Tuning:
-    """One search. Make it with `create` or `resume`."""
+    """One search. Start it with `create` or `resume`, then call `run`."""
 
     def __init__(
         self,
@@ -75,7 +75,7 @@ class Tuning:
         name: str | None = None,
         **options: Any,
     ) -> Tuning:
-        """A new search. What can be told to be wrong is told before there is a folder."""
+        """A new search. Wrong settings raise an error before the folder is created."""
         find_work(settings.work, dict(settings.options))
         if options.get("device") is None:
             open_device(settings.device)
@@ -85,14 +85,14 @@ class Tuning:
 
     @classmethod
     def resume(cls, run: Path, **options: Any) -> Tuning:
-        """The search of a folder, to go on with."""
+        """The search in a folder, to be continued."""
         folder = RunFolder.open(run)
         content = read_yaml(folder.config, TuneError)
         return cls(TuneSettings.from_dict(content, where=str(folder.config)), folder, **options)
 
     def run(self) -> FinishedSearch:
-        """Search to the end. Raises `Stopped` when a signal asks for that: nothing that was
-        measured is lost, `resume` goes on from there."""
+        """Search to the end. Raises `Stopped` after SIGINT or SIGTERM; no measurement is lost, and
+        `resume` continues."""
         refuse_plan_variable("tune")
         settings, device = self.settings, self._device
         options = dict(settings.options)
@@ -111,17 +111,16 @@ class Tuning:
             ) as journal,
         ):
             if work.options != find_work(settings.work, options).options:
-                progress.message(f"no GPU: a smaller {work.name}, {work.description}")
+                progress.message(f"no GPU: training a smaller {work.name}, {work.description}")
             if settings.memory_cap is not None and not device.asynchronous:
-                progress.message(f"memory_cap: nothing counts what is allocated on {device}")
+                progress.message(f"memory_cap is ignored: {device} does not count allocations")
             if journal.stored:
-                progress.message(f"going on after {journal.stored} measurements")
+                progress.message(f"resuming after {journal.stored} measurements")
                 if settings.minutes is not None:
                     progress.message(
-                        f"its {settings.minutes:g} minutes, those before included, are in "
-                        f"{self.folder.config}"
+                        f"the time limit of {settings.minutes:g} minutes, set in "
+                        f"{self.folder.config}, includes the time before"
                     )
-            watch = _Watch(progress.status, journal)
             try:
                 outcome = search.Search(
                     space,
@@ -129,8 +128,8 @@ class Tuning:
                     steps=settings.steps,
                     repeats=settings.repeats,
                     budget_s=None if settings.minutes is None else settings.minutes * 60,
-                    let_go=measurer.let_go,
-                    watch=watch,
+                    release=measurer.release,
+                    on_progress=_ProgressView(progress.status, journal),
                 ).run()
             except search.NothingRuns as problem:
                 first = space.first().name
@@ -146,24 +145,24 @@ class Tuning:
 
     def _space(self, work: Work) -> Space:
         settings = self.settings
-        if settings.batch_sizes and "batch_size" not in work.honours:
+        if settings.batch_sizes and "batch_size" not in work.loader_fields:
             raise TuneError(
-                f"batch_sizes: {work.name} takes no batch size; expected a parameter batch_size"
+                f"batch_sizes: {work.name} has no such parameter: expected a parameter batch_size"
             )
-        if settings.workers and "workers" not in work.honours:
+        if settings.workers and "workers" not in work.loader_fields:
             raise TuneError(
-                f"workers: {work.name} takes no number of workers; expected a parameter workers"
+                f"workers: {work.name} has no such parameter: expected a parameter workers"
             )
         return Space.on(
             self._device,
             usable_cores(),
-            work.honours,
+            work.loader_fields,
             presets=settings.plans,
             workers=settings.workers,
             batch_sizes=settings.batch_sizes,
             precision=settings.precision,
-            own_workers=_own(work, "workers"),
-            own_batch_size=_own(work, "batch_size", "batch"),
+            own_workers=_own_value(work, "workers"),
+            own_batch_size=_own_value(work, "batch_size", "batch"),
         )
 
     def _measurer(self, work: Work, space: Space) -> WorkMeasurer:
@@ -197,7 +196,7 @@ def _unless_stopped(
         if stop.requested is not None:
             raise Stopped(stop.requested)
         found = measure(candidate, steps)
-        # A loader's workers get the signal too, and may have died of it: not a candidate's fault.
+        # The signal may have killed the loader's workers: that is not the candidate's fault.
         if stop.requested is not None and found.ms_per_step is None:
             raise Stopped(stop.requested)
         return found
@@ -205,8 +204,8 @@ def _unless_stopped(
     return measured
 
 
-def _own(work: Work, *names: str) -> int | None:
-    """What a work has by itself for the first of these parameters that it names."""
+def _own_value(work: Work, *names: str) -> int | None:
+    """The value that a work uses for the first of these parameters that it has."""
     parameters = inspect.signature(work.build).parameters
     for name in names:
         known = parameters.get(name)
@@ -217,7 +216,7 @@ def _own(work: Work, *names: str) -> int | None:
 
 
 def _machine(work: Work, environment: Environment) -> dict[str, Any]:
-    """What must be the same for two measurements to be compared."""
+    """What must be the same for two measurements to be comparable."""
     kept = ("device_name", "torch", "headrace", "cores")
     return {name: getattr(environment, name) for name in kept} | {
         "work": work.name,
@@ -226,13 +225,13 @@ def _machine(work: Work, environment: Environment) -> dict[str, Any]:
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A work's options as JSON has them: a default of a user's may be anything."""
+    """A work's options as JSON can hold them: a user's default may be any object."""
     found: dict[str, Any] = json.loads(json.dumps(dict(options), default=str))
     return found
 
 
-class _Watch:
-    """Shows where the search stands, and about how long it will take."""
+class _ProgressView:
+    """Shows how far the search is, and an estimate of the time left."""
 
     def __init__(
         self,

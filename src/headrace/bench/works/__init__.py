@@ -1,1 +1,1 @@
-"""Works: what is trained. `work` says what one is, `builtin` has ours, `lookup` finds one."""
+"""Works: what bench and tune train. `work` defines one, `builtin` has ours, `lookup` finds one."""

@@ -1,7 +1,7 @@
-"""The built-in works: translation, resnet and mlp. Their data is drawn, from the seed.
+"""The built-in works: translation, resnet and mlp. Their data is random, drawn from the seed.
 
-Batches lie ready in host memory, so that loading costs nothing and what is measured is the rest;
-with `workers` they are made by a DataLoader's processes instead.
+Batches are in host memory before training starts, so that loading costs nothing; with `workers`, a
+DataLoader's worker processes draw them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ Draw = Callable[[torch.Generator], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in work; `description` is filled with its options. `small` are those that a CPU is
-    given where nothing else is said: it would take an hour for the usual ones."""
+    """A built-in work. `description` is a template for its options. `small` are the defaults on a
+    CPU, which would take an hour with the ordinary ones."""
 
     build: Callable[..., Training]
     unit: Unit
@@ -35,13 +35,13 @@ class BuiltIn:
     small: Mapping[str, Any]
 
     def work(self, options: Mapping[str, Any], *, small: bool = False) -> Work:
-        name, usual = self.build.__name__, self.build.__kwdefaults__ or {}
+        name, defaults = self.build.__name__, self.build.__kwdefaults__ or {}
         for option in settable(self.build):
             if option in options:
-                _check_option(name, option, options[option], usual[option])
+                _check_option(name, option, options[option], defaults[option])
         work = work_of(self.build, {**(self.small if small else {}), **options}, name=name)
-        told = self.description.format(**work.options)
-        return Work(name, told, self.unit, self.build, work.options, work.where)
+        description = self.description.format(**work.options)
+        return Work(name, description, self.unit, self.build, work.options, work.where)
 
 
 def translation(
@@ -58,10 +58,10 @@ def translation(
     workers: int = 0,
     prefetch_factor: int = 2,
 ) -> Training:
-    """The Transformer of `headrace train` on sentences of one length, every place a real token."""
+    """The Transformer of `headrace train`, on sentences of one length without padding."""
     settings = ModelSettings.preset(preset).but(dropout=dropout, max_length=max(512, length + 1))
     model = Translator(settings, vocabulary, vocabulary)
-    data = Drawn(partial(_sentences, batch, length, vocabulary), batches, seed)
+    data = RandomBatches(partial(_sentences, batch, length, vocabulary), batches, seed)
     return Training(
         model, _adamw(model, lr), translation_loss(), loader_of(data, pin, workers, prefetch_factor)
     )
@@ -81,11 +81,11 @@ def resnet(
     workers: int = 0,
     prefetch_factor: int = 2,
 ) -> Training:
-    """ResNet on square images of noise."""
+    """ResNet on square images of random noise."""
     if depth not in _RESNETS:
         raise WorkOptionError(f"depth = {depth}: expected {', '.join(map(str, _RESNETS))}")
     model = ResNet(_RESNETS[depth], width, classes)
-    data = Drawn(partial(_images, batch, size, classes), batches, seed)
+    data = RandomBatches(partial(_images, batch, size, classes), batches, seed)
     return Training(
         model, _adamw(model, lr), classification, loader_of(data, pin, workers, prefetch_factor)
     )
@@ -104,14 +104,14 @@ def mlp(
     workers: int = 0,
     prefetch_factor: int = 2,
 ) -> Training:
-    """A few small layers: a step too short to hide anything."""
+    """A few small layers: steps too short to hide any overhead."""
     parts: list[nn.Module] = []
     for _ in range(layers):
         parts += [nn.Linear(width, width), nn.ReLU()]
         if dropout:
             parts.append(nn.Dropout(dropout))
     model = nn.Sequential(*parts, nn.Linear(width, 10))
-    data = Drawn(partial(_rows, batch, width), batches, seed)
+    data = RandomBatches(partial(_rows, batch, width), batches, seed)
     return Training(
         model, _adamw(model, lr), classification, loader_of(data, pin, workers, prefetch_factor)
     )
@@ -141,8 +141,8 @@ BUILT_IN = {
 }
 
 
-class Drawn(Dataset[tuple[Tensor, ...]]):
-    """`count` batches that are drawn from the seed: batch k is the same whoever asks."""
+class RandomBatches(Dataset[tuple[Tensor, ...]]):
+    """`count` random batches; batch k depends only on k and the seed."""
 
     def __init__(self, draw: Draw, count: int, seed: int) -> None:
         self.draw, self.count, self.seed = draw, count, seed
@@ -156,8 +156,8 @@ class Drawn(Dataset[tuple[Tensor, ...]]):
         return self.draw(torch.Generator().manual_seed((self.seed << 20) + index))
 
 
-def loader_of(data: Drawn, pin: bool, workers: int, prefetch_factor: int) -> Iterable[Any]:
-    """All batches in memory, made once a process; with workers, a DataLoader."""
+def loader_of(data: RandomBatches, pin: bool, workers: int, prefetch_factor: int) -> Iterable[Any]:
+    """A list of all batches, drawn once per process; with workers, a DataLoader."""
     if not workers:
         return _in_memory(data.draw, data.count, data.seed, pin)
     return DataLoader(
@@ -171,10 +171,10 @@ def loader_of(data: Drawn, pin: bool, workers: int, prefetch_factor: int) -> Ite
     )
 
 
-# A plan's batches are another's: drawing and pinning a gigabyte of images for each would take long.
+# All plans share the batches: drawing and pinning a gigabyte of images for each would take long.
 @lru_cache(maxsize=2)
 def _ready(build: Any, arguments: Any, count: int, seed: int, pin: bool) -> list[Any]:
-    data = Drawn(partial(build, *arguments), count, seed)
+    data = RandomBatches(partial(build, *arguments), count, seed)
     return [
         tuple(part.pin_memory() if pin else part for part in batch)
         for batch in map(data.__getitem__, range(count))
@@ -207,18 +207,20 @@ def _rows(batch: int, width: int, draw: torch.Generator) -> tuple[Tensor, Tensor
 
 
 def _adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
-    # Fused: bit for bit the same in a graph as launched one by one.
+    # Fused, since only a fused optimizer computes the same bits in a graph as in eager mode.
     return torch.optim.AdamW(model.parameters(), lr=lr, fused=True)
 
 
-def _check_option(work: str, name: str, value: object, usual: object) -> None:
-    """An option must be of its default's kind, and no count may be less than 1, except that of
-    loading processes."""
+def _check_option(work: str, name: str, value: object, default: object) -> None:
+    """Raise unless an option has its default's type. Counts must be at least 1, `workers` at least
+    0."""
     least = 0 if name == "workers" else 1
-    if isinstance(usual, str):
+    if isinstance(default, str):
         if not isinstance(value, str):
-            raise WorkOptionError(f"{work}: {name} = {value!r}: expected a name, such as {usual!r}")
-    elif isinstance(usual, float):
+            raise WorkOptionError(
+                f"{work}: {name} = {value!r}: expected a name, such as {default!r}"
+            )
+    elif isinstance(default, float):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
             raise WorkOptionError(f"{work}: {name} = {value!r}: expected a number from 0, below 1")
     elif isinstance(value, bool) or not isinstance(value, int) or value < least:

@@ -1,4 +1,4 @@
-"""Looks a work up: a built-in one by its name, your own as `module:function`."""
+"""Finds a work: a built-in one by name, your own as `module:function`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from headrace.source_lines import line_of_error
 def find_work(named: str, options: Mapping[str, Any] | None = None, *, small: bool = False) -> Work:
     """The work called `named`: a built-in one, `module:function` or `file.py:function`.
 
-    With `small`, what `options` leave open is chosen for a CPU. Modules are looked for in the
-    current directory first. What is wrong with a work is one line that names your file and line.
+    `small` selects the defaults for a CPU. Modules in the current directory come first. Errors in
+    a work are one line that names your file and line.
     """
     if ":" not in named:
         if named not in BUILT_IN:
@@ -43,7 +43,7 @@ def _module(place: str, named: str) -> ModuleType:
     try:
         if place.endswith(".py"):
             return _from_file(Path(place), named)
-        importlib.invalidate_caches()  # the file may be newer than the last look at its folder
+        importlib.invalidate_caches()  # the file may be newer than Python's cache of its folder
         return importlib.import_module(place)
     except BenchError:
         raise
@@ -60,7 +60,7 @@ def _cannot_import(place: str, problem: BaseException, here: str) -> str:
         place,
         place.partition(".")[0],
     ):
-        return f"no module {place!r}: looked in {here} and where Python looks"
+        return f"no module {place!r} in {here} or on Python's path"
     text = " ".join(str(problem).split()) or "no message"
     site = line_of_error(problem.__traceback__)
     return f"{site}: {place} cannot be imported: {type(problem).__name__}: {text}"
@@ -68,12 +68,12 @@ def _cannot_import(place: str, problem: BaseException, here: str) -> str:
 
 def _from_file(path: Path, named: str) -> ModuleType:
     if not path.is_file():
-        raise BenchError(f"{path}: no such file (of the work {named!r})")
+        raise BenchError(f"{path}: no such file (for the work {named!r})")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module  # a loader's workers look for it there
+    sys.modules[path.stem] = module  # loader workers import it by this name
     spec.loader.exec_module(module)
     return module
 

@@ -1,4 +1,4 @@
-"""ResNet with bottleneck blocks: [3, 4, 6, 3] of them make ResNet-50."""
+"""ResNet with bottleneck blocks; [3, 4, 6, 3] blocks are ResNet-50."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 class ResNet(nn.Module):
     """images (batch, 3, height, width) -> logits (batch, classes).
 
-    `blocks` is how many each of the four stages has; `width` the first one's channels.
+    `blocks` is the number of blocks in each of the four stages, `width` the first stage's channels.
     """
 
     def __init__(self, blocks: Sequence[int], width: int = 64, classes: int = 1000) -> None:
@@ -28,7 +28,7 @@ class ResNet(nn.Module):
             for place in range(count):
                 stride = 2 if number and not place else 1
                 stages.append(_Bottleneck(channels, inner, stride))
-                channels = inner * _Bottleneck.widens
+                channels = inner * _Bottleneck.expansion
         self.stages = nn.Sequential(*stages)
         self.head = nn.Sequential(
             nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(channels, classes)
@@ -43,23 +43,23 @@ class ResNet(nn.Module):
 
 
 class _Bottleneck(nn.Module):
-    """1 × 1, 3 × 3, 1 × 1 around a shortcut; the 3 × 3 makes the stride."""
+    """Convolutions of 1 × 1, 3 × 3 and 1 × 1 with a shortcut; the 3 × 3 one has the stride."""
 
-    widens = 4
+    expansion = 4
 
     def __init__(self, channels: int, inner: int, stride: int) -> None:
         super().__init__()
-        outer = inner * self.widens
+        outer = inner * self.expansion
         self.body = nn.Sequential(
-            *_normed(channels, inner, 1),
+            *_conv_norm(channels, inner, 1),
             nn.ReLU(inplace=True),
-            *_normed(inner, inner, 3, stride),
+            *_conv_norm(inner, inner, 3, stride),
             nn.ReLU(inplace=True),
-            *_normed(inner, outer, 1),
+            *_conv_norm(inner, outer, 1),
         )
         changes = stride != 1 or channels != outer
         self.shortcut = (
-            nn.Sequential(*_normed(channels, outer, 1, stride)) if changes else nn.Identity()
+            nn.Sequential(*_conv_norm(channels, outer, 1, stride)) if changes else nn.Identity()
         )
         self.relu = nn.ReLU(inplace=True)
 
@@ -68,6 +68,8 @@ class _Bottleneck(nn.Module):
         return y
 
 
-def _normed(channels: int, outer: int, kernel: int, stride: int = 1) -> tuple[nn.Module, nn.Module]:
+def _conv_norm(
+    channels: int, outer: int, kernel: int, stride: int = 1
+) -> tuple[nn.Module, nn.Module]:
     convolution = nn.Conv2d(channels, outer, kernel, stride, padding=kernel // 2, bias=False)
     return convolution, nn.BatchNorm2d(outer)

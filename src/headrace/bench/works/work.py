@@ -1,4 +1,4 @@
-"""A work: what is trained, whatever the plan. A function that returns four things.
+"""A work: what bench and tune train. It is a function that returns four things.
 
     def make_work(batch_size=64):
         model = MyModel()
@@ -6,9 +6,9 @@
         loader = DataLoader(MyData(), batch_size, shuffle=True, num_workers=4, pin_memory=True)
         return model, optimizer, loss, loader       # loss(model, batch) -> a 0-dim tensor
 
-It is called once for each plan, with the same random seed, and must give the same weights and
-batches each time. It may have parameters: `device`, `seed`, `pin`, `workers`, `prefetch_factor` and
-`batch_size` are given to it if it names them; any other is an option of the work's own.
+It is called once for each plan, with the same random seed, and must return the same weights and
+batches each time. Headrace passes `device`, `seed`, `pin`, `workers`, `prefetch_factor` and
+`batch_size` if the function has such parameters; any other parameter is an option of the work.
 """
 
 from __future__ import annotations
@@ -33,15 +33,19 @@ from headrace.source_lines import is_user_code, line_of_error
 
 Unit = Literal["samples", "tokens"]
 PARTS = ("model", "optimizer", "loss", "loader")
-# What is given to a work that names it; `batch` is the built-in works' name for batch_size. The
-# first three follow from elsewhere, the others may be set, too.
-_FROM_ELSEWHERE = {"device": "--device sets it", "seed": "--seed sets it", "pin": "each plan says"}
+# Parameters that Headrace passes. `--set` cannot set those of the first kind; the built-in works
+# call their batch size `batch`.
+_FROM_ELSEWHERE = {
+    "device": "--device sets it",
+    "seed": "--seed sets it",
+    "pin": "each plan sets it",
+}
 _GIVEN = (*_FROM_ELSEWHERE, "workers", "prefetch_factor")
 _BATCH_SIZE = ("batch_size", "batch")
 
 
 class Training(NamedTuple):
-    """What a work is made of, on its device. `loader` can be iterated over again and again."""
+    """What a work returns: the parts of a training loop. `loader` can be iterated repeatedly."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -51,10 +55,10 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """A work with its options. `make` gives it afresh, the same each time.
+    """A work with its options. `make` builds it, the same each time.
 
-    `unit` is what is counted a second: samples, the size of a batch's first dimension, or tokens,
-    the loss function's `weight`. `where` is the line on which `build` stands.
+    Throughput counts `unit`: samples (the first dimension of a batch) or tokens (the `weight` that
+    the loss function returns). `where` is the file and line of `build`.
     """
 
     name: str
@@ -65,8 +69,8 @@ class Work:
     where: str = ""
 
     @property
-    def honours(self) -> frozenset[str]:
-        """The fields of a `LoaderPlan` that make a difference to this work."""
+    def loader_fields(self) -> frozenset[str]:
+        """The fields of a `LoaderPlan` that this work has parameters for."""
         taken = set(_parameters(self.build))
         named = {"workers", "prefetch_factor"} & taken
         return frozenset(named | ({"batch_size"} if taken & set(_BATCH_SIZE) else set()))
@@ -79,17 +83,17 @@ class Work:
         loader: LoaderPlan | None = None,
         pin: bool = False,
     ) -> Training:
-        """The work from its first state on, on `device`: the same weights and batches from the
-        same seed. The random generators are left as the seed sets them.
+        """Build the work on `device`: the same seed gives the same weights and batches. Afterwards
+        the random generators are seeded again.
 
-        What `loader` says is followed as far as the work can (`honours`); `pin` asks for batches
-        in pinned memory.
+        `loader` applies as far as the work has parameters for it (`loader_fields`); `pin` asks for
+        batches in pinned memory.
         """
         seed_all(seed)
         given = self._given(device, seed, loader or LoaderPlan(), pin)
         names = _parameters(self.build)
-        usual = _defaults(self.build, names)
-        missing = [name for name in names if name not in given and name not in usual]
+        defaults = _defaults(self.build, names)
+        missing = [name for name in names if name not in given and name not in defaults]
         if missing:
             raise WorkOptionError(
                 f"{self._here()} needs a value for {missing[0]}: expected --set {missing[0]}=…, or "
@@ -100,7 +104,7 @@ class Work:
         except (Exception, SystemExit) as problem:
             site = line_of_error(problem.__traceback__)
             if isinstance(problem, HeadraceError) and not (site and is_user_code(site.file)):
-                # A built-in work's own word about an option.
+                # A built-in work refused one of its options.
                 raise WorkOptionError(f"{self.name}: {problem}") from problem
             raise BenchError(self._failed(problem)) from problem
         training = self._checked(returned)
@@ -121,10 +125,10 @@ class Work:
             "prefetch_factor": loader.prefetch_factor,
         } | dict.fromkeys(_BATCH_SIZE, loader.batch_size)
         taken = _parameters(self.build)
-        own = {name: value for name, value in offered.items() if name in taken}
-        # An option stands unless the loader's plan says otherwise; None leaves the default.
-        said = {name: value for name, value in own.items() if value is not None}
-        return {**self.options, **said}
+        accepted = {name: value for name, value in offered.items() if name in taken}
+        # The loader's plan overrides options; None leaves an option or default in place.
+        passed = {name: value for name, value in accepted.items() if value is not None}
+        return {**self.options, **passed}
 
     def _failed(self, problem: BaseException) -> str:
         site = line_of_error(problem.__traceback__)
@@ -132,7 +136,7 @@ class Work:
         return f"{site}: {self.name} raised {type(problem).__name__}: {text}"
 
     def _checked(self, returned: object) -> Training:
-        parts = self._four(returned)
+        parts = self._four_parts(returned)
         self._refuse_step(parts[1], parts[2])
         expected: tuple[tuple[str, bool, str], ...] = (
             ("model", isinstance(parts[0], torch.nn.Module), "a torch.nn.Module"),
@@ -143,16 +147,16 @@ class Work:
         for value, (name, good, what) in zip(parts, expected, strict=True):
             if not good:
                 found = type(value).__name__
-                raise BenchError(f"{self._here()} gave as {name} a {found}: expected {what}")
+                raise BenchError(f"{self._here()} returned a {found} as {name}: expected {what}")
         if isinstance(parts[3], Iterator):
             raise BenchError(
-                f"{self._here()} gave as loader a {type(parts[3]).__name__}, which can be gone "
-                "through once only: expected a DataLoader, or a list of batches"
+                f"{self._here()} returned a {type(parts[3]).__name__} as loader, which can be "
+                "iterated over only once: expected a DataLoader, or a list of batches"
             )
         return Training(*parts)
 
     def _refuse_step(self, optimizer: object, loss: object) -> None:
-        """Raise if these are what `Engine.from_step` is for, not one optimizer and a loss."""
+        """Raise if these belong to `Engine.from_step`: several optimizers, or a step function."""
         optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
         if isinstance(optimizers, list | tuple) and optimizers:
             if all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
@@ -163,13 +167,14 @@ class Work:
 
     def _refused_step(self, found: str) -> BenchError:
         return BenchError(
-            f"{self._here()} gave {found}, as for a step of your own: bench and tune expect one "
-            "optimizer and loss(model, batch), and do backward and update themselves. To measure a "
-            'step of your own, run Engine.from_step(step, plan="pipeline").epoch(loader), the same '
-            'with plan="baseline", and compare their result.statistics.batches_per_s'
+            f"{self._here()} returned {found}, as for a step of your own: bench and tune expect "
+            "one optimizer and loss(model, batch), and do backward and update themselves. To "
+            'measure a step of your own, run Engine.from_step(step, plan="pipeline")'
+            '.epoch(loader), the same with plan="baseline", and compare their '
+            "result.statistics.batches_per_s"
         )
 
-    def _four(self, returned: object) -> tuple[Any, Any, Any, Any]:
+    def _four_parts(self, returned: object) -> tuple[Any, Any, Any, Any]:
         if isinstance(returned, tuple | list) and not hasattr(returned, "_fields"):
             if len(returned) != len(PARTS):
                 kinds = listed(type(part).__name__ for part in returned)
@@ -201,8 +206,8 @@ class Work:
         groups = training.optimizer.param_groups
         if owned.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
             raise BenchError(
-                f"{self._here()} gave an optimizer that has none of the model's parameters: "
-                "expected it to be made from model.parameters() of this very model"
+                f"{self._here()} returned an optimizer without any of the model's parameters: "
+                "expected one that is made from this model's parameters()"
             )
 
     def _here(self) -> str:
@@ -216,8 +221,8 @@ def work_of(
     name: str | None = None,
     description: str | None = None,
 ) -> Work:
-    """A function as a work with some options. Its `unit`, if it has such an attribute, says what
-    is counted; its docstring's first line describes it."""
+    """Make a work of a function. The function's attribute `unit`, if it has one, is the work's
+    unit; the first line of its docstring is the description."""
     title = name or f"{function.__module__}:{getattr(function, '__name__', 'work')}"
     own = [known for known in _parameters(function) if known not in _GIVEN]
     for option, value in (options or {}).items():
@@ -225,10 +230,10 @@ def work_of(
     unit: Any = getattr(function, "unit", "samples")
     if unit not in ("samples", "tokens"):
         raise BenchError(f"{title}: unit = {quoted(unit)}: expected samples or tokens")
-    told = (inspect.getdoc(function) or title).splitlines()[0].rstrip(".")
+    summary = (inspect.getdoc(function) or title).splitlines()[0].rstrip(".")
     return Work(
         name=title,
-        description=description or told,
+        description=description or summary,
         unit=unit,
         build=function,
         options=_defaults(function, own) | dict(options or {}),
@@ -237,12 +242,12 @@ def work_of(
 
 
 def settable(function: Callable[..., Any]) -> list[str]:
-    """The parameters of a work that `--set` may set."""
+    """The parameters of a work that `--set` can set."""
     return [name for name in _parameters(function) if name not in _FROM_ELSEWHERE]
 
 
 def _check_option(title: str, function: Callable[..., Any], name: str, value: object) -> None:
-    """Raise unless a work takes `name`, and `value` is of the kind that its signature says."""
+    """Raise unless the function has the parameter `name`, and `value` has its type."""
     parameters = inspect.signature(function).parameters
     own = settable(function)
     if name in _FROM_ELSEWHERE and name in parameters:
@@ -274,8 +279,8 @@ _KINDS: dict[type, str] = {
 
 
 def _kinds(function: Callable[..., Any], name: str) -> set[type]:
-    """The plain types that a parameter takes, by its annotation, else by its default; empty if
-    neither tells."""
+    """The plain types that a parameter accepts, from its annotation or else its default; empty if
+    neither says."""
     try:
         hint = typing.get_type_hints(function).get(name)
     except (NameError, TypeError, AttributeError):  # names that only a type checker knows
@@ -292,7 +297,7 @@ def _kinds(function: Callable[..., Any], name: str) -> set[type]:
 
 
 def seed_all(seed: int) -> None:
-    """Set every random generator that a work may draw from."""
+    """Seed every random generator that a work may use."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
@@ -316,7 +321,7 @@ def _defaults(function: Callable[..., Any], names: list[str]) -> dict[str, Any]:
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
-    """Whether a function can be called with so many arguments. Where that cannot be told, yes."""
+    """Whether a function accepts `count` arguments; yes if its signature is unknown."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):

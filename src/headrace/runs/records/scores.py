@@ -27,18 +27,24 @@ class Judgement:
     why: str
 
 
-#: One judgement for each preset; a plan of one's own has that of the preset it resembles.
+#: One judgement for each preset; another plan has that of the preset that it resembles.
 JUDGEMENTS: dict[str, Judgement] = {
-    "baseline": Judgement(10, 10, 10, 10, "the loop that everybody knows: nothing to do"),
-    "interval": Judgement(9, 9, 9, 9, "one word; losses come in tens"),
-    "event": Judgement(9, 9, 9, 9, "one word; events order a copy stream, losses come in tens"),
-    "streams4": Judgement(9, 6, 6, 6, "one word; four streams and their edges are hard to follow"),
-    "pipeline": Judgement(9, 8, 9, 9, "one word; losses come late, the loop never stops for them"),
+    "baseline": Judgement(10, 10, 10, 10, "the loop that everybody knows: nothing to change"),
+    "interval": Judgement(9, 9, 9, 9, "one argument; losses arrive ten at a time"),
+    "event": Judgement(
+        9, 9, 9, 9, "one argument; events order a copy stream, losses arrive ten at a time"
+    ),
+    "streams4": Judgement(
+        9, 6, 6, 6, "one argument; four streams and their edges are hard to follow"
+    ),
+    "pipeline": Judgement(
+        9, 8, 9, 9, "one argument; losses arrive late, and the loop never waits for them"
+    ),
     "graph": Judgement(
-        9, 7, 8, 8, "one word; a step may not read values back, and few batch shapes are best"
+        9, 7, 8, 8, "one argument; a step may not read values back, and few batch shapes work best"
     ),
     "max": Judgement(
-        8, 5, 7, 6, "one word and a minute of compiling at first; other kernels, last bits differ"
+        8, 5, 7, 6, "one argument and a minute of compiling; other kernels, so the last bits differ"
     ),
 }
 

@@ -24,12 +24,12 @@ from headrace.schema import Fields, Invalid, read_json, read_yaml
 
 @dataclass(frozen=True, slots=True)
 class MetricsLine:
-    """Base of the lines that training writes: what holds after `step` updates."""
+    """Base of the lines that the trainer writes, after `step` updates."""
 
     step: int = 0
 
     def values(self) -> dict[str, Any]:
-        """What was recorded, for `MetricsLog.write`; the step is an argument of its own."""
+        """The arguments for `MetricsLog.write`: all fields that are not None, except the step."""
         values = dataclasses.asdict(self)
         del values["step"]
         return {name: value for name, value in values.items() if value is not None}
@@ -37,7 +37,7 @@ class MetricsLine:
 
 @dataclass(frozen=True, slots=True)
 class StepLine(MetricsLine):
-    """`loss` is the mean of the epoch so far."""
+    """Some updates of an epoch. `loss` is the mean of the epoch so far."""
 
     epoch: int = 0
     loss: float | None = None
@@ -77,15 +77,17 @@ class BusyLine(BusyWindow):
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """Scores from 0 to 100, more is better. Figures compare only where the signatures, which say
-    how text was cut into words and by which version, are the same."""
+    """Scores from 0 to 100; higher is better.
+
+    Scores are comparable only if their signatures are equal: these name the tokenizer and the
+    version of sacrebleu.
+    """
 
     bleu: float
     chrf: float
     bleu_signature: str = ""
     chrf_signature: str = ""
-    #: BLEU with everything in lower case; None: not asked for.
-    bleu_lower: float | None = None
+    bleu_lower: float | None = None  # BLEU of lowercased text, if asked for
 
     def __str__(self) -> str:
         return f"BLEU {self.bleu:.2f} ({self.bleu_signature}), chrF {self.chrf:.2f}"
@@ -93,7 +95,8 @@ class Scores:
 
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
-    """`result.json`. `examples` are (source, reference, translation) of held-out sentences."""
+    """The `result.json` of a finished run. `examples` are (source, reference, translation) of
+    sentences that the model was not trained on."""
 
     updates: int
     scores: Scores
@@ -107,18 +110,20 @@ class FinishedRun:
         return None
 
     def write(self, path: Path) -> None:
+        """Write the JSON file."""
         text = json.dumps(dataclasses.asdict(self), ensure_ascii=False, indent=1) + "\n"
         replace_file(path, text.encode(), RunError)
 
     @classmethod
     def read(cls, path: Path) -> FinishedRun:
+        """The result in a JSON file."""
         return read_json(path, ReportError).record(cls)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
     """All that a run's folder holds. `weights` are file names and sizes in bytes; `finished` is
-    None while the run is not."""
+    None until the run is finished."""
 
     path: Path
     settings: dict[str, Any]
@@ -153,10 +158,11 @@ class TrainingRun:
 
     @property
     def updates(self) -> int:
+        """How many updates the run has made so far."""
         return max((line.step for line in (*self.steps, *self.epochs)), default=0)
 
     def seconds_at(self, step: int) -> float | None:
-        """When that step was done, by the monitor's samples; None if there are none around it."""
+        """When a step was done, interpolated between the monitor's samples; else None."""
         at = bisect_right(self.uses, step, key=lambda use: use.step)
         if at == 0:
             return None
@@ -179,7 +185,7 @@ _LINES: dict[str, type[Any]] = {
 
 
 def _read_lines(path: Path) -> dict[str, list[Any]]:
-    """The lines by kind; kinds that are not shown are left out."""
+    """The lines by kind; lines of other kinds are left out."""
     found: dict[str, list[Any]] = {}
     for number, content in enumerate(read_metrics(path), 1):
         kind = content.get("kind")

@@ -1,4 +1,4 @@
-"""What was measured of a contestant, as a row of the result."""
+"""Turns what was measured of a contestant into its record in the result."""
 
 from __future__ import annotations
 
@@ -19,53 +19,58 @@ from headrace.runs.records import (
 )
 
 
-def row_of(one: Contestant, units: float | None) -> PlanResult:
-    """The row, still without its speed-up, which needs another's."""
-    spread = spread_of(one.timings)
-    waits, blocked_ms, data_ms = _waits(one.timings)
-    notes = tuple(one.notes)
-    why_not = None if one.graphs is None else one.graphs["why"]
-    asked = one.entry is not None and one.entry.plan.graphs != "off" and one.error is None
-    if asked and one.graphs is None and not one.notes:
-        why_not = "this device captures none"  # the engine says it once a device, for all plans
+def plan_result(contestant: Contestant, units: float | None) -> PlanResult:
+    """The contestant's record, without its speed-up, which needs the reference's time. `units` are
+    the samples or tokens per step."""
+    times = step_times(contestant.timings)
+    waits, blocked_ms, data_ms = _waits(contestant.timings)
+    notes = tuple(contestant.notes)
+    why_not = None if contestant.graphs is None else contestant.graphs["why"]
+    asked = (
+        contestant.entry is not None
+        and contestant.entry.plan.graphs != "off"
+        and contestant.error is None
+    )
+    if asked and contestant.graphs is None and not contestant.notes:
+        why_not = "this device captures none"  # the engine warns only once per device
     if why_not is not None and not any(why_not in note for note in notes):
         notes += (f"launched one by one, not as a graph: {why_not}",)
-    uncompiled = None if one.compiled is None else one.compiled["why"]
+    uncompiled = None if contestant.compiled is None else contestant.compiled["why"]
     if uncompiled is not None and not any(uncompiled in note for note in notes):
         notes += (f"the step is not compiled: {uncompiled}",)
-    window, median = one.window, spread.median if spread else None
+    window, median = contestant.window, times.median if times else None
     return PlanResult(
-        plan=one.name,
-        kind=one.kind,
-        fields=None if one.entry is None else one.entry.plan.to_dict(),
-        loader=None if one.entry is None else asdict(one.entry.loader),
-        error=one.error,
-        ms_per_step=spread,
+        plan=contestant.name,
+        kind=contestant.kind,
+        fields=None if contestant.entry is None else contestant.entry.plan.to_dict(),
+        loader=None if contestant.entry is None else asdict(contestant.entry.loader),
+        error=contestant.error,
+        ms_per_step=times,
         per_s=units / median * 1e3 if units and median else None,
         waits=waits,
         host_blocked_ms=blocked_ms,
         data_wait_ms=data_ms,
-        gpu=None if window is None or median is None else _gpu(one, median),
-        nvml_share=one.nvml_share,
-        power_w=one.power_w,
-        cpu_share=one.cpu_share,
-        peak_memory_bytes=one.peak_bytes,
-        reserved_memory_bytes=one.reserved_bytes,
+        gpu=None if window is None or median is None else _gpu(contestant, median),
+        nvml_share=contestant.nvml_share,
+        power_w=contestant.power_w,
+        cpu_share=contestant.cpu_share,
+        peak_memory_bytes=contestant.peak_bytes,
+        reserved_memory_bytes=contestant.reserved_bytes,
         streams=() if window is None else window.streams,
         overlap_share=None if window is None else window.overlap_share,
-        losses=_finite(one.losses),
-        reference_losses=_finite(one.reference_losses),
-        equal=one.equal,
-        graphs=one.graphs,
-        compiled=one.compiled,
-        timeline=one.timeline,
-        samples=one.samples,
+        losses=_finite(contestant.losses),
+        reference_losses=_finite(contestant.reference_losses),
+        equal=contestant.equal,
+        graphs=contestant.graphs,
+        compiled=contestant.compiled,
+        timeline=contestant.timeline,
+        samples=contestant.samples,
         notes=notes,
     )
 
 
 def with_speedups(rows: Sequence[PlanResult], reference: str) -> list[PlanResult]:
-    """Each row against the reference's median, or, if it has none, the first row's that has."""
+    """The rows with their speed-ups over the reference or, if it failed, the first measured row."""
     medians = {row.plan: row.ms_per_step.median for row in rows if row.ms_per_step is not None}
     base = medians.get(reference, next(iter(medians.values()), None))
     return [
@@ -77,22 +82,22 @@ def with_speedups(rows: Sequence[PlanResult], reference: str) -> list[PlanResult
 
 
 def noise_of(rows: Sequence[PlanResult], pair: tuple[str, str] | None) -> Noise | None:
-    """By how much the second entry's median differs from the first's."""
+    """By how much the medians of two entries of the same plan differ. `pair` are their names."""
     found = [row.ms_per_step for name in pair or () for row in rows if row.plan == name]
     if pair is None or len(found) != 2 or found[0] is None or found[1] is None:
         return None
     return Noise(pair[0], abs(found[1].median / found[0].median - 1))
 
 
-def spread_of(timings: Sequence[Timing]) -> StepTimes | None:
+def step_times(timings: Sequence[Timing]) -> StepTimes | None:
     times = [timing.ms_per_step for timing in timings]
     if not times:
         return None
     return StepTimes(statistics.median(times), min(times), max(times), tuple(times))
 
 
-def _gpu(one: Contestant, median: float) -> GpuUse:
-    window = one.window
+def _gpu(contestant: Contestant, median: float) -> GpuUse:
+    window = contestant.window
     assert window is not None
     busy_ms = window.busy_ms_per_step
     return GpuUse(
@@ -107,7 +112,8 @@ def _gpu(one: Contestant, median: float) -> GpuUse:
 
 
 def _waits(timings: Sequence[Timing]) -> tuple[HostWaits | None, float | None, float | None]:
-    """A step's waits for the device, the time the host stood still for it, and for the loader."""
+    """Per step: the waits for the device, the milliseconds the host was blocked by it, and the
+    milliseconds it waited for the loader."""
     timed = [timing for timing in timings if timing.result is not None]
     steps = sum(timing.steps for timing in timed)
     if not steps:
