@@ -1,44 +1,45 @@
-"""How a result was measured, as every page ends: the command, the machine, the settings."""
+"""How a result was measured: the command, the machine and the settings, at the end of a page."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from headrace.report.charts import empty
 from headrace.report.figures import moment, plain, size, words
-from headrace.report.markup import Markup, tag
+
+Entries = list[tuple[str, str]]
 
 
-def bullets(lines: Sequence[str]) -> Markup | None:
-    return tag("ul", [tag("li", line) for line in lines], class_="notes") if lines else None
+def environment_view(
+    environment: Mapping[str, Any], settings: Mapping[str, Any], missing: Sequence[str] = ()
+) -> dict[str, Any]:
+    """What the macro `measured` shows."""
+    command = environment.get("command")
+    return {
+        "command": command if isinstance(command, str) else "",
+        "missing": missing,
+        "machine": _machine(environment),
+        "settings": entries(settings),
+    }
 
 
-def command_block(command: object) -> Markup:
-    """The command, to be copied; nothing where it is not known."""
-    if not isinstance(command, str) or not command:
-        return empty("The command was not recorded.")
-    copy = tag("button", "Copy", type="button", class_="copy", hidden=True)
-    return tag("div", tag("pre", tag("code", command), tabindex=0), copy, class_="command")
+def kicker(kind: str, work: str, description: str, environment: Mapping[str, Any]) -> str:
+    """The line in the banner of a bench or tune page: what was measured, where and when."""
+    device = str(environment.get("device_name") or environment.get("device") or "")
+    named = ": ".join(dict.fromkeys(filter(None, (work, description))))
+    return " · ".join(filter(None, (kind, named, device, moment(environment.get("date")))))
 
 
-def machine_list(environment: Mapping[str, Any]) -> Markup:
-    """Where and when it was measured; the command stands by itself."""
+def entries(values: Mapping[str, Any]) -> Entries:
+    """Settings as pairs of text."""
+    return [(words(str(name)), plain(value)) for name, value in values.items()]
+
+
+def _machine(environment: Mapping[str, Any]) -> Entries:
     shown = {key: value for key, value in environment.items() if key != "command"}
     memory = shown.get("device_memory_bytes")
     if isinstance(memory, int | float) and not isinstance(memory, bool):
         shown["device_memory_bytes"] = size(memory)
     if "date" in shown:
         shown["date"] = moment(shown["date"])
-    return settings_list(shown)
-
-
-def settings_list(values: Mapping[str, Any]) -> Markup:
-    """Names and values, whatever they are."""
-    if not values:
-        return empty("Nothing was recorded.")
-    entries = [
-        tag("div", tag("dt", words(str(name))), tag("dd", plain(value)))
-        for name, value in values.items()
-    ]
-    return tag("dl", entries, class_="settings")
+    return entries(shown)

@@ -3,6 +3,7 @@
 // and the zoom of the timelines. Text from the result is only ever set as text.
 
 const tip = document.querySelector(".tip");
+document.documentElement.classList.add("js");
 
 function showTip(text, x, y) {
   tip.textContent = text;
@@ -47,6 +48,7 @@ function hideTip() {
       // then it lasts as long as the page does
     }
     label();
+    document.dispatchEvent(new Event("themechange"));
   });
 }
 
