@@ -13,7 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from headrace.bench import text_of
-from headrace.bench.record import BenchResult
+from headrace.runs.records import BenchResult
 
 ROOT = Path(__file__).parents[1]
 READMES = (ROOT / "README.md", ROOT / "README.zh-CN.md")

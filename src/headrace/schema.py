@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
+import json
+import math
 import reprlib
 import types
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
 
 from headrace.errors import HeadraceError, PlanError
+
+_MAX_JSON_BYTES = 1 << 30
+Decoded = TypeVar("Decoded")
 
 
 def whole(default: int | None, low: int, high: int, meaning: str, *, unset: str = "") -> Any:
@@ -74,11 +80,217 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
     return mapping(content, str(path), error)
 
 
+def read_json(path: str | Path, error: type[HeadraceError]) -> Fields:
+    """The mapping in a JSON file. What is wrong with it is an `error` with file and line."""
+    try:
+        path = Path(path)
+        size = path.stat().st_size
+        if size > _MAX_JSON_BYTES:
+            raise error(f"{path}: has {size:,} bytes; expected at most {_MAX_JSON_BYTES:,}")
+        content = json.loads(path.read_bytes().decode("utf-8-sig"))
+    except OSError as problem:
+        raise error(f"{path}: cannot be read ({problem.strerror})") from problem
+    except UnicodeDecodeError as problem:
+        raise error(f"{path}: is not UTF-8 text ({problem.reason})") from problem
+    except json.JSONDecodeError as problem:
+        raise error(f"{path}:{problem.lineno}: is not JSON ({problem.msg})") from problem
+    except (ValueError, RecursionError) as problem:  # a number of thousands of digits, say
+        raise error(f"{path}: cannot be read as JSON ({problem})") from problem
+    return Fields(content, str(path), error)
+
+
+class Fields:
+    """The fields of a mapping from a file or an option, each checked when it is read.
+
+    An error says file, field, what was found and what was expected:
+    `bench.json: rows[2].speedup = 'x': expected a number`. Null counts as missing.
+    """
+
+    def __init__(
+        self, values: object, file: str, error: type[HeadraceError], path: str = ""
+    ) -> None:
+        self.file, self.path, self.error = file, path, error
+        if not isinstance(values, Mapping):
+            raise self._problem(path, values, "a mapping")
+        self.values: Mapping[str, Any] = values
+
+    def number(self, name: str) -> float | None:
+        value: float | None = self._optional(name, float)
+        return value
+
+    def whole(self, name: str) -> int | None:
+        """A number, rounded."""
+        number = self.number(name)
+        return None if number is None else round(number)
+
+    def flag(self, name: str) -> bool:
+        """True or false; false if it is missing."""
+        return bool(self._optional(name, bool))
+
+    def text(self, name: str) -> str | None:
+        value: str | None = self._optional(name, str)
+        return value
+
+    def required(self, name: str) -> str:
+        """A text that must be there."""
+        value: str = self._decoded(self.values.get(name), str, self.path_of(name))
+        return value
+
+    def numbers(self, name: str) -> list[float | None]:
+        """A list of numbers and nulls; empty if it is missing."""
+        return list(self._optional(name, tuple[float | None, ...]) or ())
+
+    def texts(self, name: str) -> list[str]:
+        """A list of texts; empty if it is missing."""
+        return list(self._optional(name, tuple[str, ...]) or ())
+
+    def child(self, name: str) -> Fields | None:
+        value = self.values.get(name)
+        return None if value is None else self._fields(value, self.path_of(name))
+
+    def section(self, name: str) -> Fields:
+        """The mapping in a field; without fields if it is missing."""
+        return self.child(name) or self._fields({}, self.path_of(name))
+
+    def children(self, name: str) -> list[Fields]:
+        """A list of mappings; empty if it is missing."""
+        path, values = self.path_of(name), self._optional(name, tuple[Any, ...]) or ()
+        return [self._fields(value, f"{path}[{index}]") for index, value in enumerate(values)]
+
+    def named_children(self, name: str) -> Iterator[tuple[str, Fields]]:
+        """The keys and values of a mapping of mappings; none if it is missing."""
+        section = self.section(name)
+        for key, value in section.values.items():
+            yield str(key), self._fields(value, section.path_of(str(key)))
+
+    def plain(self, name: str) -> dict[str, Any]:
+        """A mapping with unchecked values; empty if it is missing."""
+        return {str(key): value for key, value in self.section(name).values.items()}
+
+    def record(self, kind: type[Decoded]) -> Decoded:
+        """These values as the dataclass `kind`, checked against its type hints.
+
+        A missing field gets its default. Unknown keys are ignored, since a later version may have
+        written them. If `kind` has a class method `unpacked`, that gets the mapping first: a
+        record may be stored in a shorter form than its fields. If it has a method `invalid`, that
+        checks what type hints cannot say.
+        """
+        unpacked = getattr(kind, "unpacked", None)
+        values = self.values if unpacked is None else unpacked(self.values)
+        given: dict[str, Any] = {}
+        for name, hint, required in _hints(typing.cast("Any", kind)):
+            value = values.get(name)
+            if required or value is not None:
+                given[name] = self._decoded(value, hint, self.path_of(name))
+        made = kind(**given)
+        invalid: Callable[[], Invalid | None] | None = getattr(made, "invalid", None)
+        if invalid is not None and (found := invalid()) is not None:
+            raise self._problem(self.path_of(found.field), found.value, found.expected)
+        return made
+
+    def path_of(self, name: str) -> str:
+        return f"{self.path}.{name}" if self.path else name
+
+    def problem(self, name: str, expected: str) -> HeadraceError:
+        """The error for a field whose value is not what was expected."""
+        return self._problem(self.path_of(name), self.values.get(name), expected)
+
+    def _problem(self, path: str, value: object, expected: str) -> HeadraceError:
+        if not path:
+            return self.error(f"{self.file}: expected {expected}, found {_kind(value)}")
+        if value is None:
+            return self.error(f"{self.file}: {path} is missing: expected {expected}")
+        return self.error(f"{self.file}: {path} = {_short(value)}: expected {expected}")
+
+    def _fields(self, values: object, path: str) -> Fields:
+        return Fields(values, self.file, self.error, path)
+
+    def _optional(self, name: str, hint: Any) -> Any:
+        value = self.values.get(name)
+        return None if value is None else self._decoded(value, hint, self.path_of(name))
+
+    def _decoded(self, value: Any, hint: Any, path: str) -> Any:
+        """The value as the type `hint` asks for: plain values, or dataclasses, tuples and
+        dictionaries of them."""
+        origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+        if is_union(hint):
+            if value is None and type(None) in arguments:
+                return None
+            kinds = [kind for kind in arguments if kind is not type(None)]
+            fitting = next((kind for kind in kinds if type(value) is kind), kinds[0])
+            return self._decoded(value, fitting, path)
+        if dataclasses.is_dataclass(hint):
+            return self._fields(value, path).record(typing.cast("type[Any]", hint))
+        if origin is tuple:
+            if not isinstance(value, list | tuple):
+                raise self._problem(path, value, "a list")
+            return tuple(
+                self._decoded(one, arguments[0], f"{path}[{index}]")
+                for index, one in enumerate(value)
+            )
+        if origin is dict:
+            inner = self._fields(value, path)
+            return {
+                str(key): self._decoded(one, arguments[1], inner.path_of(str(key)))
+                for key, one in inner.values.items()
+            }
+        if origin is Literal:
+            if value not in arguments:
+                raise self._problem(path, value, listed(arguments))
+            return value
+        if hint is float:
+            return self._number(value, path)
+        if hint is int:
+            if self._number(value, path, "a whole number") % 1:
+                raise self._problem(path, value, "a whole number")
+            return int(value)
+        if hint in _EXPECTED and (
+            not isinstance(value, hint) or (isinstance(value, bool) and hint is not bool)
+        ):
+            raise self._problem(path, value, _EXPECTED[hint])
+        return value
+
+    def _number(self, value: object, path: str, expected: str = "a number") -> float:
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self._problem(path, value, expected)
+        try:
+            number = float(value)
+        except OverflowError:
+            raise self._problem(path, value, "a number below 1e308") from None
+        if not math.isfinite(number):
+            raise self._problem(path, value, "a finite number")
+        return number
+
+
+_EXPECTED = {bool: "true or false", str: "text"}
+
+
+class Invalid(NamedTuple):
+    """What is wrong with a record: the path of a field in it, its value, and what was expected."""
+
+    field: str
+    value: object
+    expected: str
+
+
+@functools.cache  # a result has thousands of spans
+def _hints(kind: Any) -> list[tuple[str, Any, bool]]:
+    """Name and type hint of each of a dataclass's fields, and whether it is required."""
+    hints = typing.get_type_hints(kind)
+    return [
+        (
+            known.name,
+            hints[known.name],
+            known.default is known.default_factory is dataclasses.MISSING,
+        )
+        for known in dataclasses.fields(kind)
+    ]
+
+
 def _check_field(
     known: dataclasses.Field[Any], hint: Any, value: object, error: type[HeadraceError]
 ) -> None:
-    is_union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    allowed = typing.get_args(hint) if is_union else (hint,)
+    allowed = typing.get_args(hint) if is_union(hint) else (hint,)
     if value is None and type(None) in allowed:
         return
     if typing.get_origin(allowed[0]) is Literal:
@@ -107,10 +319,7 @@ def _check_field(
 def mapping(
     values: object, where: str, error: type[HeadraceError] = PlanError
 ) -> Mapping[str, Any]:
-    if not isinstance(values, Mapping):
-        found = "nothing" if values is None else type(values).__name__
-        raise error(f"{where}: expected a mapping, found {found}")
-    return values
+    return Fields(values, where, error).values
 
 
 def refuse_unknown(
@@ -135,14 +344,32 @@ def quoted(value: object) -> str:
     """The value as it was given, shortened where it is long: a few lines of YAML can stand for
     more text than there is memory, and Python refuses to write out thousands of digits."""
     try:
-        return _SHORT.repr(value)
+        return _REPR.repr(value)
     except (ValueError, RecursionError):
         return f"<{type(value).__name__} too long to show>"
 
 
-_SHORT = reprlib.Repr()
-_SHORT.maxlevel, _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlong = 3, 200, 200, 60
-_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = _SHORT.maxset = 8
+_REPR = reprlib.Repr()
+_REPR.maxlevel, _REPR.maxstring, _REPR.maxother, _REPR.maxlong = 3, 200, 200, 60
+_REPR.maxdict = _REPR.maxlist = _REPR.maxtuple = _REPR.maxset = 8
+
+
+def _short(value: object) -> str:
+    text = quoted(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def _kind(value: object) -> str:
+    if value is None:
+        return "nothing"
+    if isinstance(value, Mapping | list):
+        return "a mapping" if isinstance(value, Mapping) else "a list"
+    return _short(value)
+
+
+def is_union(hint: Any) -> bool:
+    """Whether a type hint is `A | B` or `Optional[A]`."""
+    return isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
 
 
 def listed(words: Iterable[object]) -> str:

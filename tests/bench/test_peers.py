@@ -11,10 +11,10 @@ import torch
 
 from headrace.bench import Bench, entries_of, find_work, peers_of, plans_here
 from headrace.bench.peers import PEERS
-from headrace.bench.record import BenchResult
 from headrace.bench.works.work import Training, work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError
+from headrace.runs.records import BenchResult
 from support.devices import needs_cuda
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}

@@ -18,15 +18,13 @@ from headrace.bench.contestants import Contestant, Pool
 from headrace.bench.loss_comparison import LossComparison
 from headrace.bench.observation import _first_steps, _while_timed, short_name
 from headrace.bench.plan_list import noise_pair
-from headrace.bench.record import BenchResult, Equal, Row
 from headrace.bench.trainable import Timing
 from headrace.bench.works.work import Training, Work, work_of
 from headrace.device import Device, Span, Timeline, open_device
 from headrace.errors import BenchError, PlanError
 from headrace.plan import PRESETS
 from headrace.report.bench_page import bench_page
-from headrace.report.bench_result import bench_result
-from headrace.report.fields import Fields
+from headrace.runs.records import BenchResult, Equality, PlanResult
 from headrace.testing import Costs, FakeDevice
 
 SMALL = {"batch": 4, "width": 8, "layers": 2}
@@ -501,61 +499,13 @@ class TestRecord:
         assert content["rows"][1]["equal"]["verdict"] == "not compared"
         assert result.failed
 
-    @pytest.mark.parametrize(
-        ("path", "value", "told"),
-        [
-            (["rows", 0, "ms_per_step", "median"], "fast", "rows[0].ms_per_step.median = 'fast'"),
-            (["rows", 1, "equal", "verdict"], "same", "expected reference, identical, within"),
-            (["rows", 0, "streams"], 3, "rows[0].streams = 3: expected a list"),
-            (["rows"], None, "rows = None: expected a list"),
-            (["work"], [], "work = []: expected a mapping"),
-            (["settings", "steps"], 2.5, "settings.steps = 2.5: expected a whole number"),
-            (["rows", 0, "waits", "by_reason"], [1], "waits.by_reason = [1]: expected a mapping"),
-            (["interrupted"], 1, "interrupted = 1: expected true or false"),
-            (["kind"], "other", "is not a result of `headrace bench`"),
-            (["version"], 2, "version = 2: expected 1"),
-            (["verdict", "take"], 5, "verdict.take = 5: expected text"),
-        ],
-    )
-    def test_a_bad_field_is_named(self, path: list[Any], value: object, told: str) -> None:
-        content = bench(find_work("mlp", SMALL), open_device("cpu"), repeats=1).run().to_dict()
-        place: Any = content
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
-        with pytest.raises(BenchError) as caught:
-            BenchResult.from_dict(content, where="x.json")
-        assert str(caught.value).startswith("x.json: ")
-        assert told in str(caught.value)
-
-    def test_a_missing_field_is_named_and_a_new_one_is_no_matter(self) -> None:
-        content = bench(find_work("mlp", SMALL), open_device("cpu"), repeats=1).run().to_dict()
-        content["rows"][0]["of_a_later_version"] = 1
-        assert BenchResult.from_dict(content).row("baseline").plan == "baseline"
-        del content["environment"]["torch"]
-        with pytest.raises(BenchError, match=r"has no 'environment\.torch'"):
-            BenchResult.from_dict(content)
-
-    def test_files_that_are_none(self, tmp_path: Path) -> None:
-        (tmp_path / "torn.json").write_text('{"kind":\n  "head')
-        with pytest.raises(BenchError, match=r"torn\.json:2: is not JSON"):
-            BenchResult.read(tmp_path / "torn.json")
-        with pytest.raises(BenchError, match=r"none\.json: cannot be read"):
-            BenchResult.read(tmp_path / "none.json")
-        (tmp_path / "bytes.json").write_bytes(b"\xff\xfe")
-        with pytest.raises(BenchError, match="is not UTF-8"):
-            BenchResult.read(tmp_path / "bytes.json")
-        with pytest.raises(BenchError, match="is not a result"):
-            BenchResult.from_dict([])
-
 
 class CompilingFake(FakeDevice):
     compiles = True
 
 
 def page_of(result: BenchResult) -> str:
-    stored = Fields("r.json", "", json.loads(result.to_json()))
-    return bench_page(bench_result(stored), "r.json")
+    return bench_page(BenchResult.from_dict(json.loads(result.to_json())), "r.json")
 
 
 class TestNotCompiled:
@@ -577,10 +527,10 @@ class TestNotCompiled:
             row = BenchResult.from_dict(json.loads(result.to_json())).row(name)
             assert row.compiled is not None
             assert (row.compiled["compiled"], row.compiled["why"]) == (False, why)
-            assert (row.is_captured, row.is_compiled, row.ran_as_meant) == (True, False, False)
+            assert (row.is_captured, row.is_compiled, row.ran_as_planned) == (True, False, False)
             assert any(why in note for note in row.notes)
         assert result.row("graph").compiled is None
-        assert result.row("graph").ran_as_meant
+        assert result.row("graph").ran_as_planned
         assert result.verdict.take != "max"
 
     def test_its_row_says_so(self, result: BenchResult) -> None:
@@ -646,8 +596,8 @@ class TestText:
         peer = replace(
             rows[0], plan="reduce-overhead", kind="peer", waits=None, score=None, per_s=1234567.8
         )
-        failed = Row("max", "plan", error="out of memory: CUDA out of memory.")
-        unequal = replace(rows[1], plan="mine", equal=Equal("unequal", first_step=12, why="x"))
+        failed = PlanResult("max", "plan", error="out of memory: CUDA out of memory.")
+        unequal = replace(rows[1], plan="mine", equal=Equality("unequal", first_step=12, why="x"))
         text = text_of(replace(result, rows=(*rows, peer, failed, unequal)))
         assert max(len(line) for line in text.splitlines()) <= 121
         heads = text.splitlines()[2].split()

@@ -7,10 +7,19 @@ from typing import Any
 
 import pytest
 
-from headrace.bench.record import Equal, Gpu, Noise, Row, Spread, Verdict, WaitFigures, Waits
 from headrace.bench.scores import JUDGEMENTS, WEIGHTS, scheme_of, scores_of
 from headrace.bench.verdict import causes_of, scored, verdict_of
 from headrace.plan import PRESETS, Plan
+from headrace.runs.records import (
+    Equality,
+    GpuUse,
+    HostWaits,
+    Noise,
+    PlanResult,
+    StepTimes,
+    Verdict,
+    WaitFigures,
+)
 
 
 def row(
@@ -26,11 +35,11 @@ def row(
     memory: int = 1 << 30,
     equal: str = "identical",
     kind: Any = "plan",
-) -> Row:
+) -> PlanResult:
     gpu = None
     if busy is not None:
         compute = busy if compute is None else compute
-        gpu = Gpu(
+        gpu = GpuUse(
             busy_share=busy / ms,
             compute_share=compute / ms,
             copy_share=(busy - compute) / ms,
@@ -40,22 +49,22 @@ def row(
             launches_per_step=launches,
         )
     verdict: Any = "reference" if plan == "baseline" else equal
-    return Row(
+    return PlanResult(
         plan=plan,
         kind=kind,
         fields=PRESETS[plan].to_dict() if plan in PRESETS else None,
         graphs={"why": None} if plan in ("graph", "max") else None,
-        ms_per_step=Spread(ms, ms, ms, (ms,)),
+        ms_per_step=StepTimes(ms, ms, ms, (ms,)),
         gpu=gpu,
         host_blocked_ms=blocked,
         data_wait_ms=data,
-        waits=Waits(1.0, copy_wait, {"copy": WaitFigures(1.0, copy_wait)}),
+        waits=HostWaits(1.0, copy_wait, {"copy": WaitFigures(1.0, copy_wait)}),
         peak_memory_bytes=memory,
-        equal=Equal(verdict, largest=0.003 if verdict == "within" else None, why="step 3: …"),
+        equal=Equality(verdict, largest=0.003 if verdict == "within" else None, why="step 3: …"),
     )
 
 
-def judged(rows: list[Row], noise: Noise | None = None) -> tuple[list[Row], Verdict]:
+def judged(rows: list[PlanResult], noise: Noise | None = None) -> tuple[list[PlanResult], Verdict]:
     with_scores = scored(rows, "baseline", noise)
     return with_scores, verdict_of(with_scores, "baseline", noise)
 
@@ -142,7 +151,7 @@ class TestWaitsFor:
             ([row("baseline", 2.0)], "unknown", "cannot be seen here"),
         ],
     )
-    def test_each_cause(self, rows: list[Row], expected: str, said: str) -> None:
+    def test_each_cause(self, rows: list[PlanResult], expected: str, said: str) -> None:
         _, verdict = judged(rows)
         assert verdict.waits_for == expected
         assert said in verdict.sentences[0]
@@ -165,7 +174,7 @@ class TestTake:
         for at, one in enumerate(rows):
             assert one.ms_per_step is not None
             ms = one.ms_per_step.median
-            rows[at] = replace(one, ms_per_step=Spread(ms, ms, ms, (ms, ms, ms)))
+            rows[at] = replace(one, ms_per_step=StepTimes(ms, ms, ms, (ms, ms, ms)))
         assert "turns each" not in " ".join(judged(rows)[1].sentences)
 
     def test_launch_bound_takes_graph_and_names_the_fastest(self) -> None:
@@ -225,14 +234,14 @@ class TestTake:
 
     def test_a_gain_among_rounds_that_differ_by_more_is_none(self) -> None:
         base, quick = row("baseline", 47), row("interval", 45)
-        spread = Spread(45, 20, 80, (20, 45, 80, 30, 60))
+        spread = StepTimes(45, 20, 80, (20, 45, 80, 30, 60))
         wild = replace(quick, ms_per_step=spread)
-        _, verdict = judged([replace(base, ms_per_step=Spread(47, 47, 47, (47,) * 5)), wild])
+        _, verdict = judged([replace(base, ms_per_step=StepTimes(47, 47, 47, (47,) * 5)), wild])
         assert verdict.take == "baseline"
         assert "Nothing is to be gained here" in verdict.sentences[1]
         # Where each round is slowed down as a whole, both are: then 10 % are a gain.
         slowed = tuple(9 / 10 * ms for ms in spread.repeats)
-        steady = replace(quick, ms_per_step=Spread(40.5, 18, 72, slowed))
+        steady = replace(quick, ms_per_step=StepTimes(40.5, 18, 72, slowed))
         _, verdict = judged([replace(base, ms_per_step=spread), steady])
         assert verdict.take == "interval"
 
@@ -261,7 +270,7 @@ class TestTake:
         assert verdict.take == taken
 
     def test_nothing_was_measured(self) -> None:
-        _, verdict = judged([Row("baseline", "plan", error="out of memory: …")])
+        _, verdict = judged([PlanResult("baseline", "plan", error="out of memory: …")])
         assert (verdict.waits_for, verdict.take) == ("unknown", None)
 
     def test_peers_are_compared_and_never_advised(self) -> None:
@@ -310,9 +319,9 @@ class TestTwins:
 
     def test_share_their_rounds(self) -> None:
         """Of one alone 9 % might be chance; with its twin's rounds they are not."""
-        base = replace(row("baseline", 10), ms_per_step=Spread(10, 10, 10, (10,) * 5))
-        shaky = Spread(9.1, 8.0, 10.2, (9.1, 8.0, 10.2, 8.2, 9.9))
-        steady = Spread(9.1, 9.1, 9.1, (9.1,) * 5)
+        base = replace(row("baseline", 10), ms_per_step=StepTimes(10, 10, 10, (10,) * 5))
+        shaky = StepTimes(9.1, 8.0, 10.2, (9.1, 8.0, 10.2, 8.2, 9.9))
+        steady = StepTimes(9.1, 9.1, 9.1, (9.1,) * 5)
         one = replace(row("pipeline", 9.1), ms_per_step=shaky)
         twin = replace(one, plan="pipeline#2", ms_per_step=steady)
         assert judged([base, one])[1].take == "baseline"
@@ -320,7 +329,7 @@ class TestTwins:
 
     def test_another_loader_is_another_plan(self) -> None:
         one = replace(row("pipeline", 9), loader={"workers": 0})
-        assert one.is_twin_of(replace(one, plan="pipeline#2"))
-        assert not one.is_twin_of(replace(one, loader={"workers": 2}))
+        assert one.is_same_plan_as(replace(one, plan="pipeline#2"))
+        assert not one.is_same_plan_as(replace(one, loader={"workers": 2}))
         peer = row("lightning", 9, kind="peer")
-        assert not peer.is_twin_of(peer)
+        assert not peer.is_same_plan_as(peer)

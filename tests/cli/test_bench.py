@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from headrace.bench.record import BenchResult
 from headrace.cli import app
 from headrace.cli.bench import Lines
 from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
+from headrace.runs.records import BenchResult
 
 QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]
 SMALL = ["--set", "batch=4", "--set", "width=8", "--set", "layers=1"]

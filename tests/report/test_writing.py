@@ -410,27 +410,31 @@ class TestDamage:
     @pytest.mark.parametrize(
         ("path", "value", "message"),
         [
-            ("kind", "something", "kind: expected 'headrace bench'"),
-            ("kind", None, "kind: expected 'headrace bench'"),
-            ("version", 2, "version: expected 1, which this Headrace reads, found 2"),
-            ("version", 0, "version: expected 1"),
-            ("rows", [], "rows: expected at least one plan"),
-            ("rows", {}, "rows: expected a list, found an object"),
-            ("rows.1.plan", None, "rows[1].plan: expected text, found nothing"),
-            ("rows.1.plan", "baseline", "rows[1].plan: 'baseline' is there twice"),
-            (MEDIAN, "fast", "rows[0].ms_per_step.median: expected a number, found 'fast'"),
-            (MEDIAN, 0, "rows[0].ms_per_step.median: expected more than 0 ms"),
-            (MEDIAN, True, "rows[0].ms_per_step.median: expected a number, found True"),
-            ("rows.0.gpu", [], "rows[0].gpu: expected an object, found a list"),
-            ("rows.0.losses.3", "x", "rows[0].losses.3: expected a number"),
+            ("kind", "something", "kind = 'something': expected 'headrace bench'"),
+            ("kind", None, "kind is missing: expected 'headrace bench'"),
+            ("version", 2, "version = 2: expected 1, which this Headrace reads"),
+            ("version", 0, "version = 0: expected 1"),
+            ("rows", [], "rows = []: expected at least one plan"),
+            ("rows", {}, "rows = {}: expected a list"),
+            ("rows.1.plan", None, "rows[1].plan is missing: expected text"),
+            ("rows.1.plan", "baseline", "rows[1].plan = 'baseline': expected a name that no"),
+            (MEDIAN, "fast", "rows[0].ms_per_step.median = 'fast': expected a number"),
+            (MEDIAN, 0, "rows[0].ms_per_step.median = 0.0: expected more than 0 ms"),
+            (MEDIAN, True, "rows[0].ms_per_step.median = True: expected a number"),
+            ("rows.0.gpu", [], "rows[0].gpu = []: expected a mapping"),
+            ("rows.0.losses.3", "x", "rows[0].losses[3] = 'x': expected a number"),
             (
                 f"{SPAN}.kind",
                 "dream",
-                "rows[0].timeline.spans[5].kind: expected kernel, copy, wait",
+                "rows[0].timeline.spans[5].kind = 'dream': expected kernel, copy, wait",
             ),
-            (f"{SPAN}.end_ns", -1, "rows[0].timeline.spans[5].end_ns: expected at least start_ns"),
-            ("verdict.sentences", [1], "verdict.sentences[0]: expected text"),
-            ("rows.0.speedup", 10**400, "rows[0].speedup: expected a number"),
+            (
+                f"{SPAN}.end_ns",
+                -1,
+                "rows[0].timeline.spans[5].end_ns = -1: expected at least start_ns",
+            ),
+            ("verdict.sentences", [1], "verdict.sentences[0] = 1: expected text"),
+            ("rows.0.speedup", 10**400, "rows[0].speedup = 1000"),
         ],
     )
     def test_the_error_names_file_and_field(
@@ -454,10 +458,10 @@ class TestDamage:
             (b"", ":1: is not JSON"),
             (b'{"kind": "headrace bench",\n "rows": [', ":2: is not JSON"),
             (b"\xff\xfe", ": is not UTF-8 text"),
-            (b"[1, 2]", ": expected an object, found a list"),
+            (b"[1, 2]", ": expected a mapping, found a list"),
             (b'{"a": ' + b"[" * 100_000, ": cannot be read as JSON"),
             (b'{"kind": "headrace bench", "version": 1, "rows": [{"plan": "a", "speedup": NaN}]}',
-             ": rows[0].speedup: expected a finite number"),
+             ": rows[0].speedup = nan: expected a finite number"),
         ],
     )  # fmt: skip
     def test_files_that_are_none(self, tmp_path: Path, content: bytes, message: str) -> None:
@@ -553,26 +557,10 @@ class TestRuns:
         assert "Not begun: nothing measured yet" in page.words
         assert len(page.having("empty")) == 9
 
-    def test_a_resumed_run_is_one_stretch_of_time(self, tmp_path: Path) -> None:
-        from headrace.report.training_run import training_run
-
-        (tmp_path / "config.yaml").write_text("preset: tiny\n")
-        lines = [
-            {"kind": "use", "step": step, "at_s": at, "cpu_share": 1.0}
-            for step, at in ((10, 1.0), (20, 2.0), (30, 0.5), (40, 1.5))
-        ]
-        (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        run = training_run(tmp_path)
-        assert [use.at_s for use in run.uses] == [1.0, 2.0, 2.5, 3.5]
-        assert run.seconds_at(15) == 1.5
-        assert run.seconds_at(40) == 3.5
-        assert run.seconds_at(5) is None
-        assert run.seconds_at(41) is None
-
     def test_wrong_lines_are_named(self, tmp_path: Path) -> None:
         run = run_sample(tmp_path / "exp", steps=8)
         (run / "metrics.jsonl").write_text('{"kind": "epoch", "step": 1, "loss": "low"}\n')
-        with pytest.raises(ReportError, match=r"metrics.jsonl:1: loss: expected a number"):
+        with pytest.raises(ReportError, match=r"metrics.jsonl:1: loss = .*: expected a number"):
             render(run)
         with pytest.raises(RunError, match="is not a run folder"):
             render(tmp_path)

@@ -212,7 +212,7 @@ def test_a_value_that_is_not_plain_leaves_the_old_file(tmp_path: Path) -> None:
         (b"a: \x01\n", r"config.yaml: is not YAML \("),
         (b"when: 2020-99-99\n", r"config.yaml: has a value that cannot be read"),
         (b"", "config.yaml: expected a mapping, found nothing"),
-        (b"- 1\n", "config.yaml: expected a mapping, found list"),
+        (b"- 1\n", "config.yaml: expected a mapping, found a list"),
         (b"!!python/object:os.system {}\n", r"config.yaml:1: is not YAML \("),
         (b"[" * 1200, "config.yaml: is nested too deeply"),
     ],

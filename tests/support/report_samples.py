@@ -256,6 +256,7 @@ def run_sample(folder: Path, *, steps: int = 4000, gpu: bool = True, finished: b
             lines.append({"kind": "use", **use, "host_memory_bytes": 8e9, "workers_cpu_share": 0.4})
         if step == every and gpu:
             lines.append({"kind": "busy", "step": step, "steps": 10, "busy_share": 0.951,
+                          "wall_ms_per_step": 8.6, "busy_ms_per_step": 8.2,
                           "compute_share": 0.94, "copy_share": 0.02, "idle_share": 0.049,
                           "overlap_share": 0.012, "streams": [
                               {"name": "compute", "busy_share": 0.94, "kernels_per_step": 1250.0,

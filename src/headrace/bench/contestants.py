@@ -12,7 +12,6 @@ from typing import Any, Literal, TypeVar
 
 from headrace.bench.equality import ComparedLosses
 from headrace.bench.plan_list import PlanEntry
-from headrace.bench.record import Equal, Sample, TimelineRecord
 from headrace.bench.trainable import (
     Timing,
     Trainable,
@@ -23,6 +22,7 @@ from headrace.bench.trainable import (
 from headrace.bench.works.work import Unit
 from headrace.device import Device
 from headrace.runs import BusyWindow
+from headrace.runs.records import Equality, Sample, StoredTimeline
 
 Result = TypeVar("Result")
 log = logging.getLogger("headrace")
@@ -39,7 +39,7 @@ class Contestant:
     error: str | None = None
     losses: tuple[float, ...] = ()
     reference_losses: tuple[float, ...] = ()  # compared with, if not those of its own row
-    equal: Equal = field(default_factory=lambda: Equal("not compared"))
+    equal: Equality = field(default_factory=Equality)
     timings: list[Timing] = field(default_factory=list)
     peak_bytes: int | None = None
     reserved_bytes: int | None = None
@@ -50,7 +50,7 @@ class Contestant:
     power_w: float | None = None
     cpu_share: float | None = None
     window: BusyWindow | None = None
-    timeline: TimelineRecord | None = None
+    timeline: StoredTimeline | None = None
     notes: list[str] = field(default_factory=list)
 
     @contextmanager

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 import headrace
-from headrace.bench.record import Environment
 from headrace.device import Device
 from headrace.runs import driver_version, usable_cores
+from headrace.runs.records import Environment
 
 
 def environment_of(device: Device, command: str) -> Environment:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from headrace.bench.record import Equal
+from headrace.runs.records import Equality
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,7 +17,7 @@ class ComparedLosses:
     """The losses of one contestant. `reference_losses` are those that they were compared with, if
     not the ones in the reference's own row; `error` says why there are none."""
 
-    equal: Equal = field(default_factory=lambda: Equal("not compared"))
+    equal: Equality = field(default_factory=Equality)
     losses: tuple[float, ...] = ()
     reference_losses: tuple[float, ...] = ()
     error: str | None = None
@@ -30,7 +30,7 @@ def compare(
     exact: bool,
     tolerance: float,
     why: str = "",
-) -> Equal:
+) -> Equality:
     """Compare losses with the reference's, one by one.
 
     With `exact` every bit must be the same; else a relative difference of up to `tolerance` is
@@ -39,7 +39,7 @@ def compare(
     if len(reference) != len(found):
         short = min(len(reference), len(found))
         told = f"{len(found)} losses, the reference has {len(reference)}"
-        return Equal("unequal", None if exact else tolerance, None, short + 1, told)
+        return Equality("unequal", None if exact else tolerance, None, short + 1, told)
     differences = [difference(a, b) for a, b in zip(reference, found, strict=True)]
     largest = max(differences, default=0.0)
     allowed = 0.0 if exact else tolerance
@@ -48,10 +48,10 @@ def compare(
         if off > allowed:
             told = f"step {step}: {found[step - 1]!r}, the reference has {reference[step - 1]!r}"
             finite = largest if math.isfinite(largest) else None
-            return Equal("unequal", shown, finite, step, told)
+            return Equality("unequal", shown, finite, step, told)
     if largest == 0.0:
-        return Equal("identical", None, 0.0, None, why if not exact else "")
-    return Equal("within", tolerance, largest, None, why)
+        return Equality("identical", None, 0.0, None, why if not exact else "")
+    return Equality("within", tolerance, largest, None, why)
 
 
 def difference(reference: float, found: float) -> float:

@@ -15,11 +15,12 @@ import torch
 from headrace.bench.endless_batches import EndlessBatches
 from headrace.bench.equality import ComparedLosses, compare, remove_dropout, rounds_differently
 from headrace.bench.plan_list import PlanEntry
-from headrace.bench.record import AS_SET, Equal
+from headrace.bench.text import DEFAULT_PRECISION
 from headrace.bench.trainable import EngineTrainable, Trainable, describe_error, release_memory
 from headrace.bench.works.work import Training, Work
 from headrace.device import Device
 from headrace.errors import BenchError, HeadraceError
+from headrace.runs.records import Equality
 
 _OTHER_MASKS = "compiled code draws other dropout masks: compared without dropout"
 _STILL_RANDOM = (
@@ -95,7 +96,7 @@ class LossComparison:
             return _not_compared("its plan file has another batch size")
         reference = self._pass(without_dropout=False)
         if entry.name == base.name:
-            return ComparedLosses(Equal("reference"), reference.losses)
+            return ComparedLosses(Equality("reference"), reference.losses)
         for step, loss in enumerate(reference.losses, 1):
             if not math.isfinite(loss):
                 return _not_compared(f"{base.name}'s loss is not finite at step {step}")
@@ -140,7 +141,7 @@ class LossComparison:
             return _OTHER_MASKS if bare else "compiled code rounds differently"
         own, reference = entry.plan.precision, self._reference.plan.precision
         if own != reference:
-            return f"{own or AS_SET} instead of {reference or AS_SET}"
+            return f"{own or DEFAULT_PRECISION} instead of {reference or DEFAULT_PRECISION}"
         captured = entry.plan.graphs != "off" and self._device.captures
         if captured and rounds_differently(made.optimizer):
             return "the optimizer was made capturable and rounds differently; a fused one does not"
@@ -190,4 +191,4 @@ class LossComparison:
 
 
 def _not_compared(why: str) -> ComparedLosses:
-    return ComparedLosses(Equal("not compared", why=why))
+    return ComparedLosses(Equality("not compared", why=why))

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from headrace.bench.contestants import Contestant
-from headrace.bench.record import Sample, SpanRecord, TimelineRecord
 from headrace.bench.trainable import Timing, Trainable
 from headrace.device import Device, Span, Timeline
 from headrace.runs import BusyWindow, Monitor, UseSample
+from headrace.runs.records import Sample, StoredTimeline
 
 _MOST_WATCHED_STEPS = 5_000
 _SETTLING_S = 0.3  # the driver's figure for use is a mean over some tenths of a second
@@ -104,7 +104,7 @@ def _host_waits(device: Device) -> Iterator[list[tuple[str, int, int]]]:
         device.ledger.on_wait = before
 
 
-def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> TimelineRecord:
+def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> StoredTimeline:
     """As many steps as can be looked at: three, or the part of them that is not too much. What
     goes on beyond them is cut off there: a host that waits to the end would look as if the device,
     whose later work is not shown, had nothing to do."""
@@ -114,10 +114,10 @@ def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> TimelineReco
     if len(spans) > _MOST_SPANS:
         until_ns = spans[_MOST_SPANS].start_ns
         spans = spans[:_MOST_SPANS]
-    return TimelineRecord(
+    return StoredTimeline(
         round(shown * until_ns / whole_ns, 3),
         tuple(
-            SpanRecord(
+            Span(
                 span.lane,
                 short_name(span.name),
                 span.kind,

@@ -8,11 +8,18 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 
 from headrace.bench.contestants import Contestant
-from headrace.bench.record import Gpu, Noise, Row, Spread, StreamFigures, WaitFigures, Waits
 from headrace.bench.trainable import Timing
+from headrace.runs.records import (
+    GpuUse,
+    HostWaits,
+    Noise,
+    PlanResult,
+    StepTimes,
+    WaitFigures,
+)
 
 
-def row_of(one: Contestant, units: float | None) -> Row:
+def row_of(one: Contestant, units: float | None) -> PlanResult:
     """The row, still without its speed-up, which needs another's."""
     spread = spread_of(one.timings)
     waits, blocked_ms, data_ms = _waits(one.timings)
@@ -27,7 +34,7 @@ def row_of(one: Contestant, units: float | None) -> Row:
     if uncompiled is not None and not any(uncompiled in note for note in notes):
         notes += (f"the step is not compiled: {uncompiled}",)
     window, median = one.window, spread.median if spread else None
-    return Row(
+    return PlanResult(
         plan=one.name,
         kind=one.kind,
         fields=None if one.entry is None else one.entry.plan.to_dict(),
@@ -44,12 +51,7 @@ def row_of(one: Contestant, units: float | None) -> Row:
         cpu_share=one.cpu_share,
         peak_memory_bytes=one.peak_bytes,
         reserved_memory_bytes=one.reserved_bytes,
-        streams=()
-        if window is None
-        else tuple(
-            StreamFigures(s.name, s.busy_share, s.kernels_per_step, s.copies_per_step)
-            for s in window.streams
-        ),
+        streams=() if window is None else window.streams,
         overlap_share=None if window is None else window.overlap_share,
         losses=_finite(one.losses),
         reference_losses=_finite(one.reference_losses),
@@ -62,7 +64,7 @@ def row_of(one: Contestant, units: float | None) -> Row:
     )
 
 
-def with_speedups(rows: Sequence[Row], reference: str) -> list[Row]:
+def with_speedups(rows: Sequence[PlanResult], reference: str) -> list[PlanResult]:
     """Each row against the reference's median, or, if it has none, the first row's that has."""
     medians = {row.plan: row.ms_per_step.median for row in rows if row.ms_per_step is not None}
     base = medians.get(reference, next(iter(medians.values()), None))
@@ -74,7 +76,7 @@ def with_speedups(rows: Sequence[Row], reference: str) -> list[Row]:
     ]
 
 
-def noise_of(rows: Sequence[Row], pair: tuple[str, str] | None) -> Noise | None:
+def noise_of(rows: Sequence[PlanResult], pair: tuple[str, str] | None) -> Noise | None:
     """By how much the second entry's median differs from the first's."""
     found = [row.ms_per_step for name in pair or () for row in rows if row.plan == name]
     if pair is None or len(found) != 2 or found[0] is None or found[1] is None:
@@ -82,18 +84,18 @@ def noise_of(rows: Sequence[Row], pair: tuple[str, str] | None) -> Noise | None:
     return Noise(pair[0], abs(found[1].median / found[0].median - 1))
 
 
-def spread_of(timings: Sequence[Timing]) -> Spread | None:
+def spread_of(timings: Sequence[Timing]) -> StepTimes | None:
     times = [timing.ms_per_step for timing in timings]
     if not times:
         return None
-    return Spread(statistics.median(times), min(times), max(times), tuple(times))
+    return StepTimes(statistics.median(times), min(times), max(times), tuple(times))
 
 
-def _gpu(one: Contestant, median: float) -> Gpu:
+def _gpu(one: Contestant, median: float) -> GpuUse:
     window = one.window
     assert window is not None
     busy_ms = window.busy_ms_per_step
-    return Gpu(
+    return GpuUse(
         busy_share=window.busy_share,
         compute_share=window.compute_share,
         copy_share=window.copy_share,
@@ -104,7 +106,7 @@ def _gpu(one: Contestant, median: float) -> Gpu:
     )
 
 
-def _waits(timings: Sequence[Timing]) -> tuple[Waits | None, float | None, float | None]:
+def _waits(timings: Sequence[Timing]) -> tuple[HostWaits | None, float | None, float | None]:
     """A step's waits for the device, the time the host stood still for it, and for the loader."""
     timed = [timing for timing in timings if timing.result is not None]
     steps = sum(timing.steps for timing in timed)
@@ -126,7 +128,7 @@ def _waits(timings: Sequence[Timing]) -> tuple[Waits | None, float | None, float
         reason: WaitFigures(counts[reason] / steps, times[reason] / steps)
         for reason in sorted(counts, key=lambda reason: -times[reason])
     }
-    waits = Waits(sum(counts.values()) / steps, sum(times.values()) / steps, by_reason)
+    waits = HostWaits(sum(counts.values()) / steps, sum(times.values()) / steps, by_reason)
     return waits, max(0.0, wall_ms - data_ms) / steps, data_ms / steps
 
 

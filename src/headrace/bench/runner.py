@@ -25,13 +25,13 @@ from headrace.bench.loss_comparison import LossComparison, first_batches
 from headrace.bench.machine_lock import MachineLock
 from headrace.bench.peers import Peer
 from headrace.bench.plan_list import PlanEntry, noise_pair, reference_of
-from headrace.bench.record import BenchResult, Row, Settings, WorkRecord
 from headrace.bench.rows import noise_of, row_of, with_speedups
 from headrace.bench.trainable import EngineTrainable, Timing, Trainable
 from headrace.bench.verdict import scored, verdict_of
 from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.plan import refuse_replaced_plans
+from headrace.runs.records import BenchResult, BenchSettings, BenchWork, PlanResult
 
 #: Called with what is done now, how much of it is done (0 to 1), and the seconds left, if known.
 Watcher = Callable[[str, float, float | None], object]
@@ -202,7 +202,7 @@ class Bench:
         reference = reference_of(self.entries)
         units = {one.name: one.units_per_step(self.work.unit) for one in contestants}
         usual = units[reference.name] or next((n for n in units.values() if n), None)
-        rows: list[Row] = []
+        rows: list[PlanResult] = []
         for one in contestants:
             if interrupted and one.error is None and not one.timings:
                 one.fail("interrupted before it was measured")
@@ -212,14 +212,14 @@ class Bench:
         noise = noise_of(rows, None if pair is None else (pair[0].name, pair[1].name))
         rows = scored(rows, reference.name, noise)
         return BenchResult(
-            work=WorkRecord(
+            work=BenchWork(
                 self.work.name,
                 self.work.description,
                 dict(self.work.options),
                 self.work.unit,
                 usual or 0.0,
             ),
-            settings=Settings(
+            settings=BenchSettings(
                 plans=tuple(entry.name for entry in self.entries),
                 peers=tuple(peer.name for peer in self.peers),
                 steps=self.steps,

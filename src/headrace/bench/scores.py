@@ -1,52 +1,13 @@
-"""What speaks for a plan, in points: six counts with weights. Gain and memory are measured; the
-others are judgements, written down here as data with a reason each."""
+"""Scores plans: turns what was measured, and the judgements on each preset, into points."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from headrace.bench.record import Row, Score
-
-#: Points that each count can bring, of 100.
-WEIGHTS = {
-    "gain": 30,
-    "effort": 25,
-    "complexity": 15,
-    "maintainability": 15,
-    "memory": 10,
-    "risk": 5,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """0 (bad) to 10 (good) for what no clock measures, and why."""
-
-    effort: int
-    complexity: int
-    maintainability: int
-    risk: int
-    why: str
-
-
-#: By the scheme that a plan follows.
-JUDGEMENTS: dict[str, Judgement] = {
-    "baseline": Judgement(10, 10, 10, 10, "the loop that everybody knows: nothing to do"),
-    "interval": Judgement(9, 9, 9, 9, "one word; losses come in tens"),
-    "event": Judgement(9, 9, 9, 9, "one word; events order a copy stream, losses come in tens"),
-    "streams4": Judgement(9, 6, 6, 6, "one word; four streams and their edges are hard to follow"),
-    "pipeline": Judgement(9, 8, 9, 9, "one word; losses come late, the loop never stops for them"),
-    "graph": Judgement(
-        9, 7, 8, 8, "one word; a step may not read values back, and few batch shapes are best"
-    ),
-    "max": Judgement(
-        8, 5, 7, 6, "one word and a minute of compiling at first; other kernels, last bits differ"
-    ),
-}
+from headrace.runs.records import JUDGEMENTS, WEIGHTS, PlanResult, Score
 
 
 def scheme_of(fields: dict[str, Any] | None) -> str:
@@ -63,14 +24,16 @@ def scheme_of(fields: dict[str, Any] | None) -> str:
     return by_sync.get(str(fields.get("sync")), "pipeline")
 
 
-def saved_share(row: Row, base: Row) -> float:
+def saved_share(row: PlanResult, base: PlanResult) -> float:
     """The share of a step's time that a plan saves; negative if it takes longer."""
     assert row.ms_per_step is not None
     assert base.ms_per_step is not None
     return 1 - row.ms_per_step.median / base.ms_per_step.median
 
 
-def chance_share(row: Row, base: Row, noise_share: float, rows: Sequence[Row] = ()) -> float:
+def chance_share(
+    row: PlanResult, base: PlanResult, noise_share: float, rows: Sequence[PlanResult] = ()
+) -> float:
     """What share of the time a plan must save to be told from chance: the noise, or, where rounds
     differ much, twice the uncertainty of the median over rounds. `rows` may hold its twins, whose
     rounds count too."""
@@ -88,19 +51,21 @@ def chance_share(row: Row, base: Row, noise_share: float, rows: Sequence[Row] = 
     return max(noise_share, 2 * 1.2533 * deviation / math.sqrt(len(ratios)))
 
 
-def gain_share(row: Row, base: Row, noise_share: float, rows: Sequence[Row] = ()) -> float:
+def gain_share(
+    row: PlanResult, base: PlanResult, noise_share: float, rows: Sequence[PlanResult] = ()
+) -> float:
     """What a plan, with its twins among `rows`, saves; 0 if that cannot be told from chance."""
     saved = statistics.mean(saved_share(twin, base) for twin in _twins(row, rows))
     return saved if saved > chance_share(row, base, noise_share, rows) else 0.0
 
 
-def _twins(row: Row, rows: Sequence[Row]) -> list[Row]:
+def _twins(row: PlanResult, rows: Sequence[PlanResult]) -> list[PlanResult]:
     """The row itself, and the same plan's other rows that were measured."""
-    others = [r for r in rows if r.plan != row.plan and r.ms_per_step and r.is_twin_of(row)]
+    others = [r for r in rows if r.plan != row.plan and r.ms_per_step and r.is_same_plan_as(row)]
     return [row, *others]
 
 
-def scores_of(rows: Sequence[Row], base: Row, noise_share: float) -> dict[str, Score]:
+def scores_of(rows: Sequence[PlanResult], base: PlanResult, noise_share: float) -> dict[str, Score]:
     """The scores of all plans that were measured, by name.
 
     The largest gain has all points for gain, others as many as their share of it; one that cannot
@@ -125,7 +90,7 @@ def scores_of(rows: Sequence[Row], base: Row, noise_share: float) -> dict[str, S
     return scores
 
 
-def _memory(row: Row, base: Row) -> float:
+def _memory(row: PlanResult, base: PlanResult) -> float:
     if not row.peak_memory_bytes or not base.peak_memory_bytes:
         return 1.0  # not counted here
     return min(1.0, base.peak_memory_bytes / row.peak_memory_bytes)

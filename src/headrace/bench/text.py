@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from headrace.bench.record import AS_SET, BenchResult, Row
+from headrace.runs.records import BenchResult, PlanResult
 from headrace.text_table import filled, text_table
 
+#: The arithmetic of a plan that names no precision.
+DEFAULT_PRECISION = "float32 as PyTorch is set"
 _NONE = "–"
 
 
@@ -35,7 +37,7 @@ def _precision(result: BenchResult) -> str:
     (precision,), switches = found, result.environment.float32_switches
     if precision is not None:
         return f", {precision}"
-    return "" if switches is None else f", {AS_SET} ({switches})"
+    return "" if switches is None else f", {DEFAULT_PRECISION} ({switches})"
 
 
 def _table(result: BenchResult) -> str:
@@ -61,14 +63,14 @@ def _table(result: BenchResult) -> str:
     return text_table(("", *columns, "losses"), rows, right=columns, dense=True) if rows else ""
 
 
-def _name(row: Row) -> str:
+def _name(row: PlanResult) -> str:
     """The plan, and what its step lacked; a remark below the table says why."""
     if row.is_captured is False:
         return f"{row.plan}, {'no graph' if row.is_compiled else 'eager'}"
     return f"{row.plan}, uncompiled" if row.is_compiled is False else row.plan
 
 
-def _speed(row: Row) -> list[str]:
+def _speed(row: PlanResult) -> list[str]:
     spread = row.ms_per_step
     assert spread is not None
     half = (spread.high - spread.low) / 2 / spread.median if spread.median else 0.0
@@ -76,7 +78,7 @@ def _speed(row: Row) -> list[str]:
     return [times, f"{half * 100:.1f}", _number(row.speedup, 2), _short(row.per_s)]
 
 
-def _waited(row: Row) -> list[str]:
+def _waited(row: PlanResult) -> list[str]:
     return [
         _number(None if row.waits is None else row.waits.per_step, 2),
         _number(row.host_blocked_ms, 2),
@@ -84,7 +86,7 @@ def _waited(row: Row) -> list[str]:
     ]
 
 
-def losses_of(row: Row) -> str:
+def losses_of(row: PlanResult) -> str:
     """How its losses compare, in a word."""
     equal = row.equal
     if equal.verdict == "unequal":

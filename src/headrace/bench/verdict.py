@@ -16,15 +16,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from headrace.bench.record import Noise, Row, Verdict, WaitsFor
-from headrace.bench.scores import (
-    JUDGEMENTS,
-    chance_share,
-    gain_share,
-    saved_share,
-    scheme_of,
-    scores_of,
-)
+from headrace.bench.scores import chance_share, gain_share, saved_share, scheme_of, scores_of
+from headrace.runs.records import JUDGEMENTS, Noise, PlanResult, Verdict, WaitsFor
 
 # Less than this share of a step is not worth a word.
 _WORTH_IT = 0.05
@@ -59,7 +52,7 @@ class Causes:
         return max(named, key=lambda one: one[1])
 
 
-def scored(rows: Sequence[Row], reference: str, noise: Noise | None) -> list[Row]:
+def scored(rows: Sequence[PlanResult], reference: str, noise: Noise | None) -> list[PlanResult]:
     """The rows with their scores, where there is something to compare with."""
     base = _base(rows, reference)
     if base is None:
@@ -68,7 +61,7 @@ def scored(rows: Sequence[Row], reference: str, noise: Noise | None) -> list[Row
     return [replace(row, score=scores.get(row.plan)) for row in rows]
 
 
-def verdict_of(rows: Sequence[Row], reference: str, noise: Noise | None) -> Verdict:
+def verdict_of(rows: Sequence[PlanResult], reference: str, noise: Noise | None) -> Verdict:
     """What to make of scored rows."""
     base = _base(rows, reference)
     if base is None:
@@ -112,7 +105,7 @@ def noise_share(noise: Noise | None) -> float:
     return _USUAL_NOISE if noise is None else max(_LEAST_NOISE, noise.difference_share)
 
 
-def causes_of(base: Row, without_syncs: Row | None) -> Causes:
+def causes_of(base: PlanResult, without_syncs: PlanResult | None) -> Causes:
     """`base` is the loop as it was; `without_syncs` one whose host never waits for the device."""
     idle = _idle_ms(base)
     data = min(base.data_wait_ms or 0.0, idle)
@@ -133,7 +126,7 @@ def causes_of(base: Row, without_syncs: Row | None) -> Causes:
 # --- sentences ------------------------------------------------------------------------------------
 
 
-def _what_it_waits_for(rows: Sequence[Row], base: Row) -> tuple[WaitsFor, list[str]]:
+def _what_it_waits_for(rows: Sequence[PlanResult], base: PlanResult) -> tuple[WaitsFor, list[str]]:
     step = _median(base)
     if base.gpu is None:
         data_ms = base.data_wait_ms or 0.0
@@ -156,7 +149,9 @@ def _what_it_waits_for(rows: Sequence[Row], base: Row) -> tuple[WaitsFor, list[s
     return cause, [_cause_sentence(cause, ms, base, pipeline)]
 
 
-def _cause_sentence(cause: WaitsFor, ms: float, base: Row, pipeline: Row | None) -> str:
+def _cause_sentence(
+    cause: WaitsFor, ms: float, base: PlanResult, pipeline: PlanResult | None
+) -> str:
     step, gpu = _median(base), base.gpu
     assert gpu is not None
     share = f"{ms:.3g} ms a step ({ms / step:.0%} of {base.plan}'s)"
@@ -183,17 +178,21 @@ def _cause_sentence(cause: WaitsFor, ms: float, base: Row, pipeline: Row | None)
     )
 
 
-def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | None, list[str]]:
+def _what_to_take(
+    rows: Sequence[PlanResult], base: PlanResult, noise: float
+) -> tuple[PlanResult | None, list[str]]:
     able = [row for row in rows if row.kind == "plan" and row.agrees and row.score is not None]
     # One that could not be captured ran as another plan does, and is no better than that.
-    able = [row for row in able if row.ran_as_meant] or able
+    able = [row for row in able if row.ran_as_planned] or able
     if not able:
         measured = [row for row in rows if row.kind == "plan" and row.score is not None]
         if not measured or any(row.equal.verdict == "unequal" for row in measured):
             return None, ["No plan can be advised: none has losses that are known to agree."]
         able = measured  # losses were not compared at all
     # Of a plan that was entered twice, the first row stands for both.
-    able = [row for at, row in enumerate(able) if not any(row.is_twin_of(r) for r in able[:at])]
+    able = [
+        row for at, row in enumerate(able) if not any(row.is_same_plan_as(r) for r in able[:at])
+    ]
     if able == [base]:
         return base, [
             f"There is nothing to compare {base.plan} with: no other plan was run, or none as it "
@@ -219,7 +218,7 @@ def _what_to_take(rows: Sequence[Row], base: Row, noise: float) -> tuple[Row | N
     return take, [_take_sentence(take, base), *others]
 
 
-def _take_sentence(take: Row, base: Row) -> str:
+def _take_sentence(take: PlanResult, base: PlanResult) -> str:
     assert take.score is not None
     losses = {
         "identical": "the same losses, bit for bit",
@@ -236,7 +235,7 @@ def _take_sentence(take: Row, base: Row) -> str:
     )
 
 
-def _also(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
+def _also(take: PlanResult, gaining: Sequence[PlanResult], base: PlanResult) -> list[str]:
     """A faster one that has fewer points deserves a word."""
     fastest = min(gaining, key=_median)
     if fastest is take or _median(take) / _median(fastest) - 1 < _WORTH_IT:
@@ -249,10 +248,10 @@ def _also(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
     ]
 
 
-def _least_change(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
+def _least_change(take: PlanResult, gaining: Sequence[PlanResult], base: PlanResult) -> list[str]:
     """Who wants to change as little as can be gets a word, if that gains anything."""
 
-    def ease(row: Row) -> int:
+    def ease(row: PlanResult) -> int:
         judged = JUDGEMENTS[scheme_of(row.fields)]
         return judged.effort + judged.complexity + judged.maintainability + judged.risk
 
@@ -266,7 +265,7 @@ def _least_change(take: Row, gaining: Sequence[Row], base: Row) -> list[str]:
     ]
 
 
-def _what_it_still_waits_for(take: Row) -> tuple[WaitsFor, list[str]]:
+def _what_it_still_waits_for(take: PlanResult) -> tuple[WaitsFor, list[str]]:
     """The limit under the plan to take. Waits for the loader cost nothing while the GPU is busy."""
     step, gpu = _median(take), take.gpu
     data_ms = take.data_wait_ms or 0.0
@@ -288,7 +287,7 @@ def _what_it_still_waits_for(take: Row) -> tuple[WaitsFor, list[str]]:
     return causes_of(take, None).largest()[0], [told]
 
 
-def _peers(rows: Sequence[Row], take: Row) -> list[str]:
+def _peers(rows: Sequence[PlanResult], take: PlanResult) -> list[str]:
     told = [
         f"{row.plan} {_median(row):.3g} ms ({_median(row) / _median(take):.2f} × {take.plan}'s)"
         for row in rows
@@ -300,28 +299,28 @@ def _peers(rows: Sequence[Row], take: Row) -> list[str]:
 # --- figures --------------------------------------------------------------------------------------
 
 
-def _base(rows: Sequence[Row], reference: str) -> Row | None:
+def _base(rows: Sequence[PlanResult], reference: str) -> PlanResult | None:
     measured = [row for row in rows if row.kind == "plan" and row.ms_per_step is not None]
     return next((row for row in measured if row.plan == reference), next(iter(measured), None))
 
 
-def _median(row: Row) -> float:
+def _median(row: PlanResult) -> float:
     assert row.ms_per_step is not None
     return row.ms_per_step.median
 
 
-def _idle_ms(row: Row) -> float:
+def _idle_ms(row: PlanResult) -> float:
     assert row.gpu is not None
     return max(0.0, _median(row) - row.gpu.busy_ms_per_step)
 
 
-def _exposed_copy_ms(row: Row) -> float:
+def _exposed_copy_ms(row: PlanResult) -> float:
     """Copying while no kernel runs."""
     assert row.gpu is not None
     return max(0.0, row.gpu.busy_share - row.gpu.compute_share) * _median(row)
 
 
-def _blocking_copy_ms(row: Row) -> float:
+def _blocking_copy_ms(row: PlanResult) -> float:
     """The host standing still for copies: in line with its steps, or from unpinned memory."""
     reasons = {} if row.waits is None else row.waits.by_reason
     return sum(reasons[reason].ms_per_step for reason in _COPY_WAITS if reason in reasons)

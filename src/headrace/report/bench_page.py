@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from headrace.report.bench_result import BenchResult, Row
 from headrace.report.charts import (
     Badge,
     Bar,
@@ -19,7 +18,7 @@ from headrace.report.charts import (
     meter,
     table,
 )
-from headrace.report.environment import environment_view, kicker
+from headrace.report.environment import environment_view, kicker, recorded
 from headrace.report.figures import (
     brief,
     factor,
@@ -44,6 +43,7 @@ from headrace.report.sensors import (
 )
 from headrace.report.thinning import evenly_spaced
 from headrace.report.timelines import timeline_group
+from headrace.runs.records import WEIGHTS, BenchResult, PlanResult, WaitFigures
 
 #: A plan that is less than 2 % faster is not recommended in the headline.
 _SMALLEST_GAIN = 0.02
@@ -58,15 +58,6 @@ _REASONS = {
     "pageable_copy": "a copy from memory that is not pinned",
     "losses": "a loss is read",
 }
-#: The highest value of each of the six parts of a score; together 100.
-_WEIGHTS = {
-    "gain": 30,
-    "effort": 25,
-    "complexity": 15,
-    "maintainability": 15,
-    "memory": 10,
-    "risk": 5,
-}
 
 
 _SENSORS = (NVML, CPU_CORES, POWER, GPU_MEMORY)
@@ -74,17 +65,17 @@ _SENSORS = (NVML, CPU_CORES, POWER, GPU_MEMORY)
 
 def bench_page(result: BenchResult, source: str) -> str:
     """The page of a bench result."""
-    with_timeline = [(row.plan, row.timeline) for row in result.rows if row.timeline is not None]
+    with_timeline = dict(result.timelines)
     losses, use = _losses(result), _use(result)
     values = {
         "source": source,
-        "kicker": kicker("bench", result.work, result.description, result.environment),
+        "kicker": kicker("bench", result.work, result.environment),
         "summary": _summary(result),
         "has_gpu": result.has_gpu,
         "speed": _speed(result),
         "gpu": _gpu(result),
-        "timeline_group": timeline_group(with_timeline) if with_timeline else None,
-        "without_timeline": [row.plan for row in result.rows if row.timeline is None],
+        "timeline_group": timeline_group(result.timelines) if with_timeline else None,
+        "without_timeline": [row.plan for row in result.rows if row.plan not in with_timeline],
         "losses": losses,
         "waits": _waits(result),
         "use": use,
@@ -94,7 +85,7 @@ def bench_page(result: BenchResult, source: str) -> str:
         "row_notes": [f"{row.plan}: {note}" for row in result.rows for note in row.notes],
         "plans": _plans(result),
         "environment": environment_view(
-            result.environment, result.settings | result.work_options, result.missing
+            result.environment, recorded(result.settings) | result.work.options, result.missing
         ),
     }
     return render_page(
@@ -110,12 +101,12 @@ def _summary(result: BenchResult) -> Summary:
     reference, taken = result.reference, result.taken
     warnings = _warnings(result)
     sentences = result.verdict.sentences
-    if reference is None or reference.pace is None:
+    if reference is None or reference.ms_per_step is None:
         return Summary("No plan could be measured", "–", "ms a step", sentences, [], warnings)
-    if taken is None or taken.pace is None:
+    if taken is None or taken.ms_per_step is None:
         taken = reference
-    assert taken.pace is not None
-    gain = reference.pace.median / taken.pace.median
+    assert taken.ms_per_step is not None
+    gain = reference.ms_per_step.median / taken.ms_per_step.median
     if taken is reference or abs(gain - 1) < _SMALLEST_GAIN:
         headline = f"Nothing to gain: no plan is clearly faster than {reference.plan}"
     else:
@@ -126,26 +117,25 @@ def _summary(result: BenchResult) -> Summary:
     )
 
 
-def _same_losses(row: Row) -> str:
-    verdict = "not compared" if row.equal is None else row.equal.verdict
+def _same_losses(row: PlanResult) -> str:
     return {
         "reference": "and what the others are compared with",
         "identical": "with the very same losses",
         "within": "with the same losses within tolerance",
         "unequal": "but with other losses",
-    }.get(verdict, "losses not compared")
+    }.get(row.equal.verdict, "losses not compared")
 
 
-def _stats(result: BenchResult, reference: Row, taken: Row) -> list[Stat]:
+def _stats(result: BenchResult, reference: PlanResult, taken: PlanResult) -> list[Stat]:
     def before(text: str) -> str | None:
         return text if taken is not reference else None
 
-    assert reference.pace is not None
-    assert taken.pace is not None
+    assert reference.ms_per_step is not None
+    assert taken.ms_per_step is not None
     stats = [
-        Stat("A step", ms(taken.pace.median), before(ms(reference.pace.median))),
+        Stat("A step", ms(taken.ms_per_step.median), before(ms(reference.ms_per_step.median))),
         Stat(
-            f"{result.unit} a second".capitalize(),
+            f"{result.work.unit} a second".capitalize(),
             number(taken.per_s),
             before(number(reference.per_s)),
         ),
@@ -181,7 +171,7 @@ def _warnings(result: BenchResult) -> Sequence[str]:
     for row in result.rows:
         if row.error is not None:
             warnings.append(f"{row.plan} failed: {row.error}")
-        elif row.equal is not None and row.equal.verdict == "unequal":
+        elif row.equal.verdict == "unequal":
             step = "" if row.equal.first_step is None else f" from step {row.equal.first_step} on"
             why = f": {row.equal.why}" if row.equal.why else ""
             warnings.append(
@@ -192,10 +182,10 @@ def _warnings(result: BenchResult) -> Sequence[str]:
 
 
 def _speed(result: BenchResult) -> dict[str, Any]:
-    paces = [row.pace for row in result.rows if row.pace is not None]
+    paces = [row.ms_per_step for row in result.rows if row.ms_per_step is not None]
     return {
         "has_gpu_time": any(
-            row.pace is not None and _busy_ms(row) is not None for row in result.rows
+            row.ms_per_step is not None and _busy_ms(row) is not None for row in result.rows
         ),
         "bars": BarChart(
             "Milliseconds a step of each plan",
@@ -214,36 +204,40 @@ def _speed(result: BenchResult) -> dict[str, Any]:
     }
 
 
-def _pace_cells(row: Row) -> list[Cell | str]:
-    if row.pace is None:
+def _pace_cells(row: PlanResult) -> list[Cell | str]:
+    pace = row.ms_per_step
+    if pace is None:
         return [row.error or "not measured", "–", "–", "–"]
-    repeats = ", ".join(number(value) for value in row.pace.repeats) or "–"
-    return [figure(row.pace.median), figure(row.pace.low), figure(row.pace.high), repeats]
+    repeats = ", ".join(number(value) for value in pace.repeats) or "–"
+    return [figure(pace.median), figure(pace.low), figure(pace.high), repeats]
 
 
-def _pace_bar(result: BenchResult, row: Row) -> Bar:
-    label = _plan_label(result, row)
-    if row.pace is None:
+def _pace_bar(result: BenchResult, row: PlanResult) -> Bar:
+    label, pace, busy = _plan_label(result, row), row.ms_per_step, _busy_ms(row)
+    if pace is None:
         value = "failed" if row.error else "not measured"
         tip = f"{row.plan}: {row.error or 'not measured'}"
         return Bar(label, [], value, tip, look="is-failed")
-    busy, median = _busy_ms(row), row.pace.median
-    if busy is None:
-        segments = [Segment(median, "plain")]
-    else:
-        busy = min(busy, median)
-        segments = [Segment(busy, "compute"), Segment(median - busy, "idle")]
     tip = (
-        f"{row.plan}: {ms(median)} a step, {number(row.pace.low)} to {ms(row.pace.high)} over "
-        f"{len(row.pace.repeats) or 1} repeats"
+        f"{row.plan}: {ms(pace.median)} a step, {number(pace.low)} to {ms(pace.high)} over "
+        f"{len(pace.repeats) or 1} repeats"
     )
+    segments = [Segment(pace.median, "plain")]
     if busy is not None:
+        busy = min(busy, pace.median)
+        segments = [Segment(busy, "compute"), Segment(pace.median - busy, "idle")]
         tip += f"; the GPU works for {ms(busy)} of it"
     if row.speedup is not None:
         tip += f"; {times(row.speedup)}"
-    low, high = row.pace.low, row.pace.high
     return Bar(
-        label, segments, ms(median), tip, times(row.speedup), low, high, _bar_look(result, row)
+        label,
+        segments,
+        value=ms(pace.median),
+        tip=tip,
+        note=times(row.speedup),
+        low=pace.low,
+        high=pace.high,
+        look=_bar_look(result, row),
     )
 
 
@@ -350,27 +344,22 @@ def _loss_lines(result: BenchResult) -> tuple[list[Line], list[Line]]:
 
 def _equality_words(result: BenchResult) -> str:
     """Whether the plans compute the same, in a sentence or two."""
-    by_verdict: dict[str, list[Row]] = {}
+    by_verdict: dict[str, list[PlanResult]] = {}
     for row in result.rows:
-        if row.equal is not None:
-            by_verdict.setdefault(row.equal.verdict, []).append(row)
+        by_verdict.setdefault(row.equal.verdict, []).append(row)
     sentences = []
     if same := by_verdict.get("identical"):
         sentences.append(f"{_plans_in(same)} gave the reference's losses bit for bit.")
     if within := by_verdict.get("within"):
-        worst = max(within, key=lambda row: (row.equal and row.equal.largest) or 0.0)
-        assert worst.equal is not None
+        worst = max(within, key=lambda row: row.equal.largest or 0.0)
         sentences.append(
             f"{_plans_in(within)} stayed within the tolerance of {brief(worst.equal.tolerance)}; "
             f"the largest difference is {brief(worst.equal.largest)} ({worst.plan})."
         )
         sentences += [
-            f"({row.plan}: {row.equal.why}.)"
-            for row in within
-            if row.equal is not None and row.equal.why and not row.is_peer
+            f"({row.plan}: {row.equal.why}.)" for row in within if row.equal.why and not row.is_peer
         ]
     for row in by_verdict.get("unequal", ()):
-        assert row.equal is not None
         step = "" if row.equal.first_step is None else f" at step {row.equal.first_step}"
         sentences.append(
             f"{row.plan} is not the same: it first differs{step}, by up to "
@@ -407,7 +396,6 @@ def _equality_table(result: BenchResult) -> Table:
                 row.equal.why or "–",
             ]
             for row in result.rows
-            if row.equal is not None
         ],
     )
 
@@ -420,7 +408,7 @@ def _waits(result: BenchResult) -> dict[str, Any] | None:
     looks = {reason: f"reason-{at % _REASON_LOOKS}" for at, reason in enumerate(reasons)}
     bars = []
     for row, waits in rows:
-        costs = {r: waits.by_reason[r][1] for r in reasons if r in waits.by_reason}
+        costs = {r: waits.by_reason[r].ms_per_step for r in reasons if r in waits.by_reason}
         parts = ", ".join(f"{words(reason)} {ms(cost)}" for reason, cost in costs.items())
         bars.append(
             Bar(
@@ -460,19 +448,19 @@ def _waits(result: BenchResult) -> dict[str, Any] | None:
     }
 
 
-def _reasons(rows: Sequence[Row]) -> list[str]:
+def _reasons(rows: Sequence[PlanResult]) -> list[str]:
     """All reasons, the costliest first."""
     costs: dict[str, float] = {}
     for row in rows:
-        for reason, (_, wait_ms) in (row.waits.by_reason if row.waits else {}).items():
-            costs[reason] = costs.get(reason, 0.0) + wait_ms
+        for reason, wait in (row.waits.by_reason if row.waits else {}).items():
+            costs[reason] = costs.get(reason, 0.0) + wait.ms_per_step
     return sorted(costs, key=lambda reason: (-costs[reason], reason))
 
 
-def _wait_cell(found: tuple[float, float] | None) -> Cell:
+def _wait_cell(found: WaitFigures | None) -> Cell:
     if found is None:
         return Cell("–")
-    return Cell(f"{number(found[0])} × · {ms(found[1])}", found[1])
+    return Cell(f"{number(found.per_step)} × · {ms(found.ms_per_step)}", found.ms_per_step)
 
 
 def _use(result: BenchResult) -> dict[str, Any]:
@@ -513,29 +501,29 @@ def _streams(result: BenchResult) -> Table | None:
 
 def _scores(result: BenchResult) -> Table | None:
     rows = [row for row in result.rows if row.score]
-    rows.sort(key=lambda row: -row.score.get("total", 0.0))
+    rows.sort(key=lambda row: -(row.score.total if row.score else 0.0))
     columns: list[Column | str] = ["plan", "total, of 100"]
-    columns += [Column(name, f"of {weight}") for name, weight in _WEIGHTS.items()]
+    columns += [Column(name, f"of {weight}") for name, weight in WEIGHTS.items()]
     body = [
         [
             _plan_label(result, row),
             _score_part(row, "total", 100, "plain"),
-            *(_score_part(row, name, weight, "compute") for name, weight in _WEIGHTS.items()),
+            *(_score_part(row, name, weight, "compute") for name, weight in WEIGHTS.items()),
         ]
         for row in rows
     ]
     return table("Scores, best first", columns, body, look="scores") if rows else None
 
 
-def _score_part(row: Row, name: str, weight: float, look: str) -> Cell:
-    value = row.score.get(name)
-    return meter(value, None if value is None else value / weight, number, look)
+def _score_part(row: PlanResult, name: str, weight: float, look: str) -> Cell:
+    value: float = getattr(row.score, name)
+    return meter(value, value / weight, number, look)
 
 
 def _figures(result: BenchResult) -> Table:
     """Every figure of every row."""
     columns = (
-        *("plan", "ms a step", "speed", f"{result.unit} a second", "waits a step"),
+        *("plan", "ms a step", "speed", f"{result.work.unit} a second", "waits a step"),
         *("host blocked ms", "data ms", "GPU busy", "NVML", "CPU cores", "power W"),
         *("peak memory", "reserved", "over GPU's own", "two streams", "losses"),
     )
@@ -543,11 +531,11 @@ def _figures(result: BenchResult) -> Table:
     return table("All rows", columns, body, look="wide")
 
 
-def _figures_of(result: BenchResult, row: Row) -> list[Cell | str]:
+def _figures_of(result: BenchResult, row: PlanResult) -> list[Cell | str]:
     gpu = row.gpu
     return [
         _plan_label(result, row),
-        figure(None if row.pace is None else row.pace.median),
+        figure(None if row.ms_per_step is None else row.ms_per_step.median),
         figure(row.speedup, times),
         figure(row.per_s),
         figure(None if row.waits is None else row.waits.per_step),
@@ -561,36 +549,36 @@ def _figures_of(result: BenchResult, row: Row) -> list[Cell | str]:
         figure(row.reserved_memory_bytes, size),
         figure(None if gpu is None else gpu.over_busy_share, share),
         figure(row.overlap_share, share),
-        row.error or ("–" if row.equal is None else row.equal.verdict),
+        row.error or row.equal.verdict,
     ]
 
 
 def _plans(result: BenchResult) -> dict[str, Any]:
     """The fields in which the plans differ."""
-    rows = [row for row in result.rows if row.fields]
+    rows = [(row.plan, row.fields) for row in result.rows if row.fields]
     if not rows:
         return {"table": None, "why": "This result does not hold the plans' fields."}
     body: list[list[Cell | str]] = []
-    for name in dict.fromkeys(name for row in rows for name in row.fields if name != "name"):
-        values = [plain(row.fields.get(name)) for row in rows]
+    for name in dict.fromkeys(name for _, fields in rows for name in fields if name != "name"):
+        values = [plain(fields.get(name)) for _, fields in rows]
         if len(set(values)) > 1:
             looks = ["" if value == values[0] else "changed" for value in values]
             cells = [Cell(value, look=look) for value, look in zip(values, looks, strict=True)]
             body.append([name, *cells])
     if not body:
         return {"table": None, "why": "No field differs between the plans."}
-    columns = ("field", *(row.plan for row in rows))
+    columns = ("field", *(plan for plan, _ in rows))
     return {
         "table": table("Fields that differ", columns, body, look="plans"),
-        "first": rows[0].plan,
+        "first": rows[0][0],
     }
 
 
-def _busy_ms(row: Row) -> float | None:
+def _busy_ms(row: PlanResult) -> float | None:
     return None if row.gpu is None else row.gpu.busy_ms_per_step
 
 
-def _plan_label(result: BenchResult, row: Row) -> Cell:
+def _plan_label(result: BenchResult, row: PlanResult) -> Cell:
     """The plan's name, with badges: recommended, reference or peer; not compiled, not captured."""
     badges = []
     if row.plan == result.verdict.take:
@@ -606,14 +594,14 @@ def _plan_label(result: BenchResult, row: Row) -> Cell:
     return Cell(row.plan, badges=badges)
 
 
-def _is_reference(result: BenchResult, row: Row) -> bool:
+def _is_reference(result: BenchResult, row: PlanResult) -> bool:
     reference = result.reference
     return reference is not None and row.plan == reference.plan
 
 
-def _bar_look(result: BenchResult, row: Row) -> str:
+def _bar_look(result: BenchResult, row: PlanResult) -> str:
     return "is-taken" if row.plan == result.verdict.take else ""
 
 
-def _plans_in(rows: Sequence[Row]) -> str:
+def _plans_in(rows: Sequence[PlanResult]) -> str:
     return listed([row.plan for row in rows])

@@ -44,7 +44,7 @@ class Cell:
 
     @property
     def exact(self) -> str | None:
-        return repr(self.value) if isinstance(self.value, float) else self.value
+        return repr(float(self.value)) if isinstance(self.value, int | float) else self.value
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def table(
     cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
     heads = [head if isinstance(head, Column) else Column(head) for head in columns]
     for at, head in enumerate(heads):
-        if any(isinstance(row[at].value, float) for row in cells):
+        if any(isinstance(row[at].value, int | float) for row in cells):
             heads[at] = replace(head, look="number")
     return Table(caption, heads, cells, look)
 

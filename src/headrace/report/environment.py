@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 from headrace.report.figures import moment, plain, size, words
+from headrace.runs.records import BenchSettings, Environment, WorkRecord
 
 Entries = list[tuple[str, str]]
 
 
 def environment_view(
-    environment: Mapping[str, Any], settings: Mapping[str, Any], missing: Sequence[str] = ()
+    environment: Environment, settings: Mapping[str, Any], missing: Sequence[str] = ()
 ) -> dict[str, Any]:
     """What the macro `measured` shows."""
-    command = environment.get("command")
     return {
-        "command": command if isinstance(command, str) else "",
+        "command": environment.command,
         "missing": missing,
         "machine": _machine(environment),
         "settings": entries(settings),
     }
 
 
-def kicker(kind: str, work: str, description: str, environment: Mapping[str, Any]) -> str:
+def kicker(kind: str, work: WorkRecord, environment: Environment) -> str:
     """The line in the banner of a bench or tune page: what was measured, where and when."""
-    device = str(environment.get("device_name") or environment.get("device") or "")
-    named = ": ".join(dict.fromkeys(filter(None, (work, description))))
-    return " · ".join(filter(None, (kind, named, device, moment(environment.get("date")))))
+    device = environment.device_name or environment.device
+    named = ": ".join(dict.fromkeys(filter(None, (work.name, work.description))))
+    return " · ".join(filter(None, (kind, named, device, moment(environment.date))))
 
 
 def entries(values: Mapping[str, Any]) -> Entries:
@@ -35,11 +36,16 @@ def entries(values: Mapping[str, Any]) -> Entries:
     return [(words(str(name)), plain(value)) for name, value in values.items()]
 
 
-def _machine(environment: Mapping[str, Any]) -> Entries:
-    shown = {key: value for key, value in environment.items() if key != "command"}
-    memory = shown.get("device_memory_bytes")
-    if isinstance(memory, int | float) and not isinstance(memory, bool):
-        shown["device_memory_bytes"] = size(memory)
-    if "date" in shown:
-        shown["date"] = moment(shown["date"])
+def recorded(record: Environment | BenchSettings) -> dict[str, Any]:
+    """The fields of a record that its file had, by name."""
+    return {name: value for name, value in asdict(record).items() if value not in (None, "", ())}
+
+
+def _machine(environment: Environment) -> Entries:
+    shown = recorded(environment)
+    shown.pop("command", None)
+    if environment.device_memory_bytes is not None:
+        shown["device_memory_bytes"] = size(environment.device_memory_bytes)
+    if environment.date:
+        shown["date"] = moment(environment.date)
     return entries(shown)

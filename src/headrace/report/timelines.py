@@ -7,17 +7,19 @@ height.
 
 from __future__ import annotations
 
+import typing
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from headrace.device import Kind, Timeline
-from headrace.report.bench_result import KINDS, StoredTimeline
 from headrace.report.charts import Table, figure, percent, table
 from headrace.report.figures import counted, ms, share, tick, ticks
 from headrace.report.page import shown_text
 from headrace.report.thinning import coverage, fewer_spans
+from headrace.runs.records import StoredTimeline
 
+_KINDS: tuple[Kind, ...] = typing.get_args(Kind)
 _MAX_SPANS_OF_PLAN = 6_000
 _MAX_SPANS = 60_000
 _BINS = 480  # across the longest timeline, as drawn without the script
@@ -83,7 +85,7 @@ def _timeline(plan: str, stored: StoredTimeline, length_ns: int, limit: int) -> 
     end_ns = max(span.end_ns for span in timeline.spans)
     return TimelineView(
         plan=plan,
-        steps=counted(stored.steps, "step"),
+        steps=counted(max(1, round(stored.steps)), "step"),
         duration=ms(end_ns / 1e6),
         end=f"{end_ns / length_ns * _BINS:.2f}",
         lanes=[_lane(timeline, lane, end_ns, length_ns) for lane in lanes],
@@ -103,7 +105,7 @@ def _ordered_lanes(timeline: Timeline) -> list[str]:
 def _lane(timeline: Timeline, lane: str, end_ns: int, length_ns: int) -> LaneView:
     fills: list[tuple[Kind, str]] = []
     base = [0.0] * _BINS
-    for kind in KINDS:
+    for kind in _KINDS:
         spans = [span for span in timeline.on(lane) if span.kind == kind]
         if spans:
             level = coverage(spans, length_ns, _BINS)
@@ -150,7 +152,7 @@ def _data(timeline: Timeline, lanes: Sequence[str]) -> dict[str, Any]:
             numbers += [start - before, end - start, index]
             before = start
         packed.append({"lane": shown_text(lane), "spans": numbers})
-    return {"names": [[name, KINDS.index(kind)] for name, kind in names], "lanes": packed}
+    return {"names": [[name, _KINDS.index(kind)] for name, kind in names], "lanes": packed}
 
 
 def _names_table(plan: str, timeline: Timeline) -> Table:

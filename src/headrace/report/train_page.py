@@ -21,7 +21,7 @@ from headrace.report.sensors import (
     sensor_view,
 )
 from headrace.report.thinning import Point, evenly_spaced
-from headrace.report.training_run import Epoch, TrainingRun
+from headrace.runs.records import EpochLine, TrainingRun
 
 _MAX_EPOCHS = 100
 _REASON_LOOKS = 8
@@ -55,7 +55,7 @@ def train_page(run: TrainingRun, source: str) -> str:
         "waits": _waits(run),
         "use": use,
         "gpu": _gpu(run),
-        "examples": run.examples,
+        "examples": run.finished.examples if run.finished is not None else (),
         "src": str(settings.get("src", "")),
         "trg": str(settings.get("trg", "")),
         "epochs": _epochs_table(run, _COLUMNS) if run.epochs else None,
@@ -77,9 +77,10 @@ def _summary(run: TrainingRun) -> Summary:
             f"In a profiler window the GPU was busy {share(run.busy.busy_share)} of the time."
         )
     done = counted(run.updates, "update")
-    if run.final is not None:
-        figure, label = score(run.final.bleu), f"BLEU, chrF {score(run.final.chrf)}"
-        headline = f"BLEU {score(run.final.bleu)} after {counted(len(run.epochs), 'epoch')}, {done}"
+    if run.finished is not None:
+        final = run.finished.scores
+        figure, label = score(final.bleu), f"BLEU, chrF {score(final.chrf)}"
+        headline = f"BLEU {score(final.bleu)} after {counted(len(run.epochs), 'epoch')}, {done}"
     else:
         sentences.append(f"Go on with: headrace train --resume {run.path}")
         headline = (
@@ -88,7 +89,7 @@ def _summary(run: TrainingRun) -> Summary:
         if last is not None and last.bleu is not None:
             figure, label = score(last.bleu), "BLEU on a sample of valid"
         else:
-            loss = last.loss if last is not None else run.steps[-1][1] if run.steps else None
+            loss = last.loss if last is not None else run.steps[-1].loss if run.steps else None
             figure, label = number(loss), "loss"
     return Summary(headline, figure, label, sentences, _stats(run))
 
@@ -126,7 +127,7 @@ def _stats(run: TrainingRun) -> list[Stat]:
 
 
 def _losses(run: TrainingRun) -> dict[str, Any] | None:
-    running = [(float(step), loss) for step, loss in run.steps]
+    running = [(float(line.step), line.loss) for line in run.steps if line.loss is not None]
     valid = _points(run, "valid_loss")
     lines = [
         Line("train, mean of the epoch so far", running, 0, 1.5),
@@ -172,8 +173,9 @@ def _bleu(run: TrainingRun) -> LineChart | None:
         "On a sample of held-out sentences, translated greedily after each epoch: best "
         f"{score(max(value for _, value in points))}."
     )
-    if run.final is not None:
-        lead += f" At the end, with beam search: {score(run.final.bleu)}. {run.final.signature}"
+    if run.finished is not None:
+        final = run.finished.scores
+        lead += f" At the end, with beam search: {score(final.bleu)}. {final.bleu_signature}"
     return LineChart(lead, [Line("BLEU", points, 2, dots=True)], _UPDATES, Axis("BLEU", 0.0))
 
 
@@ -285,7 +287,7 @@ def _epochs_table(run: TrainingRun, columns: Iterable[str]) -> Table:
     )
 
 
-def _epoch_cell(epoch: Epoch, column: str) -> Cell:
+def _epoch_cell(epoch: EpochLine, column: str) -> Cell:
     attribute, written = _COLUMNS[column]
     value = getattr(epoch, attribute)
     if attribute == "peak_memory_bytes":

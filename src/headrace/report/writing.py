@@ -9,27 +9,24 @@ from pathlib import Path
 from headrace.device import Timeline
 from headrace.errors import HeadraceError, ReportError
 from headrace.report.bench_page import bench_page
-from headrace.report.bench_result import bench_result
-from headrace.report.fields import Fields, read_json
 from headrace.report.train_page import train_page
-from headrace.report.training_run import training_run
 from headrace.report.tune_page import tune_page
-from headrace.report.tune_result import tune_result
 from headrace.runs import replace_file
+from headrace.runs.records import BenchResult, TrainingRun, read_result
+from headrace.schema import read_json
 
 log = logging.getLogger("headrace")
-_VERSION = 1
 
 
 def render(source: str | Path) -> str:
     """The HTML of a bench result, a tune result or a run folder."""
     source = _source(source)
     if source.is_dir():
-        return train_page(training_run(source), source.name)
-    content = _result_file(source)
-    if content.values["kind"] == "headrace bench":
-        return bench_page(bench_result(content), source.name)
-    return tune_page(tune_result(content), source.name)
+        return train_page(TrainingRun.read(source), source.name)
+    result = read_result(source)
+    if isinstance(result, BenchResult):
+        return bench_page(result, source.name)
+    return tune_page(result, source.name)
 
 
 def write_report(source: str | Path, out: str | Path | None = None) -> Path:
@@ -62,24 +59,23 @@ def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
     source, folder = _source(source), Path(folder)
     if source.is_dir():
         raise ReportError(f"{source}: is a run's folder; only bench results hold timelines")
-    content = _result_file(source)
-    if content.values["kind"] != "headrace bench":
+    result = read_result(source)
+    if not isinstance(result, BenchResult):
         raise ReportError(f"{source}: is a tune result; only bench results hold timelines")
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"{folder}: is a file; expected a folder for the timelines")
     written: list[Path] = []
-    for row in bench_result(content).rows:
-        if row.timeline is not None:
-            plan = re.sub(r"[^\w.#+-]", "_", row.plan)[:80] or "plan"
-            path = folder / f"{source.stem}.{plan}.trace.json"
-            if path in written:
-                path = folder / f"{source.stem}.{plan}-{len(written)}.trace.json"
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                Timeline(row.timeline.spans).save(path)
-            except OSError as problem:
-                raise ReportError(f"{path}: cannot be written ({problem.strerror})") from problem
-            written.append(path)
+    for name, timeline in result.timelines:
+        plan = re.sub(r"[^\w.#+-]", "_", name)[:80] or "plan"
+        path = folder / f"{source.stem}.{plan}.trace.json"
+        if path in written:
+            path = folder / f"{source.stem}.{plan}-{len(written)}.trace.json"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            Timeline(timeline.spans).save(path)
+        except OSError as problem:
+            raise ReportError(f"{path}: cannot be written ({problem.strerror})") from problem
+        written.append(path)
     return written
 
 
@@ -87,19 +83,13 @@ def _source(given: str | Path) -> Path:
     """The file or folder to read: `result.json` in a folder that `tune` wrote."""
     source = Path(given)
     inside = source / "result.json"
-    if source.is_dir() and inside.is_file() and read_json(inside).values.get("kind") is not None:
+    if (
+        source.is_dir()
+        and inside.is_file()
+        and read_json(inside, ReportError).values.get("kind") is not None
+    ):
         return inside
     return source
-
-
-def _result_file(path: Path) -> Fields:
-    content = read_json(path)
-    kind, version = content.values.get("kind"), content.values.get("version")
-    if kind not in ("headrace bench", "headrace tune"):
-        raise content.problem("kind", "'headrace bench' or 'headrace tune'")
-    if version != _VERSION or isinstance(version, bool):
-        raise content.problem("version", f"{_VERSION}, which this Headrace reads")
-    return content
 
 
 def _write(path: Path, content: bytes) -> None:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from headrace.errors import TranslationError
-from headrace.runs import RunFolder, replace_file
-from headrace.translation.score import Scores
+from headrace.errors import ReportError, TranslationError
+from headrace.runs import RunFolder
+from headrace.runs.records import FinishedRun, Scores
 
 
 @dataclass(frozen=True)
@@ -25,13 +24,8 @@ class TrainResult:
     def store(self) -> None:
         """Write `result.json`: the run is finished."""
         assert self.scores is not None
-        content = {
-            "updates": self.updates,
-            "scores": asdict(self.scores),
-            "examples": self.examples,
-        }
-        text = json.dumps(content, ensure_ascii=False, indent=1) + "\n"
-        replace_file(_path(self.folder), text.encode())
+        stored = FinishedRun(self.updates, self.scores, tuple(self.examples))
+        stored.write(_path(self.folder))
 
 
 def stored_result(folder: RunFolder) -> TrainResult | None:
@@ -40,15 +34,14 @@ def stored_result(folder: RunFolder) -> TrainResult | None:
     if not path.exists():
         return None
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        examples = [(src, trg, found) for src, trg, found in content["examples"]]
-        scores = Scores(**content["scores"])
-        return TrainResult(folder, None, content["updates"], scores, examples)
-    except (OSError, ValueError, KeyError, TypeError, RecursionError) as problem:
+        stored = FinishedRun.read(path)
+    except ReportError as problem:
         raise TranslationError(
             f"{path}: is not the result of a finished run ({problem}); remove it and use "
             "--resume to score the run again"
         ) from problem
+    examples = [(src, trg, found) for src, trg, found in stored.examples]
+    return TrainResult(folder, None, stored.updates, stored.scores, examples)
 
 
 def _path(folder: RunFolder) -> Path:

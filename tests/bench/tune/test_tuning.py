@@ -20,7 +20,7 @@ from headrace.bench.tune import search, tuning
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.journal import Journal
 from headrace.bench.tune.measurer import WorkMeasurer
-from headrace.bench.tune.result import TuneResult
+from headrace.bench.tune.result import FinishedSearch
 from headrace.bench.tune.search import Search
 from headrace.bench.tune.settings import memory_of
 from headrace.bench.tune.trials import Measurement
@@ -30,6 +30,7 @@ from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.errors import BenchError, HeadraceError, RunError, TuneError
 from headrace.plan import LoaderPlan, Plan, load_plan
+from headrace.runs.records import Environment, WorkRecord
 from headrace.testing import Costs, FakeDevice
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
@@ -342,7 +343,7 @@ class TestWhole:
                         found.run()
 
 
-def whole_story(result: TuneResult) -> list[Any]:
+def whole_story(result: FinishedSearch) -> list[Any]:
     """All that was measured and decided, without what depends on the real clock."""
     return [
         (trial.candidate.key, trial.rungs, trial.status, trial.why)
@@ -575,7 +576,7 @@ def test_train_takes_the_plan(tmp_path: Path) -> None:
         lambda one, steps: Measurement(10.0 / one.plan.prefetch_depth, one.loader.batch_size or 4),
     ).run()
     assert outcome.winner.candidate.changed == {"prefetch_depth": 4, "batch_size": 8}
-    result = TuneResult({"name": "x"}, {"device_name": "y"}, {}, outcome)
+    result = FinishedSearch(WorkRecord("x"), Environment(device_name="y"), {}, outcome)
     (tmp_path / "plan.yaml").write_text(result.plan_yaml(), encoding="utf-8")
     assert load_plan(tmp_path / "plan.yaml").plan.prefetch_depth == found.plan.prefetch_depth
     settings = TrainSettings.from_dict({
@@ -620,7 +621,7 @@ class TestSentences:
     def sentences(self, measure: Any, **options: Any) -> list[str]:
         space = Space(("baseline", "event", "pipeline"), run_ahead_steps=(), prefetch_depth=())
         outcome = Search(space, measure, least_ms=0, **options).run()
-        return TuneResult({"name": "x", "unit": "tokens"}, {}, {}, outcome).sentences
+        return FinishedSearch(WorkRecord("x", unit="tokens"), Environment(), {}, outcome).sentences
 
     def test_what_to_take_and_why(self) -> None:
         ms = {"pipeline": 10.0, "event": 20.0}

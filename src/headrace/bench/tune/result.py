@@ -10,20 +10,20 @@ from headrace.bench.tune.search import Outcome
 from headrace.bench.tune.trials import Trial
 from headrace.plan import LoaderPlan, Plan
 from headrace.runs import yaml_text
+from headrace.runs.records import Environment, Rung, TrialRecord, TuneResult, Winner, WorkRecord
 from headrace.text_table import filled, text_table
 
-KIND, VERSION = "headrace tune", 1
 _ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")
 _NAMED = 3
 _UNQUIET = 0.05
 
 
 @dataclass(frozen=True)
-class TuneResult:
-    """The end of a search. `work`, `environment` and `settings` are plain values."""
+class FinishedSearch:
+    """A search that has ended, and what is written about it: a result file, a table, a plan."""
 
-    work: dict[str, Any]
-    environment: dict[str, Any]
+    work: WorkRecord
+    environment: Environment
     settings: dict[str, Any]
     outcome: Outcome
 
@@ -37,28 +37,31 @@ class TuneResult:
 
     @property
     def sentences(self) -> list[str]:
-        return sentences_of(self.outcome, str(self.work.get("unit", "samples")))
+        return sentences_of(self.outcome, self.work.unit)
+
+    @property
+    def result(self) -> TuneResult:
+        """What result.json holds."""
+        outcome = self.outcome
+        return TuneResult(
+            work=self.work,
+            environment=self.environment,
+            settings=self.settings,
+            trials=tuple(_record_of(trial) for trial in outcome.trials),
+            winner=Winner(
+                id=outcome.winner.number,
+                name=outcome.winner.candidate.name,
+                plan=self.plan.to_dict(),
+                loader=dataclasses.asdict(self.loader),
+            ),
+            noise_share=outcome.noise,
+            cut_short=outcome.cut_short,
+            sentences=tuple(self.sentences),
+        )
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`."""
-        outcome = self.outcome
-        return {
-            "kind": KIND,
-            "version": VERSION,
-            "work": self.work,
-            "environment": self.environment,
-            "settings": self.settings,
-            "trials": [_trial(trial) for trial in outcome.trials],
-            "winner": {
-                "id": outcome.winner.number,
-                "name": outcome.winner.candidate.name,
-                "plan": self.plan.to_dict(),
-                "loader": dataclasses.asdict(self.loader),
-            },
-            "noise_share": outcome.noise,
-            "cut_short": outcome.cut_short,
-            "sentences": self.sentences,
-        }
+        """The result as plain values, ready for `json.dumps`."""
+        return self.result.to_dict()
 
     def text(self) -> str:
         """The table of all that was tried, the best first, and what to make of it."""
@@ -88,27 +91,27 @@ class TuneResult:
         content: dict[str, Any] = {"plan": {"preset": winner.candidate.base, **fields}}
         if loader:
             content["loader"] = loader
-        told = f"{self.work.get('name')} on {self.environment.get('device_name')}"
+        told = f"{self.work.name} on {self.environment.device_name}"
         head = f"# headrace tune, {told}\n" + "".join(f"# {line}\n" for line in self.sentences)
         return head + yaml_text(content)
 
 
-def _trial(trial: Trial) -> dict[str, Any]:
+def _record_of(trial: Trial) -> TrialRecord:
     candidate = trial.candidate
-    return {
-        "id": trial.number,
-        "name": candidate.name,
-        "plan": candidate.plan.to_dict(),
-        "loader": dataclasses.asdict(candidate.loader),
-        "changed": candidate.changed,
-        "rungs": [{"steps": steps, "ms_per_step": ms} for steps, ms in trial.rungs.items()],
-        "ms_per_step": trial.ms_per_step,
-        "units_per_step": trial.units_per_step,
-        "ms_per_unit": trial.ms_per_unit,
-        "status": trial.status,
-        "why": trial.why,
-        "peak_memory_bytes": trial.peak_memory_bytes,
-    }
+    return TrialRecord(
+        id=trial.number,
+        name=candidate.name,
+        plan=candidate.plan.to_dict(),
+        loader=dataclasses.asdict(candidate.loader),
+        changed=candidate.changed,
+        rungs=tuple(Rung(steps, tuple(times)) for steps, times in trial.rungs.items()),
+        ms_per_step=trial.ms_per_step,
+        units_per_step=trial.units_per_step,
+        ms_per_unit=trial.ms_per_unit,
+        status=trial.status or "kept",
+        why=trial.why,
+        peak_memory_bytes=trial.peak_memory_bytes,
+    )
 
 
 def _place(trial: Trial) -> tuple[int, float, int]:

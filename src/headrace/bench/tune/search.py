@@ -20,12 +20,12 @@ from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.trials import (
     LEAST_NOISE,
     Measurement,
-    Status,
     Trial,
     deviation_of,
     noise_of,
     simplest,
 )
+from headrace.runs.records import Status
 
 #: How far behind the leader is clearly behind, after each rung's runs; on an unquiet machine more.
 MARGINS = (0.15, 0.07, 0.03)

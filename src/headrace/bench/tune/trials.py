@@ -6,11 +6,10 @@ import math
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from headrace.bench.tune.candidates import Candidate
+from headrace.runs.records import Status
 
-Status = Literal["kept", "dropped", "out of memory", "failed", "winner", "same as winner"]
 # Two medians that differ by less are the same, however calm the machine.
 LEAST_NOISE = 0.01
 

@@ -14,7 +14,6 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +22,7 @@ from headrace.bench.tune import search
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.journal import Journal
 from headrace.bench.tune.measurer import WorkMeasurer
-from headrace.bench.tune.result import TuneResult
+from headrace.bench.tune.result import FinishedSearch
 from headrace.bench.tune.settings import TuneSettings, memory_of
 from headrace.bench.tune.trials import Measurement
 from headrace.bench.works.lookup import find_work
@@ -32,6 +31,7 @@ from headrace.device import Device, open_device
 from headrace.errors import TuneError
 from headrace.plan import refuse_replaced_plans
 from headrace.runs import ProgressLine, RunFolder, StopRequests, replace_file, usable_cores
+from headrace.runs.records import Environment, WorkRecord
 from headrace.schema import read_yaml
 
 if TYPE_CHECKING:
@@ -89,7 +89,7 @@ class Tuning:
         content = read_yaml(folder.config, TuneError)
         return cls(TuneSettings.from_dict(content, where=str(folder.config)), folder, **options)
 
-    def run(self) -> TuneResult:
+    def run(self) -> FinishedSearch:
         """Search to the end. Raises `Stopped` when a signal asks for that: nothing that was
         measured is lost, `resume` goes on from there."""
         refuse_replaced_plans("tune")
@@ -97,7 +97,7 @@ class Tuning:
         options = dict(settings.options)
         work = find_work(settings.work, options, small=not device.asynchronous)
         space = self._space(work)
-        environment = asdict(environment_of(device, self._command))
+        environment = environment_of(device, self._command)
         with (
             self.folder.locked(),
             ProgressLine(1, self._quiet) as progress,
@@ -134,13 +134,8 @@ class Tuning:
             except search.NothingRuns as problem:
                 first = space.first().name
                 raise TuneError(f"{work.name} does not run under {first}: {problem}") from None
-        result = TuneResult(
-            {
-                "name": work.name,
-                "description": work.description,
-                "options": _plain(work.options),
-                "unit": work.unit,
-            },
+        result = FinishedSearch(
+            WorkRecord(work.name, work.description, _plain(work.options), work.unit),
             environment,
             settings.to_dict(),
             outcome,
@@ -187,7 +182,7 @@ class Tuning:
     def plan_file(self) -> Path:
         return self.folder.path / "plan.yaml"
 
-    def _store(self, result: TuneResult) -> None:
+    def _store(self, result: FinishedSearch) -> None:
         content = json.dumps(result.to_dict(), indent=1, allow_nan=False) + "\n"
         replace_file(self.folder.path / "result.json", content.encode())
         replace_file(self.folder.path / "table.txt", (result.text() + "\n").encode())
@@ -220,10 +215,10 @@ def _own(work: Work, *names: str) -> int | None:
     return None
 
 
-def _machine(work: Work, environment: Mapping[str, Any]) -> dict[str, Any]:
+def _machine(work: Work, environment: Environment) -> dict[str, Any]:
     """What must be the same for two measurements to be compared."""
     kept = ("device_name", "torch", "headrace", "cores")
-    return {name: environment[name] for name in kept} | {
+    return {name: getattr(environment, name) for name in kept} | {
         "work": work.name,
         "options": _plain(work.options),
     }

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from headrace.report.fields import Fields
-from headrace.report.tune_result import effects, tune_result
+from headrace.report.effects import effects
+from headrace.runs.records import TuneResult
 
 
 class TestEffects:
@@ -26,7 +26,9 @@ class TestEffects:
         }
 
     def found(self, *trials: dict[str, Any]) -> dict[str, tuple[tuple[str, float], ...]]:
-        result = tune_result(Fields("tune.json", "", {"trials": list(trials)}))
+        result = TuneResult.from_dict(
+            {"kind": "headrace tune", "version": 1, "trials": list(trials)}
+        )
         return {effect.name: effect.best_ms for effect in effects(result)}
 
     def test_plans_are_one_choice_and_fields_are_compared_alone(self) -> None:

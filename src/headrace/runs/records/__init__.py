@@ -1,0 +1,84 @@
+"""Stored results: one schema for each, which one room writes and another reads.
+
+    from headrace.runs.records import BenchResult, TrainingRun, read_result
+
+    result = BenchResult.read("bench.json")
+    print(result.row("graph").speedup, result.verdict.take)
+
+Every result is a tree of frozen dataclasses. A field that a file lacks, or that is null there, was
+not recorded: it has the default that its dataclass gives, and a field without a default is
+required. Unknown fields are ignored, since a later version may have written them. A value of the
+wrong type is a `ReportError` that names the file and the field.
+
+Times are in the units that the names say, shares are 0 to 1, and None means not recorded.
+"""
+
+from __future__ import annotations
+
+from headrace.runs.records.bench import (
+    Agreement,
+    BenchResult,
+    BenchSettings,
+    BenchWork,
+    Equality,
+    GpuUse,
+    HostWaits,
+    Noise,
+    PlanResult,
+    Sample,
+    StepTimes,
+    StoredTimeline,
+    Verdict,
+    WaitFigures,
+    WaitsFor,
+)
+from headrace.runs.records.environment import Environment, WorkRecord
+from headrace.runs.records.reading import read_result
+from headrace.runs.records.scores import JUDGEMENTS, WEIGHTS, Judgement, Score
+from headrace.runs.records.train import (
+    BusyLine,
+    EpochLine,
+    FinishedRun,
+    Scores,
+    StepLine,
+    TrainingRun,
+    UseLine,
+)
+from headrace.runs.records.tune import Rung, Status, TrialRecord, TuneResult, Winner
+
+__all__ = [
+    "JUDGEMENTS",
+    "WEIGHTS",
+    "Agreement",
+    "BenchResult",
+    "BenchSettings",
+    "BenchWork",
+    "BusyLine",
+    "Environment",
+    "EpochLine",
+    "Equality",
+    "FinishedRun",
+    "GpuUse",
+    "HostWaits",
+    "Judgement",
+    "Noise",
+    "PlanResult",
+    "Rung",
+    "Sample",
+    "Score",
+    "Scores",
+    "Status",
+    "StepLine",
+    "StepTimes",
+    "StoredTimeline",
+    "TrainingRun",
+    "TrialRecord",
+    "TuneResult",
+    "UseLine",
+    "Verdict",
+    "WaitFigures",
+    "WaitsFor",
+    "Winner",
+    "WorkRecord",
+    "read_result",
+]

@@ -1,0 +1,20 @@
+"""Reads a result file of either kind."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.errors import ReportError
+from headrace.runs.records.bench import BenchResult
+from headrace.runs.records.result_file import check_header
+from headrace.runs.records.tune import TuneResult
+from headrace.schema import read_json
+
+
+def read_result(path: str | Path) -> BenchResult | TuneResult:
+    """The result in a JSON file that `headrace bench` or `headrace tune` wrote."""
+    content = read_json(path, ReportError)
+    check_header(content, BenchResult.kind, TuneResult.kind)
+    if content.values["kind"] == BenchResult.kind:
+        return BenchResult.from_fields(content)
+    return TuneResult.from_fields(content)

@@ -1,0 +1,199 @@
+"""A training run as its folder stores it: settings, metrics line by line, scores and weights.
+
+`metrics.jsonl` has lines of four kinds: `step`, `epoch`, `use` (what the monitor saw) and `busy`
+(one profiler window). `result.json` is written when the run is finished.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from headrace.errors import ReportError
+from headrace.runs.busy_window import BusyWindow
+from headrace.runs.folder import RunFolder, replace_file
+from headrace.runs.metrics import read_metrics
+from headrace.runs.use_monitor import UseSample
+from headrace.schema import Fields, Invalid, read_json, read_yaml
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsLine:
+    """Base of the lines that training writes: what holds after `step` updates."""
+
+    step: int = 0
+
+    def values(self) -> dict[str, Any]:
+        """What was recorded, for `MetricsLog.write`; the step is an argument of its own."""
+        values = dataclasses.asdict(self)
+        del values["step"]
+        return {name: value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine(MetricsLine):
+    """`loss` is the mean of the epoch so far."""
+
+    epoch: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class EpochLine(MetricsLine):
+    """A whole epoch. `waits` counts the host's waits by reason."""
+
+    epoch: int = 0
+    loss: float | None = None
+    tokens_per_s: float | None = None
+    data_wait_share: float | None = None
+    host_blocked_share: float | None = None
+    peak_memory_bytes: int | None = None
+    waits: dict[str, float] = field(default_factory=dict)
+    replays: int | None = None
+    valid_loss: float | None = None
+    valid_nll: float | None = None
+    bleu: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class UseLine(UseSample):
+    """What the monitor saw since the line before."""
+
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class BusyLine(BusyWindow):
+    """What the profiler saw in a few steps."""
+
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """Scores from 0 to 100, more is better. Figures compare only where the signatures, which say
+    how text was cut into words and by which version, are the same."""
+
+    bleu: float
+    chrf: float
+    bleu_signature: str = ""
+    chrf_signature: str = ""
+    #: BLEU with everything in lower case; None: not asked for.
+    bleu_lower: float | None = None
+
+    def __str__(self) -> str:
+        return f"BLEU {self.bleu:.2f} ({self.bleu_signature}), chrF {self.chrf:.2f}"
+
+
+@dataclass(frozen=True, slots=True)
+class FinishedRun:
+    """`result.json`. `examples` are (source, reference, translation) of held-out sentences."""
+
+    updates: int
+    scores: Scores
+    examples: tuple[tuple[str, ...], ...] = ()
+
+    def invalid(self) -> Invalid | None:
+        for index, example in enumerate(self.examples):
+            if len(example) != 3:
+                expected = "source, reference and translation"
+                return Invalid(f"examples[{index}]", list(example), expected)
+        return None
+
+    def write(self, path: Path) -> None:
+        text = json.dumps(dataclasses.asdict(self), ensure_ascii=False, indent=1) + "\n"
+        replace_file(path, text.encode())
+
+    @classmethod
+    def read(cls, path: Path) -> FinishedRun:
+        return read_json(path, ReportError).record(cls)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingRun:
+    """All that a run's folder holds. `weights` are file names and sizes in bytes; `finished` is
+    None while the run is not."""
+
+    path: Path
+    settings: dict[str, Any]
+    steps: tuple[StepLine, ...] = ()
+    epochs: tuple[EpochLine, ...] = ()
+    uses: tuple[UseLine, ...] = ()
+    busy: BusyLine | None = None
+    finished: FinishedRun | None = None
+    weights: tuple[tuple[str, int], ...] = ()
+
+    @classmethod
+    def read(cls, path: Path) -> TrainingRun:
+        """The run in a folder, finished or not."""
+        folder = RunFolder.open(path)
+        settings = dict(read_yaml(folder.config, ReportError))
+        lines = _read_lines(folder.metrics) if folder.metrics.exists() else {}
+        result = path / "result.json"
+        busy = lines.get("busy", [])
+        return cls(
+            path,
+            settings,
+            steps=tuple(line for line in lines.get("step", ()) if line.loss is not None),
+            epochs=tuple(lines.get("epoch", ())),
+            uses=_one_clock(lines.get("use", ())),
+            busy=busy[-1] if busy else None,
+            finished=FinishedRun.read(result) if result.exists() else None,
+            weights=tuple(
+                (str(file.relative_to(path)), file.stat().st_size)
+                for file in sorted(folder.weights.glob("*.safetensors"))
+            ),
+        )
+
+    @property
+    def updates(self) -> int:
+        return max((line.step for line in (*self.steps, *self.epochs)), default=0)
+
+    def seconds_at(self, step: int) -> float | None:
+        """When that step was done, by the monitor's samples; None if there are none around it."""
+        at = bisect_right(self.uses, step, key=lambda use: use.step)
+        if at == 0:
+            return None
+        before = self.uses[at - 1]
+        if before.step == step:
+            return before.at_s
+        if at == len(self.uses):
+            return None
+        after = self.uses[at]
+        part = (step - before.step) / (after.step - before.step)
+        return before.at_s + part * (after.at_s - before.at_s)
+
+
+_LINES: dict[str, type[Any]] = {
+    "step": StepLine,
+    "epoch": EpochLine,
+    "use": UseLine,
+    "busy": BusyLine,
+}
+
+
+def _read_lines(path: Path) -> dict[str, list[Any]]:
+    """The lines by kind; kinds that are not shown are left out."""
+    found: dict[str, list[Any]] = {}
+    for number, content in enumerate(read_metrics(path), 1):
+        kind = content.get("kind")
+        if isinstance(kind, str) and kind in _LINES:
+            line = Fields(content, f"{path}:{number}", ReportError).record(_LINES[kind])
+            found.setdefault(kind, []).append(line)
+    return found
+
+
+def _one_clock(uses: list[UseLine] | tuple[UseLine, ...]) -> tuple[UseLine, ...]:
+    """The samples on one clock: after a resume the monitor may have begun at 0 again."""
+    found: list[UseLine] = []
+    begun_s = 0.0
+    for use in uses:
+        if found and begun_s + use.at_s < found[-1].at_s:
+            begun_s = found[-1].at_s
+        found.append(dataclasses.replace(use, at_s=begun_s + use.at_s))
+    return tuple(found)
