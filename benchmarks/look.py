@@ -1,14 +1,16 @@
-"""Looks at reports in a real browser: are they drawn, readable and usable?
+"""Checks reports in a real browser: are they drawn, readable and usable?
 
     python benchmarks/look.py report.html … --out shots        # exits with 1 if anything is wrong
 
-Needs playwright and a Chromium; `--browser PATH` or HEADRACE_BROWSER names one that is installed
-(`apt install chromium`), else playwright's own is taken. It imports nothing of Headrace, so it can
-run in an environment of its own.
+It needs playwright and a Chromium. `--browser PATH` or HEADRACE_BROWSER names an installed one
+(`apt install chromium`); otherwise playwright's own is used. It imports nothing of Headrace, so it
+can run in an environment of its own.
 
-Both themes at 320, 360 and 1400 pixels: no message on the console, no request but for the file, no
-sideways scrolling, every chart drawn, text with enough contrast, tips by pointer and by keyboard,
-zoom by button, key, wheel and drag, the Perfetto file; besides, without script and on paper.
+It opens each page in both themes at 320, 360 and 1400 pixels and checks: nothing is logged to the
+console, nothing is requested, the page does not scroll sideways, every chart is drawn, text has
+enough contrast, tips come by pointer and by keyboard, line charts and timelines zoom by button,
+key, wheel and drag, the Perfetto file is saved. Then it checks the page without scripts and in
+print.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 WIDTHS = (320, 360, 1400)
 THEMES = ("light", "dark")
 
-# What is asked of the page itself: `drawn`, `contrast` and `structure` each list what is wrong.
+# Functions that run in the page: `drawn`, `contrast` and `structure` each list what is wrong.
 ASKED = (Path(__file__).parent / "look.js").read_text(encoding="utf-8")
 
 
@@ -50,7 +52,7 @@ class Findings:
 def opened(
     browser: Browser, file: Path, findings: Findings, where: str, **options: Any
 ) -> Iterator[Page]:
-    """The page in a context of its own. What it logs or asks for is a finding."""
+    """Opens the page in a context of its own. Whatever it logs or requests is a finding."""
     context = browser.new_context(accept_downloads=True, **options)
     page = context.new_page()
     said: list[str] = []
@@ -216,7 +218,7 @@ def check_toggle(page: Page, findings: Findings, where: str, theme: str) -> None
 
 def check_without_script(browser: Browser, file: Path, findings: Findings) -> None:
     where = f"{file.name} without script"
-    # The page's own script is off; that of this check runs all the same.
+    # This turns off the page's own script, not what playwright evaluates.
     with opened(browser, file, findings, where, java_script_enabled=False) as page:
         sizes = page.locator("svg.bar, svg.tl-plot")
         for index in range(sizes.count()):

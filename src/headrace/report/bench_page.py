@@ -52,9 +52,9 @@ _REASON_LOOKS = 8
 #: Reasons of the engine's own waits, in words.
 _REASONS = {
     "sync": "the plan waits for the device",
-    "run_ahead": "the host is far enough ahead",
+    "run_ahead": "the host is as far ahead as the plan allows",
     "data": "the loader has no batch yet",
-    "copy": "a copy in line",
+    "copy": "a copy that the host waits for",
     "pageable_copy": "a copy from memory that is not pinned",
     "losses": "a loss is read",
 }
@@ -143,7 +143,8 @@ def _stats(result: BenchResult, reference: PlanResult, taken: PlanResult) -> lis
     if reference.gpu is not None and taken.gpu is not None:
         note = None
         if taken.gpu.over_busy_share is not None:
-            note = f"a step is {share(max(0.0, taken.gpu.over_busy_share))} over its own work"
+            over = share(max(0.0, taken.gpu.over_busy_share))
+            note = f"a step takes {over} longer than the GPU is busy"
         stats.append(
             Stat(
                 "GPU busy",
@@ -167,7 +168,7 @@ def _stats(result: BenchResult, reference: PlanResult, taken: PlanResult) -> lis
 def _warnings(result: BenchResult) -> Sequence[str]:
     warnings = []
     if result.interrupted:
-        warnings.append("the measurement was interrupted; this is what there was by then")
+        warnings.append("the measurement was interrupted: this is what was measured until then")
     for row in result.rows:
         if row.error is not None:
             warnings.append(f"{row.plan} failed: {row.error}")
@@ -195,7 +196,7 @@ def _speed(result: BenchResult) -> dict[str, Any]:
         ),
         "table": table(
             "Milliseconds a step",
-            ("plan", "median ms", "lowest", "highest", "repeats", "GPU's own ms", "speed"),
+            ("plan", "median ms", "lowest", "highest", "repeats", "GPU busy ms", "speed"),
             [
                 [row.plan, *_pace_cells(row), figure(_busy_ms(row)), figure(row.speedup, times)]
                 for row in result.rows
@@ -256,7 +257,7 @@ def _gpu(result: BenchResult) -> dict[str, Any] | None:
         compute = busy if gpu.compute_share is None else min(busy, max(0.0, gpu.compute_share))
         shares = {"compute": compute, "copy": busy - compute, "idle": 1.0 - busy}
         tip = (
-            f"{row.plan}: computing {share(compute)}, copying alone {share(busy - compute)}, "
+            f"{row.plan}: computing {share(compute)}, only copying {share(busy - compute)}, "
             f"idle {share(1.0 - busy)} of the time"
         )
         segments = [Segment(part * 100, look) for look, part in shares.items()]
@@ -283,7 +284,7 @@ def _gpu(result: BenchResult) -> dict[str, Any] | None:
             "Shares of wall time, from a profiler window, and what NVML said",
             (
                 *("plan", "busy", "computing", "copying", "idle", "NVML", "launches a step"),
-                "over its own work",
+                "longer than GPU busy",
             ),
             rows,
         ),
@@ -433,7 +434,7 @@ def _waits(result: BenchResult) -> dict[str, Any] | None:
         ),
         "table": table(
             "Host waits a step by reason: how many, and milliseconds",
-            ("plan", *(words(reason) for reason in reasons), "all", "host blocked ms", "data ms"),
+            ("plan", *(words(reason) for reason in reasons), "waits", "host blocked ms", "data ms"),
             [
                 [
                     row.plan,
@@ -525,7 +526,7 @@ def _figures(result: BenchResult) -> Table:
     columns = (
         *("plan", "ms a step", "speed", f"{result.work.unit} a second", "waits a step"),
         *("host blocked ms", "data ms", "GPU busy", "NVML", "CPU cores", "power W"),
-        *("peak memory", "reserved", "over GPU's own", "two streams", "losses"),
+        *("peak memory", "reserved", "longer than GPU busy", "streams overlap", "losses"),
     )
     body = [_figures_of(result, row) for row in result.rows]
     return table("All rows", columns, body, look="wide")

@@ -122,7 +122,7 @@ def _stats(run: TrainingRun) -> list[Stat]:
     if last.peak_memory_bytes:
         stats.append(Stat("Peak memory", size(last.peak_memory_bytes)))
     if run.uses:
-        stats.append(Stat("Watched for", seconds(run.uses[-1].at_s)))
+        stats.append(Stat("Monitored for", seconds(run.uses[-1].at_s)))
     return stats
 
 
@@ -137,10 +137,11 @@ def _losses(run: TrainingRun) -> dict[str, Any] | None:
     lines = [line for line in lines if line.points]
     if not lines:
         return None
-    lead = f"{number(lines[-1].points[-1][1])} at the end"
+    last = number(lines[-1].points[-1][1])
+    lead = f"Training loss {last} at the end."
     if valid:
-        lead += f" on valid, {number(min(value for _, value in valid))} at its best"
-    lead += "."
+        best = number(min(value for _, value in valid))
+        lead = f"Validation loss {last} at the end, {best} at best."
     timed = [Line(line.name, _timed(run, line), line.look, line.width, line.dots) for line in lines]
     timed = [line for line in timed if len(line.points) > 1]
     clock = Axis("time", 0.0, format="clock")
@@ -242,7 +243,7 @@ def _gpu(run: TrainingRun) -> dict[str, Any] | None:
     compute = min(busy.busy_share, busy.compute_share or 0.0)
     parts = [
         ("compute", "computing", compute),
-        ("copy", "copying alone", busy.busy_share - compute),
+        ("copy", "only copying", busy.busy_share - compute),
         ("idle", "idle", max(0.0, 1.0 - busy.busy_share)),
     ]
     bar = Bar(
