@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from importlib.resources import files
+import tomllib
 
 from headrace.report.page import Stat, Summary, render_page, script_json, shown_text
+from support.places import ROOT
+
+PACKAGE = ROOT / "src" / "headrace"
+REPORT = PACKAGE / "report"
 
 
 def tune_like(text: str, *, has_lines: bool = False) -> str:
@@ -38,12 +42,23 @@ def test_json_cannot_end_its_script() -> None:
 
 
 def test_the_chart_library_is_only_in_pages_with_charts_and_brings_its_licence() -> None:
-    vendor = files("headrace.report") / "static" / "vendor"
     library, licence = (
-        (vendor / name).read_text(encoding="utf-8")
+        (REPORT / "static" / "vendor" / name).read_text(encoding="utf-8")
         for name in ("uPlot.iife.min.js", "uPlot.LICENSE")
     )
     without, with_charts = tune_like("x"), tune_like("x", has_lines=True)
     assert "var uPlot" not in without
     assert library in with_charts
     assert licence in with_charts
+
+
+def test_the_wheel_has_every_template_script_and_style() -> None:
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    packed = {
+        path
+        for pattern in settings["tool"]["setuptools"]["package-data"]["headrace"]
+        for path in PACKAGE.glob(pattern)
+    }
+    needed = {path for name in ("templates", "static") for path in (REPORT / name).rglob("*.*")}
+    assert needed
+    assert needed <= packed

@@ -361,10 +361,9 @@ def _equality_words(result: BenchResult) -> str:
             f"({row.plan}: {row.equal.why}.)" for row in within if row.equal.why and not row.is_peer
         ]
     for row in by_verdict.get("unequal", ()):
-        step = "" if row.equal.first_step is None else f" at step {row.equal.first_step}"
+        step = "" if row.equal.first_step is None else f" from step {row.equal.first_step} on"
         sentences.append(
-            f"{row.plan} is not the same: it first differs{step}, by up to "
-            f"{brief(row.equal.largest)}."
+            f"The losses of {row.plan} differ{step}, by up to {brief(row.equal.largest)}."
         )
     if apart := by_verdict.get("not compared"):
         sentences.append(f"{_plans_in(apart)}: not compared.")

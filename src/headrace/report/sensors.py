@@ -65,7 +65,7 @@ def sensor_view(sensor: Sensor, points: Sequence[Point], top: float, of: str) ->
         x=Axis("time", 0.0, format="clock"),
         y=Axis("", 0.0, top, sensor.format),
         small=True,
-        sync=of,
+        sync=f"use of {of}",
     )
     return SensorView(sensor.name, mean, chart)
 

@@ -30,7 +30,7 @@ _UPDATES = Axis("update", low=0.0)
 #: The columns of the table of epochs: heading, attribute of Epoch, how a value is written.
 _COLUMNS: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "loss": ("loss", number),
-    "valid loss": ("valid_loss", number),
+    "validation loss": ("valid_loss", number),
     "BLEU": ("bleu", score),
     "tokens/s": ("tokens_per_s", number),
     "data wait": ("data_wait_share", share),
@@ -79,19 +79,19 @@ def _summary(run: TrainingRun) -> Summary:
     done = counted(run.updates, "update")
     if run.finished is not None:
         final = run.finished.scores
-        figure, label = score(final.bleu), f"BLEU, chrF {score(final.chrf)}"
+        value, label = score(final.bleu), f"BLEU, chrF {score(final.chrf)}"
         headline = f"BLEU {score(final.bleu)} after {counted(len(run.epochs), 'epoch')}, {done}"
     else:
-        sentences.append(f"Go on with: headrace train --resume {run.path}")
+        sentences.append(f"Continue with: headrace train --resume {run.path}")
         headline = (
             f"Not finished: {done} so far" if run.updates else "Not begun: nothing measured yet"
         )
         if last is not None and last.bleu is not None:
-            figure, label = score(last.bleu), "BLEU on a sample of valid"
+            value, label = score(last.bleu), "BLEU on a sample of validation sentences"
         else:
             loss = last.loss if last is not None else run.steps[-1].loss if run.steps else None
-            figure, label = number(loss), "loss"
-    return Summary(headline, figure, label, sentences, _stats(run))
+            value, label = number(loss), "loss"
+    return Summary(headline, value, label, sentences, _stats(run))
 
 
 def _waiting_words(data: float, blocked: float | None) -> str:
@@ -100,9 +100,10 @@ def _waiting_words(data: float, blocked: float | None) -> str:
             f"The loop waited for data {share(data)} of the last epoch: more loader workers "
             "(--workers) would make it faster."
         )
-    sentence = f"Data was ready when needed: the loop waited for it {share(data)} of the last epoch"
+    device = "" if blocked is None else f", and for the device {share(blocked)}"
     return (
-        f"{sentence}." if blocked is None else f"{sentence}, and for the device {share(blocked)}."
+        f"Data was ready when needed: the loop waited for it {share(data)} of the last epoch"
+        f"{device}."
     )
 
 
@@ -112,7 +113,7 @@ def _stats(run: TrainingRun) -> list[Stat]:
     last = run.epochs[-1]
     stats = [Stat("Loss, last epoch", number(last.loss))]
     if last.valid_loss is not None:
-        stats.append(Stat("Valid loss", number(last.valid_loss)))
+        stats.append(Stat("Validation loss", number(last.valid_loss)))
     if last.tokens_per_s is not None:
         stats.append(Stat("Tokens a second", number(last.tokens_per_s)))
     if last.data_wait_share is not None:
@@ -132,7 +133,7 @@ def _losses(run: TrainingRun) -> dict[str, Any] | None:
     lines = [
         Line("train, mean of the epoch so far", running, 0, 1.5),
         Line("train, whole epoch", _points(run, "loss"), 2, dots=True),
-        Line("valid", valid, 1, dots=True),
+        Line("validation", valid, 1, dots=True),
     ]
     lines = [line for line in lines if line.points]
     if not lines:
@@ -149,7 +150,7 @@ def _losses(run: TrainingRun) -> dict[str, Any] | None:
         "lead": lead,
         "by_update": LineChart(f"Losses over updates. {lead}", lines, _UPDATES, Axis("loss")),
         "by_time": LineChart("Losses over time.", timed, clock, Axis("loss")) if timed else None,
-        "table": _epochs_table(run, ("loss", "valid loss")),
+        "table": _epochs_table(run, ("loss", "validation loss")),
     }
 
 
