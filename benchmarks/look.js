@@ -4,16 +4,24 @@
     const wrong = [];
     const all = (selector, inside = document) =>
       [...inside.querySelectorAll(selector)].filter((node) => node.checkVisibility());
-    for (const svg of all("svg.bar, svg.plot, svg.tl-plot, svg.axis, .meter svg")) {
+    for (const svg of all("svg.bar, svg.tl-plot, svg.axis, .meter svg")) {
       const { width, height } = svg.getBoundingClientRect();
       if (!(width > 5 && height > 5))
         wrong.push(`${svg.getAttribute("class")} is ${width} × ${height}`);
     }
-    for (const path of document.querySelectorAll("svg.plot path, svg.tl-plot path"))
+    for (const frame of all(".line-frame")) {
+      const canvas = frame.querySelector("canvas") ?? { width: 0, height: 0 };
+      const { width, height } = canvas;
+      const copy = new OffscreenCanvas(width || 1, height || 1).getContext("2d", { willReadFrequently: true });
+      if (width && height) copy.drawImage(canvas, 0, 0);
+      if (!copy.getImageData(0, 0, width || 1, height || 1).data.some((value) => value > 0))
+        wrong.push("an empty line chart");
+    }
+    for (const path of document.querySelectorAll("svg.tl-plot path"))
       if ((path.getAttribute("d") || "").length < 4) wrong.push("an empty path");
     for (const rect of all("svg.bar rect"))
       if (!(rect.getBoundingClientRect().width > 0)) wrong.push("a bar without length");
-    for (const axis of all(".x-axis, .tl-axis, .axis")) {
+    for (const axis of all(".tl-axis, .axis")) {
       const boxes = all("text", axis).map((text) => text.getBoundingClientRect());
       if (boxes.some((box, index) => index && box.left < boxes[index - 1].right))
         wrong.push(`labels of an axis lie over each other (${axis.textContent})`);

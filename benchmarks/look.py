@@ -1,14 +1,16 @@
-"""Looks at reports in a real browser: are they drawn, readable and usable?
+"""Checks reports in a real browser: are they drawn, readable and usable?
 
     python benchmarks/look.py report.html … --out shots        # exits with 1 if anything is wrong
 
-Needs playwright and a Chromium; `--browser PATH` or HEADRACE_BROWSER names one that is installed
-(`apt install chromium`), else playwright's own is taken. It imports nothing of Headrace, so it can
-run in an environment of its own.
+It needs playwright and a Chromium. `--browser PATH` or HEADRACE_BROWSER names an installed one
+(`apt install chromium`); otherwise playwright's own is used. It imports nothing of Headrace, so it
+can run in an environment of its own.
 
-Both themes at 320, 360 and 1400 pixels: no message on the console, no request but for the file, no
-sideways scrolling, every chart drawn, text with enough contrast, tips by pointer and by keyboard,
-zoom by button, key, wheel and drag, the Perfetto file; besides, without script and on paper.
+It opens each page in both themes at 320, 360 and 1400 pixels and checks: nothing is logged to the
+console, nothing is requested, the page does not scroll sideways, every chart is drawn, text has
+enough contrast, tips come by pointer and by keyboard, line charts and timelines zoom by button,
+key, wheel and drag, the Perfetto file is saved. Then it checks the page without scripts and in
+print.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from playwright.sync_api import Browser, Page, sync_playwright
 WIDTHS = (320, 360, 1400)
 THEMES = ("light", "dark")
 
-# What is asked of the page itself: `drawn`, `contrast` and `structure` each list what is wrong.
+# Functions that run in the page: `drawn`, `contrast` and `structure` each list what is wrong.
 ASKED = (Path(__file__).parent / "look.js").read_text(encoding="utf-8")
 
 
@@ -50,7 +52,7 @@ class Findings:
 def opened(
     browser: Browser, file: Path, findings: Findings, where: str, **options: Any
 ) -> Iterator[Page]:
-    """The page in a context of its own. What it logs or asks for is a finding."""
+    """Opens the page in a context of its own. Whatever it logs or requests is a finding."""
     context = browser.new_context(accept_downloads=True, **options)
     page = context.new_page()
     said: list[str] = []
@@ -121,21 +123,43 @@ def check_use(page: Page, findings: Findings, where: str) -> None:
             findings.expect(tip.text_content() != first, where, "the arrow key does not move on")
         page.keyboard.press("Escape")
         findings.expect(not tip.is_visible(), where, "Escape does not close the tip")
-    plots = page.locator(".plot-frame")
-    if plots.count():
-        plots.first.hover()
-        findings.expect(
-            tip.is_visible() and ":" in tip.text_content(), where, "no values over a line"
-        )
-        page.mouse.move(1, 1)
-        plots.first.focus()
-        page.keyboard.press("Home")
-        first = tip.text_content()
-        page.keyboard.press("End")
-        findings.expect(tip.text_content() != first, where, "keys do not read a line's values")
-        page.keyboard.press("Escape")
+    if page.locator(".line-frame").count():
+        check_lines(page, findings, where)
     if page.locator(".timelines").count():
         check_timelines(page, findings, where)
+
+
+def check_lines(page: Page, findings: Findings, where: str) -> None:
+    tip, chart = page.locator(".tip"), page.locator(".line-chart").first
+    frame, reset = chart.locator(".line-frame"), chart.locator(".line-reset")
+    frame.hover()
+    findings.expect(tip.is_visible() and ":" in tip.text_content(), where, "no values over a line")
+    page.mouse.move(1, 1)
+    findings.expect(not tip.is_visible(), where, "the values stay when the pointer leaves")
+    frame.focus()
+    page.keyboard.press("Home")
+    first = tip.text_content()
+    page.keyboard.press("End")
+    findings.expect(tip.text_content() != first, where, "keys do not read a line's values")
+    page.keyboard.press("+")
+    findings.expect(reset.is_visible(), where, "the key + does not zoom a line chart")
+    page.keyboard.press("0")
+    findings.expect(not reset.is_visible(), where, "the key 0 does not show all of a line chart")
+    page.keyboard.press("Escape")
+    findings.expect(not tip.is_visible(), where, "Escape does not close a line's values")
+    box = frame.bounding_box()
+    assert box is not None
+    before = frame.screenshot()
+    page.mouse.move(box["x"] + box["width"] * 0.4, box["y"] + 60)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.6, box["y"] + 60, steps=4)
+    page.mouse.up()
+    page.mouse.move(1, 1)
+    page.wait_for_timeout(80)
+    findings.expect(reset.is_visible(), where, "dragging does not zoom a line chart")
+    findings.expect(frame.screenshot() != before, where, "a zoomed line chart looks the same")
+    reset.click()
+    findings.expect(not reset.is_visible(), where, "Show all does not show all")
 
 
 def check_timelines(page: Page, findings: Findings, where: str) -> None:
@@ -194,13 +218,16 @@ def check_toggle(page: Page, findings: Findings, where: str, theme: str) -> None
 
 def check_without_script(browser: Browser, file: Path, findings: Findings) -> None:
     where = f"{file.name} without script"
-    # The page's own script is off; that of this check runs all the same.
+    # This turns off the page's own script, not what playwright evaluates.
     with opened(browser, file, findings, where, java_script_enabled=False) as page:
-        sizes = page.locator("svg.bar, svg.plot, svg.tl-plot")
+        sizes = page.locator("svg.bar, svg.tl-plot")
         for index in range(sizes.count()):
             box = sizes.nth(index).bounding_box()
             findings.expect(box and box["width"] > 5, where, "a chart is not drawn")
-        for hidden in (".tl-tools", ".theme", ".tip"):
+        notes = page.locator(".line-chart:not(.small) .no-script")
+        for index in range(page.locator(".line-chart:not(.small)").count()):
+            findings.expect(notes.nth(index).is_visible(), where, "nothing in place of a chart")
+        for hidden in (".tl-tools", ".theme", ".tip", ".line-frame"):
             for index in range(page.locator(hidden).count()):
                 shown = page.locator(hidden).nth(index).is_visible()
                 findings.expect(not shown, where, f"{hidden} is shown, and does nothing")

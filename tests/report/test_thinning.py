@@ -7,16 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.device import Span, Timeline
-from headrace.report.thinning import coverage, envelope, fewer_spans, spread
+from headrace.report.thinning import coverage, envelope, evenly_spaced, fewer_spans
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
 @given(st.lists(st.tuples(finite, finite), max_size=2000), st.integers(8, 100))
-def test_an_envelope_keeps_the_extremes(points: list[tuple[float, float]], most: int) -> None:
+def test_an_envelope_keeps_the_extremes(points: list[tuple[float, float]], limit: int) -> None:
     points.sort()
-    kept = envelope(points, most)
-    assert len(kept) <= most or kept == points
+    kept = envelope(points, limit)
+    assert len(kept) <= limit or kept == points
     if points:
         assert (kept[0], kept[-1]) == (points[0], points[-1])
         assert min(y for _, y in kept) == min(y for _, y in points)
@@ -25,9 +25,9 @@ def test_an_envelope_keeps_the_extremes(points: list[tuple[float, float]], most:
 
 
 @given(st.integers(0, 5000), st.integers(2, 100))
-def test_a_spread_has_both_ends(count: int, most: int) -> None:
-    chosen = spread(count, most)
-    assert len(chosen) <= most
+def test_evenly_spaced_indices_have_both_ends(count: int, limit: int) -> None:
+    chosen = evenly_spaced(count, limit)
+    assert len(chosen) <= limit
     assert chosen == sorted(set(chosen))
     if count:
         assert (chosen[0], chosen[-1]) == (0, count - 1)
@@ -49,9 +49,9 @@ def lanes(draw: st.DrawFn) -> list[Span]:
 
 
 @given(lanes(), st.integers(10, 60))
-def test_fewer_spans_are_busy_as_long(spans: list[Span], most: int) -> None:
-    kept = fewer_spans(spans, most)
-    assert len(kept) <= max(most, len({(span.lane, span.kind) for span in spans}))
+def test_fewer_spans_are_busy_as_long(spans: list[Span], limit: int) -> None:
+    kept = fewer_spans(spans, limit)
+    assert len(kept) <= max(limit, len({(span.lane, span.kind) for span in spans}))
 
     def busy(found: list[Span]) -> dict[tuple[str, str], int]:
         sums: dict[tuple[str, str], int] = {}

@@ -112,7 +112,8 @@ class TestEveryPage:
     def test_reaches_nothing_outside(self, any_text: str) -> None:
         page = Page(any_text)
         addresses = set(re.findall(r"\w+://[^\s\"'`)]+", any_text))
-        assert addresses <= {"http://www.w3.org/2000/svg"}  # a namespace, which nobody fetches
+        # A namespace, and the comment that names the chart library: nothing fetches them.
+        assert addresses <= {"http://www.w3.org/2000/svg", "https://github.com/leeoniya/uPlot"}
         for tag, found in page.tags:
             assert tag not in ("link", "iframe", "img", "object", "embed", "base", "form")
             assert "src" not in found
@@ -163,6 +164,8 @@ class TestEveryPage:
 
     def test_charts_have_tables(self, any_text: str) -> None:
         page = Page(any_text)
+        large = [found for found in page.having("line-chart") if "small" not in found["class"]]
+        assert len(page.having("no-script")) == len(large)  # what stands there without JavaScript
         assert sum(tag == "table" for tag, _ in page.tags) >= 2
         assert sum(tag == "caption" for tag, _ in page.tags) == sum(
             tag == "table" for tag, _ in page.tags
@@ -179,7 +182,12 @@ class TestBench:
         assert len(page.having("tl-plot")) == lanes
         charts = page.having("line-chart")
         assert len(charts) == 2 + 4 * rows  # losses, differences; four sensors of each plan
-        assert len(page.having("strand") or page.having("line")) >= rows
+        assert len(page.having("line")) >= rows  # in the legend
+        lines = json.loads(page.scripts["line-data"][0])["lines"]
+        assert [line["name"] for line in lines] == [row["plan"] for row in bench["rows"]]
+        assert [line["y"][0] for line in lines] == [
+            pytest.approx(row["losses"][0]) for row in bench["rows"]
+        ]
         sections = {found.get("id") for tag, found in page.tags if tag == "section"}
         assert sections == {
             *("verdict", "speed", "gpu", "timelines", "losses", "waits", "use", "streams"),
@@ -219,7 +227,7 @@ class TestBench:
         content = bench_sample(SMALL, steps=1)
         text = render(stored(tmp_path, content))
         section = text[text.index('id="speed"') : text.index('id="gpu"')]
-        most = max(row["ms_per_step"]["high"] for row in content["rows"])
+        top = max(row["ms_per_step"]["high"] for row in content["rows"])
         for look, of in (("compute", 0), ("idle", 1)):
             drawn = re.findall(
                 rf'<rect x="[\d.]+%" y="3" width="([\d.]+)%"[^>]*fill {look}"', section
@@ -227,13 +235,13 @@ class TestBench:
             for width, row in zip(drawn, content["rows"], strict=True):
                 busy = row["gpu"]["busy_ms_per_step"]
                 length = (busy, row["ms_per_step"]["median"] - busy)[of]
-                assert float(width) == pytest.approx(100 * length / most, abs=0.01)
+                assert float(width) == pytest.approx(100 * length / top, abs=0.01)
 
     def test_timelines_share_one_scale(self, bench: dict[str, Any], bench_text: str) -> None:
         """Each lane's ground ends where its plan ends, on the longest one's scale."""
         page = Page(bench_text)
         ends = [max(s["end_ns"] for s in row["timeline"]["spans"]) for row in bench["rows"]]
-        grounds = re.findall(r'<rect width="([\d.]+)" height="100" class="track">', bench_text)
+        grounds = re.findall(r'<rect width="([\d.]+)" height="100" class="track"/>', bench_text)
         lanes_of = [len({s["lane"] for s in row["timeline"]["spans"]}) for row in bench["rows"]]
         expected = [
             end / max(ends) * 480 for end, n in zip(ends, lanes_of, strict=True) for _ in range(n)

@@ -1,12 +1,13 @@
-"""Reports: a stored result as one HTML file that needs no network.
+"""Reports: one HTML file that shows a stored result and needs no network.
 
-In goes the JSON of `bench` or `tune`, or a run's folder; out comes one page with its charts, or a
-Perfetto trace. Nothing is measured here.
+It reads the JSON of `bench` or `tune`, or a run folder, and writes a page, or traces for Perfetto.
+It measures nothing. `*_page.py` prepares the values, `templates/` lays them out, `static/` has
+styles and scripts.
 
     from headrace.report import write_report
 
     write_report("bench.json")             # report.html beside it
-    write_report("runs/train/exp")         # report.html in the run's folder
+    write_report("runs/train/exp")         # report.html in the run folder
 """
 
 from headrace.report.writing import render, try_report, write_perfetto, write_report

@@ -1,231 +1,174 @@
-"""Bars, legends and tables, as HTML with inline SVG.
+"""Bars and tables: what `templates/parts.html` lays out.
 
-Hand-made rather than plotly's: that would put 4.6 MB of script into every file, draws nothing
-without it, and cannot be read by keyboard or screen reader. Here text is HTML or unscaled SVG text,
-so it keeps its size from a phone to a wide screen; lengths are percentages of the chart's width.
+Bars are inline SVG whose lengths are percentages of the chart's width; text is HTML or unscaled SVG
+text. So a chart fits any width, prints, and needs no script.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from headrace.report.figures import tick, ticks
-from headrace.report.markup import Child, Markup, tag
+from headrace.report.figures import number, tick, ticks
 
 
 @dataclass(frozen=True, slots=True)
-class Segment:
-    """A part of a bar. `look` is the name of a fill in style.css."""
+class Badge:
+    """A word in a small frame behind a name. `title` is shown on hover."""
 
-    value: float
+    text: str
+    look: str = ""
+    title: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Meter:
+    """A small bar in a table's cell. `width` is its share of the cell as an SVG length."""
+
+    width: str
     look: str
-    label: str
-
-
-@dataclass(frozen=True, slots=True)
-class Bar:
-    """One bar with its label before it and its value behind it. `low` and `high` are drawn as a
-    whisker, `tip` is shown on hover and focus, `mark` is a class of the row."""
-
-    label: Child
-    segments: Sequence[Segment]
-    value: Child
-    tip: str
-    low: float | None = None
-    high: float | None = None
-    mark: str | None = None
-
-
-def bars(
-    rows: Sequence[Bar], *, label: str, most: float, unit: str, long_labels: bool = False
-) -> Markup:
-    """Bars on one scale from 0 to `most`, with an axis below. `long_labels` gives labels more
-    room."""
-    most = most if most > 0 else 1.0
-    axis = tag(
-        "div",
-        tag("span"),
-        tag(
-            "svg",
-            [_tick(at, most, unit) for at in ticks(0, most, 4)],
-            class_="axis",
-            width="100%",
-            height=22,
-        ),
-        tag("span"),
-        class_="bar-axis",
-        aria_hidden="true",
-    )
-    return tag(
-        "div",
-        [_bar_row(row, most) for row in rows],
-        axis,
-        class_="bars marks long" if long_labels else "bars marks",
-        role="list",
-        aria_label=label,
-    )
-
-
-def _bar_row(row: Bar, most: float) -> Markup:
-    drawn: list[Markup] = [
-        tag("line", x1=percent(at, most), x2=percent(at, most), y1=0, y2="100%", class_="grid")
-        for at in ticks(0, most, 4)
-    ]
-    begins = 0.0
-    for segment in row.segments:
-        if segment.value > 0:
-            drawn.append(
-                tag(
-                    "rect",
-                    x=percent(begins, most),
-                    y=3,
-                    width=percent(segment.value, most),
-                    height=20,
-                    class_=f"fill {segment.look}",
-                )
-            )
-            begins += segment.value
-    if row.low is not None and row.high is not None and row.high > row.low:
-        low, high = percent(row.low, most), percent(row.high, most)
-        drawn += [
-            tag("line", x1=low, x2=high, y1=13, y2=13, class_="whisker"),
-            tag("line", x1=low, x2=low, y1=8, y2=18, class_="whisker"),
-            tag("line", x1=high, x2=high, y1=8, y2=18, class_="whisker"),
-        ]
-    return tag(
-        "div",
-        tag("span", row.label, class_="bar-label"),
-        tag("svg", drawn, class_="bar", width="100%", height=26, aria_hidden="true"),
-        tag("span", row.value, class_="bar-value"),
-        class_=f"bar-row mark {row.mark or ''}".rstrip(),
-        role="listitem",
-        data_tip=row.tip,
-    )
-
-
-def _tick(at: float, most: float, unit: str) -> Markup:
-    where = percent(at, most)
-    anchor = "start" if at == 0 else "end" if at > most * 0.97 else "middle"
-    if unit == "ms" and most < 0.1:
-        at, unit = at * 1e3, "µs"
-    text = f"{tick(at)} {unit}" if at else "0"
-    return tag("text", text, x=where, y=15, text_anchor=anchor)
-
-
-def meter(value: float | None, text: str, look: str = "compute") -> Markup:
-    """A share from 0 to 1 as a small bar with its figure, for a table's cell."""
-    if value is None:
-        return tag("span", "–", class_="unknown")
-    filled = percent(min(1.0, max(0.0, value)), 1)
-    return tag(
-        "span",
-        tag(
-            "svg",
-            tag("rect", width="100%", height=10, class_="track"),
-            tag("rect", width=filled, height=10, class_=f"fill {look}"),
-            width="100%",
-            height=10,
-            aria_hidden="true",
-        ),
-        tag("span", text),
-        class_="meter",
-    )
-
-
-def legend(entries: Iterable[tuple[str, str]]) -> Markup:
-    """What each fill means: (look, words)."""
-    return tag(
-        "ul",
-        [
-            tag(
-                "li",
-                tag(
-                    "svg",
-                    tag("rect", width=18, height=12, class_=f"fill {look}"),
-                    width=18,
-                    height=12,
-                    aria_hidden="true",
-                ),
-                words,
-            )
-            for look, words in entries
-        ],
-        class_="legend",
-    )
 
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A cell of a table: what is shown, and the exact value behind it."""
+    """A cell of a table, or the label of a bar: its text, and the exact value behind it.
 
-    shown: Child
+    `look` is a class of style.css.
+    """
+
+    text: str
     value: float | str | None = None
-    look: str | None = None
+    look: str = ""
+    badges: Sequence[Badge] = ()
+    meter: Meter | None = None
+
+    @property
+    def exact(self) -> str | None:
+        return repr(float(self.value)) if isinstance(self.value, int | float) else self.value
 
 
-Cells = Sequence[Cell | Child]
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The heading of a column, with a smaller note behind it."""
+
+    name: str
+    note: str = ""
+    look: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """A table whose first column heads its rows."""
+
+    caption: str
+    columns: Sequence[Column]
+    rows: Sequence[Sequence[Cell]]
+    look: str = ""
+
+
+#: A row of a table; plain text becomes a cell.
+Cells = Sequence[Cell | str]
 
 
 def table(
     caption: str,
-    columns: Sequence[Child],
+    columns: Iterable[Column | str],
     rows: Iterable[Cells],
     *,
-    class_: str = "",
-) -> Markup:
-    """A table whose first column heads its rows. It scrolls sideways within itself, by keyboard
-    too; the page does not."""
-    rows = list(rows)
-    looks = ["number" if _has_numbers(rows, at) else None for at in range(len(columns))]
-    head = tag(
-        "tr",
-        [
-            tag("th", column, scope="col", class_=look)
-            for column, look in zip(columns, looks, strict=True)
-        ],
-    )
-    body = [
-        tag("tr", [_cell(cell, looks[at], heads_row=at == 0) for at, cell in enumerate(row)])
-        for row in rows
-    ]
-    drawn = tag(
-        "table",
-        tag("caption", caption),
-        tag("thead", head),
-        tag("tbody", body),
-        class_=class_ or None,
-    )
-    return tag("div", drawn, class_="scroll", tabindex=0, role="region", aria_label=caption)
+    look: str = "",
+) -> Table:
+    """A table in which columns of numbers are aligned right, headings and dashes included."""
+    cells = [[cell if isinstance(cell, Cell) else Cell(cell) for cell in row] for row in rows]
+    heads = [head if isinstance(head, Column) else Column(head) for head in columns]
+    for at, head in enumerate(heads):
+        if any(isinstance(row[at].value, int | float) for row in cells):
+            heads[at] = replace(head, look="number")
+    return Table(caption, heads, cells, look)
 
 
-def _has_numbers(rows: Sequence[Cells], at: int) -> bool:
-    """Whether a column has figures: they stand at its right, and so do its heading and what is
-    not known."""
-    cells = [row[at] for row in rows if at < len(row)]
-    return any(isinstance(cell, Cell) and isinstance(cell.value, int | float) for cell in cells)
+def figure(value: float | None, written: Callable[[float | None], str] = number) -> Cell:
+    """A number in a table."""
+    return Cell(written(value), value)
 
 
-def _cell(cell: Cell | Child, column_look: str | None, *, heads_row: bool) -> Markup:
-    if not isinstance(cell, Cell):
-        cell = Cell(cell)
-    name, scope = ("th", "row") if heads_row else ("td", None)
-    exact = repr(float(cell.value)) if isinstance(cell.value, int | float) else cell.value
-    look = " ".join(filter(None, (column_look, cell.look))) or None
-    return tag(name, cell.shown, scope=scope, data_value=exact, class_=look)
+def meter(
+    value: float | None,
+    share: float | None,
+    written: Callable[[float | None], str],
+    look: str = "compute",
+) -> Cell:
+    """A number in a table with a small bar before it that is filled to `share`, from 0 to 1."""
+    if value is None or share is None:
+        return Cell("–", look="unknown")
+    return Cell(written(value), value, meter=Meter(percent(min(1.0, max(0.0, share)), 1), look))
 
 
-def as_table(summary: str, content: Child) -> Markup:
-    """The figures of a chart for those who do not see it, or want them exactly."""
-    return tag("details", tag("summary", summary), content)
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of a bar. `look` names its fill in style.css."""
+
+    value: float
+    look: str
 
 
-def empty(why: Child) -> Markup:
-    """In place of a chart for which there is nothing."""
-    return tag("p", why, class_="empty")
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A bar with a label before it, and a value and a note behind it.
+
+    A whisker spans `low` to `high`. `tip` is shown on hover and focus. `look` is the row's class.
+    """
+
+    label: Cell
+    segments: Sequence[Segment]
+    value: str
+    tip: str
+    note: str = ""
+    low: float | None = None
+    high: float | None = None
+    look: str = ""
 
 
-def percent(value: float, most: float) -> str:
-    """A length for an SVG attribute."""
-    share = 100 * value / most if most else 0.0
+@dataclass(frozen=True, slots=True)
+class BarChart:
+    """Bars on one scale from 0 to `top`."""
+
+    label: str
+    bars: Sequence[Bar]
+    top: float
+    unit: str
+    long_labels: bool = False
+
+    def at(self, value: float) -> str:
+        """Where a value is on the scale, as an SVG length."""
+        return percent(value, self.top if self.top > 0 else 1.0)
+
+    def fills(self, bar: Bar) -> Iterator[tuple[str, str, str]]:
+        """Start, width and look of each part of a bar."""
+        start = 0.0
+        for segment in bar.segments:
+            if segment.value > 0:
+                yield self.at(start), self.at(segment.value), segment.look
+                start += segment.value
+
+    def has_whisker(self, bar: Bar) -> bool:
+        return bar.low is not None and bar.high is not None and bar.high > bar.low
+
+    @property
+    def ticks(self) -> list[tuple[str, str, str]]:
+        """Place, text anchor and text of each mark on the axis."""
+        top = self.top if self.top > 0 else 1.0
+        scale, unit = (1e3, "µs") if self.unit == "ms" and top < 0.1 else (1.0, self.unit)
+        return [
+            (
+                self.at(value),
+                "start" if value == 0 else "end" if value > top * 0.97 else "middle",
+                f"{tick(value * scale)} {unit}" if value else "0",
+            )
+            for value in ticks(0, top, 4)
+        ]
+
+
+def percent(value: float, whole: float) -> str:
+    """A share of `whole` as a length in SVG."""
+    share = 100 * value / whole if whole else 0.0
     return f"{min(max(share, -1e6), 1e6):.3f}".rstrip("0").rstrip(".") + "%"

@@ -11,7 +11,7 @@ _AS_GIVEN = "as given"
 
 
 def trial_name(trial: TrialRecord) -> str:
-    """The name that the trial was stored with; else its plan's, and what was changed."""
+    """The name stored with the trial; without one, its plan's name and its changed fields."""
     if trial.name:
         return trial.name
     plan = plain(trial.values.get("name") or f"trial {trial.id}")
@@ -21,7 +21,7 @@ def trial_name(trial: TrialRecord) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Effect:
-    """What a field did: the best figure with each of its values, the best value first."""
+    """The best time with each value of a field, the best value first."""
 
     name: str
     best_ms: tuple[tuple[str, float], ...]
@@ -33,13 +33,16 @@ class Effect:
 
 
 def effects(result: TuneResult) -> list[Effect]:
-    """What mattered, most first: the plan, by the presets as they are, and each field by trials
-    that differ in it alone, the fastest of them and those beside it."""
+    """The effects of the plan and of each field, the largest first.
+
+    The plan's effect compares presets without changes. A field's effect compares the fastest trial
+    that can be compared with trials that differ from it in that field only.
+    """
     measured = result.measured
     names = _fields([trial for trial, _ in measured])
-    found = [_around(name, measured) for name in names]
+    found = [_field_effect(name, measured) for name in names]
     presets = [(trial, pace) for trial, pace in measured if not trial.changed]
-    found.append(_best("plan", [(plain(t.values.get("name")), pace) for t, pace in presets]))
+    found.append(_effect("plan", [(plain(t.values.get("name")), pace) for t, pace in presets]))
     return sorted((one for one in found if one is not None), key=lambda effect: -effect.size)
 
 
@@ -49,24 +52,27 @@ def _fields(trials: list[TrialRecord]) -> dict[str, None]:
     return names
 
 
-def _around(name: str, measured: list[tuple[TrialRecord, float]]) -> Effect | None:
-    """The field's effect around the fastest trial that has others like it but for the field."""
+def _field_effect(name: str, measured: list[tuple[TrialRecord, float]]) -> Effect | None:
+    """A field's effect: the fastest trial that has others which differ in this field only."""
     for fastest, fastest_ms in measured:
-        beside = [(t, pace) for t, pace in measured if _differ_in_alone(name, fastest, t)]
+        beside = [(t, pace) for t, pace in measured if _differ_only_in(name, fastest, t)]
         if beside:
             paces = [(fastest, fastest_ms), *beside]
-            return _best(name, [(_value(trial, name), pace) for trial, pace in paces])
+            return _effect(name, [(_value(trial, name), pace) for trial, pace in paces])
     return None
 
 
-def _differ_in_alone(name: str, one: TrialRecord, other: TrialRecord) -> bool:
-    """A prefetch factor comes with workers, and without them is none: that does not count."""
+def _differ_only_in(name: str, one: TrialRecord, other: TrialRecord) -> bool:
+    """Whether two trials differ in one field only.
+
+    Without workers there is no prefetch factor: that difference comes with `workers`.
+    """
     if _value(one, name) == _value(other, name):
         return False
     for field in _fields([one, other]):
         mine, others = _value(one, field), _value(other, field)
-        comes_along = field == "prefetch_factor" and _AS_GIVEN in (mine, others)
-        if field != name and mine != others and not comes_along:
+        comes_with_workers = field == "prefetch_factor" and _AS_GIVEN in (mine, others)
+        if field != name and mine != others and not comes_with_workers:
             return False
     return True
 
@@ -76,7 +82,7 @@ def _value(trial: TrialRecord, name: str) -> str:
     return _AS_GIVEN if chosen is None else plain(chosen)
 
 
-def _best(name: str, values: list[tuple[str, float]]) -> Effect | None:
+def _effect(name: str, values: list[tuple[str, float]]) -> Effect | None:
     best: dict[str, float] = {}
     for value, pace in sorted(values, key=lambda entry: entry[1]):
         best.setdefault(value, pace)

@@ -1,4 +1,4 @@
-"""Numbers as people read them: three digits that matter, with their unit."""
+"""Numbers as text: three significant digits and a unit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _UNKNOWN = "–"
 
 
 def number(value: float | None, digits: int = 3) -> str:
-    """Three digits that matter, thousands set apart: 0.0123, 8.61, 36.2, 1,250."""
+    """Three significant digits: 0.0123, 8.61, 36.2, 1,250."""
     if value is None:
         return _UNKNOWN
     if value == 0:
@@ -22,19 +22,19 @@ def number(value: float | None, digits: int = 3) -> str:
 
 
 def brief(value: float | None) -> str:
-    """At most three digits that matter, and no zeros behind them: a tolerance of 0.01."""
+    """At most three significant digits, without trailing zeros: 0.01."""
     return _UNKNOWN if value is None else f"{value:.3g}"
 
 
 def ms(value: float | None) -> str:
-    """Milliseconds; in microseconds below a tenth of one."""
+    """Milliseconds; below 0.1 ms, microseconds."""
     if value is None:
         return _UNKNOWN
     return f"{number(value)} ms" if abs(value) >= 0.1 or not value else f"{number(value * 1e3)} µs"
 
 
 def score(value: float | None) -> str:
-    """BLEU and its like, from 0 to 100: 47.0."""
+    """A score from 0 to 100, such as BLEU: 47.0."""
     return _UNKNOWN if value is None else f"{value:.1f}"
 
 
@@ -44,13 +44,13 @@ def counted(count: int, noun: str) -> str:
 
 
 def tick(value: float) -> str:
-    """A number on an axis, without zeros behind it."""
+    """A number on an axis, without trailing zeros."""
     text = number(value)
     return text.rstrip("0").rstrip(".") if "." in text and "e" not in text else text
 
 
 def share(value: float | None) -> str:
-    """A part of one as percent: whole ones, with a digit more near either end."""
+    """A share of 1 as percent: 12 %, with one more digit near 0 and 100."""
     if value is None:
         return _UNKNOWN
     percent = max(-1e306, min(1e306, value)) * 100
@@ -64,12 +64,12 @@ def times(value: float | None) -> str:
 
 
 def factor(value: float) -> str:
-    """How many times as fast, in a sentence: 4.2, 1.05, 12."""
+    """A factor in a sentence, "4.2 times as fast": 4.2, 1.05, 12."""
     return f"{value:.2f}".rstrip("0").rstrip(".") if value < 10 else f"{value:.0f}"
 
 
 def size(value: float | None) -> str:
-    """Bytes in the largest unit that leaves a whole number before the point."""
+    """Bytes, in the largest unit of which there is at least one."""
     if value is None:
         return _UNKNOWN
     for unit, scale in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -88,22 +88,13 @@ def seconds(value: float | None) -> str:
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"
 
 
-def clock(value: float) -> str:
-    """A place on a time axis, short: 0, 4 s, 1:40, 2:00:05."""
-    if value < 60:
-        return f"{tick(value)} s" if value else "0"
-    minutes, rest = divmod(round(value), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
-
-
 def moment(value: object) -> str:
-    """A date and time as a result has it, to the minute: 2026-11-15 09:51; empty if it has none."""
+    """An ISO date and time, to the minute: 2026-11-15 09:51. Empty without one."""
     return str(value or "")[:16].replace("T", " ")
 
 
 def plain(value: object) -> str:
-    """A setting's value, whatever it is."""
+    """The value of a setting, of any type."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if value is None or value == "":
@@ -119,13 +110,22 @@ def plain(value: object) -> str:
     return str(value)
 
 
+def watts(value: float | None) -> str:
+    return _UNKNOWN if value is None else f"{value:,.0f} W"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names in a sentence: `a`, `a and b`, `a, b and c`."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
+
+
 def words(name: str) -> str:
-    """A field's name as words: `run_ahead` is `run ahead`."""
+    """The name of a field as words: `run_ahead` is `run ahead`."""
     return name.replace("_", " ")
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers from `low` to `high`, about so many."""
+    """About `about` round numbers from `low` to `high`."""
     rough = (high - low) / max(1, about)
     if not 1e-300 < rough < 1e300:
         return [low]

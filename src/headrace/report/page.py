@@ -1,41 +1,37 @@
-"""The page around the charts: one file, which may reach nothing outside itself."""
+"""Renders a page: a template and its values become one HTML file that loads nothing else.
+
+Names of plans, kernels and files come from users. Jinja2 escapes every value, and `shown_text`
+replaces characters that a reader cannot see.
+"""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-from collections.abc import Sequence
+import json
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 import headrace
-from headrace.report.markup import Child, Markup, tag
 
-_SCRIPTS = ("page.js", "lines.js", "timelines.js")
-# The hatches of style.css, in unscaled pixels: fills that can be told apart without colour.
-_HATCHES = {
-    "idle": "M-2 2l4 -4M0 8l8 -8M6 10l4 -4",
-    "dots": "M2 2h2v2h-2zM6 6h2v2h-2z",
-    "bars": "M0 0v8M4 0v8",
-    "rows": "M0 2h8M0 6h8",
-    "cross": "M0 0l8 8M8 0l-8 8",
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Section:
-    """A part of the page with a place in its contents. `lead` says in words what is to be seen."""
-
-    anchor: str
-    title: str
-    lead: Child
-    content: Child
+# Control characters, halves of surrogate pairs, and the marks that reverse the direction of text:
+# with those, one name could pose as another.
+_INVISIBLE = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+)
+_MAX_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """A figure beside the verdict: what, before (if any), now."""
+    """A figure below the headline: its name, its value and, if there is one, the value before."""
 
     name: str
     value: str
@@ -44,8 +40,8 @@ class Stat:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the page says first."""
+class Summary:
+    """The first screen of a page: a headline, one large figure, sentences and stats."""
 
     headline: str
     figure: str
@@ -55,139 +51,90 @@ class Verdict:
     warnings: Sequence[str] = ()
 
 
-def page(kicker: str, verdict: Verdict, sections: Sequence[Section], source: str) -> str:
-    """The whole file."""
-    script, style = _script(), _style()
+def render_page(
+    template: str,
+    values: Mapping[str, object],
+    *,
+    has_lines: bool = False,
+    has_timelines: bool = False,
+) -> str:
+    """The HTML of a page. Scripts of line charts and timelines are left out where it has none."""
+    style = _style(has_lines)
+    script = _script(has_lines, has_timelines)
     policy = (
         f"default-src 'none'; script-src '{_digest(script)}'; style-src '{_digest(style)}'; "
         "base-uri 'none'; form-action 'none'"
     )
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", **{"http-equiv": "Content-Security-Policy"}, content=policy),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", name="generator", content=f"headrace {headrace.__version__}"),
-        tag("title", f"{verdict.headline} · Headrace"),
-        tag("style", Markup(style)),
-    )
-    body = tag(
-        "body",
-        tag("a", "To the verdict", href="#verdict", class_="skip"),
-        _defs(),
-        _banner(kicker),
-        tag(
-            "div",
-            _contents(sections),
-            tag(
-                "main",
-                _verdict(verdict),
-                [_section(section) for section in sections],
-            ),
-            class_="layout",
-        ),
-        tag(
-            "footer",
-            tag("p", f"Made by headrace {headrace.__version__} of {source}."),
-            tag("p", "This file holds all it shows and asks nothing of any network."),
-        ),
-        tag("div", class_="tip", role="status", hidden=True),
-        tag("script", Markup(script)),
-    )
-    return f"<!doctype html>\n{tag('html', head, body, lang='en')}\n"
-
-
-def _banner(kicker: str) -> Markup:
-    wave = tag(
-        "svg",
-        tag("path", d="M1 4v15h26V4", class_="logo-channel"),
-        tag("path", d="M2 10c4-4 8 4 12 0s8-4 12 0v8H2z", class_="logo-water"),
-        viewBox="0 0 28 22",
-        width=28,
-        height=22,
-        aria_hidden="true",
-    )
-    toggle = tag("button", "Theme", type="button", class_="theme", hidden=True)
-    brand = tag("span", wave, tag("b", "headrace"), class_="brand")
-    return tag("header", brand, tag("p", kicker), toggle)
-
-
-def _contents(sections: Sequence[Section]) -> Markup:
-    links = [("verdict", "Verdict"), *((part.anchor, part.title) for part in sections)]
-    return tag(
-        "nav",
-        tag("ul", [tag("li", tag("a", title, href=f"#{anchor}")) for anchor, title in links]),
-        aria_label="On this page",
-    )
-
-
-def _verdict(verdict: Verdict) -> Markup:
-    return tag(
-        "section",
-        tag(
-            "div",
-            tag("h1", verdict.headline, id="verdict-title"),
-            tag("p", tag("strong", verdict.figure), " ", verdict.figure_label, class_="figure"),
-            class_="hero",
-        ),
-        [tag("p", tag("b", "Look out: "), text, class_="warning") for text in verdict.warnings],
-        tag("dl", [_stat(stat) for stat in verdict.stats], class_="stats"),
-        tag("div", [tag("p", text) for text in verdict.sentences], class_="sentences"),
-        id="verdict",
-        aria_labelledby="verdict-title",
-    )
-
-
-def _stat(stat: Stat) -> Markup:
-    before = tag("span", stat.before, " →", class_="before") if stat.before is not None else None
-    return tag(
-        "div",
-        tag("dt", stat.name),
-        tag("dd", before, tag("b", stat.value)),
-        tag("dd", stat.note, class_="note") if stat.note else None,
-    )
-
-
-def _section(part: Section) -> Markup:
-    return tag(
-        "section",
-        tag("h2", part.title, id=f"{part.anchor}-title"),
-        tag("p", part.lead, class_="lead") if part.lead else None,
-        part.content,
-        id=part.anchor,
-        aria_labelledby=f"{part.anchor}-title",
-    )
-
-
-def _defs() -> Markup:
-    patterns = [
-        tag(
-            "pattern",
-            tag("rect", width=8, height=8, class_=f"hatch-ground {name}"),
-            tag("path", d=drawn, class_=f"hatch-line {name}"),
-            id=f"hatch-{name}",
-            width=8,
-            height=8,
-            patternUnits="userSpaceOnUse",
+    return (
+        _environment()
+        .get_template(template)
+        .render(
+            values,
+            version=headrace.__version__,
+            policy=policy,
+            style=Markup(style),  # noqa: S704 our own files
+            script=Markup(script),  # noqa: S704
         )
-        for name, drawn in _HATCHES.items()
-    ]
-    return tag("svg", tag("defs", patterns), class_="defs", width=0, height=0, aria_hidden="true")
+    )
+
+
+def shown_text(text: str) -> str:
+    """The text as a page may show it: at most 2,000 characters, and none that cannot be seen."""
+    if len(text) > _MAX_CHARACTERS:
+        text = f"{text[: _MAX_CHARACTERS - 1]}…"
+    return _INVISIBLE.sub("\ufffd", text)
+
+
+def script_json(content: object) -> Markup:
+    """JSON for a `<script>` element. It has no `<`, so nothing in it can end the element."""
+    text = json.dumps(content, separators=(",", ":"), allow_nan=False)
+    for sign in "<>&":
+        text = text.replace(sign, f"\\u{ord(sign):04x}")
+    return Markup(text)  # noqa: S704 escaped above
 
 
 @cache
-def _script() -> str:
-    return "\n".join(_stored(name) for name in _SCRIPTS)
+def _environment() -> Environment:
+    environment = Environment(
+        loader=PackageLoader("headrace.report"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        finalize=_finalize,
+        trim_blocks=True,
+        lstrip_blocks=True,
+        keep_trailing_newline=True,
+    )
+    environment.filters["script_json"] = script_json
+    return environment
+
+
+def _finalize(value: Any) -> Any:
+    if value is None:
+        return ""
+    return shown_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 @cache
-def _style() -> str:
-    return _stored("style.css")
+def _script(has_lines: bool, has_timelines: bool) -> str:
+    names = ["page.js"]
+    if has_lines:
+        names += ["vendor/uPlot.iife.min.js", "lines.js"]
+    if has_timelines:
+        names += ["timelines.js"]
+    texts = [_static(name) for name in names]
+    if has_lines:  # its licence asks to be kept with every copy
+        texts.insert(1, f"/*\n{_static('vendor/uPlot.LICENSE')}\n*/")
+    return "\n".join(texts)
 
 
-def _stored(name: str) -> str:
-    return (files("headrace.report") / name).read_text(encoding="utf-8")
+@cache
+def _style(has_lines: bool) -> str:
+    names = ["vendor/uPlot.min.css", "style.css"] if has_lines else ["style.css"]
+    return "\n".join(_static(name) for name in names)
+
+
+def _static(name: str) -> str:
+    return (files("headrace.report") / "static" / name).read_text(encoding="utf-8")
 
 
 def _digest(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Large inputs made small without hiding what is in them."""
+"""Fewer points and spans, without hiding extremes or busy time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from headrace.device import Span
 Point = tuple[float, float]
 
 
-def envelope(points: Sequence[Point], most: int = 400) -> list[Point]:
-    """At most about `most` points, in order, that look the same: of each stretch its first, lowest,
-    highest and last."""
-    if len(points) <= most:
+def envelope(points: Sequence[Point], limit: int) -> list[Point]:
+    """About `limit` points whose line looks the same.
+
+    The points are cut into stretches; each keeps its first, lowest, highest and last point."""
+    if len(points) <= limit:
         return list(points)
-    stretches = max(1, most // 4)
+    stretches = max(1, limit // 4)
     kept: list[Point] = []
     for index in range(stretches):
         begin = index * len(points) // stretches
@@ -31,19 +32,21 @@ def envelope(points: Sequence[Point], most: int = 400) -> list[Point]:
     return kept
 
 
-def spread(count: int, most: int) -> list[int]:
-    """At most `most` of the indices 0 … count − 1, evenly, the first and the last among them."""
-    if count <= most:
+def evenly_spaced(count: int, limit: int) -> list[int]:
+    """At most `limit` of the indices 0 … count − 1, including the first and the last."""
+    if count <= limit:
         return list(range(count))
-    return sorted({round(index * (count - 1) / (most - 1)) for index in range(most)})
+    return sorted({round(index * (count - 1) / (limit - 1)) for index in range(limit)})
 
 
-def fewer_spans(spans: Sequence[Span], most: int) -> list[Span]:
-    """At most `most` spans where that can be: short neighbours of a lane and kind become one, as
-    long as they were together, so that every lane is busy as long as before."""
+def fewer_spans(spans: Sequence[Span], limit: int) -> list[Span]:
+    """At most `limit` spans, if each lane and kind may keep one.
+
+    Short neighbours of one lane and kind are merged into a span as long as their sum, so each lane
+    is busy as long as before."""
     kept = list(spans)
     shorter_than_ns = 1_000
-    while len(kept) > most:
+    while len(kept) > limit:
         before = len(kept)
         kept = _merged(spans, shorter_than_ns)
         if len(kept) == before and shorter_than_ns > 10**13:
@@ -53,7 +56,7 @@ def fewer_spans(spans: Sequence[Span], most: int) -> list[Span]:
 
 
 def _merged(spans: Sequence[Span], shorter_than_ns: int) -> list[Span]:
-    """Spans that end within the same stretch of time, each stretch `shorter_than_ns` long."""
+    """Merge spans shorter than `shorter_than_ns` that start in the same stretch of that length."""
 
     def place(span: Span) -> tuple[str, str, int, int]:
         is_long = span.end_ns - span.start_ns >= shorter_than_ns
@@ -72,8 +75,7 @@ def _merged(spans: Sequence[Span], shorter_than_ns: int) -> list[Span]:
 
 
 def coverage(spans: Sequence[Span], length_ns: int, bins: int) -> list[float]:
-    """The share of each of `bins` equal parts of 0 … `length_ns` that the spans cover. Spans of a
-    lane do not overlap; where they do, a part is covered once."""
+    """How much of each of `bins` equal parts of 0 … `length_ns` the spans cover, from 0 to 1."""
     width_ns = max(1.0, length_ns / bins)
     covered = [0.0] * bins
     for span in spans:

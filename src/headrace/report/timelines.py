@@ -1,112 +1,96 @@
 """Timelines: a few steps of each plan, on one time scale.
 
-A lane is a channel and the fill its level: the share of each moment in which the lane had something
-to do. Drawn as solid bars, 20,000 short kernels with gaps between them would look like a full lane.
-Zoomed in, a kernel is a block of full height.
+A lane's fill shows the share of each moment in which the lane was busy. Solid bars would hide the
+gaps between 20,000 short kernels: the lane would look full. Zoomed in, a kernel is a block of full
+height.
 """
 
 from __future__ import annotations
 
 import typing
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from headrace.device import Kind, Timeline
-from headrace.report.charts import Cell, Cells, as_table, percent, table
-from headrace.report.figures import ms, number, share, tick, ticks
-from headrace.report.markup import Markup, json_script, shown_text, tag
+from headrace.report.charts import Table, figure, percent, table
+from headrace.report.figures import counted, ms, share, tick, ticks
+from headrace.report.page import shown_text
 from headrace.report.thinning import coverage, fewer_spans
 from headrace.runs.records import StoredTimeline
 
-_KINDS = typing.get_args(Kind)
-_MOST_SPANS = 6_000  # of one plan
-_MOST_OF_ALL = 60_000
+_KINDS: tuple[Kind, ...] = typing.get_args(Kind)
+_MAX_SPANS_OF_PLAN = 6_000
+_MAX_SPANS = 60_000
 _BINS = 480  # across the longest timeline, as drawn without the script
-_TICK_NS = 100  # what the script is told is as exact as this
-_LONGEST_NAME = 140
-_NAMES_SHOWN = 12  # in the table
-_NAMES_KEPT = 400  # for the script: those that took longest
+_TICK_NS = 100  # timelines.js counts time in 0.1 µs
+_MAX_NAME = 140
+_NAMES_IN_TABLE = 12
+_NAMES_IN_SCRIPT = 400  # the longest-running ones
 
 
-def timelines(found: Sequence[tuple[str, StoredTimeline]]) -> Markup:
-    """Every plan's timeline, with the tools to look closer."""
-    length_ns = max(span.end_ns for _, timeline in found for span in timeline.spans)
-    length_ns = max(length_ns, 1)
-    most = min(_MOST_SPANS, _MOST_OF_ALL // len(found))
-    return tag(
-        "div",
-        _tools(),
-        [_timeline(plan, timeline, length_ns, most) for plan, timeline in found],
-        class_="timelines",
-        data_length=length_ns / _TICK_NS,
-    )
+@dataclass(frozen=True, slots=True)
+class LaneView:
+    """A lane: how busy it was, and an SVG path for each kind of span."""
+
+    name: str
+    busy: str
+    fills: Sequence[tuple[Kind, str]]
 
 
-def _tools() -> Markup:
-    buttons = [
-        ("in", "Zoom in", "+"),
-        ("out", "Zoom out", "−"),
-        ("left", "Earlier", "←"),
-        ("right", "Later", "→"),
-        ("all", "Show all", "All"),
+@dataclass(frozen=True, slots=True)
+class TimelineView:
+    """One plan's timeline. `end` is where it ends, in bins; `data` goes to timelines.js."""
+
+    plan: str
+    steps: str
+    duration: str
+    end: str
+    lanes: Sequence[LaneView]
+    names: Table
+    data: dict[str, Any]
+
+    @property
+    def busy_words(self) -> str:
+        return "; ".join(f"{lane.name} busy {lane.busy}" for lane in self.lanes)
+
+
+@dataclass(frozen=True, slots=True)
+class TimelineGroup:
+    """Timelines on one scale. `length` is the longest one's, in ticks of timelines.js."""
+
+    length: float
+    ticks: Sequence[tuple[str, str, str]]
+    timelines: Sequence[TimelineView]
+    bins: int = _BINS
+
+
+def timeline_group(found: Sequence[tuple[str, StoredTimeline]]) -> TimelineGroup:
+    """The timelines of plans, by name."""
+    length_ns = max(1, *(span.end_ns for _, timeline in found for span in timeline.spans))
+    limit = min(_MAX_SPANS_OF_PLAN, _MAX_SPANS // len(found))
+    length_ms = length_ns / 1e6
+    axis = [
+        (percent(at, length_ms), "middle" if at else "start", f"{tick(at)} ms" if at else "0")
+        for at in ticks(0, length_ms * 0.97, 5)
     ]
-    return tag(
-        "div",
-        [
-            tag("button", sign, type="button", data_zoom=name, aria_label=label, title=label)
-            for name, label, sign in buttons
-        ],
-        tag("output", "", class_="tl-window", aria_live="polite"),
-        class_="tl-tools",
-        role="group",
-        aria_label="Look closer at all timelines",
-        hidden=True,
-    )
+    views = [_timeline(plan, stored, length_ns, limit) for plan, stored in found]
+    return TimelineGroup(length_ns / _TICK_NS, axis, views)
 
 
-def _timeline(plan: str, stored: StoredTimeline, length_ns: int, most: int) -> Markup:
+def _timeline(plan: str, stored: StoredTimeline, length_ns: int, limit: int) -> TimelineView:
     timeline = Timeline(stored.spans)
-    kept = Timeline(fewer_spans(timeline.spans, most))
+    kept = Timeline(fewer_spans(timeline.spans, limit))
     lanes = _ordered_lanes(kept)
-    count = round(stored.steps)
-    steps = f"{count} steps" if count > 1 else "1 step"
-    end_ms = max(span.end_ns for span in timeline.spans) / 1e6
-    described = f"Timeline of {plan}: {steps} in {ms(end_ms)}; " + "; ".join(
-        f"{lane} busy {share(_busy(timeline, lane))}" for lane in lanes
-    )
-    drawn = tag(
-        "div",
-        [_lane(timeline, lane, length_ns) for lane in lanes],
-        tag("span", class_="tl-name"),
-        tag(
-            "svg",
-            [
-                tag(
-                    "text",
-                    f"{tick(at)} ms" if at else "0",
-                    x=percent(at, length_ns / 1e6),
-                    y=14,
-                    text_anchor="start" if at == 0 else "middle",
-                )
-                for at in ticks(0, length_ns / 1e6 * 0.97, 5)
-            ],
-            class_="tl-axis",
-            height=18,
-            aria_hidden="true",
-        ),
-        class_="tl-lanes",
-        role="img",
-        aria_label=described,
-    )
-    title = tag("h3", plan, " ", tag("small", f"{steps} in {ms(end_ms)}"))
-    save = tag("button", "Save for Perfetto", type="button", class_="tl-save", hidden=True)
-    return tag(
-        "figure",
-        tag("figcaption", title, tag("p", class_="tl-detail", aria_live="polite"), save),
-        drawn,
-        as_table("What took the time", _names_table(plan, timeline)),
-        json_script(_data(kept, lanes), "tl-data"),
-        class_="timeline",
-        data_plan=plan,
+    end_ns = max(span.end_ns for span in timeline.spans)
+    return TimelineView(
+        plan=plan,
+        steps=counted(max(1, round(stored.steps)), "step"),
+        duration=ms(end_ns / 1e6),
+        end=f"{end_ns / length_ns * _BINS:.2f}",
+        lanes=[_lane(timeline, lane, end_ns, length_ns) for lane in lanes],
+        names=_names_table(plan, timeline),
+        data=_data(kept, lanes),
     )
 
 
@@ -118,38 +102,22 @@ def _ordered_lanes(timeline: Timeline) -> list[str]:
     )
 
 
-def _busy(timeline: Timeline, lane: str) -> float:
-    end_ms = max(span.end_ns for span in timeline.spans) / 1e6
-    return timeline.busy_ms(lane) / end_ms if end_ms else 0.0
-
-
-def _lane(timeline: Timeline, lane: str, length_ns: int) -> list[Markup]:
-    end = max(span.end_ns for span in timeline.spans) / length_ns * _BINS
-    paths = [tag("rect", width=f"{end:.2f}", height=100, class_="track")]
+def _lane(timeline: Timeline, lane: str, end_ns: int, length_ns: int) -> LaneView:
+    fills: list[tuple[Kind, str]] = []
     base = [0.0] * _BINS
     for kind in _KINDS:
-        chosen = [span for span in timeline.on(lane) if span.kind == kind]
-        if chosen:
-            level = coverage(chosen, length_ns, _BINS)
+        spans = [span for span in timeline.on(lane) if span.kind == kind]
+        if spans:
+            level = coverage(spans, length_ns, _BINS)
             top = [min(1.0, below + own) for below, own in zip(base, level, strict=True)]
-            paths.append(
-                tag("path", d=Markup(_stepped(base, top)), class_=f"fill {kind}", data_kind=kind)
-            )
+            fills.append((kind, _stepped(base, top)))
             base = top
-    name = tag("span", lane, tag("small", share(_busy(timeline, lane))), class_="tl-name")
-    plot = tag(
-        "svg",
-        paths,
-        class_="tl-plot",
-        viewBox=f"0 0 {_BINS} 100",
-        preserveAspectRatio="none",
-        data_lane=lane,
-    )
-    return [name, plot]
+    busy = timeline.busy_ms(lane) * 1e6 / end_ns if end_ns else 0.0
+    return LaneView(lane, share(busy), fills)
 
 
 def _stepped(base: Sequence[float], top: Sequence[float]) -> str:
-    """The area between two step functions, in percent of the lane's height."""
+    """An SVG path of the area between two step functions, in percent of the lane's height."""
     parts = []
     at = 0
     while at < len(top):
@@ -158,19 +126,19 @@ def _stepped(base: Sequence[float], top: Sequence[float]) -> str:
         while end < len(top) and (round(100 * base[end]), round(100 * top[end])) == (low, high):
             end += 1
         if top[at] > base[at]:
-            high = max(high, low + 2)  # what is there is seen, however short it is
+            high = max(high, low + 2)  # the shortest span is seen, too
             parts.append(f"M{at} {100 - high}H{end}V{100 - low}H{at}Z")
         at = end
     return "".join(parts)
 
 
-def _data(timeline: Timeline, lanes: Sequence[str]) -> dict[str, object]:
+def _data(timeline: Timeline, lanes: Sequence[str]) -> dict[str, Any]:
     """The spans for the script: of each lane, [start − last start, duration, name, …] in 0.1 µs."""
     took_ns: dict[tuple[str, Kind], int] = {}
     for span in timeline.spans:
         key = (span.name, span.kind)
         took_ns[key] = took_ns.get(key, 0) + span.end_ns - span.start_ns
-    kept = set(sorted(took_ns, key=lambda key: -took_ns[key])[:_NAMES_KEPT])
+    kept = set(sorted(took_ns, key=lambda key: -took_ns[key])[:_NAMES_IN_SCRIPT])
     names: dict[tuple[str, Kind], int] = {}
     packed = []
     for lane in lanes:
@@ -179,7 +147,7 @@ def _data(timeline: Timeline, lanes: Sequence[str]) -> dict[str, object]:
         for span in timeline.on(lane):
             start, end = round(span.start_ns / _TICK_NS), round(span.end_ns / _TICK_NS)
             is_kept = (span.name, span.kind) in kept
-            name = shown_text(span.name[:_LONGEST_NAME]) if is_kept else f"another {span.kind}"
+            name = shown_text(span.name[:_MAX_NAME]) if is_kept else f"another {span.kind}"
             index = names.setdefault((name, span.kind), len(names))
             numbers += [start - before, end - start, index]
             before = start
@@ -187,25 +155,28 @@ def _data(timeline: Timeline, lanes: Sequence[str]) -> dict[str, object]:
     return {"names": [[name, _KINDS.index(kind)] for name, kind in names], "lanes": packed}
 
 
-def _names_table(plan: str, timeline: Timeline) -> Markup:
-    """What ran longest, by name: for those who do not see the picture."""
+def _names_table(plan: str, timeline: Timeline) -> Table:
+    """The names that took the most time."""
     sums: dict[tuple[str, str, str], tuple[int, int]] = {}
     for span in timeline.spans:
         key = (span.name, span.kind, span.lane)
-        count, total = sums.get(key, (0, 0))
-        sums[key] = (count + 1, total + span.end_ns - span.start_ns)
-    ordered = sorted(sums.items(), key=lambda entry: -entry[1][1])
-    rows: list[Cells] = [
-        [
-            name[:_LONGEST_NAME],
-            kind,
-            lane,
-            Cell(f"{count:,}", float(count)),
-            Cell(number(total / 1e6), total / 1e6),
-        ]
-        for (name, kind, lane), (count, total) in ordered[:_NAMES_SHOWN]
-    ]
+        count, total_ns = sums.get(key, (0, 0))
+        sums[key] = (count + 1, total_ns + span.end_ns - span.start_ns)
+    ordered = sorted(sums.items(), key=lambda item: -item[1][1])
     caption = f"{plan}: what ran longest"
-    if len(ordered) > _NAMES_SHOWN:
-        caption += f" ({_NAMES_SHOWN} of {len(ordered):,} names)"
-    return table(caption, ("name", "kind", "lane", "times", "ms"), rows)
+    if len(ordered) > _NAMES_IN_TABLE:
+        caption += f" ({_NAMES_IN_TABLE} of {len(ordered):,} names)"
+    return table(
+        caption,
+        ("name", "kind", "lane", "times", "ms"),
+        [
+            [
+                name[:_MAX_NAME],
+                kind,
+                lane,
+                figure(float(count), lambda value: f"{value:,.0f}"),
+                figure(total_ns / 1e6),
+            ]
+            for (name, kind, lane), (count, total_ns) in ordered[:_NAMES_IN_TABLE]
+        ],
+    )

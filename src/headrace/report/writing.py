@@ -1,4 +1,4 @@
-"""From a stored result to the files people look at."""
+"""Writes the report of a stored result, and its timelines for Perfetto."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ log = logging.getLogger("headrace")
 
 
 def render(source: str | Path) -> str:
-    """The page of a bench result, a tune result or a run's folder, as one HTML text."""
+    """The HTML of a bench result, a tune result or a run folder."""
     source = _source(source)
     if source.is_dir():
         return train_page(TrainingRun.read(source), source.name)
@@ -30,7 +30,7 @@ def render(source: str | Path) -> str:
 
 
 def write_report(source: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page to `out`: `report.html` in a run's folder or beside a result, if not given."""
+    """Write the page to `out`, by default `report.html` in the run folder or beside the result."""
     source = Path(source)
     if out is None:
         out = (source if source.is_dir() else source.parent) / "report.html"
@@ -45,7 +45,7 @@ def write_report(source: str | Path, out: str | Path | None = None) -> Path:
 
 
 def try_report(run: Path) -> None:
-    """Write a run's report where that can be: for want of a page, no run has failed."""
+    """Write a run's report. If it cannot be written, log a warning: the run itself is fine."""
     try:
         write_report(run)
     except HeadraceError as problem:
@@ -53,8 +53,9 @@ def try_report(run: Path) -> None:
 
 
 def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
-    """Write the timelines of a bench result as files for ui.perfetto.dev and chrome://tracing:
-    `NAME.PLAN.trace.json`, one for each plan that has one."""
+    """Write a bench result's timelines for ui.perfetto.dev and chrome://tracing.
+
+    Each plan with a timeline gets a file, `NAME.PLAN.trace.json`."""
     source, folder = _source(source), Path(folder)
     if source.is_dir():
         raise ReportError(f"{source}: is a run's folder; only bench results hold timelines")
@@ -79,7 +80,7 @@ def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
 
 
 def _source(given: str | Path) -> Path:
-    """What to read: the result of a search, if the folder is one's."""
+    """The file or folder to read: `result.json` in a folder that `tune` wrote."""
     source = Path(given)
     inside = source / "result.json"
     if (

@@ -1,14 +1,15 @@
-// Timelines: one window in time for all plans, so that lengths can be compared at every zoom.
+// Timelines: zoom, drag, keys and tips. All plans show the same stretch of time, so that their lengths
+// compare at every zoom.
 for (const group of document.querySelectorAll(".timelines")) {
   const SVG = "http://www.w3.org/2000/svg";
   const KINDS = ["kernel", "copy", "wait", "host"];
-  const length = Number(group.dataset.length); // in 0.1 µs, as all times here
+  const length = Number(group.dataset.length); // in 0.1 µs, as all times in this file
   const view = { from: 0, to: length };
   const shortest = Math.min(length, 20);
   const tools = group.querySelector(".tl-tools");
   const windowText = group.querySelector(".tl-window");
   const charts = [...group.querySelectorAll(".timeline")].map(unpack);
-  let wanted = false;
+  let isScheduled = false;
 
   const time = (ticks) => {
     const us = ticks / 10;
@@ -39,7 +40,7 @@ for (const group of document.querySelectorAll(".timelines")) {
 
   // --- drawing ---------------------------------------------------------------------------------
   function draw() {
-    wanted = false;
+    isScheduled = false;
     for (const chart of charts) {
       const bins = Math.max(60, Math.round(chart.lanes[0].plot.getBoundingClientRect().width));
       for (const lane of chart.lanes) drawLane(chart, lane, bins);
@@ -51,9 +52,9 @@ for (const group of document.querySelectorAll(".timelines")) {
       : `${time(view.from)} to ${time(view.to)} (${time(view.to - view.from)})`;
   }
 
-  function later() {
-    if (!wanted) requestAnimationFrame(draw);
-    wanted = true;
+  function scheduleDraw() {
+    if (!isScheduled) requestAnimationFrame(draw);
+    isScheduled = true;
   }
 
   function drawLane(chart, lane, bins) {
@@ -137,7 +138,7 @@ for (const group of document.querySelectorAll(".timelines")) {
     chart.axis.replaceChildren(...labels);
   }
 
-  // --- the window ------------------------------------------------------------------------------
+  // --- zoom and pan ----------------------------------------------------------------------------
   function zoom(factor, around = (view.from + view.to) / 2) {
     const size = Math.min(length, Math.max(shortest, (view.to - view.from) * factor));
     const share = (around - view.from) / (view.to - view.from);
@@ -147,7 +148,7 @@ for (const group of document.querySelectorAll(".timelines")) {
   function moveTo(from, size = view.to - view.from) {
     view.from = Math.max(0, Math.min(length - size, from));
     view.to = view.from + size;
-    later();
+    scheduleDraw();
   }
 
   function pan(share) {
@@ -162,7 +163,7 @@ for (const group of document.querySelectorAll(".timelines")) {
     all: () => moveTo(0, length),
   };
 
-  // --- what is where ---------------------------------------------------------------------------
+  // --- spans under the pointer and by key ------------------------------------------------------
   const placeOf = (chart, event) => {
     const box = chart.lanes[0].plot.getBoundingClientRect();
     return view.from + ((event.clientX - box.left) / box.width) * (view.to - view.from);
@@ -196,7 +197,7 @@ for (const group of document.querySelectorAll(".timelines")) {
     const size = view.to - view.from;
     if (span.start < view.from || span.end > view.to) moveTo(span.start - size / 3);
     chart.detail.textContent = `${described(lane, span).replace("\n", ": ")} (${spanIndex + 1} of ${lane.spans.length})`;
-    later();
+    scheduleDraw();
   }
 
   function step(chart, by) {
@@ -240,7 +241,7 @@ for (const group of document.querySelectorAll(".timelines")) {
     box.setAttribute("aria-roledescription", "timeline");
     box.setAttribute(
       "aria-label",
-      `${box.getAttribute("aria-label")}. Left and right go from one to the next, up and down change lanes, plus and minus zoom, shift and arrows move, 0 shows all.`,
+      `${box.getAttribute("aria-label")}. Left and right go from span to span, up and down change lanes, plus and minus zoom, shift and arrows move, 0 shows all.`,
     );
     box.addEventListener("keydown", (event) => onKey(chart, event));
     box.addEventListener("blur", hideTip);
@@ -283,7 +284,7 @@ for (const group of document.querySelectorAll(".timelines")) {
     );
   }
 
-  // --- the same as a file for ui.perfetto.dev ---------------------------------------------------
+  // --- a file for ui.perfetto.dev ---------------------------------------------------------------
   function save(chart) {
     const events = chart.lanes.flatMap((lane, tid) => [
       { ph: "M", pid: 0, tid, name: "thread_name", args: { name: lane.name } },
@@ -309,6 +310,6 @@ for (const group of document.querySelectorAll(".timelines")) {
   for (const button of tools.querySelectorAll("button"))
     button.addEventListener("click", () => actions[button.dataset.zoom]());
   charts.forEach(listen);
-  new ResizeObserver(later).observe(group);
-  later();
+  new ResizeObserver(scheduleDraw).observe(group);
+  scheduleDraw();
 }

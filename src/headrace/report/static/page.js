@@ -1,8 +1,9 @@
 "use strict";
-// The page is complete without this script: it adds the theme switch, tips, values under the cursor
-// and the zoom of the timelines. Text from the result is only ever set as text.
+// Theme switch, tips of bars, copying, printing. All text and tables are there without it. Text from
+// a result is only ever set as textContent.
 
 const tip = document.querySelector(".tip");
+document.documentElement.classList.add("js");
 
 function showTip(text, x, y) {
   tip.textContent = text;
@@ -18,15 +19,15 @@ function hideTip() {
   tip.hidden = true;
 }
 
-// --- theme: as the system says, until the button is pressed -------------------------------------
+// --- theme: the system's, until the button is pressed --------------------------------------------
 {
   const button = document.querySelector("button.theme");
   const root = document.documentElement;
-  const kept = () => {
+  const stored = () => {
     try {
       return localStorage.getItem("headrace-theme");
     } catch {
-      return null; // a browser may keep nothing for a page from a file
+      return null; // browsers may refuse storage to a page that was opened from a file
     }
   };
   const dark = () =>
@@ -36,7 +37,7 @@ function hideTip() {
   const label = () => {
     button.textContent = dark() ? "Light theme" : "Dark theme";
   };
-  if (["light", "dark"].includes(kept())) root.dataset.theme = kept();
+  if (["light", "dark"].includes(stored())) root.dataset.theme = stored();
   button.hidden = false;
   label();
   button.addEventListener("click", () => {
@@ -44,13 +45,14 @@ function hideTip() {
     try {
       localStorage.setItem("headrace-theme", root.dataset.theme);
     } catch {
-      // then it lasts as long as the page does
+      // not stored: the choice lasts until the page is closed
     }
     label();
+    document.dispatchEvent(new Event("themechange"));
   });
 }
 
-// --- tips of bars: one stop for the Tab key in each chart, arrows inside it ----------------------
+// --- tips of bars: Tab goes to a chart, arrow keys to its bars -----------------------------------
 for (const group of document.querySelectorAll(".marks")) {
   const marks = [...group.querySelectorAll(".mark")];
   marks.forEach((mark, index) => {
@@ -89,7 +91,7 @@ for (const button of document.querySelectorAll("button.copy")) {
   });
 }
 
-// --- on paper everything is open ----------------------------------------------------------------
+// --- printing opens all tables ------------------------------------------------------------------
 addEventListener("beforeprint", () => {
   for (const part of document.querySelectorAll("details:not([open])")) {
     part.open = true;
