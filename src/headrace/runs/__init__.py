@@ -11,12 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.runs.busy_window import BusyWindow
+    from headrace.runs.display import silent_console
     from headrace.runs.doctor import diagnose, driver_version, usable_cores
     from headrace.runs.folder import RunFolder, replace_file, shared_folder, yaml_text
     from headrace.runs.metrics import MetricsLog, NoMetrics, read_metrics
-    from headrace.runs.progress_line import Gauges, ProgressLine, silent_console
+    from headrace.runs.progress_line import Gauges, ProgressLine
     from headrace.runs.run_monitor import RunMonitor
     from headrace.runs.signals import StopRequests, outlive_sigterm
+    from headrace.runs.status_line import StatusLine
     from headrace.runs.use_monitor import Monitor, UseSample
     from headrace.runs.watchdog import Watchdog
 
@@ -29,6 +31,7 @@ _HOMES = {
     "ProgressLine": "progress_line",
     "RunFolder": "folder",
     "RunMonitor": "run_monitor",
+    "StatusLine": "status_line",
     "StopRequests": "signals",
     "UseSample": "use_monitor",
     "Watchdog": "watchdog",
@@ -38,7 +41,7 @@ _HOMES = {
     "read_metrics": "metrics",
     "replace_file": "folder",
     "shared_folder": "folder",
-    "silent_console": "progress_line",
+    "silent_console": "display",
     "usable_cores": "doctor",
     "yaml_text": "folder",
 }
@@ -52,6 +55,7 @@ __all__ = [
     "ProgressLine",
     "RunFolder",
     "RunMonitor",
+    "StatusLine",
     "StopRequests",
     "UseSample",
     "Watchdog",

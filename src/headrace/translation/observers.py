@@ -40,7 +40,7 @@ class Observers:
         self, epoch: int, batches: int, *, first_batch: int, limit: int | None
     ) -> None:
         """An epoch of `batches` begins at `first_batch`; the run ends after `limit` more."""
-        self.progress.epoch_begins(epoch, batches, first_batch=first_batch, most=limit)
+        self.progress.epoch_begins(epoch, batches, first_batch=first_batch, limit=limit)
         self.gauges.epoch_begins(self.device, self.monitor)
         self.watchdog.progress(f"began epoch {epoch} at batch {first_batch}")
 

@@ -192,14 +192,10 @@ class Trainer:
 
     def _prepare(self, progress: ProgressLine) -> Prepared:
         """The run's corpus, encoded: by the first rank, for all."""
-
-        def show(what: str, done: int, total: int) -> None:
-            progress.status(f"{what} {done:,}/{total:,}")
-
         ledger = Ledger()
         if not self._ranks.is_first:
             self._ranks.barrier(ledger)
-        data = prepared_for(self.settings, self._cache, show)
+        data = prepared_for(self.settings, self._cache, progress.status)
         progress.message(data.table())
         save_vocabularies(self.folder.path / "vocabulary", data.vocabularies)
         if self._ranks.is_first:
