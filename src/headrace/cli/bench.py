@@ -116,7 +116,7 @@ def bench(
     The exit code is 1 if a plan fails or its losses differ from the
     baseline's.
     """
-    # Set before PyTorch is loaded: the first makes kernels deterministic, the profiler needs the
+    # Set before PyTorch is loaded. The first makes kernels deterministic; the profiler needs the
     # others.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -136,21 +136,21 @@ def bench(
         refuse_replaced_plans("bench")
         if out is not None:
             check_output_file(out)
-        given, on = parse_set_options(options or []), open_device(device)
-        entries = entries_of(parse_list(plans) or plans_here(on), precision)
-        rivals = peers_of(parse_list(peers) or [])
+        given, target = parse_set_options(options or []), open_device(device)
+        entries = entries_of(parse_list(plans) or plans_here(target), precision)
+        chosen_peers = peers_of(parse_list(peers) or [])
     with StatusLine(quiet, log_level=logging.WARNING) as line, results_only():
         with work_errors(work):
-            chosen = find_work(work, given, small=not on.asynchronous)
-        if not on.asynchronous and chosen.options != find_work(work, given).options:
+            chosen = find_work(work, given, small=not target.asynchronous)
+        if not target.asynchronous and chosen.options != find_work(work, given).options:
             line.message(
                 f"no GPU: training a smaller {work}, {chosen.description}; --set makes it larger"
             )
         bench = Bench(
             work=chosen,
-            device=on,
+            device=target,
             entries=entries,
-            peers=rivals,
+            peers=chosen_peers,
             steps=steps,
             repeats=repeats,
             warmup=warmup,
@@ -162,7 +162,7 @@ def bench(
             command=shlex.join(["headrace", *sys.argv[1:]]),
             watcher=_shown_on(line),
         )
-        with _interrupted_by_sigterm() as asked:
+        with _sigterm_as_interrupt() as signals:
             result = bench.run()
     # Print before writing: if the file cannot be written, the result is not lost.
     typer.echo(result.to_json() if as_json else text_of(result))
@@ -170,23 +170,23 @@ def bench(
     result.write(path)
     typer.echo(f"wrote {path}", err=True)
     if result.interrupted:
-        raise typer.Exit(143 if asked else 130)
+        raise typer.Exit(143 if signals else 130)
     if result.failed:
         raise typer.Exit(1)
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[list[int]]:
+def _sigterm_as_interrupt() -> Iterator[list[int]]:
     """Treat SIGTERM as Ctrl-C inside the block. Yields a list of the signals that came."""
-    asked: list[int] = []
+    signals: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        asked.append(number)
+        signals.append(number)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield asked
+        yield signals
     finally:
         signal.signal(signal.SIGTERM, before)
 
@@ -201,7 +201,7 @@ def _shown_on(line: StatusLine) -> Callable[[str, float, float | None], None]:
 
 
 def _free_path(work: str, date: str) -> Path:
-    """A path that no result has yet."""
+    """A path in runs/bench that does not exist yet."""
     stem = "".join(letter if letter.isalnum() else "-" for letter in work).strip("-")
     when = date[:19].replace(":", "").replace("T", "-")
     path, number = Path("runs/bench") / f"{stem}-{when}.json", 1

@@ -156,7 +156,7 @@ class Trainer:
             progress.message(f"{_description(parts)}; {folder.path}")
             overdue = partial(leave_overdue, settings.grace, folder, progress.final)
             with (
-                StopRequests(settings.grace, overdue, patient=ranks.several) as stop,
+                StopRequests(settings.grace, overdue, ignore_repeats=ranks.several) as stop,
                 new_watchdog(settings, ranks, folder, device) as watchdog,
                 new_metrics(settings, ranks, folder) as metrics,
                 CheckpointWriter(device, folder.state, settings.keep, ranks=ranks) as writer,
@@ -328,7 +328,7 @@ class TrainingLoop:
             loss=self._losses.mean,
             tokens_per_s=tokens_per_s,
         )
-        observers.monitor.note(engine.updates)
+        observers.monitor.write(engine.updates)
 
     def _end_epoch(self, result: EpochResult) -> None:
         """Validate, write the epoch's line, and keep its weights and a checkpoint."""
