@@ -1,4 +1,4 @@
-"""The fault table of docs/faults.md, as far as it is a whole run's: what each fault comes to."""
+"""The faults of docs/faults.md that concern a whole run, and what happens after each."""
 
 from __future__ import annotations
 
