@@ -60,6 +60,13 @@ def test_a_status_has_a_bar_where_its_length_is_known(terminal: Terminal) -> Non
     assert terminal.screen() == [""]
 
 
+def test_a_final_line_is_the_last_one(terminal: Terminal) -> None:
+    with on(terminal) as line:
+        line.status("training")
+        line.final("stopped")
+        assert terminal.screen() == ["stopped", ""]  # as `os._exit` would leave it
+
+
 @pytest.mark.parametrize(("is_terminal", "shown"), [(True, 5), (False, 2)])
 def test_a_count_is_not_shown_each_time(terminal: Terminal, is_terminal: bool, shown: int) -> None:
     clock = Clock()

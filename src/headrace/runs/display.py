@@ -78,6 +78,9 @@ class Display:
     def close(self) -> None:
         """Leave the terminal clean."""
 
+    def clear(self) -> None:
+        """Remove the live line until something is shown again."""
+
     def show_values(self, values: Mapping[str, Any], done: int, total: int | None) -> None:
         """Show the values of a run that is `done` of `total` batches into an epoch."""
         self.print(plain_text(values))
@@ -106,8 +109,9 @@ class Display:
 class LiveDisplay(Display):
     """Redraws one line at the end of a terminal, in colours, and prints all others above it.
 
-    No thread redraws it: it would compete with the training loop for the interpreter lock. The
-    line has a head with the names of its columns until a head has been printed above it.
+    The names of the columns are drawn above the line until they are printed above the lines of
+    finished epochs. No thread redraws the line: a thread would compete with the training loop for
+    the interpreter lock.
     """
 
     is_live = True
@@ -118,7 +122,7 @@ class LiveDisplay(Display):
             console=console,
             auto_refresh=False,
             transient=True,
-            # Text that a user sends to a file must not go to the terminal.
+            # If stdout is a file, what is printed must go there, not to the terminal.
             redirect_stdout=_is_terminal(sys.stdout),
         )
         self._task = self._line.add_task("", visible=False)
@@ -135,8 +139,13 @@ class LiveDisplay(Display):
 
     def close(self) -> None:
         with self._lock:
-            self._line.update(self._task, visible=False)
+            self.clear()
             self._line.stop()
+
+    def clear(self) -> None:
+        with self._lock:
+            self._line.update(self._task, visible=False)
+            self._line.refresh()
 
     def show_values(self, values: Mapping[str, Any], done: int, total: int | None) -> None:
         with self._lock:
@@ -156,8 +165,7 @@ class LiveDisplay(Display):
 
     def print_epoch(self, values: Mapping[str, Any], note: str) -> None:
         with self._lock:
-            self._line.update(self._task, visible=False)
-            self._line.refresh()
+            self.clear()
             widths, _ = self._fitting_widths(values)
             if self._needs_head(widths):
                 self._printed_head, self._epochs_below_head = widths, 0
@@ -253,7 +261,7 @@ class _LiveLine(Progress):
 
 
 class _Fitted:
-    """A text that is cut to the width of the terminal, and a bar after it."""
+    """A text that is cut to the width of the terminal, and perhaps a bar after it."""
 
     def __init__(self, text: Text, bar: ProgressBar | None = None) -> None:
         self._text, self._bar = text, bar
@@ -269,7 +277,7 @@ class _Fitted:
 
 
 class _LenientFile(io.TextIOBase):
-    """A file whose errors are ignored: if the terminal goes away, training goes on."""
+    """A file whose errors are ignored: if the terminal is closed, training continues."""
 
     def __init__(self, file: IO[str]) -> None:
         self._file = file
@@ -307,7 +315,7 @@ def _is_terminal(file: IO[str] | None) -> bool:
 
 
 def _undo_redirection() -> None:
-    """In a forked worker, print as if there was no live line: only the parent draws it."""
+    """Let a forked worker print directly: only its parent draws the live line."""
     sys.stdout = getattr(sys.stdout, "rich_proxied_file", sys.stdout)
     sys.stderr = getattr(sys.stderr, "rich_proxied_file", sys.stderr)
 

@@ -110,9 +110,7 @@ class Monitor:
         self._start_s: float | None = None
         self._before: tuple[float, HostCounters] | None = None
         self._samples: list[UseSample] = []
-        self._lock = (
-            threading.Lock()
-        )  # for the list: never held during a reading, which may be slow
+        self._lock = threading.Lock()  # for the list; not held during a reading
         self._reading = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None

@@ -1,4 +1,4 @@
-"""The columns of a progress line: how each value is written, coloured and, if need be, dropped."""
+"""The columns of a progress line: the text, colour and importance of each value."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class ValueColumn(ProgressColumn):
 
 
 class StatusColumn(ProgressColumn):
-    """A text in place of the values: what happens while no batch is trained on."""
+    """A text that replaces the values while no batch is trained on."""
 
     def render(self, task: Task) -> Text:
         return Text(task.description)
@@ -76,7 +76,7 @@ def counted(text: str, done: int | None, total: int | None) -> str:
     return f"{text} {done:,}/{total:,}" if total else f"{text} {done:,}"
 
 
-def duration(seconds: float) -> str:
+def _duration(seconds: float) -> str:
     minutes, s = divmod(round(seconds), 60)
     hours, m = divmod(minutes, 60)
     return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
@@ -116,8 +116,8 @@ COLUMNS = (
     ValueColumn("host", 4, "{:.0%}".format, _waiting_style),
     ValueColumn("GPU", 4, "{:.0%}".format, _use_style),
     ValueColumn("batch", 5),
-    ValueColumn("time", 7, duration, "dim"),
-    ValueColumn("left", 7, duration),
+    ValueColumn("time", 7, _duration, "dim"),
+    ValueColumn("left", 7, _duration),
 )
 #: Shown only in runs that have such a value: without a GPU, no GPU use.
 OPTIONAL = frozenset({"mem", "valid", "BLEU", "data", "host", "GPU"})

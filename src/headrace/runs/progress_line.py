@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _MAX_DRAWING_SHARE = 0.01  # of the loop's time
 _RECENT_S = 30.0
-# The columns of those values that a caller gives at the end of an epoch.
+# Values that a caller passes at the end of an epoch, and their columns.
 _EXTRA_COLUMNS = {"valid_loss": "valid", "bleu": "BLEU", "gpu_use_share": "GPU"}
 
 
@@ -61,9 +61,9 @@ class ProgressLine(StatusLine):
     ) -> None:
         super().__init__(quiet, console, log_level=log_level, clock=clock, every_s=every_s)
         self._total_epochs, self._gauges = total_epochs, gauges
-        self._now_s = self._status_since_s = clock()  # now: when the last batch was launched
-        self._epoch = _Epoch(0, None, 0, None, self._now_s)
-        self._rates = _RecentRates(self._now_s)
+        self._last_batch_s = self._status_since_s = clock()
+        self._epoch = _Epoch(0, None, 0, None, self._last_batch_s)
+        self._rates = _RecentRates(self._last_batch_s)
         self._batches_before: int | None = None  # of the epoch before
         self._between_s = 0.0  # from an epoch's last batch to the next one's beginning
         self._scores: dict[str, Any] = {}  # the latest validation
@@ -88,9 +88,9 @@ class ProgressLine(StatusLine):
         """
         now_s = self._clock()
         if self._epoch.done:
-            self._between_s = now_s - self._now_s
-        self._rates.skipped_s += now_s - self._now_s
-        self._now_s = now_s
+            self._between_s = now_s - self._last_batch_s
+        self._rates.skipped_s += now_s - self._last_batch_s
+        self._last_batch_s = now_s
         self._epoch = _Epoch(epoch, batches, first_batch, limit, now_s)
         self._rates.begin_epoch(now_s)
         self._stage = None
@@ -108,7 +108,7 @@ class ProgressLine(StatusLine):
         if self._stage is not None:
             self._rates.skipped_s += now_s - self._status_since_s
             self._stage = None
-        self._now_s = now_s
+        self._last_batch_s = now_s
         if now_s < self._draw_at_s:
             return
         self._rates.record(now_s, epoch.trained, epoch.tokens)
@@ -127,8 +127,8 @@ class ProgressLine(StatusLine):
         extra = extra or {}
         self._stage = None
         self._batches_before = self._epoch.done
-        self._between_s = self._clock() - self._now_s
-        self._rates.record(self._now_s, self._epoch.trained, self._epoch.tokens)
+        self._between_s = self._clock() - self._last_batch_s
+        self._rates.record(self._last_batch_s, self._epoch.trained, self._epoch.tokens)
         for key in extra.keys() & {"valid_loss", "bleu"}:
             self._scores[_EXTRA_COLUMNS[key]] = extra[key]
         statistics = result.statistics
@@ -164,7 +164,7 @@ class ProgressLine(StatusLine):
         super().status(text, done, total, stage=stage)
 
     def final(self, text: str) -> None:
-        """Print a line that `quiet` does not suppress, after the last epoch if that was."""
+        """Print a line even if `quiet`. If `quiet` hid the last epoch, that is printed first."""
         self._show_unseen_epoch()
         super().final(text)
 
@@ -178,7 +178,7 @@ class ProgressLine(StatusLine):
         epoch = self._epoch
         _, tokens_per_s = self._rates.per_second()
         values = self._values(
-            self._gauges(), epoch.mean_loss(), tokens_per_s, self._now_s - epoch.begun_s
+            self._gauges(), epoch.mean_loss(), tokens_per_s, self._last_batch_s - epoch.begun_s
         )
         self._display.show_values(values, epoch.done, epoch.batches)
 
@@ -202,8 +202,8 @@ class ProgressLine(StatusLine):
         }
 
     def _left_s(self) -> float | None:
-        """Time for the batches that are left, at the recent rate, and for the work between epochs,
-        which takes as long as it did the last time."""
+        """The time that is left: for batches at the recent rate, and for the work between epochs,
+        which is assumed to take as long as the last time."""
         epoch = self._epoch
         per_epoch = self._batches_before if epoch.batches is None else epoch.batches
         batches_per_s, _ = self._rates.per_second()
@@ -213,7 +213,7 @@ class ProgressLine(StatusLine):
         left = in_epoch + (self._total_epochs - epoch.number - 1) * per_epoch
         if epoch.limit is not None:
             left = max(0, min(left, epoch.limit - epoch.trained))
-        # Once this epoch's batches are done, its validation is over, too.
+        # After this epoch's last batch, its validation is not counted any more: it is over.
         epoch_ends = (min(in_epoch, left) > 0) + math.ceil(
             max(0, left - in_epoch) / max(1, per_epoch)
         )
@@ -222,7 +222,7 @@ class ProgressLine(StatusLine):
 
 @dataclass(slots=True)
 class _Epoch:
-    """The epoch under way, and what has come of it so far."""
+    """The current epoch: its length, and its sums so far."""
 
     number: int
     batches: int | None
@@ -239,7 +239,7 @@ class _Epoch:
 
     @property
     def trained(self) -> int:
-        """Batches in this process: a resumed epoch does not begin with the first."""
+        """Batches trained on by this process, which may have resumed the epoch."""
         return self.done - self.first_batch
 
     def add(self, loss: float | None, tokens: float | None) -> None:
@@ -290,7 +290,7 @@ class _RecentRates:
 
 
 def _of(done: int, total: int | None) -> str:
-    """Such as "  7/480": always as wide, so that the columns do not move."""
+    """Such as "  7/480". It always has the same width, so that the columns do not move."""
     return str(done) if total is None else f"{done:>{len(str(total))}}/{total}"
 
 

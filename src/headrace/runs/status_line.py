@@ -101,7 +101,8 @@ class StatusLine:
             self._display.print(f"{logging.getLevelName(level).lower()}: {text}", style)
 
     def final(self, text: str) -> None:
-        """Print a line that `quiet` does not suppress."""
+        """Print a line even if `quiet`, and remove the live line: the process may end now."""
+        self._display.clear()
         self._display.print(text)
 
 
