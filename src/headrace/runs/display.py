@@ -33,6 +33,9 @@ from headrace.runs.progress_columns import (
 )
 
 _EPOCHS_PER_HEAD = 25
+# At the end of the live line. After Ctrl-C the terminal writes "^C" there, and some terminals begin
+# a new line when the last cell is written: then erasing the line would leave half of it.
+_FREE_CELLS = 3
 _STATUS_COLUMN = StatusColumn()
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _ASCII = str.maketrans({"…": "...", "–": "-", "—": "-", "×": "x", "µ": "u", "→": "->"})
@@ -157,7 +160,7 @@ class LiveDisplay(Display):
 
     def show_status(self, text: str, done: int | None = None, total: int | None = None) -> None:
         line = self._printable(counted(text, done, total)).replace("\n", " ").replace("\t", " ")
-        bar_width = min(MAX_BAR_WIDTH, self.console.width - 2 - cell_len(line))
+        bar_width = min(MAX_BAR_WIDTH, self.console.width - _FREE_CELLS - 1 - cell_len(line))
         with self._lock:
             self._line.shown, self._line.widths = [_STATUS_COLUMN], {"status": 0}
             self._line.has_head = False
@@ -185,7 +188,7 @@ class LiveDisplay(Display):
             self.console.print(Text(self._printable(text), style), soft_wrap=True)
 
     def _print(self, line: Text) -> None:
-        line.truncate(self.console.width - 1, overflow="crop")
+        line.truncate(max(0, self.console.width - _FREE_CELLS), overflow="crop")
         self.console.print(line, soft_wrap=True)
 
     def _draw(
@@ -221,8 +224,7 @@ class LiveDisplay(Display):
                 width = max(column.min_width, len(column.text(value)))
                 self._widths[column.name] = max(width, self._widths.get(column.name, 0))
         wanted = self._widths | {"bar": MIN_BAR_WIDTH}
-        # One cell stays free: some terminals begin a new line when the last one is written.
-        free = self.console.width - 1
+        free = self.console.width - _FREE_CELLS
         fitting = set()
         for name in MOST_IMPORTANT_FIRST:
             if name in wanted and wanted[name] <= free:
@@ -268,7 +270,7 @@ class _Fitted:
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         line = self._text.copy()
-        line.truncate(max(0, options.size.width - 1), overflow="crop")
+        line.truncate(max(0, options.size.width - _FREE_CELLS), overflow="crop")
         yield from line.render(console)
         if self._bar is not None:
             yield Segment(" ")

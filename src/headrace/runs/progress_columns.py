@@ -8,7 +8,7 @@ from typing import Any
 from rich.progress import ProgressColumn, Task
 from rich.text import Text
 
-MIN_BAR_WIDTH = 10
+MIN_BAR_WIDTH = 8
 MAX_BAR_WIDTH = 40
 
 
