@@ -123,17 +123,6 @@ COLUMNS = (
 OPTIONAL = frozenset({"mem", "valid", "BLEU", "data", "host", "GPU"})
 #: A terminal that is too narrow for all columns shows those that fit, in this order.
 MOST_IMPORTANT_FIRST = (
-    "epoch",
-    "loss",
-    "left",
-    "batch",
-    "tok/s",
-    "BLEU",
-    "GPU",
-    "bar",
-    "mem",
-    "valid",
-    "data",
-    "host",
-    "time",
+    *("epoch", "loss", "left", "batch", "tok/s", "BLEU", "GPU"),
+    *("bar", "mem", "valid", "data", "host", "time"),
 )

@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any
 from headrace.runs.status_line import StatusLine
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from rich.console import Console
 
     from headrace.engine import EpochResult, Progress
@@ -44,8 +42,9 @@ class ProgressLine(StatusLine):
             progress.status("validating")
             progress.epoch_ends(result, {"valid_loss": 3.1, "bleu": 27.3})
 
-    With `quiet` the last epoch is shown, too. `gauges` is called whenever a line is drawn, not
-    for every batch. Drawing takes at most one per cent of the loop's time.
+    A status stays until the next batch; its time does not count in the rate of the batches. With
+    `quiet` the last epoch is shown, too. `gauges` is called whenever a line is drawn, not for
+    every batch. Drawing takes at most one per cent of the loop's time.
     """
 
     def __init__(
@@ -61,22 +60,17 @@ class ProgressLine(StatusLine):
     ) -> None:
         super().__init__(quiet, console, log_level=log_level, clock=clock, every_s=every_s)
         self._total_epochs, self._gauges = total_epochs, gauges
-        self._last_batch_s = self._status_since_s = clock()
+        self._last_batch_s = clock()
         self._epoch = _Epoch(0, None, 0, None, self._last_batch_s)
         self._rates = _RecentRates(self._last_batch_s)
         self._batches_before: int | None = None  # of the epoch before
         self._between_s = 0.0  # from an epoch's last batch to the next one's beginning
         self._scores: dict[str, Any] = {}  # the latest validation
-        self._unseen_epoch: dict[str, Any] | None = None  # the last epoch, if `quiet` hid it
+        self._hidden_epoch: tuple[dict[str, Any], str] | None = None  # the last one, by `quiet`
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._show_unseen_epoch()
-        super().__exit__(kind, problem, traceback)
+    def __exit__(self, *exception: object) -> None:
+        self._print_hidden_epoch()
+        super().__exit__(*exception)
 
     def epoch_begins(
         self, epoch: int, batches: int | None, *, first_batch: int = 0, limit: int | None = None
@@ -143,36 +137,19 @@ class ProgressLine(StatusLine):
         )
         others = [f"{key} {_text(extra[key])}" for key in extra if key not in _EXTRA_COLUMNS]
         if self._quiet:
-            self._unseen_epoch = values | {"note": "  ".join(others)}
+            self._hidden_epoch = (values, "  ".join(others))
         else:
             self._display.print_epoch(values, "  ".join(others))
 
-    def status(
-        self,
-        text: str,
-        done: int | None = None,
-        total: int | None = None,
-        *,
-        stage: str | None = None,
-    ) -> None:
-        """Say what is being done instead of training. The batches' rate does not count this time.
-
-        A status stays until the next batch; see `StatusLine.status`.
-        """
-        if self._stage is None:
-            self._status_since_s = self._clock()
-        super().status(text, done, total, stage=stage)
-
     def final(self, text: str) -> None:
         """Print a line even if `quiet`. If `quiet` hid the last epoch, that is printed first."""
-        self._show_unseen_epoch()
+        self._print_hidden_epoch()
         super().final(text)
 
-    def _show_unseen_epoch(self) -> None:
-        if self._unseen_epoch is not None:
-            note = self._unseen_epoch.pop("note")
-            self._display.print_epoch(self._unseen_epoch, note)
-            self._unseen_epoch = None
+    def _print_hidden_epoch(self) -> None:
+        if self._hidden_epoch is not None:
+            self._display.print_epoch(*self._hidden_epoch)
+            self._hidden_epoch = None
 
     def _draw(self) -> None:
         epoch = self._epoch

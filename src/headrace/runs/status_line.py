@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from types import TracebackType
     from typing import Self
 
     from rich.console import Console
@@ -50,7 +49,7 @@ class StatusLine:
         self._handler = _LogHandler(self, max(log_level, logging.WARNING if quiet else 0))
         self._logger_level = logging.NOTSET
         self._stage: str | None = None
-        self._draw_at_s = clock()
+        self._draw_at_s = self._status_since_s = clock()
 
     def __enter__(self) -> Self:
         self._display.open()
@@ -60,12 +59,7 @@ class StatusLine:
         _log.addHandler(self._handler)
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._display.close()
         _log.removeHandler(self._handler)
         _log.setLevel(self._logger_level)
@@ -88,6 +82,8 @@ class StatusLine:
         if not self._quiet and (stage != self._stage or now_s >= self._draw_at_s):
             self._display.show_status(text, done, total)
             self._draw_at_s = now_s + self._interval_s
+        if self._stage is None:
+            self._status_since_s = now_s
         self._stage = stage
 
     def message(self, text: str, level: int = logging.INFO) -> None:
