@@ -15,10 +15,12 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
-from headrace.cli.bench import Lines
+from headrace.cli.bench import _shown_on
 from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
+from headrace.runs import StatusLine
 from headrace.runs.records import BenchResult
+from support.terminals import Terminal, new_console
 
 QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]
 SMALL = ["--set", "batch=4", "--set", "width=8", "--set", "layers=1"]
@@ -205,22 +207,15 @@ def test_a_signal_prints_the_rows_so_far(tmp_path: Path, number: int, expected: 
     assert BenchResult.read(tmp_path / "r.json").interrupted
 
 
-def test_progress_on_a_terminal_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    written: list[str] = []
-    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    lines = Lines(quiet=False, write=written.append)
-    lines("round 1 of 2", 0.0, None)
-    lines("round 2 of 2", 0.5, 12.3)
-    lines.end()
-    assert written == [
-        "\r\x1b[2Kround 1 of 2",
-        "\r\x1b[2Kround 2 of 2, about 12 s left",
-        "\r\x1b[2K",
-    ]
-    quiet = Lines(quiet=True, write=written.append)
-    quiet("round 1 of 2", 0.0, None)
-    quiet.end()
-    assert len(written) == 3
+def test_progress_is_one_line_with_the_time_left() -> None:
+    terminal = Terminal()
+    with StatusLine(console=new_console(terminal)) as line:
+        show = _shown_on(line)
+        show("round 1 of 2", 0.0, None)
+        assert terminal.screen() == ["round 1 of 2"]
+        show("round 2 of 2", 0.5, 12.3)
+        assert terminal.screen() == ["round 2 of 2, about 12 s left"]
+    assert terminal.screen() == [""]
 
 
 NOISY = """

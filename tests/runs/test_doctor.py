@@ -9,12 +9,12 @@ import torch
 
 from headrace.device import open_device
 from headrace.runs import diagnose, doctor
+from headrace.runs.device_speed import DeviceSpeed, measure_speed
 from headrace.runs.doctor import DeviceFacts, Finding
-from headrace.runs.probe import Probe, probe
 from headrace.testing import Costs, FakeDevice
 
 CPU = DeviceFacts("cpu", "CPU", 1 << 34, 1 << 33, None)
-GOOD = Probe(50.0, 50.0, 8.0, 0.97, 6.0)
+GOOD = DeviceSpeed(50.0, 50.0, 8.0, 0.97, 6.0)
 GPU = DeviceFacts("cuda:0", "A GPU", 1 << 36, 1 << 35, GOOD)
 
 
@@ -79,7 +79,7 @@ def test_probing_an_ideal_device() -> None:
     # A product takes about as long as a copy: one of each is enough to see whether they overlap.
     costs = Costs(copy_us=0, copy_gb_per_s=10, kernel_us=0, by_name={"aten::mm": 27_000})
     with FakeDevice(costs=costs) as device:
-        measured = probe(device)
+        measured = measure_speed(device)
     assert measured.pinned_to_device_gb_per_s == pytest.approx(10, rel=0.01)
     assert measured.device_to_pinned_gb_per_s == pytest.approx(10, rel=0.01)
     assert measured.overlap_share == pytest.approx(1.0, abs=0.01)
@@ -89,7 +89,7 @@ def test_probing_an_ideal_device() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_probing_cuda() -> None:
-    measured = probe(open_device("cuda"))
+    measured = measure_speed(open_device("cuda"))
     assert measured.pinned_to_device_gb_per_s > 1
     assert 0 <= measured.overlap_share <= 1
     assert measured.launch_us > 0

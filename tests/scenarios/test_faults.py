@@ -1,4 +1,4 @@
-"""The fault table of docs/faults.md, as far as it is the engine's: what each fault comes to."""
+"""The faults of docs/faults.md that concern the engine, and what happens after each."""
 
 from __future__ import annotations
 

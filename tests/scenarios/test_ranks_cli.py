@@ -36,24 +36,24 @@ DOES = """
 import os, signal, sys, time
 from headrace.engine import Engine
 from headrace.runs.signals import StopRequests
-steps, asked, told = Engine.steps, StopRequests._asked, []
+steps, handle, handled = Engine.steps, StopRequests._handle, []
 def counted(self, *args, **options):
     for number, info in enumerate(steps(self, *args, **options), 1):
         yield info
         if number == {batches} and os.environ["RANK"] == "1":
             {what}
 def noted(self, *args):
-    asked(self, *args)
-    told.append(1)
+    handle(self, *args)
+    handled.append(1)
 def stop_all():
     os.kill(os.getppid(), signal.SIGTERM)  # torchrun, which passes it on to its ranks
-    while not told:
+    while not handled:
         time.sleep(0.01)
 def die_when_saved(state):
     while not any(name.startswith("step-") for name in os.listdir(state)):
         time.sleep(0.01)
     os.kill(os.getpid(), signal.SIGKILL)
-Engine.steps, StopRequests._asked = counted, noted
+Engine.steps, StopRequests._handle = counted, noted
 from headrace.cli import main
 sys.argv[0] = "headrace"
 main()

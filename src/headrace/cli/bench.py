@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import shlex
@@ -24,6 +25,7 @@ from headrace.cli.options import (
     work_errors,
 )
 from headrace.cli.output import results_only
+from headrace.runs import StatusLine
 
 _EXECUTION, _MEASUREMENT = "Execution", "Measurement"
 EXAMPLE = """\
@@ -114,7 +116,7 @@ def bench(
     The exit code is 1 if a plan fails or its losses differ from the
     baseline's.
     """
-    # Set before PyTorch is loaded: the first makes kernels deterministic, the profiler needs the
+    # Set before PyTorch is loaded. The first makes kernels deterministic; the profiler needs the
     # others.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -134,21 +136,21 @@ def bench(
         refuse_plan_variable("bench")
         if out is not None:
             check_output_file(out)
-        given, on, progress = parse_set_options(options or []), open_device(device), Lines(quiet)
-        entries = entries_of(parse_list(plans) or plans_here(on), precision)
-        rivals = peers_of(parse_list(peers) or [])
-    with results_only():
+        given, target = parse_set_options(options or []), open_device(device)
+        entries = entries_of(parse_list(plans) or plans_here(target), precision)
+        chosen_peers = peers_of(parse_list(peers) or [])
+    with StatusLine(quiet, log_level=logging.WARNING) as line, results_only():
         with work_errors(work):
-            chosen = find_work(work, given, small=not on.asynchronous)
-        if not on.asynchronous and chosen.options != find_work(work, given).options:
-            progress.say(
+            chosen = find_work(work, given, small=not target.asynchronous)
+        if not target.asynchronous and chosen.options != find_work(work, given).options:
+            line.message(
                 f"no GPU: training a smaller {work}, {chosen.description}; --set makes it larger"
             )
         bench = Bench(
             work=chosen,
-            device=on,
+            device=target,
             entries=entries,
-            peers=rivals,
+            peers=chosen_peers,
             steps=steps,
             repeats=repeats,
             warmup=warmup,
@@ -158,69 +160,48 @@ def bench(
             compared_steps=compare,
             watched_s=watch,
             command=shlex.join(["headrace", *sys.argv[1:]]),
-            on_progress=progress,
+            on_progress=_shown_on(line),
         )
-        with _interrupted_by_sigterm() as asked:
+        with _sigterm_as_interrupt() as signals:
             result = bench.run()
-    progress.end()
     # Print before writing: if the file cannot be written, the result is not lost.
     typer.echo(result.to_json() if as_json else text_of(result))
     path = out or _free_path(chosen.name, result.environment.date)
     result.write(path)
     typer.echo(f"wrote {path}", err=True)
     if result.interrupted:
-        raise typer.Exit(143 if asked else 130)
+        raise typer.Exit(143 if signals else 130)
     if result.failed:
         raise typer.Exit(1)
 
 
 @contextmanager
-def _interrupted_by_sigterm() -> Iterator[list[int]]:
+def _sigterm_as_interrupt() -> Iterator[list[int]]:
     """Treat SIGTERM as Ctrl-C inside the block. Yields a list of the signals that came."""
-    asked: list[int] = []
+    signals: list[int] = []
 
     def stop(number: int, frame: object) -> None:
-        asked.append(number)
+        signals.append(number)
         raise KeyboardInterrupt
 
     before = signal.signal(signal.SIGTERM, stop)
     try:
-        yield asked
+        yield signals
     finally:
         signal.signal(signal.SIGTERM, before)
 
 
-class Lines:
-    """Shows progress on stderr: one line that is redrawn on a terminal, plain lines elsewhere."""
+def _shown_on(line: StatusLine) -> Callable[[str, float, float | None], None]:
+    """What a `Bench` calls to say what it measures, and how many seconds are left if it knows."""
 
-    def __init__(self, quiet: bool, write: Callable[[str], object] | None = None) -> None:
-        self._quiet = quiet
-        self._live = sys.stderr.isatty()
-        self._write = write or self._to_stderr
-        self._shown = False
+    def show(what: str, done: float, left_s: float | None) -> None:
+        line.status(what if left_s is None else f"{what}, about {left_s:.0f} s left")
 
-    def __call__(self, what: str, done: float, left_s: float | None) -> None:
-        if self._quiet:
-            return
-        left = "" if left_s is None else f", about {left_s:.0f} s left"
-        text = f"{what}{left}"
-        self._write(f"\r\x1b[2K{text}" if self._live else f"{text}\n")
-        self._shown = self._live
-
-    def say(self, text: str) -> None:
-        if not self._quiet:
-            self._write(f"{text}\n")
-
-    def end(self) -> None:
-        if self._shown:
-            self._write("\r\x1b[2K")
-
-    def _to_stderr(self, text: str) -> None:
-        typer.echo(text, err=True, nl=False)
+    return show
 
 
 def _free_path(work: str, date: str) -> Path:
-    """A path that no result has yet."""
+    """A path in runs/bench that does not exist yet."""
     stem = "".join(letter if letter.isalnum() else "-" for letter in work).strip("-")
     when = date[:19].replace(":", "").replace("T", "-")
     path, number = Path("runs/bench") / f"{stem}-{when}.json", 1

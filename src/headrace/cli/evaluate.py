@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
+import logging
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -11,6 +11,7 @@ import typer
 
 from headrace.cli.options import Beam, Cache, DeviceName, Quiet, Run, Weights
 from headrace.errors import TranslationError
+from headrace.runs import StatusLine
 
 Scored = Annotated[
     list[Path] | None,
@@ -65,18 +66,12 @@ def evaluate(
         prepared = prepared_for(settings, cache)
         split = split or ("test" if "test" in prepared.splits else "valid")
         pairs = prepared.texts(split)
-    scores, _ = model.score(pairs, beam=beam, lowercase=lowercase, watch=_watch(quiet))
+    with StatusLine(quiet, log_level=logging.WARNING) as line:
+        show = partial(line.status, f"translating {split}")
+        scores, _ = model.score(pairs, beam=beam, lowercase=lowercase, watch=show)
     typer.echo(f"{len(pairs):,} sentences of {split}, {weights} weights")
     typer.echo(f"chrF {scores.chrf:.2f}   {scores.chrf_signature}")
     if scores.bleu_lower is not None:
         typer.echo(f"BLEU {scores.bleu_lower:.2f} lowercased")
     typer.echo(f"signature {scores.bleu_signature}")
     typer.echo(f"BLEU {scores.bleu:.2f}")
-
-
-def _watch(quiet: bool) -> Callable[[int, int], object] | None:
-    if quiet or not sys.stderr.isatty():
-        return None
-    return lambda done, total: typer.echo(
-        f"\r{done:,}/{total:,}" + ("\n" if done == total else ""), err=True, nl=False
-    )

@@ -60,8 +60,7 @@ def is_typed(context: typer.Context, name: str) -> bool:
 
 @contextmanager
 def usage_errors() -> Iterator[None]:
-    """Errors inside the block are usage errors: they end the program with exit code 2, as Typer's
-    own do."""
+    """Make errors inside the block usage errors, which end the program with exit code 2."""
     try:
         yield
     except HeadraceError as problem:
@@ -70,20 +69,20 @@ def usage_errors() -> Iterator[None]:
 
 
 def work_errors(work: str) -> AbstractContextManager[None]:
-    """The same while a work is looked up, except for a function of the user's: if it fails, the
-    command was not mistyped."""
+    """The same for errors in finding a workload. An error in a user's own function is no usage
+    error."""
     return nullcontext() if ":" in work else usage_errors()
 
 
 def parse_set_options(given: list[str]) -> dict[str, Any]:
-    """The options given as `--set name=value`; each value is read as YAML."""
+    """Parse options of the form `--set name=value`. Each value is YAML."""
     import yaml
 
     found: dict[str, Any] = {}
-    for one in given:
-        name, equals, value = one.partition("=")
+    for option in given:
+        name, equals, value = option.partition("=")
         if not equals or not name.strip():
-            raise typer.BadParameter(f"{one}: expected name=value", param_hint="--set")
+            raise typer.BadParameter(f"{option}: expected name=value", param_hint="--set")
         if name.strip() in found:
             raise typer.BadParameter(
                 f"{name.strip()}: given twice; expected each option once", param_hint="--set"
@@ -92,8 +91,8 @@ def parse_set_options(given: list[str]) -> dict[str, Any]:
             read = yaml.safe_load(value)
         except yaml.YAMLError:
             raise typer.BadParameter(
-                f"{one}: the value is not YAML; expected a number, a word or a list, in quotes if "
-                "it has special characters",
+                f"{option}: the value is not YAML; expected a number, a word or a list, in quotes "
+                "if it has special characters",
                 param_hint="--set",
             ) from None
         if isinstance(read, str):
@@ -104,12 +103,12 @@ def parse_set_options(given: list[str]) -> dict[str, Any]:
 
 
 def parse_list(text: str | None) -> list[str] | None:
-    """The words of a list that is separated by commas."""
+    """Split a list at its commas."""
     return None if text is None else [word.strip() for word in text.split(",") if word.strip()]
 
 
 def check_output_file(out: Path) -> None:
-    """Raise unless a result can be written to `out`. Call it before a measurement of minutes."""
+    """Raise an error if `out` cannot be written. Call this before a long measurement."""
     if out.is_dir():
         raise BenchError(f"{out}: is a folder; expected the path of a file for the result")
     try:
@@ -123,9 +122,9 @@ def check_output_file(out: Path) -> None:
 def require_resume_alone(
     resume: Path, project: Path | None, given: Mapping[str, object], error: type[HeadraceError]
 ) -> None:
-    """Raise if other options were typed with `--resume`; the error names them."""
-    is_there = project is not None and project.resolve() == resume.resolve().parent
-    others = {"project": None if is_there else project, **given}
+    """Raise an error that names the options given besides `--resume`, if there are any."""
+    is_same = project is not None and project.resolve() == resume.resolve().parent
+    others = {"project": None if is_same else project, **given}
     named = [
         name.upper() if name == "data" else f"--{name.replace('_', '-')}"
         for name, value in others.items()

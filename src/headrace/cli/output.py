@@ -21,8 +21,10 @@ def print_result(content: dict[str, Any], text: str, as_json: bool) -> None:
 
 @contextmanager
 def results_only() -> Iterator[None]:
-    """Redirect stdout to stderr inside the block: what a user's work prints, in this process, in
-    loader processes or from C code. Print results after the block."""
+    """Redirect stdout to stderr inside the block. Print results after it.
+
+    This covers what a user's workload prints in this process, in loader processes and in C code.
+    """
     _flush()
     real = _duplicate(_STDOUT)
     try:
@@ -31,14 +33,14 @@ def results_only() -> Iterator[None]:
         with redirect_stdout(sys.stderr):
             yield
     finally:
-        _flush()  # buffered text was written inside the block
+        _flush()  # text that is still buffered belongs to the block
         if real is not None:
             os.dup2(real, _STDOUT)
             os.close(real)
 
 
 def end_of_results() -> None:
-    """Redirect stdout to stderr for exit handlers. Call it at the end of the program."""
+    """Redirect to stderr what exit handlers print. Call this at the end of the program."""
     try:
         _flush()
     except BrokenPipeError:  # the reader has closed the pipe

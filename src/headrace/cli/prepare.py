@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Annotated
 
 import typer
 
 from headrace.cli.options import Cache, Data
+from headrace.runs import StatusLine
 
 EXAMPLE = "Example:\n$ headrace prepare corpus.tsv --src de --trg en --vocabulary 16000"
 
@@ -49,7 +51,8 @@ def prepare(
         max_length=max_length,
         skip_bad=skip_bad,
     )
-    found = prepared_for(settings, cache)
+    with StatusLine(quiet, log_level=logging.WARNING) as line:
+        found = prepared_for(settings, cache, line.status)
     if not quiet:
         typer.echo(found.table())
     typer.echo(str(found.folder))

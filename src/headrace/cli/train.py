@@ -76,16 +76,16 @@ def train(
             stored = stored_values(config) if config is not None else {}
             settings = TrainSettings.from_dict(stored | given, where=str(config or "settings"))
     with join_ranks(settings.rank_timeout) as ranks:
-        how: dict[str, Any] = {"cache": cache, "quiet": quiet, "ranks": ranks}
+        common: dict[str, Any] = {"cache": cache, "quiet": quiet, "ranks": ranks}
         with usage_errors():
             if resume is not None:
-                trainer = Trainer.resume(resume, **how)
+                trainer = Trainer.resume(resume, **common)
             else:
-                trainer = Trainer.create(settings, project=project, name=name, **how)
+                trainer = Trainer.create(settings, project=project, name=name, **common)
         result = trainer.run()
     if result.stopped is not None:
-        asked = 0 if trainer.settings.stop_code == "zero" else 143
-        raise typer.Exit(130 if result.stopped == "SIGINT" else asked)
+        sigterm_code = 0 if trainer.settings.stop_code == "zero" else 143
+        raise typer.Exit(130 if result.stopped == "SIGINT" else sigterm_code)
     if not ranks.is_first:
         return
     assert result.scores is not None

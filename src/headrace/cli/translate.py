@@ -43,7 +43,7 @@ def translate(
         )
     if file is not None:
         try:
-            # Split at newlines only, as a corpus is split: one line of output for each.
+            # Split at "\n" only, as corpora are: one line of output for each line.
             text = file.read_bytes().decode("utf-8-sig")
         except OSError as problem:
             raise TranslationError(f"{file}: cannot be read ({problem.strerror})") from problem

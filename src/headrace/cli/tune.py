@@ -68,7 +68,8 @@ def tune(
     writes the winner as plan.yaml. Ctrl-C keeps every measurement and prints
     the command that continues the search.
     """
-    # Before PyTorch is loaded: losses are compared with deterministic kernels.
+    # Set before PyTorch is loaded: the losses of plans are compared, so kernels must be
+    # deterministic.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     from headrace.atomic_files import replace_file
     from headrace.bench import Stopped, Tuning, find_work
@@ -88,7 +89,7 @@ def tune(
         refuse_plan_variable("tune")
         if out is not None:
             check_output_file(out)
-    told: dict[str, Any] = {
+    common: dict[str, Any] = {
         "command": shlex.join(["headrace", *sys.argv[1:]]),
         "quiet": quiet,
     }
@@ -98,13 +99,13 @@ def tune(
                 typed = {"set" if key == "options" else key: value for key, value in given.items()}
                 elsewhere = project if is_typed(context, "project") else None
                 require_resume_alone(resume, elsewhere, {"name": name, **typed}, TuneError)
-            tuning = Tuning.resume(resume, **told)
+            tuning = Tuning.resume(resume, **common)
         else:
             with usage_errors():
                 settings = TuneSettings.from_dict(given, where="settings")
             with work_errors(settings.work):
                 find_work(settings.work, dict(settings.options))
-            tuning = Tuning.create(settings, project=project, name=name, **told)
+            tuning = Tuning.create(settings, project=project, name=name, **common)
         try:
             result = tuning.run()
         except Stopped as stopped:

@@ -1,7 +1,7 @@
-"""What surrounds a run: its folder, its log, what a person sees of it, and what ends it.
+"""What surrounds a training run: its folder, metrics, progress line, monitor, signals, watchdog.
 
-In go settings, progress and results; out come files that are whole or not there, lines on a
-terminal, and signals that were asked for. Nothing here trains. Names are loaded when they are used.
+In go settings, progress and results. Out come files that are complete or absent, lines on a
+terminal, and requests to stop. Nothing here trains. Each name is imported when it is first used.
 """
 
 from __future__ import annotations
@@ -10,34 +10,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from headrace.runs.busy_window import BusyWindow
+    from headrace.runs.busy_time import BusyWindow
+    from headrace.runs.display import silent_console
     from headrace.runs.doctor import diagnose, driver_version, usable_cores
     from headrace.runs.folder import RunFolder, shared_folder, yaml_text
     from headrace.runs.metrics import MetricsLog, NoMetrics, read_metrics
-    from headrace.runs.progress_line import Gauges, ProgressLine, silent_console
-    from headrace.runs.run_monitor import RunMonitor
-    from headrace.runs.signals import StopRequests, outlive_sigterm
-    from headrace.runs.use_monitor import Monitor, UseSample
+    from headrace.runs.monitor import Monitor, UseSample
+    from headrace.runs.progress_line import Gauges, ProgressLine
+    from headrace.runs.signals import StopRequests, ignore_foreign_sigterm
+    from headrace.runs.status_line import StatusLine
+    from headrace.runs.usage_log import UsageLog
     from headrace.runs.watchdog import Watchdog
 
 _HOMES = {
-    "BusyWindow": "busy_window",
+    "BusyWindow": "busy_time",
     "Gauges": "progress_line",
     "MetricsLog": "metrics",
-    "Monitor": "use_monitor",
+    "Monitor": "monitor",
     "NoMetrics": "metrics",
     "ProgressLine": "progress_line",
     "RunFolder": "folder",
-    "RunMonitor": "run_monitor",
+    "StatusLine": "status_line",
     "StopRequests": "signals",
-    "UseSample": "use_monitor",
+    "UsageLog": "usage_log",
+    "UseSample": "monitor",
     "Watchdog": "watchdog",
     "diagnose": "doctor",
     "driver_version": "doctor",
-    "outlive_sigterm": "signals",
+    "ignore_foreign_sigterm": "signals",
     "read_metrics": "metrics",
     "shared_folder": "folder",
-    "silent_console": "progress_line",
+    "silent_console": "display",
     "usable_cores": "doctor",
     "yaml_text": "folder",
 }
@@ -50,13 +53,14 @@ __all__ = [
     "NoMetrics",
     "ProgressLine",
     "RunFolder",
-    "RunMonitor",
+    "StatusLine",
     "StopRequests",
+    "UsageLog",
     "UseSample",
     "Watchdog",
     "diagnose",
     "driver_version",
-    "outlive_sigterm",
+    "ignore_foreign_sigterm",
     "read_metrics",
     "shared_folder",
     "silent_console",

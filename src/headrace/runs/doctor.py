@@ -1,4 +1,4 @@
-"""`headrace doctor`: what this machine has, what is missing, and how to fix it."""
+"""`headrace doctor`: what this machine has, which problems it has, and how to fix them."""
 
 from __future__ import annotations
 
@@ -17,17 +17,20 @@ import torch
 
 import headrace
 from headrace.device import Device, available_devices, open_device
-from headrace.runs.probe import Probe, probe
+from headrace.runs.device_speed import DeviceSpeed, measure_speed
 from headrace.text_table import text_table
 
-_SHM = Path("/dev/shm")  # noqa: S108 (a mount point that is looked at, not written to)
+_SHM = Path("/dev/shm")  # noqa: S108 (only its size is read)
 _ENOUGH_SHM_BYTES = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Something worth knowing. A "problem" keeps Headrace from working as it should; a "note"
-    is a limit of this machine. `remedy` is a command or an action."""
+    """A problem or a limit of this machine, and what to do about it.
+
+    A "problem" keeps Headrace from working properly; a "note" is a limit. `remedy` is a command
+    or an action.
+    """
 
     level: Literal["problem", "note"]
     what: str
@@ -36,18 +39,18 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class DeviceFacts:
-    """One device. Bytes; `measured` is None on the CPU, and when measuring was not wanted."""
+    """One device. `measured` is None on the CPU, and if nothing was to be measured."""
 
     name: str
     description: str
     total_bytes: int
     free_bytes: int
-    measured: Probe | None
+    measured: DeviceSpeed | None
 
 
 @dataclass(frozen=True, slots=True)
 class Diagnosis:
-    """All that `doctor` found."""
+    """Everything that `doctor` found."""
 
     headrace: str
     python: str
@@ -69,7 +72,7 @@ class Diagnosis:
         return {**asdict(self), "healthy": self.healthy}
 
     def text(self) -> str:
-        """The diagnosis for a person to read."""
+        """The diagnosis as a table and sentences."""
         rows: list[tuple[str, str]] = [
             ("headrace", self.headrace),
             ("python", f"{self.python} on {self.platform}"),
@@ -91,7 +94,7 @@ class Diagnosis:
 
 
 def diagnose(*, measure: bool = True) -> Diagnosis:
-    """Look at the machine. With `measure`, each accelerator is also timed (about two seconds)."""
+    """Examine this machine. With `measure`, also time each accelerator (about two seconds)."""
     opened = [open_device(name) for name in available_devices()]
     devices = tuple(_facts(device, measure) for device in opened)
     driver = driver_version()
@@ -117,7 +120,7 @@ def _facts(device: Device, measure: bool) -> DeviceFacts:
         description=device.description(),
         total_bytes=memory.total,
         free_bytes=memory.free,
-        measured=probe(device) if measure and device.asynchronous else None,
+        measured=measure_speed(device) if measure and device.asynchronous else None,
     )
 
 
@@ -195,7 +198,7 @@ def _machine_findings(devices: tuple[DeviceFacts, ...]) -> list[Finding]:
 
 
 def _cpu_bf16_works() -> bool:
-    """Try it in another process: where it does not work, it kills the process."""
+    """Try it in another process, because a failure kills the process."""
     cpuinfo = Path("/proc/cpuinfo")
     if not cpuinfo.exists() or "amx_bf16" not in cpuinfo.read_text(errors="replace"):
         return True
@@ -203,7 +206,7 @@ def _cpu_bf16_works() -> bool:
         "import torch; x = torch.ones(32, 32, dtype=torch.bfloat16); "
         "torch.nn.functional.linear(x, x)"
     )
-    done = subprocess.run([sys.executable, "-c", attempt], capture_output=True, check=False)  # noqa: S603 (our own words)
+    done = subprocess.run([sys.executable, "-c", attempt], capture_output=True, check=False)  # noqa: S603 (a fixed command)
     return done.returncode == 0
 
 
@@ -232,11 +235,11 @@ def _built_for() -> str:
 
 
 def usable_cores() -> int:
-    """Cores this process may run on: a container often has fewer than the machine."""
+    """Cores that this process may run on. In a container these are often fewer than all."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _measured_lines(measured: Probe) -> list[str]:
+def _measured_lines(measured: DeviceSpeed) -> list[str]:
     return [
         f"host to device {measured.pinned_to_device_gb_per_s:.1f} GB/s pinned, "
         f"{measured.pageable_to_device_gb_per_s:.1f} pageable",

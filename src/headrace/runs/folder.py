@@ -1,4 +1,4 @@
-"""Run folders: one for each training run, with all that it read and wrote."""
+"""Run folders: one for each training run, with its settings and everything it writes."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from headrace.schema import read_yaml
 
 log = logging.getLogger("headrace")
 
-_LONGEST_NAME = 200  # bytes; file systems end at 255
-# Separators, what Windows reads as a drive, and what cannot be seen (line ends, surrogates, NUL).
+_MAX_NAME_BYTES = 200  # file systems allow 255
+# Separators, the colon of Windows drives, and invisible characters (line ends, surrogates, NUL).
 _NOT_IN_NAMES = re.compile(r"[/\\:\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Where a run keeps its files.
+    """The folder that has a run's files.
 
         folder = RunFolder.create(name="small")          # runs/train/small
         with folder.locked():
             folder.write_config({...})
 
-    `weights` and `state` are folders, `events` TensorBoard's.
+    `weights`, `state` and `events` (TensorBoard's) are folders, the others are files.
     """
 
     path: Path
@@ -48,10 +48,10 @@ class RunFolder:
         *,
         parts: tuple[str, ...] = ("weights", "state"),
     ) -> RunFolder:
-        """A new folder in `project`: `name`, or the first free of exp, exp2, exp3, …; in it the
-        folders `parts`.
+        """Create a folder in `project`, with the folders `parts` in it.
 
-        Two runs that start at once get two folders.
+        Without a `name` it is called exp, exp2, exp3, …: the first that is free. Two runs that
+        start at the same time get different folders.
         """
         if name is not None:
             _require_name(name)
@@ -71,18 +71,18 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: str | Path) -> RunFolder:
-        """The folder of an earlier run, to go on with it."""
+        """Open the folder of an earlier run."""
         folder = cls(Path(path))
         try:
             if not folder.config.is_file():
-                raise RunError(_no_run(folder.path))
+                raise RunError(_not_a_run(folder.path))
             folder._require_inside()
         except (OSError, ValueError) as problem:
             raise RunError(f"{path}: cannot be opened ({_why(problem)})") from problem
         return folder
 
     def _require_inside(self) -> None:
-        """A folder of somebody else's making must not lead what is written elsewhere."""
+        """Refuse links that lead out of the folder: a run must not write elsewhere."""
         inside = self.path.resolve()
         for entry in self.path.iterdir():
             if entry.is_symlink() and not entry.resolve().is_relative_to(inside):
@@ -120,7 +120,7 @@ class RunFolder:
         return self.path / "report.html"
 
     def write_config(self, config: Mapping[str, Any]) -> None:
-        """Write `config.yaml`: plain values only. A reader sees the old file or the new one."""
+        """Write `config.yaml`, from plain values. A reader sees either the old or the new file."""
         try:
             text = yaml_text(config).encode()
         except (yaml.YAMLError, RecursionError, UnicodeEncodeError) as problem:
@@ -131,18 +131,18 @@ class RunFolder:
         replace_file(self.config, text, RunError)
 
     def read_config(self) -> dict[str, Any]:
-        """What `config.yaml` says."""
+        """The content of `config.yaml`."""
         return dict(read_yaml(self.config, RunError))
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Nobody else can lock the folder inside the block. The lock goes with the process."""
+        """Lock the folder against other processes. A killed process unlocks it."""
         with _lock(self.path):
             yield
 
 
 def shared_folder(path: Path) -> RunFolder:
-    """A folder that another rank has just made."""
+    """Open the folder that the first rank has just created."""
     if not RunFolder(path).config.is_file():
         raise RunError(
             f"{path}: another rank created this folder, but this rank does not see it; expected "
@@ -152,20 +152,20 @@ def shared_folder(path: Path) -> RunFolder:
 
 
 def yaml_text(content: Mapping[str, Any]) -> str:
-    """Plain values as YAML for people: in their order, nothing by reference."""
+    """Plain values as YAML, in their order and without anchors."""
     text: str = yaml.dump(dict(content), Dumper=_PlainDumper, sort_keys=False, allow_unicode=True)
     return text
 
 
 class _PlainDumper(yaml.SafeDumper):
-    """A value that stands in two places is written twice: no anchors in a file for people."""
+    """Writes a value twice if it occurs twice: anchors are hard to read."""
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
 def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    # Unquoted, PyYAML writes these as line ends and reads them as blanks.
+    # Without quotes, PyYAML would read these characters back as spaces.
     style = '"' if any(end in text for end in "\x85\u2028\u2029") else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style)
 
@@ -185,8 +185,8 @@ def _require_name(name: object) -> None:
         wrong = "it starts with a dot"
     elif name != name.strip():
         wrong = "it starts or ends with a space"
-    elif len(name.encode()) > _LONGEST_NAME:
-        wrong = f"it is longer than {_LONGEST_NAME} bytes"
+    elif len(name.encode()) > _MAX_NAME_BYTES:
+        wrong = f"it is longer than {_MAX_NAME_BYTES} bytes"
     else:
         return
     shown = repr(name) if len(repr(name)) <= 80 else f"{repr(name)[:80]}…"
@@ -203,7 +203,7 @@ def _first_free(project: Path) -> Path:
         except FileExistsError:
             continue
         return project / name
-    raise AssertionError("numbers do not end")
+    raise AssertionError("unreachable")
 
 
 def _new(project: Path, name: str) -> Path:
@@ -211,7 +211,7 @@ def _new(project: Path, name: str) -> Path:
     try:
         path.mkdir()
     except FileExistsError:
-        # `lr1e-4` must not become `lr1e-42`.
+        # Not `lr1e-42` after `lr1e-4`: that is another learning rate.
         stem = f"{name}-" if name[-1].isdigit() else name
         numbered = (f"{stem}{number}" for number in itertools.count(2))
         free = next(other for other in numbered if not os.path.lexists(project / other))
@@ -220,8 +220,8 @@ def _new(project: Path, name: str) -> Path:
     return path
 
 
-def _no_run(path: Path) -> str:
-    """Why `path` is no run folder, and which one may have been meant."""
+def _not_a_run(path: Path) -> str:
+    """The error for a `path` that is not a run folder. It suggests one nearby."""
     if not path.exists():
         return f"{path}: does not exist; expected the folder of an earlier run"
     if path.is_dir():
@@ -242,7 +242,7 @@ def _no_run(path: Path) -> str:
 
 
 def _lock(folder: Path) -> FileLock:
-    """Lock the folder until what is returned is closed. The lock's file stays."""
+    """Lock the folder until the returned lock is closed. The lock's file stays."""
     path = folder / ".lock"
     try:
         lock = FileLock(path)
@@ -257,7 +257,7 @@ def _lock(folder: Path) -> FileLock:
                 "it ends, or choose another folder (--name)"
             )
     except OSError as problem:
-        # Some network file systems have no locks. That is no reason not to train.
+        # Some network file systems have no locks. Train anyway.
         log.warning(
             "%s: cannot be locked (%s); do not start a second run in it", folder, _why(problem)
         )

@@ -1,4 +1,4 @@
-"""What a run measured, as it goes: one JSON object a line, and TensorBoard if wanted."""
+"""The metrics of a run: a file of JSON lines and, if wanted, TensorBoard events."""
 
 from __future__ import annotations
 
@@ -18,29 +18,28 @@ log = logging.getLogger("headrace")
 
 
 class MetricsLog:
-    """Appends to a file of JSON lines. Each line is with the system before `write` returns.
+    """Appends lines of JSON to a file. `write` returns once the system has the line.
 
         with MetricsLog(folder.metrics, tensorboard=folder.events) as metrics:
             metrics.write("step", 100, loss=3.2, lr=3e-4)
             metrics.write("valid", 100, bleu=27.3)
 
-    JSON has no NaN or infinity: those become null. In TensorBoard the numbers are called
-    `step/loss` and so on. Half a line at the end of an existing file, left by a process that was
-    killed, is dropped. A line that cannot be written, because the disk is full, say, is an error,
-    or with `goes_on` a warning.
+    JSON has no NaN or infinity: they become null. TensorBoard's names are `step/loss` and so on.
+    If a killed process has left half a line at the end of the file, it is removed. A line that
+    cannot be written (the disk may be full) is an error or, with `warn_only`, a warning.
     """
 
     def __init__(
-        self, path: str | Path, tensorboard: str | Path | None = None, *, goes_on: bool = False
+        self, path: str | Path, tensorboard: str | Path | None = None, *, warn_only: bool = False
     ) -> None:
-        self._goes_on = goes_on
+        self._warn_only = warn_only
         self._path = Path(path)
         self._events = None if tensorboard is None else _Events(Path(tensorboard))
         try:
             self._file = self._path.open("ab", buffering=0)
         except OSError as problem:
             raise RunError(f"{path}: cannot be opened ({problem.strerror})") from problem
-        self._drop_torn_line()
+        self._remove_half_line()
 
     def __enter__(self) -> MetricsLog:
         return self
@@ -49,36 +48,40 @@ class MetricsLog:
         self.close()
 
     def write(self, kind: str, step: int, **values: object) -> None:
-        """Append a line. Values are plain: numbers, text, true, false, None, lists and dicts."""
+        """Append a line. Values are numbers, text, booleans, None, lists and dicts."""
         content = {"kind": kind, "step": step} | {
             name: _finite(value) for name, value in values.items()
         }
         text = json.dumps(content, allow_nan=False, ensure_ascii=False) + "\n"
-        # Half a surrogate pair is no UTF-8; as `\\udc80` it is JSON.
+        # UTF-8 cannot encode half a surrogate pair; written as `\\udc80` it is valid JSON.
         self._append(text.encode(errors="backslashreplace"))
         if self._events is not None:
             self._events.write(kind, step, content)
 
     def rewind(
-        self, step: int, again: Callable[[Mapping[str, Any]], bool] = lambda content: False
+        self, step: int, is_outdated: Callable[[Mapping[str, Any]], bool] = lambda content: False
     ) -> None:
-        """Drop the lines of steps after `step`, and what else is to be written `again`."""
+        """Drop the lines of steps after `step`, and those for which `is_outdated` returns true.
+
+        A resumed run calls this, because it will write them again.
+        """
         self._file.close()
         kept: list[tuple[bytes, dict[str, Any]]] = []
-        first = step + 1  # of the steps of which something is dropped
+        first_dropped = step + 1
         for line, content in _lines(self._path):
             number = content.get("step")
             is_later = isinstance(number, int) and number > step
-            if not is_later and not again(content):
+            if not is_later and not is_outdated(content):
                 kept.append((line, content))
             elif isinstance(number, int):
-                first = min(first, number)
+                first_dropped = min(first_dropped, number)
         replace_file(self._path, b"".join(line for line, _ in kept), RunError)
         self._file = self._path.open("ab", buffering=0)
         if self._events is not None:
-            self._events.rewind(first)
-            for _, content in kept:  # what was dropped there with it, and is not to be
-                if isinstance(content.get("step"), int) and content["step"] >= first:
+            self._events.rewind(first_dropped)
+            # TensorBoard drops whole steps: write those lines again that are kept.
+            for _, content in kept:
+                if isinstance(content.get("step"), int) and content["step"] >= first_dropped:
                     self._events.write(str(content.get("kind")), content["step"], content)
 
     def close(self) -> None:
@@ -87,19 +90,19 @@ class MetricsLog:
             self._events.close()
 
     def _append(self, line: bytes) -> None:
-        rest, whole = memoryview(line), self._file.seek(0, os.SEEK_END)
+        rest, size = memoryview(line), self._file.seek(0, os.SEEK_END)
         try:
             while rest:
                 rest = rest[self._file.write(rest) :]
         except OSError as problem:
             with suppress(OSError):
-                self._file.truncate(whole)  # no half line for the next one to be added to
+                self._file.truncate(size)  # else the next line would follow half a line
             error = RunError(f"{self._path}: cannot be written ({problem.strerror})")
-            if not self._goes_on:
+            if not self._warn_only:
                 raise error from problem
             log.warning("%s; training continues", error)
 
-    def _drop_torn_line(self) -> None:
+    def _remove_half_line(self) -> None:
         with self._path.open("rb") as file:
             size = end = file.seek(0, 2)
             while end:
@@ -115,7 +118,7 @@ class MetricsLog:
 
 
 class NoMetrics:
-    """What a rank that writes none has in a `MetricsLog`'s stead."""
+    """Stands in for a `MetricsLog` on ranks that write no metrics."""
 
     def __enter__(self) -> NoMetrics:
         return self
@@ -124,25 +127,25 @@ class NoMetrics:
         return
 
     def write(self, kind: str, step: int, **values: object) -> None:
-        """Nothing: rank 0 does it."""
+        """Do nothing: rank 0 writes."""
 
-    def rewind(self, step: int, again: object = None) -> None:
-        """Nothing: rank 0 does it."""
+    def rewind(self, step: int, is_outdated: object = None) -> None:
+        """Do nothing: rank 0 rewinds."""
 
 
 def read_metrics(path: str | Path) -> Iterator[dict[str, Any]]:
-    """The lines of a metrics file, also of one that is still being written."""
+    """The lines of a metrics file, which may still be growing."""
     return (content for _, content in _lines(Path(path)))
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Each whole line with what it says; what is no JSON object is left out, with a warning."""
+    """Each complete line with its content. Lines that are not JSON objects are skipped."""
     damaged = 0
     try:
         with path.open("rb") as file:
             for line in file:
                 if not line.endswith(b"\n"):
-                    continue  # the last one: torn, or not all there yet
+                    continue  # the last line, which is still being written
                 try:
                     content = json.loads(line)
                 except (ValueError, RecursionError):
@@ -158,11 +161,11 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 class _Events:
-    """The numbers as TensorBoard events. The writer, which has a thread, is made when needed."""
+    """Writes numbers as TensorBoard events. It starts the writer, a thread, when it is needed."""
 
     def __init__(self, folder: Path) -> None:
         try:
-            # Takes a second, so only where it is wanted.
+            # Imported here, because it takes a second.
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as problem:
             raise RunError(
@@ -170,7 +173,7 @@ class _Events:
                 "or train with --no-tensorboard"
             ) from problem
         self._folder = folder
-        self._make = SummaryWriter
+        self._new_writer = SummaryWriter
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
 
@@ -180,7 +183,7 @@ class _Events:
                 self._open().add_scalar(f"{kind}/{name}", number, step)
 
     def rewind(self, step: int) -> None:
-        """TensorBoard will not show events from `step` on that were written before now."""
+        """Make TensorBoard hide the events from `step` on that were written so far."""
         self.close()
         self._purge_step = step
 
@@ -191,7 +194,7 @@ class _Events:
 
     def _open(self) -> Any:
         if self._writer is None:
-            self._writer = self._make(str(self._folder), purge_step=self._purge_step)
+            self._writer = self._new_writer(str(self._folder), purge_step=self._purge_step)
         return self._writer
 
 

@@ -1,4 +1,4 @@
-"""Being asked to stop: Ctrl-C and SIGTERM become a flag that a loop reads between two batches."""
+"""Turns Ctrl-C and SIGTERM into a flag that the training loop reads between two batches."""
 
 from __future__ import annotations
 
@@ -13,32 +13,33 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequests:
-    """Inside the block SIGINT and SIGTERM ask to stop instead of stopping.
+    """Inside the block, SIGINT and SIGTERM set `requested` instead of ending the process.
 
         with StopRequests() as stop:
             for info in engine.steps(loader):
                 if stop.requested:
                     break
 
-    `requested` is the first signal's name, or None. A second Ctrl-C raises KeyboardInterrupt at
-    once. After a SIGTERM there are `grace_s` seconds (0: any number): then `overdue` is called, in
-    a thread of its own, which is to end the process. A signal that the process was told to ignore
-    (`nohup`, `&` in a script) stays ignored. Python gives signals to the main thread only: in any
-    other the block does nothing. With `patient` a second Ctrl-C asks no more than the first:
-    torchrun sends each rank one of its own, and ends those that do not end.
+    `requested` is the name of the first signal, or None. A second Ctrl-C raises
+    KeyboardInterrupt at once, unless `ignore_repeats`: torchrun sends each rank a SIGINT of its
+    own, and kills ranks that do not end.
+
+    `grace_s` seconds after a SIGTERM (0 is no limit) a thread calls `on_overdue`, which should end
+    the process. Signals that the process ignores already (`nohup`, `&` in a script) stay ignored.
+    Python delivers signals to the main thread only: in other threads the block does nothing.
     """
 
     def __init__(
         self,
         grace_s: float = 0,
-        overdue: Callable[[], object] | None = None,
+        on_overdue: Callable[[], object] | None = None,
         timer: Callable[[float, Callable[[], object]], threading.Timer] = threading.Timer,
         *,
-        patient: bool = False,
+        ignore_repeats: bool = False,
     ) -> None:
-        self._grace_s, self._overdue, self._make_timer = grace_s, overdue, timer
+        self._grace_s, self._on_overdue, self._new_timer = grace_s, on_overdue, timer
         self._timer: threading.Timer | None = None
-        self._patient = patient
+        self._ignore_repeats = ignore_repeats
         self.requested: str | None = None
         self._interrupts = 0
         self._pid = os.getpid()
@@ -46,7 +47,7 @@ class StopRequests:
 
     @property
     def number(self) -> int:
-        """The first signal's number, 0 for none."""
+        """The number of the first signal, or 0."""
         return 0 if self.requested is None else int(signal.Signals[self.requested])
 
     def __enter__(self) -> StopRequests:
@@ -54,10 +55,10 @@ class StopRequests:
             self._pid = os.getpid()
             for number in _SIGNALS:
                 before = signal.getsignal(number)
-                # None: a handler that is not Python's, which could not be put back.
+                # None is a handler that was not set by Python, and that we could not restore.
                 if before not in (None, signal.SIG_IGN):
                     self._before[number] = before
-                    signal.signal(number, self._asked)
+                    signal.signal(number, self._handle)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -68,31 +69,33 @@ class StopRequests:
             self._timer.cancel()
             self._timer = None
 
-    def _asked(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if name == "SIGTERM" and os.getpid() != self._pid:
-            # A forked worker has inherited this handler; whoever terminates it means it.
+            # A forked worker has inherited this handler, but a SIGTERM should end it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
-        if name == "SIGTERM" and self._timer is None and self._grace_s > 0 and self._overdue:
-            self._timer = self._make_timer(self._grace_s, self._overdue)
+        if name == "SIGTERM" and self._timer is None and self._grace_s > 0 and self._on_overdue:
+            self._timer = self._new_timer(self._grace_s, self._on_overdue)
             self._timer.daemon = True
             self._timer.start()
         self._interrupts += name == "SIGINT"
         self.requested = self.requested or name
-        if name == "SIGINT" and self._interrupts > 1 and not self._patient:
+        if name == "SIGINT" and self._interrupts > 1 and not self._ignore_repeats:
             raise KeyboardInterrupt
 
 
-def outlive_sigterm(worker: int = 0) -> None:
-    """For a loader's worker: a SIGTERM that is meant for the whole run (systemd and Slurm send it
-    to each of its processes) is the training process' to answer, which still needs batches until
-    it has stopped. The worker ends when its parent says so: by the loader's own message, or by a
-    SIGTERM of the parent's."""
+def ignore_foreign_sigterm(worker: int = 0) -> None:
+    """Make a loader's worker ignore a SIGTERM, unless its parent sent it.
+
+    systemd and Slurm send SIGTERM to every process of a run. The training process then still
+    needs batches until it has stopped. It ends its workers itself, with the loader's message or
+    with a SIGTERM.
+    """
     if not hasattr(signal, "sigwaitinfo"):
         return
     parent = os.getppid()
-    # In this thread and those that it starts; one of them waits for it instead.
+    # Block it in this thread and in those that it starts. One of them receives it.
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def listen() -> None:

@@ -1,11 +1,11 @@
-"""A hung step: noticed by a thread of its own, which says where everything stands.
+"""Reports a training step that hangs: what every thread, stream and child process is doing.
 
     with Watchdog(device, after_s=600, file=folder / "hang.txt") as watchdog:
         for info in engine.steps(loader):
             watchdog.progress(f"batch {info.batch}")
 
-It writes what the host waits for (the ledger knows), which streams have work left, what the child
-processes do, and the stack of every thread; once, and again after each further `after_s`.
+The report says what the host waits for, which streams have pending work, what the child processes
+do, and where each thread stands. It is repeated after each further `after_s` seconds.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from headrace.device import Device, open_device
 from headrace.parallel import kill_children
 
 log = logging.getLogger("headrace")
-#: The exit code of a process that ends itself because it hangs: "try again", as sendmail has it.
+#: Exit code of a process that ends itself because it hangs: EX_TEMPFAIL, "try again later".
 HUNG = 75
-_LOOKS_A_SPELL = 10
+_LOOKS_PER_PERIOD = 10
 
 
 class Watchdog:
-    """Looks ten times in `after_s` seconds whether there was progress; 0 never looks.
+    """Reports a hang if there was no progress for `after_s` seconds; 0 disables it.
 
-    `abort` ends the process with code 75, and its children with it, after the report is written:
-    for a scheduler that then starts it anew. It is only on watch between the first `progress` and
-    the end of its block, and not after a `pause`.
+    It watches from the first call of `progress` to the end of its block, except between a `pause`
+    and the next `progress`. With `abort` it ends the process and its children after the report,
+    with exit code 75, so that a scheduler can restart the run.
     """
 
     def __init__(
@@ -55,16 +55,16 @@ class Watchdog:
         self._abort, self._clock, self._stream, self._leave = abort, clock, stream, leave
         self._last: float | None = None
         self._what = "nothing yet"
-        self._said = 0
+        self._reported = 0
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
 
     def progress(self, what: str) -> None:
-        """Something was done: `what`, for the report."""
-        self._what, self._last, self._said = what, self._clock(), 0
+        """Call this after each step. The report names `what`."""
+        self._what, self._last, self._reported = what, self._clock(), 0
 
     def pause(self) -> None:
-        """Until the next `progress` none is expected: a validation begins, say."""
+        """Expect no progress until the next call of `progress`, during a validation for example."""
         self._last = None
 
     def __enter__(self) -> Watchdog:
@@ -79,15 +79,17 @@ class Watchdog:
             self._thread.join()
 
     def look(self) -> bool:
-        """Whether there has been no progress for too long; then that is said, once for each
-        further spell."""
+        """Report a hang if there is one that was not reported in this period; true if so.
+
+        A period is `after_s` long. The thread calls this.
+        """
         last = self._last
         if last is None or self._after_s <= 0:
             return False
-        spells = int((self._clock() - last) / self._after_s)
-        if spells <= self._said:
+        periods = int((self._clock() - last) / self._after_s)
+        if periods <= self._reported:
             return False
-        self._said = spells
+        self._reported = periods
         text = self.report(self._clock() - last)
         print(text, file=self._stream or sys.stderr, flush=True)
         self._write(text)
@@ -97,7 +99,7 @@ class Watchdog:
         return True
 
     def report(self, seconds: float) -> str:
-        """Where everything stands, as text."""
+        """What everything is doing, as text."""
         lines = [f"no progress for {seconds:.0f} s; last progress: {self._what}", ""]
         for wait in self._device.ledger.under_way():
             lines.append(
@@ -115,10 +117,12 @@ class Watchdog:
     def _streams(self) -> list[str]:
         try:
             states = self._device.stream_states()
-        except RuntimeError as problem:  # after an error of CUDA's every call raises it again
+        except RuntimeError as problem:  # after a CUDA error, every call raises it again
             return [f"{self._device} cannot be queried: {problem}"]
-        said = [f"{name} {'idle' if idle else 'has pending work'}" for name, idle in states.items()]
-        return [f"{self._device}: {', '.join(said) or 'has no streams'}"]
+        streams = [
+            f"{name} {'idle' if idle else 'has pending work'}" for name, idle in states.items()
+        ]
+        return [f"{self._device}: {', '.join(streams) or 'has no streams'}"]
 
     def _write(self, text: str) -> None:
         if self._file is None:
@@ -126,11 +130,11 @@ class Watchdog:
         try:
             with self._file.open("a", encoding="utf-8") as file:
                 file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')}\n{text}\n\n")
-        except OSError as problem:  # it is on stderr, too
+        except OSError as problem:  # the report is also on stderr
             log.warning("%s: cannot be written (%s)", self._file, problem.strerror)
 
     def _watch(self) -> None:
-        while not self._ended.wait(self._after_s / _LOOKS_A_SPELL):
+        while not self._ended.wait(self._after_s / _LOOKS_PER_PERIOD):
             self.look()
 
 
@@ -143,5 +147,5 @@ def _children() -> list[str]:
                 f"{child.cpu_times().user:.1f} s of CPU time"
             )
         except psutil.Error:
-            continue  # it has ended meanwhile
+            continue  # it has ended
     return found

@@ -18,7 +18,7 @@ from headrace.runs import (
     NoMetrics,
     ProgressLine,
     RunFolder,
-    RunMonitor,
+    UsageLog,
     Watchdog,
     silent_console,
 )
@@ -34,13 +34,13 @@ class Observers:
     gauges: EpochGauges
     metrics: MetricsLog | NoMetrics
     watchdog: Watchdog
-    monitor: RunMonitor
+    monitor: UsageLog
 
     def epoch_begins(
         self, epoch: int, batches: int, *, first_batch: int, limit: int | None
     ) -> None:
         """An epoch of `batches` begins at `first_batch`; the run ends after `limit` more."""
-        self.progress.epoch_begins(epoch, batches, first_batch=first_batch, most=limit)
+        self.progress.epoch_begins(epoch, batches, first_batch=first_batch, limit=limit)
         self.gauges.epoch_begins(self.device, self.monitor)
         self.watchdog.progress(f"began epoch {epoch} at batch {first_batch}")
 
@@ -65,11 +65,11 @@ class EpochGauges:
     def __call__(self) -> Gauges:
         return self._read()
 
-    def epoch_begins(self, device: Device, monitor: RunMonitor) -> None:
+    def epoch_begins(self, device: Device, monitor: UsageLog) -> None:
         self._read = partial(_gauges, device, monitor, device.ledger.now_ns())
 
 
-def _gauges(device: Device, monitor: RunMonitor, begun_ns: int) -> Gauges:
+def _gauges(device: Device, monitor: UsageLog, begun_ns: int) -> Gauges:
     """What ledger and device say of the epoch that began at `begun_ns`."""
     ledger = device.ledger
     elapsed_ms = max(1e-3, (ledger.now_ns() - begun_ns) / 1e6)
@@ -96,7 +96,7 @@ def new_metrics(settings: TrainSettings, ranks: Ranks, folder: RunFolder) -> Met
     if not ranks.is_first:
         return NoMetrics()
     events = folder.events if settings.tensorboard else None
-    return MetricsLog(folder.metrics, events, goes_on=True)
+    return MetricsLog(folder.metrics, events, warn_only=True)
 
 
 def new_watchdog(
@@ -113,18 +113,18 @@ def new_monitor(
     folder: RunFolder,
     metrics: MetricsLog | NoMetrics,
     engine: Engine,
-) -> RunMonitor:
-    def replayed() -> bool:
+) -> UsageLog:
+    def uses_graphs() -> bool:
         graphs = engine.graphs
         return graphs is not None and graphs.why is None and graphs.replays > 0
 
-    return RunMonitor(
+    return UsageLog(
         engine.device,
         metrics,
         folder.metrics,
-        wanted=settings.monitor and ranks.is_first,
-        look_after=20 if engine.plan.graphs == "off" else 100,
-        replayed=replayed,
+        enabled=settings.monitor and ranks.is_first,
+        trace_after=20 if engine.plan.graphs == "off" else 100,
+        uses_graphs=uses_graphs,
     )
 
 

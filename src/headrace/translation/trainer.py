@@ -158,7 +158,7 @@ class Trainer:
             progress.message(f"{_description(parts)}; {folder.path}")
             overdue = partial(leave_overdue, settings.grace, folder, progress.final)
             with (
-                StopRequests(settings.grace, overdue, patient=ranks.several) as stop,
+                StopRequests(settings.grace, overdue, ignore_repeats=ranks.several) as stop,
                 new_watchdog(settings, ranks, folder, device) as watchdog,
                 new_metrics(settings, ranks, folder) as metrics,
                 CheckpointWriter(device, folder.state, settings.keep, ranks=ranks) as writer,
@@ -194,14 +194,10 @@ class Trainer:
 
     def _prepare(self, progress: ProgressLine) -> Prepared:
         """The run's corpus, encoded: by the first rank, for all."""
-
-        def show(what: str, done: int, total: int) -> None:
-            progress.status(f"{what} {done:,}/{total:,}")
-
         ledger = Ledger()
         if not self._ranks.is_first:
             self._ranks.barrier(ledger)
-        data = prepared_for(self.settings, self._cache, show)
+        data = prepared_for(self.settings, self._cache, progress.status)
         progress.message(data.table())
         save_vocabularies(self.folder.path / "vocabulary", data.vocabularies)
         if self._ranks.is_first:
@@ -329,7 +325,7 @@ class TrainingLoop:
         engine, observers = self._parts.engine, self._observers
         line = StepLine(engine.updates, engine.epochs, self._losses.mean, tokens_per_s)
         observers.metrics.write("step", line.step, **line.values())
-        observers.monitor.note(engine.updates)
+        observers.monitor.write(engine.updates)
 
     def _end_epoch(self, result: EpochResult) -> None:
         """Validate, write the epoch's line, and keep its weights and a checkpoint."""

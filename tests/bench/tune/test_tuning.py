@@ -665,7 +665,8 @@ class TestSentences:
         said: list[str] = []
         clock = iter(range(0, 10_000, 60))  # each run takes a minute
         with Journal(tmp_path / "journal.jsonl", no_measurement, {}) as journal:
-            watch = tuning._ProgressView(said.append, journal, clock=lambda: float(next(clock)))
+            show = lambda text, stage: said.append(text)  # noqa: E731
+            watch = tuning._ProgressView(show, journal, clock=lambda: float(next(clock)))
             for done, left_s in ((1, None), (2, 125.0), (3, 20.0)):
                 one = candidate("baseline")
                 watch(search.SearchProgress(f"stage {done}", one, 20, done, 30, left_s, None))

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +30,7 @@ from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
 from headrace.errors import TuneError
 from headrace.plan import refuse_plan_variable
-from headrace.runs import ProgressLine, RunFolder, StopRequests, usable_cores
+from headrace.runs import RunFolder, StatusLine, StopRequests, usable_cores
 from headrace.runs.records import Environment, WorkRecord
 from headrace.schema import read_yaml
 
@@ -39,7 +38,6 @@ if TYPE_CHECKING:
     from headrace.bench.tune.trials import Trial
 
 log = logging.getLogger("headrace")
-_PLAIN_EVERY_S = 10.0  # without a terminal
 
 
 class Stopped(Exception):  # noqa: N818 - not an error: the user asked for it
@@ -101,7 +99,7 @@ class Tuning:
         environment = environment_of(device, self._command)
         with (
             self.folder.locked(),
-            ProgressLine(1, self._quiet) as progress,
+            StatusLine(self._quiet) as progress,
             StopRequests() as stop,
             self._measurer(work, space) as measurer,
             Journal(
@@ -235,24 +233,19 @@ class _ProgressView:
 
     def __init__(
         self,
-        show: Callable[[str], object],
+        show: Callable[..., object],
         journal: Journal,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._show, self._journal, self._clock = show, journal, clock
-        self._began_s = self._shown_s = clock()
+        self._began_s = clock()
         self._replayed = 0
-        self._stage = ""
 
     def __call__(self, at: search.SearchProgress) -> None:
         if self._journal.is_replaying:
             self._replayed = at.done + 1
             return
         now_s = self._clock()
-        new_stage = at.stage != self._stage
-        if not (sys.stderr.isatty() or new_stage or now_s - self._shown_s > _PLAIN_EVERY_S):
-            return
-        self._stage, self._shown_s = at.stage, now_s
         done = at.done - self._replayed
         left = ""
         if done > 0 and at.left:
@@ -261,7 +254,8 @@ class _ProgressView:
             left = f", about {_duration(left_s)} left"
         self._show(
             f"{at.stage.replace('_', ' ')}: {at.candidate.name}, {at.steps} steps; "
-            f"{at.done} runs{_best(at.best)}{left}"
+            f"{at.done} runs{_best(at.best)}{left}",
+            stage=at.stage,
         )
 
 

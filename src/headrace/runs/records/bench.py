@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from headrace.device import Span, pack_spans, unpack_spans
 from headrace.errors import BenchError
-from headrace.runs.busy_window import StreamBusy
+from headrace.runs.busy_time import StreamBusy
 from headrace.runs.records.environment import Environment, WorkRecord
 from headrace.runs.records.result_file import ResultFile
 from headrace.runs.records.scores import Score

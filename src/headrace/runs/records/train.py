@@ -15,10 +15,10 @@ from typing import Any
 
 from headrace.atomic_files import replace_file
 from headrace.errors import ReportError, RunError
-from headrace.runs.busy_window import BusyWindow
+from headrace.runs.busy_time import BusyWindow
 from headrace.runs.folder import RunFolder
 from headrace.runs.metrics import read_metrics
-from headrace.runs.use_monitor import UseSample
+from headrace.runs.monitor import UseSample
 from headrace.schema import Fields, Invalid, read_json, read_yaml
 
 

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from headrace.data import Buckets
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
-from headrace.runs import outlive_sigterm
+from headrace.runs import ignore_foreign_sigterm
 from headrace.translation.corpus.encoded import IdPairs
 
 Whole = NDArray[np.int64]
@@ -227,7 +227,7 @@ def make_loader(
         prefetch_factor=loader.prefetch_factor if workers else None,
         persistent_workers=workers > 0,
         timeout=timeout_s if workers else 0,
-        worker_init_fn=outlive_sigterm,
+        worker_init_fn=ignore_foreign_sigterm,
         # Its own: a worker's seed must not be drawn from the generator that dropout uses.
         generator=torch.Generator().manual_seed(0),
     )

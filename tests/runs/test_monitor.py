@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from headrace.device import Device, SensorReading, Sensors, open_device
 from headrace.errors import DeviceError
 from headrace.runs import Monitor, UseSample
-from headrace.runs.host_meter import HostCounters, HostMeter
+from headrace.runs.host_counters import HostCounterReader, HostCounters
 
 
 class Clock:
@@ -109,12 +109,12 @@ def test_means_are_by_time(clock: Clock) -> None:
     monitor.stop()
     whole = monitor.summary()
     assert whole.mean.gpu_share == pytest.approx((0.2 * 1 + 0.8 * 3) / 4)
-    assert (whole.most.gpu_share, whole.seconds, whole.count) == (0.8, 4.0, 4)
+    assert (whole.peak.gpu_share, whole.seconds, whole.count) == (0.8, 4.0, 4)
     later = monitor.summary(since_s=1.0)
     assert (later.mean.gpu_share, later.seconds) == (pytest.approx(0.8), 3.0)
     assert monitor.summary(until_s=1.0).mean.gpu_share == pytest.approx(0.2)
     nothing = monitor.summary(since_s=50.0)
-    assert (nothing.count, nothing.mean.gpu_share, nothing.most.cpu_share) == (0, None, None)
+    assert (nothing.count, nothing.mean.gpu_share, nothing.peak.cpu_share) == (0, None, None)
 
 
 def test_what_is_not_known_is_none(clock: Clock) -> None:
@@ -164,7 +164,7 @@ def test_thinning_keeps_the_most_memory(clock: Clock) -> None:
         monitor.sample()
     monitor.stop()
     assert len(monitor.samples()) == 5 - 1
-    assert monitor.summary().most.gpu_memory_bytes == 9
+    assert monitor.summary().peak.gpu_memory_bytes == 9
 
 
 class TestThread:
@@ -243,7 +243,7 @@ def test_senseless_options(options: dict[str, Any]) -> None:
         Monitor(open_device("cpu"), **options)
 
 
-class TestHostMeter:
+class TestHostCounterReader:
     @pytest.fixture
     def child(self) -> Iterator[Callable[[], None]]:
         """A child process that has used some CPU time, and a way to end it."""
@@ -259,7 +259,7 @@ class TestHostMeter:
     def test_children_are_found_and_remembered(
         self, child: Callable[[], None], clock: Clock
     ) -> None:
-        meter = HostMeter(clock)
+        meter = HostCounterReader(clock)
         before = meter.read()
         assert before.workers_s >= 0.09
         child()
@@ -271,7 +271,7 @@ class TestHostMeter:
     def test_children_are_looked_for_once_a_second(
         self, clock: Clock, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        meter, scans = HostMeter(clock), []
+        meter, scans = HostCounterReader(clock), []
         meter._process = types.SimpleNamespace(  # type: ignore[assignment]
             children=lambda recursive: scans.append(recursive) or [],
             memory_info=lambda: types.SimpleNamespace(rss=0),
@@ -282,7 +282,7 @@ class TestHostMeter:
         assert len(scans) == 2
 
     def test_the_machine_was_busy_for_part_of_its_time(self, clock: Clock) -> None:
-        found = HostMeter(clock).read()
+        found = HostCounterReader(clock).read()
         assert 0 < found.machine_busy_s < found.machine_s
         assert found.process_s > 0
 

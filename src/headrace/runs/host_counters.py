@@ -1,4 +1,4 @@
-"""What this process, its children and the whole machine have used so far: counters, to compare."""
+"""CPU time and memory used by this process, its children and the whole machine."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from dataclasses import dataclass
 import psutil
 
 _SCAN_EVERY_S = 1.0
-_MOST_SCANNING = 0.002  # share of a core
+_MAX_SCAN_SHARE = 0.002  # of a core
 
 
 @dataclass(frozen=True, slots=True)
 class HostCounters:
-    """Seconds of CPU time since some moment in the past, and bytes of memory now.
+    """CPU seconds so far, and bytes of memory in use now.
 
-    `machine_s` is what all cores together could have given up to now, `machine_busy_s` what was
-    taken of it. `memory_bytes` is in use on the whole machine, `process_memory_bytes` by this
-    process and its children (memory that they share is counted for each of them).
+    CPU seconds count from some moment in the past: use the difference of two readings.
+    `machine_s` is the time of all cores together, `machine_busy_s` the part that was used.
+    `memory_bytes` is of the whole machine, `process_memory_bytes` of this process and its
+    children; memory that they share is counted once for each.
     """
 
     process_s: float
@@ -30,18 +31,18 @@ class HostCounters:
     process_memory_bytes: int
 
 
-class HostMeter:
-    """Reads the counters, by way of psutil. One thread at a time.
+class HostCounterReader:
+    """Reads `HostCounters` with psutil. Only one thread may use it at a time.
 
-    To look for children takes a look at every process there is, so that is done once a second, or
-    more seldom on a machine with very many; memory is read as often. A child that ends keeps its
-    part in `workers_s`.
+    psutil finds children by going through all processes of the machine, so this is done once a
+    second, or less often if there are very many. Memory is read at the same times. The CPU time
+    of a child that has ended stays in `workers_s`.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._process = psutil.Process()
-        self._children: dict[psutil.Process, float] = {}  # CPU seconds of each, when last read
+        self._children: dict[psutil.Process, float] = {}  # with the CPU seconds last read
         self._workers_s = 0.0
         self._scan_at_s = clock()
         self._memory_bytes = self._process_bytes = 0
@@ -56,7 +57,7 @@ class HostMeter:
             self._read_memory()
         machine = psutil.cpu_times()
         idle_s = machine.idle + getattr(machine, "iowait", 0.0)
-        # Guests are in `user` already.
+        # `user` includes the time of guests.
         total_s = (
             sum(machine) - getattr(machine, "guest", 0.0) - getattr(machine, "guest_nice", 0.0)
         )
@@ -74,10 +75,10 @@ class HostMeter:
         for child in self._process.children(recursive=True):
             self._children.setdefault(child, 0.0)
         cost_s = time.thread_time() - began_s
-        self._scan_at_s = now_s + max(_SCAN_EVERY_S, cost_s / _MOST_SCANNING)
+        self._scan_at_s = now_s + max(_SCAN_EVERY_S, cost_s / _MAX_SCAN_SHARE)
 
     def _read_children(self) -> None:
-        """Add what the children used since they were last read."""
+        """Add the CPU time that the children used since the last reading."""
         for child, before_s in list(self._children.items()):
             try:
                 times = child.cpu_times()

@@ -1,4 +1,4 @@
-"""How much of the time a device really had something to do: from a trace of a few steps.
+"""How busy a device is: the share of time in which it ran kernels or copies, from a trace.
 
 with device.trace() as trace:
     engine.epoch(loader, max_steps=10)
@@ -16,7 +16,7 @@ from headrace.device import Device, Timeline, Trace
 
 @dataclass(frozen=True, slots=True)
 class StreamBusy:
-    """One stream's part. `busy_share` is of wall time, 0 to 1."""
+    """How busy one stream was. `busy_share` is a share of wall time, 0 to 1."""
 
     name: str
     busy_share: float
@@ -26,12 +26,12 @@ class StreamBusy:
 
 @dataclass(frozen=True, slots=True)
 class BusyWindow:
-    """Where the time of some steps went, as shares of wall time, 0 to 1.
+    """How busy a device was during some steps. Shares are of wall time, 0 to 1.
 
     `busy_share` is the time in which a kernel or a copy ran, `idle_share` the rest.
-    `compute_share` is the time in which a kernel ran, `copy_share` that in which a copy did: what
-    ran at once is in both. `overlap_share` is the time in which two streams or more ran.
-    `launches_per_step` is how often the host put something on the device; None: not counted.
+    `compute_share` is the time in which a kernel ran and `copy_share` that in which a copy ran;
+    time in which both ran counts in both. `overlap_share` is the time in which at least two
+    streams ran. `launches_per_step` counts the host's launches; None if they were not counted.
     """
 
     steps: int
@@ -47,7 +47,7 @@ class BusyWindow:
 
     @classmethod
     def of(cls, trace: Trace, steps: int) -> BusyWindow | None:
-        """Of a trace of `steps` steps; None if the device's work was not seen."""
+        """From a trace of `steps` steps. None if the trace does not show what the device did."""
         if trace.timeline is None:
             return None
         return cls.from_timeline(trace.timeline, trace.wall_ms, steps, trace.launches)
@@ -56,12 +56,14 @@ class BusyWindow:
     def from_timeline(
         cls, timeline: Timeline, wall_ms: float, steps: int, launches: int | None = None
     ) -> BusyWindow:
-        """Of the device lanes of a timeline, `wall_ms` long. Give the time of as many steps
-        without a profiler where there is one: a profiler slows the host down."""
+        """From the device lanes of a timeline of `steps` steps, which took `wall_ms`.
+
+        A profiler slows the host down: if you can, pass the time of as many steps without one.
+        """
         if steps < 1:
             raise ValueError(f"steps = {steps}: expected 1 or more")
         busy_ms = timeline.device_busy_ms()
-        # Two clocks, the host's and the device's: a full device must not come out fuller.
+        # The host's clock and the device's differ a little: no share may be more than 1.
         wall_ms = max(wall_ms, busy_ms)
 
         def share(ms: float) -> float:
@@ -105,15 +107,15 @@ def _stream(timeline: Timeline, lane: str, wall_ms: float, steps: int) -> Stream
     )
 
 
-class BusyProbe:
-    """Looks at `steps` steps of a loop, once, after the first `after` of them, as soon as it
-    `may_begin`.
+class BusyTracer:
+    """Traces `steps` steps of a loop, once.
 
         for info in engine.steps(loader):
-            window = probe.on_step()           # a BusyWindow at the end of the look, else None
-        window = probe.end()                   # where the loop ended in the midst of it
+            window = tracer.on_step()          # a BusyWindow when the trace is complete, else None
+        window = tracer.end()                  # one of fewer steps if the loop ended before
 
-    `missing` says why nothing was seen, where that is so.
+    The trace starts after `after` steps, at the first one with `may_begin`. `missing` says why
+    the trace shows nothing, if so.
     """
 
     def __init__(self, device: Device, *, after: int = 20, steps: int = 10) -> None:
@@ -125,20 +127,20 @@ class BusyProbe:
         self.missing: str | None = None
 
     def on_step(self, *, may_begin: bool = True) -> BusyWindow | None:
-        """After each step."""
+        """Call this after each step."""
         if self.is_over:
             return None
         self._seen += 1
         if self._open is not None:
             return self.end() if self._seen == self._begun + self._steps else None
         if may_begin and self._seen >= self._after:
-            look = self._device.trace()
-            self._trace, self._begun = look.__enter__(), self._seen
-            self._open = look  # not before: Ctrl-C while a profiler starts leaves nothing to end
+            tracing = self._device.trace()
+            self._trace, self._begun = tracing.__enter__(), self._seen
+            self._open = tracing  # only now: after a Ctrl-C in `__enter__` there is nothing to end
         return None
 
     def end(self) -> BusyWindow | None:
-        """End the look, if it is under way. One of no step at all does not count."""
+        """End the trace, if one is open. A trace of no steps does not count: another may follow."""
         if self._open is None:
             return None
         assert self._trace is not None

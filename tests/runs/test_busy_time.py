@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from headrace.device import Device, Span, Timeline, Trace, open_device
 from headrace.device.kineto import Record, device_work
-from headrace.runs import BusyWindow, MetricsLog, RunMonitor, read_metrics
-from headrace.runs.busy_window import BusyProbe
+from headrace.runs import BusyWindow, MetricsLog, UsageLog, read_metrics
+from headrace.runs.busy_time import BusyTracer
 from headrace.testing import Costs, FakeDevice
 from headrace.translation import TrainSettings
 from headrace.translation.observers import batches_left
@@ -73,24 +73,24 @@ class TestFake:
             with FakeDevice(costs=costs) as device:
                 engine = make_engine(device, plan, model=None)
                 batches = [tuple(p.pin_memory() for p in b) for b in data(30)]
-                probe, window = BusyProbe(device, after=10, steps=10), None
+                tracer, window = BusyTracer(device, after=10, steps=10), None
                 for _ in engine.steps(batches):
-                    window = probe.on_step() or window
-                assert probe.is_over
+                    window = tracer.on_step() or window
+                assert tracer.is_over
             assert window is not None
             shares[plan] = window
         assert shares["pipeline"].wall_ms_per_step < shares["baseline"].wall_ms_per_step
         assert shares["pipeline"].compute_share > shares["baseline"].compute_share
         assert shares["pipeline"].overlap_share > 0 == shares["baseline"].overlap_share
 
-    def test_losses_are_the_same_with_and_without_a_look(self) -> None:
+    def test_losses_are_the_same_with_and_without_a_trace(self) -> None:
         found = []
-        for looks in (False, True):
+        for traces in (False, True):
             with FakeDevice() as device:
                 engine = make_engine(device, "graph")
-                probe = BusyProbe(device, after=3 if looks else 1000, steps=5)
+                tracer = BusyTracer(device, after=3 if traces else 1000, steps=5)
                 for _ in engine.steps(data()):
-                    probe.on_step()
+                    tracer.on_step()
                 assert engine.last_result is not None
                 found.append(engine.last_result.losses)
         assert found[0] == found[1]
@@ -123,26 +123,26 @@ def test_an_error_in_the_block_is_passed_on(device: Device) -> None:
 class TestProbe:
     def test_a_loop_that_ends_in_the_midst(self) -> None:
         with FakeDevice() as device:
-            probe = BusyProbe(device, after=2, steps=10)
+            tracer = BusyTracer(device, after=2, steps=10)
             for _ in range(5):
                 device.work(1)
-                assert probe.on_step() is None
-            window = probe.end()
+                assert tracer.on_step() is None
+            window = tracer.end()
             assert window is not None
-            assert (window.steps, window.busy_share, probe.is_over) == (3, 1.0, True)
-            assert probe.end() is None
-            assert probe.on_step() is None
+            assert (window.steps, window.busy_share, tracer.is_over) == (3, 1.0, True)
+            assert tracer.end() is None
+            assert tracer.on_step() is None
 
-    def test_one_that_saw_no_step_looks_again(self) -> None:
+    def test_a_trace_of_no_steps_is_followed_by_another(self) -> None:
         with FakeDevice() as device:
-            probe = BusyProbe(device, after=2, steps=3)
-            probe.on_step()
-            probe.on_step()
-            assert probe.end() is None
-            assert not probe.is_over
+            tracer = BusyTracer(device, after=2, steps=3)
+            tracer.on_step()
+            tracer.on_step()
+            assert tracer.end() is None
+            assert not tracer.is_over
             windows = []
             for _ in range(4):
-                windows.append(probe.on_step())
+                windows.append(tracer.on_step())
                 device.work(1)
             assert [window is None for window in windows] == [True, True, True, False]
 
@@ -235,7 +235,7 @@ class TestRun:
         """So many steps of a run, which has `more` of them after these."""
         with (
             MetricsLog(path) as metrics,
-            RunMonitor(device, metrics, path, **options) as monitor,
+            UsageLog(device, metrics, path, **options) as monitor,
         ):
             for step in range(1, steps + 1):
                 device.work(1)
@@ -245,8 +245,8 @@ class TestRun:
     def test_lines_of_use_and_one_of_business(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         with FakeDevice() as device:
-            self.run(path, device, 40, more=40, replayed=lambda: True)
-            self.run(path, device, 40)  # the run goes on: it is not looked at again
+            self.run(path, device, 40, more=40, uses_graphs=lambda: True)
+            self.run(path, device, 40)  # a resumed run is not traced again
         lines = list(read_metrics(path))
         assert [line["kind"] for line in lines] == ["busy", "use", "use"]
         assert (lines[0]["step"], lines[0]["steps"], lines[0]["busy_share"]) == (30, 10, 1.0)
@@ -257,9 +257,7 @@ class TestRun:
         }
         assert lines[2]["at_s"] > lines[1]["at_s"]  # seconds of the run, not of the process
 
-    def test_steps_launched_one_by_one_are_looked_at_when_the_run_ends(
-        self, tmp_path: Path
-    ) -> None:
+    def test_steps_launched_one_by_one_are_traced_when_the_run_ends(self, tmp_path: Path) -> None:
         path = tmp_path / "metrics.jsonl"
         with FakeDevice() as device:
             self.run(path, device, 40, more=40)
@@ -271,7 +269,7 @@ class TestRun:
         ]
 
     @pytest.mark.parametrize(
-        ("epochs", "each", "accumulate", "max_steps", "looked_at"),
+        ("epochs", "each", "accumulate", "max_steps", "traced_at"),
         [
             (2, 200, 16, 20, 10),
             (2, 200, 1, None, 10),
@@ -288,7 +286,7 @@ class TestRun:
         each: int,
         accumulate: int,
         max_steps: int | None,
-        looked_at: int | None,
+        traced_at: int | None,
     ) -> None:
         """At most one trace, and none in vain."""
         path, traces = tmp_path / "metrics.jsonl", 0
@@ -296,7 +294,7 @@ class TestRun:
         with (
             FakeDevice() as device,
             MetricsLog(path) as metrics,
-            RunMonitor(device, metrics, path) as monitor,
+            UsageLog(device, metrics, path) as monitor,
         ):
             trace = device.trace
 
@@ -317,13 +315,13 @@ class TestRun:
                     monitor.on_step(engine.updates, left, each - batch - 1)
                 monitor.end_epoch(engine.updates)
         busy = [line["steps"] for line in read_metrics(path) if line["kind"] == "busy"]
-        assert busy == ([] if looked_at is None else [looked_at])
+        assert busy == ([] if traced_at is None else [traced_at])
         assert traces == len(busy)
 
     def test_short_of_the_window_and_switched_off(self, tmp_path: Path) -> None:
         with FakeDevice() as device:
             self.run(tmp_path / "short", device, 24)
-            self.run(tmp_path / "off", device, 40, wanted=False)
+            self.run(tmp_path / "off", device, 40, enabled=False)
         busy = next(read_metrics(tmp_path / "short"))
         assert (busy["kind"], busy["steps"]) == ("busy", 4)
         assert list(read_metrics(tmp_path / "off")) == []
@@ -378,14 +376,14 @@ class TestCuda:
 
 
 def test_ctrl_c_while_a_profiler_starts_or_runs_leaves_nothing_behind(tmp_path: Path) -> None:
-    """The interrupt comes out as itself, and neither a look nor a thread goes on."""
+    """The interrupt comes out as itself, and neither a trace nor a thread is left."""
     path = tmp_path / "metrics.jsonl"
     with FakeDevice() as device, MetricsLog(path) as metrics:
         for stage in ("starting", "running"):
             ended: list[str] = []
 
             @contextmanager
-            def look(stage: str = stage, ended: list[str] = ended) -> Iterator[Trace]:
+            def trace(stage: str = stage, ended: list[str] = ended) -> Iterator[Trace]:
                 if stage == "starting":
                     raise KeyboardInterrupt
                 try:
@@ -393,9 +391,9 @@ def test_ctrl_c_while_a_profiler_starts_or_runs_leaves_nothing_behind(tmp_path: 
                 finally:
                     ended.append(stage)
 
-            def run(look: Any = look) -> None:
-                with RunMonitor(device, metrics, path, look_after=1) as monitor:
-                    monitor._device.trace = look  # type: ignore[method-assign]
+            def run(trace: Any = trace) -> None:
+                with UsageLog(device, metrics, path, trace_after=1) as monitor:
+                    monitor._device.trace = trace  # type: ignore[method-assign]
                     monitor.on_step(1, 5, 5)
                     raise KeyboardInterrupt
 

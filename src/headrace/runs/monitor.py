@@ -1,11 +1,11 @@
-"""What device and host are doing, ten times a second, on a thread of its own.
+"""Samples of what the device and the host are doing, ten times a second.
 
     with Monitor(device) as monitor:
         engine.epoch(loader)
     print(monitor.summary().mean.gpu_share)
 
-What cannot be seen here is None: no NVML, no GPU. GPU use is the driver's figure, which says that
-something ran; how much of the time, `headrace.runs.busy_window` tells.
+A value that cannot be read is None: GPU values without NVML, for example. `gpu_share` is the
+driver's figure, which says only that something ran. `BusyWindow` says for how much of the time.
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ import torch
 
 from headrace.device import Device, SensorReading, Sensors, open_device
 from headrace.errors import DeviceError
-from headrace.runs.host_meter import HostCounters, HostMeter
+from headrace.runs.host_counters import HostCounterReader, HostCounters
 
-_MOST_SAMPLES = 8192
-_MOST_OF_A_CORE = 0.008  # what sampling may take
+_MAX_SAMPLES = 8192
+_MAX_CORE_SHARE = 0.008  # that sampling may use
 
 
 @dataclass(frozen=True, slots=True)
 class UseSample:
-    """One moment, or the mean over a while. Shares of the GPU and the machine are 0 to 1; shares
-    of `cpu_share` and `workers_cpu_share` count cores: 1.5 is one and a half of them in use.
+    """What was in use at one moment, or on average over some time.
 
-    `at_s` counts from the monitor's start. CPU figures are of the time since the sample before.
+    `gpu_share` and `machine_cpu_share` are 0 to 1. `cpu_share` and `workers_cpu_share` count
+    cores: 1.5 is one and a half cores. CPU shares are means since the previous sample. `at_s` is
+    the time since the monitor started.
     """
 
     at_s: float
@@ -56,25 +57,35 @@ _FIELDS = tuple(known.name for known in dataclasses.fields(UseSample) if known.n
 
 @dataclass(frozen=True, slots=True)
 class UseSummary:
-    """A while's samples: their means by time, and the most of each. None: not one sample."""
+    """The samples of some time: the mean weighted by time, and the peak, of each value.
+
+    A value that no sample has is None.
+    """
 
     count: int
     seconds: float
     mean: UseSample
-    most: UseSample
+    peak: UseSample
+
+    @property
+    def most(self) -> UseSample:
+        """The former name of `peak`."""
+        return self.peak
 
     def to_dict(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
 
 class Monitor:
-    """Samples a device and the host every `every_s` seconds between `start` and `stop`, or inside
-    its block; and once at each end, so that the shortest block has something to show.
+    """Samples a device and the host every `every_s` seconds, on a thread of its own.
 
-    It takes less than one per cent of a core: where a reading is dear, it reads more seldom.
-    Memory is bounded: beyond some thousand samples the older ones are taken together in pairs
-    (means; the larger one for memory). `host` and `sensors` are what is read, `clock` returns
-    seconds that never go back.
+    It runs inside its `with` block, or from `start` to `stop`. It also takes a sample at each end,
+    so that even the shortest block has two.
+
+    Sampling uses less than one per cent of a core: if reading takes long, it samples less often.
+    It keeps at most `most_samples` samples. Beyond that it merges pairs of older ones into their
+    mean (for memory, the larger value). `host` and `sensors` replace what is read; `clock`
+    returns seconds that never go back.
     """
 
     def __init__(
@@ -86,20 +97,20 @@ class Monitor:
         sensors: Sensors | None = None,
         clock: Callable[[], float] = time.monotonic,
         cpu_clock: Callable[[], float] = time.thread_time,
-        most_samples: int = _MOST_SAMPLES,
+        most_samples: int = _MAX_SAMPLES,
     ) -> None:
         if not every_s > 0:
             raise DeviceError(f"every_s = {every_s}: expected seconds, more than 0")
         if most_samples < 4:
             raise DeviceError(f"most_samples = {most_samples}: expected 4 or more")
-        self._device, self._every_s, self._most = open_device(device), every_s, most_samples
+        self._device, self._every_s, self._max_samples = open_device(device), every_s, most_samples
         self._read_host, self._sensors = host, sensors
         self._clock, self._cpu_clock = clock, cpu_clock
         self._own_sensors = False
         self._start_s: float | None = None
         self._before: tuple[float, HostCounters] | None = None
         self._samples: list[UseSample] = []
-        self._lock = threading.Lock()  # of the list: never held while something is read
+        self._lock = threading.Lock()  # for the list; not held during a reading
         self._reading = threading.Lock()
         self._ended = threading.Event()
         self._thread: threading.Thread | None = None
@@ -112,11 +123,11 @@ class Monitor:
         self.stop()
 
     def start(self) -> None:
-        """Begin to sample. A monitor that was stopped may be started again, and goes on."""
+        """Start sampling. A monitor that was stopped continues."""
         if self._thread is not None:
             raise DeviceError("this monitor is running already")
         if self._read_host is None:
-            self._read_host = HostMeter().read
+            self._read_host = HostCounterReader().read
         if self._sensors is None:
             self._sensors, self._own_sensors = self._device.sensors(), True
         if self._start_s is None:
@@ -127,7 +138,7 @@ class Monitor:
         self._thread.start()
 
     def stop(self) -> None:
-        """End at once, after a last sample. Stopping twice does nothing."""
+        """Take a last sample and stop. Stopping twice does nothing."""
         if self._thread is None:
             return
         self._ended.set()
@@ -139,11 +150,11 @@ class Monitor:
             self._sensors = None
 
     def now_s(self) -> float:
-        """Seconds since the start, as samples count them."""
+        """Seconds since the start; the `at_s` of a sample taken now."""
         return 0.0 if self._start_s is None else self._clock() - self._start_s
 
     def samples(self) -> tuple[UseSample, ...]:
-        """All so far, oldest first."""
+        """All samples so far, oldest first."""
         with self._lock:
             return tuple(self._samples)
 
@@ -152,10 +163,13 @@ class Monitor:
             return self._samples[-1] if self._samples else None
 
     def summary(self, since_s: float | None = None, until_s: float | None = None) -> UseSummary:
-        """Over the samples after `since_s`, up to `until_s` (both as `now_s` counts); else all."""
+        """Summarize the samples after `since_s` and up to `until_s`, by default all.
+
+        Both are seconds since the start, as `now_s` returns them.
+        """
         samples = self.samples()
         begin_s = 0.0 if since_s is None else since_s
-        # A sample tells of the time since the one before.
+        # A sample stands for the time since the previous one.
         times = [begin_s, *(sample.at_s for sample in samples)]
         chosen = [
             (sample, sample.at_s - max(begin_s, before_s))
@@ -165,10 +179,10 @@ class Monitor:
         ]
         seconds = sum(weight for _, weight in chosen)
         end_s = chosen[-1][0].at_s if chosen else begin_s
-        return UseSummary(len(chosen), seconds, _mean(chosen, end_s), _most(chosen, end_s))
+        return UseSummary(len(chosen), seconds, _mean(chosen, end_s), _peak(chosen, end_s))
 
     def sample(self) -> UseSample:
-        """Take one now. The thread does this; it may be called besides."""
+        """Take a sample now, in addition to those of the thread."""
         assert self._read_host is not None, "not started"
         with self._reading:
             reading = SensorReading() if self._sensors is None else self._sensors.read()
@@ -177,7 +191,7 @@ class Monitor:
             self._before = (now_s, counters)
             with self._lock:
                 self._samples.append(sample)
-                if len(self._samples) > self._most:
+                if len(self._samples) > self._max_samples:
                     self._thin_out()
         return sample
 
@@ -187,13 +201,13 @@ class Monitor:
             began_s = self._cpu_clock()
             self.sample()
             cost_s = self._cpu_clock() - began_s
-            pause_s = max(self._every_s, cost_s / _MOST_OF_A_CORE)
+            pause_s = max(self._every_s, cost_s / _MAX_CORE_SHARE)
 
     def _thin_out(self) -> None:
-        """Halve the older half."""
-        half = self._most // 4 * 2
+        """Merge the older half of the samples in pairs."""
+        half = self._max_samples // 4 * 2
         older, newer = self._samples[:half], self._samples[half:]
-        paired = [_together(one, other) for one, other in zip(older[::2], older[1::2], strict=True)]
+        paired = [_merged(one, other) for one, other in zip(older[::2], older[1::2], strict=True)]
         self._samples = paired + newer
 
 
@@ -211,7 +225,7 @@ def _sample(
         shares = {
             "cpu_share": (counters.process_s - then.process_s) / elapsed_s,
             "workers_cpu_share": (counters.workers_s - then.workers_s) / elapsed_s,
-            # The kernel counts in hundredths of a second: in a very short while, not at all.
+            # The kernel counts in hundredths of a second: within one, both differences are 0.
             "machine_cpu_share": min(1.0, max(0.0, busy_s / machine_s)) if machine_s > 0 else None,
         }
     return UseSample(
@@ -228,14 +242,14 @@ def _sample(
 
 
 def _mean(weighted: Sequence[tuple[UseSample, float]], at_s: float) -> UseSample:
-    """By time; of what is known. Bytes stay whole numbers."""
+    """The mean of each known value, weighted by time. Bytes stay whole numbers."""
     found: dict[str, Any] = {}
     for name in _FIELDS:
         known = [(v, w) for s, w in weighted if (v := getattr(s, name)) is not None]
         if not known:
             continue
         total = sum(weight for _, weight in known)
-        # Samples of no time at all count the same.
+        # If no time has passed, all samples count the same.
         mean = (
             sum(value * weight for value, weight in known) / total
             if total > 0
@@ -245,7 +259,7 @@ def _mean(weighted: Sequence[tuple[UseSample, float]], at_s: float) -> UseSample
     return UseSample(at_s, **found)
 
 
-def _most(weighted: Sequence[tuple[UseSample, float]], at_s: float) -> UseSample:
+def _peak(weighted: Sequence[tuple[UseSample, float]], at_s: float) -> UseSample:
     found: dict[str, Any] = {}
     for name in _FIELDS:
         known = [v for s, _ in weighted if (v := getattr(s, name)) is not None]
@@ -254,8 +268,8 @@ def _most(weighted: Sequence[tuple[UseSample, float]], at_s: float) -> UseSample
     return UseSample(at_s, **found)
 
 
-def _together(one: UseSample, other: UseSample) -> UseSample:
+def _merged(one: UseSample, other: UseSample) -> UseSample:
     pair = [(one, 1.0), (other, 1.0)]
-    most = _most(pair, other.at_s)
-    memory = {name: getattr(most, name) for name in _FIELDS if name.endswith("_bytes")}
+    peak = _peak(pair, other.at_s)
+    memory = {name: getattr(peak, name) for name in _FIELDS if name.endswith("_bytes")}
     return dataclasses.replace(_mean(pair, other.at_s), **memory)

@@ -1,4 +1,4 @@
-"""Short measurements of a device: copies each way, kernel launches, and whether they overlap."""
+"""The speed of a device: copies in both directions, kernel launches, and whether copies overlap."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _LAUNCHES = 2_000
 
 
 @dataclass(frozen=True, slots=True)
-class Probe:
-    """What a device did, measured. Bandwidths in gigabytes (10^9 bytes) a second.
+class DeviceSpeed:
+    """Measured speeds of a device. Bandwidths are in gigabytes (10^9 bytes) per second.
 
-    `overlap_share` is how much of a copy's time hid behind compute on another stream: 1 is all
-    of it, 0 means they took turns. `launch_us` is host time to launch one small kernel: a step
-    of n kernels cannot take less than n times that without CUDA graphs.
+    `overlap_share` is the part of a copy's time during which another stream computed: 1 if they
+    ran at once, 0 if they took turns. `launch_us` is the host time to launch a small kernel:
+    without CUDA graphs a step of n kernels takes at least n times as long.
     """
 
     pinned_to_device_gb_per_s: float
@@ -35,8 +35,8 @@ class Probe:
         return asdict(self)
 
 
-def probe(device: Device) -> Probe:
-    """Measure `device`, an accelerator. Takes about two seconds and half a gigabyte."""
+def measure_speed(device: Device) -> DeviceSpeed:
+    """Measure an accelerator. This takes about two seconds and half a gigabyte."""
     buffer = device.pinned.take(_COPY_BYTES)
     pinned = buffer.view((_COPY_BYTES,), torch.uint8)
     pinned.fill_(1)
@@ -44,9 +44,9 @@ def probe(device: Device) -> Probe:
     on_device = device.empty((_COPY_BYTES,), torch.uint8)
     to_device = _median_ms(device, lambda: device.copy(on_device, pinned))
     to_host = _median_ms(device, lambda: device.copy(pinned, on_device))
-    # Straight, not through the seam: the seam would warn of what is measured here.
+    # Not `device.copy`: it warns about copies from pageable memory.
     from_pageable = _median_ms(device, lambda: on_device.copy_(pageable, non_blocking=True))
-    result = Probe(
+    result = DeviceSpeed(
         pinned_to_device_gb_per_s=_COPY_BYTES / to_device / 1e6,
         device_to_pinned_gb_per_s=_COPY_BYTES / to_host / 1e6,
         pageable_to_device_gb_per_s=_COPY_BYTES / from_pageable / 1e6,
@@ -58,7 +58,7 @@ def probe(device: Device) -> Probe:
 
 
 def _median_ms(device: Device, work: Callable[[], object]) -> float:
-    """Device time of `work`, the median of a few after one to warm up."""
+    """Device time of `work`: the median of several runs, after one to warm up."""
     work()
     times = []
     for _ in range(_REPEATS):
@@ -66,7 +66,7 @@ def _median_ms(device: Device, work: Callable[[], object]) -> float:
         start.record()
         work()
         end.record()
-        device.wait(end, "probe")
+        device.wait(end, "measurement")
         times.append(start.elapsed_ms(end))
     return statistics.median(times)
 
@@ -74,7 +74,7 @@ def _median_ms(device: Device, work: Callable[[], object]) -> float:
 def _overlap_share(
     device: Device, on_device: torch.Tensor, pinned: torch.Tensor, copy_ms: float
 ) -> float:
-    """Run a copy beside compute that takes about as long, and see how much time that saves."""
+    """The share of a copy that overlaps a computation of about the same length."""
     compute, transfer = device.current_stream(), device.stream("transfer")
     matrix = torch.randn(2048, 2048, device=device.torch_device)
     once_ms = _median_ms(device, lambda: torch.mm(matrix, matrix))
@@ -104,10 +104,10 @@ def _launch_us(device: Device) -> float:
     small = torch.ones(32, device=device.torch_device)
     for _ in range(100):
         small.add_(1)
-    device.synchronize("probe")
+    device.synchronize("measurement")
     start = time.perf_counter()
     for _ in range(_LAUNCHES):
         small.add_(1)
     elapsed = time.perf_counter() - start
-    device.synchronize("probe")
+    device.synchronize("measurement")
     return elapsed / _LAUNCHES * 1e6
