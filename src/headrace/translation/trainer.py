@@ -231,7 +231,8 @@ def _description(parts: RunParts) -> str:
     return (
         f"{settings.preset} model, {parameters / 1e6:.1f} M parameters, plan "
         f"{plan.name} ({plan.precision}) on {parts.device.description()}{among}; "
-        f"{len(batches):,} batches per epoch, {batches.shapes} shapes, {batches.waste:.1%} padding"
+        f"{len(batches):,} batches per epoch, {batches.shapes} shapes, "
+        f"{batches.padding_share:.1%} padding"
     )
 
 

@@ -57,7 +57,7 @@ class TestShares:
         for at, shares in enumerate(zip(*samplers, strict=True), start):
             indices = [int(index) for share in shares for index in share.indices]
             assert sorted(indices) == sorted(whole[at].indices)
-            assert {share.edges for share in shares} == {whole[at].edges}
+            assert {share.lengths for share in shares} == {whole[at].lengths}
             sizes = [len(share.indices) for share in shares]
             assert max(sizes) - min(sizes) <= 1
 
@@ -84,15 +84,15 @@ class TestPlan:
         for number in range(len(batches)):
             spec = batches[number]
             assert len(spec.indices) > 0
-            assert (table[spec.indices].max(axis=0) <= spec.edges).all()
-            padded += len(spec.indices) * sum(spec.edges)
+            assert (table[spec.indices].max(axis=0) <= spec.lengths).all()
+            padded += len(spec.indices) * sum(spec.lengths)
             if "tokens" not in cut:
                 assert len(spec.indices) <= cut["sentences"]
             elif "shapes" not in cut:
                 assert table[spec.indices, 1].sum() <= cut["tokens"]
             else:
-                assert len(spec.indices) * spec.edges[1] <= max(cut["tokens"], spec.edges[1])
-        assert batches.waste == pytest.approx(1 - table.sum() / padded)
+                assert len(spec.indices) * spec.lengths[1] <= max(cut["tokens"], spec.lengths[1])
+        assert batches.padding_share == pytest.approx(1 - table.sum() / padded)
 
     @settings(max_examples=30, deadline=None)
     @given(lengths=LENGTHS, cut=CUTS)
@@ -112,20 +112,20 @@ class TestPlan:
     def test_few_shapes_on_demand(self) -> None:
         table = np.random.default_rng(0).integers(4, 60, (5000, 2))
         batches = BatchPlan(table, sentences=30, shapes=16).epoch(0)
-        edges = {batches[number].edges for number in range(len(batches))}
+        edges = {batches[number].lengths for number in range(len(batches))}
         assert len(edges) <= 16
         assert BatchPlan(table, sentences=30).epoch(0).shapes > 30
 
     def test_like_lengths_go_together(self) -> None:
         table = np.random.default_rng(0).integers(4, 60, (5000, 1)).repeat(2, axis=1)
-        assert BatchPlan(table, sentences=30).epoch(0).waste < 0.05
+        assert BatchPlan(table, sentences=30).epoch(0).padding_share < 0.05
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"sentences": 0}, "sentences = 0: expected a whole number, 1 or more"),
+            ({"sentences": 0}, "sentences = 0: expected a whole number, at least 1"),
             ({"tokens": -3}, "tokens = -3: expected a whole number"),
-            ({"tokens": 9}, "tokens = 9: expected 12 or more, the length of the longest target"),
+            ({"tokens": 9}, "tokens = 9: expected at least 12, the length of the longest target"),
             ({"shapes": 0}, "shapes = 0: expected a whole number"),
         ],
     )

@@ -140,7 +140,7 @@ def test_training_is_deterministic_and_models_are_files(
 def test_vocabularies_that_cannot_be(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="vocabulary_size = 20: expected at least 300"):
         Vocabulary.train(TINY, 20)
-    with pytest.raises(CorpusError, match="no text to make a vocabulary of"):
+    with pytest.raises(CorpusError, match="no text to train a vocabulary on"):
         Vocabulary.train(["", " "], 1000)
     path = tmp_path / "v.model"
     with pytest.raises(CorpusError, match=r"v\.model: cannot be read \(No such file"):
@@ -194,7 +194,7 @@ def test_pickled_pairs_are_a_path(built: Prepared) -> None:
 
 def test_texts_are_those_that_are_scored(built: Prepared) -> None:
     for split in ("train", "test", "nonsense"):
-        with pytest.raises(CorpusError, match=f"no text of '{split}' is kept .* there is 'valid'"):
+        with pytest.raises(CorpusError, match=f"has no text of '{split}'; found 'valid'"):
             built.texts(split)
 
 
@@ -229,7 +229,7 @@ def test_pairs_too_long_leave_train_but_are_still_scored(tmp_path: Path) -> None
     assert prepared.texts("test") == [(long[0], "none fits")]
     assert prepared.splits["test"].lengths.shape == (0, 2)
     assert all(ids.lengths.max(initial=0) <= 40 for ids in prepared.splits.values())
-    with pytest.raises(CorpusError, match=r"max_length = 4: leaves none of .* pairs of train"):
+    with pytest.raises(CorpusError, match=r"max_length = 4: all .* pairs of train are longer"):
         made(put(tmp_path / "other", [("长" * 9, str(n) * 9) for n in range(9)]),
              tmp_path / "cache", max_length=4)  # fmt: skip
 
@@ -320,7 +320,7 @@ def test_other_content_or_settings_have_another_key(built: Prepared, tmp_path: P
 def test_what_was_prepared_is_not_prepared_again(
     built: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "_build", None)
+    monkeypatch.setattr(prepare_module, "_encode_into", None)
     cache = built.folder.parent
     assert made(cache.parent / "train.tsv", cache).folder == built.folder
     assert load_prepared(built.folder).counts == built.counts
@@ -416,14 +416,14 @@ def test_a_missing_or_short_file_is_named(copy: Path) -> None:
         f"{path}: has {whole - 4:,} bytes; expected {whole:,} bytes. Prepare it again"
     )
     path.unlink()
-    with pytest.raises(CorpusError, match=r"train\.src\.ids\.npy: is not there; expected"):
+    with pytest.raises(CorpusError, match=r"train\.src\.ids\.npy: does not exist; expected"):
         load_prepared(copy)
 
 
 def test_damage_of_the_same_size_is_seen_where_it_matters(copy: Path) -> None:
     offsets = np.load(copy / "train.trg.offsets.npy")
     np.save(copy / "train.trg.offsets.npy", offsets + 1)
-    with pytest.raises(CorpusError, match=r"train\.trg has .* ids and other offsets"):
+    with pytest.raises(CorpusError, match=r"the offsets of train\.trg do not match its .* ids"):
         load_prepared(copy)
     np.save(copy / "train.trg.offsets.npy", offsets.astype(np.float64))
     with pytest.raises(CorpusError, match="is 1-dimensional float64; expected 1-dimensional int64"):
@@ -437,9 +437,9 @@ def test_foreign_folders(tmp_path: Path, copy: Path) -> None:
     content = json.loads(meta.read_text(encoding="utf-8"))
     for text, message in (
         ("{", "is not JSON"),
-        ("[]", "is not of Headrace"),
-        ('{"format": "x"}', "is not of Headrace"),
-        (json.dumps({**content, "version": 99}), "is of version 99; expected 1. Prepare it again"),
+        ("[]", "is not Headrace's"),
+        ('{"format": "x"}', "is not Headrace's"),
+        (json.dumps({**content, "version": 99}), "has version 99; expected 1. Prepare it again"),
         (json.dumps({**content, "files": 3}), "is damaged"),
         (json.dumps({**content, "counts": {"train": {"no": 1}}}), "is damaged"),
         (json.dumps({key: content[key] for key in ("format", "version")}), "is damaged"),

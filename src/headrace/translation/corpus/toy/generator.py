@@ -11,7 +11,7 @@ import random
 
 from headrace.errors import CorpusError
 from headrace.translation.corpus.corpus import Corpus, SplitCounts
-from headrace.translation.corpus.sources import Pair
+from headrace.translation.corpus.pair_files import Pair
 from headrace.translation.corpus.toy.grammar import draw_sentence
 
 # Part of the cache key of prepared data: raise it with every change of the sentences.
