@@ -36,7 +36,7 @@ def _one_thread() -> Iterator[None]:
 def make(seed: int, vocabulary: int = 6, *, eos: float = 0.0, spread: float = 1.0) -> Translator:
     """A model of random opinions; `eos` makes it end sooner, or later."""
     torch.manual_seed(seed)
-    model = Translator(SETTINGS.but(tied=False), 9, vocabulary)
+    model = Translator(SETTINGS.replace(tied=False), 9, vocabulary)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=spread)
     with torch.no_grad():
@@ -327,11 +327,11 @@ class TestTranslateIds:
             ([[4], [5] * 41], {}, "source 1 has 41 ids: expected at most 40"),
             ([[4, 9]], {}, "source 0 has ids from 4 to 9: expected 1 to 8"),
             ([[PAD, 4]], {}, "source 0 has ids from 0 to 4"),
-            ([[4]], {"beam": 0}, "beam = 0: expected a whole number from 1"),
-            ([[4]], {"length_penalty": -1}, "length_penalty = -1: expected a number from 0"),
+            ([[4]], {"beam": 0}, "beam = 0: expected a whole number, at least 1"),
+            ([[4]], {"length_penalty": -1}, "length_penalty = -1: expected a number, at least 0"),
             ([[4]], {"length_penalty": math.nan}, "length_penalty = nan"),
-            ([[4]], {"max_length": 0}, "max_length = 0: expected a whole number from 1"),
-            ([[4]], {"batch_tokens": 0}, "batch_tokens = 0: expected a whole number from 1"),
+            ([[4]], {"max_length": 0}, "max_length = 0: expected a whole number, at least 1"),
+            ([[4]], {"batch_tokens": 0}, "batch_tokens = 0: expected a whole number, at least 1"),
         ],
     )
     def test_what_cannot_be(

@@ -69,7 +69,7 @@ class TestLoss:
         seed=st.integers(0, 10_000),
     )
     @settings(max_examples=40, deadline=None, derandomize=True)
-    def test_against_plain_sums_and_torchs(
+    def test_against_loss_sums_and_torchs(
         self, rows: int, length: int, vocabulary: int, smoothing: float, seed: int
     ) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -104,7 +104,7 @@ class TestLoss:
         found["loss"].backward()
         theirs = logits.clone().requires_grad_()
         ids = trg[:, 1:].flatten()
-        smoothed, nll = loss_module._plain_sums(theirs.flatten(0, 1), ids, 0.1)
+        smoothed, nll = loss_module._loss_sums(theirs.flatten(0, 1), ids, 0.1)
         (smoothed / ids.ne(PAD).sum()).backward()
         torch.testing.assert_close(found["loss"], smoothed / ids.ne(PAD).sum())
         torch.testing.assert_close(found["nll"], nll / ids.ne(PAD).sum())
@@ -115,7 +115,7 @@ class TestLoss:
         ids = torch.tensor([4, PAD, 6, EOS, PAD])
         logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(
-            lambda some: loss_module._ChunkedSums.apply(some, ids, 0.2)[0], (logits,)
+            lambda some: loss_module._ChunkedLossSums.apply(some, ids, 0.2)[0], (logits,)
         )
 
     def test_bf16_logits_are_summed_in_float32(self) -> None:
@@ -164,5 +164,5 @@ class TestLoss:
 
     @pytest.mark.parametrize("smoothing", [-0.1, 1.0, math.nan, "0.1", True])
     def test_smoothing_that_cannot_be(self, smoothing: Any) -> None:
-        with pytest.raises(TranslationError, match=r"smoothing = .* from 0, below 1"):
+        with pytest.raises(TranslationError, match=r"smoothing = .* from 0 to below 1"):
             translation_loss(smoothing)

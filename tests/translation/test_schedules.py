@@ -86,7 +86,7 @@ class TestSchedules:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda made: noam(made, 512, 0), "warmup = 0: expected a whole number from 1"),
+            (lambda made: noam(made, 512, 0), "warmup = 0: expected a whole number, at least 1"),
             (lambda made: noam(made, 0, 10), "width = 0"),
             (lambda made: inverse_sqrt(made, 2.5, 0.1), "warmup = 2.5"),
             (lambda made: constant(made, -1, 0.1), "warmup = -1"),

@@ -60,10 +60,10 @@ class TestScore:
     @pytest.mark.parametrize(
         ("hypotheses", "references", "message"),
         [
-            (["a"], ["a", "b"], "1 hypotheses and 2 references: expected as many"),
+            (["a"], ["a", "b"], "1 hypotheses and 2 references: expected equal numbers"),
             ([], [], "no hypotheses and no references"),
-            ("a", "b", "hypotheses is one text: expected a list"),
-            (["a"], "b", "references is one text"),
+            ("a", "b", "hypotheses is a string: expected a list of strings"),
+            (["a"], "b", "references is a string"),
         ],
     )
     def test_what_cannot_be(self, hypotheses: Any, references: Any, message: str) -> None:

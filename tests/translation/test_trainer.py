@@ -94,7 +94,7 @@ class TestResume:
         assert epochs(found) == epochs(expected)
 
     @pytest.mark.parametrize("save_every", [0, 1000])
-    @pytest.mark.parametrize("where", ["KeptWeights.keep", "TrainResult.store"])
+    @pytest.mark.parametrize("where", ["WeightFiles.keep", "TrainResult.store"])
     def test_killed_at_an_end_that_has_its_line_but_no_checkpoint(
         self,
         corpus: Path,
@@ -114,7 +114,7 @@ class TestResume:
             with pytest.raises(SystemExit):
                 dead.run()
         lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
-        assert ("epoch" if where.startswith("Kept") else "valid") in lines
+        assert ("epoch" if where.startswith("Weight") else "valid") in lines
         found = Trainer.resume(dead.folder.path, cache=corpus / "cache", quiet=True).run()
         assert epochs(found) == epochs(whole)
         lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
@@ -137,16 +137,16 @@ class TestResume:
     ) -> None:
         expected = new(corpus, tmp_path, "whole", save_every=1e6).run()
         trainer = new(corpus, tmp_path, "stopped", save_every=1e6)
-        note = EpochLoss.count
+        note = EpochLoss.add_arrived
         seen: list[int] = []
 
-        def count(self: EpochLoss, come_back: Any) -> None:
+        def count(self: EpochLoss, arrived: Any) -> None:
             seen.append(1)
             if len(seen) == 5:
                 os.kill(os.getpid(), number)
-            note(self, come_back)
+            note(self, arrived)
 
-        monkeypatch.setattr(EpochLoss, "count", count)
+        monkeypatch.setattr(EpochLoss, "add_arrived", count)
         stopped = trainer.run()
         monkeypatch.undo()
         assert (stopped.stopped, stopped.scores) == (number.name, None)
@@ -364,9 +364,7 @@ class TestCommands:
 
     def test_a_run_without_weights_says_when_it_will_have_some(self, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").touch()
-        with pytest.raises(
-            TranslationError, match="writes its first weights after its first epoch"
-        ):
+        with pytest.raises(TranslationError, match="writes weights at the end of each epoch"):
             load_weights(torch.nn.Linear(1, 1), tmp_path / "weights" / "best.safetensors")
 
     def test_a_search_is_no_run(self, tmp_path: Path) -> None:
@@ -374,7 +372,7 @@ class TestCommands:
         (tmp_path / "journal.jsonl").touch()
         for words in (["train", "--resume", tmp_path], ["translate", tmp_path, "hello"]):
             found = self.invoke(*words)
-            assert "is a search of `headrace tune`; expected a training run" in str(found.exception)
+            assert "is a run of `headrace tune`; expected a training run" in str(found.exception)
 
 
 class TestChanged:
@@ -391,7 +389,9 @@ class TestChanged:
         before = everything_in(run / "vocabulary")
         text = (tmp_path / "pairs.tsv").read_text(encoding="utf-8")
         (tmp_path / "pairs.tsv").write_text(text.replace("o", "q"), encoding="utf-8")
-        with pytest.raises(TranslationError, match="other vocabularies than when this run began"):
+        with pytest.raises(
+            TranslationError, match="differs from the vocabularies that the corpus gives now"
+        ):
             Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
         assert everything_in(run / "vocabulary") == before
 
@@ -418,14 +418,14 @@ def test_memory_is_flat_over_5000_steps(
     (tmp_path / "many.tsv").write_text(
         "".join(f"{n} and {n % 7}\t{n} und {n % 7}\n" for n in range(5200)), encoding="utf-8"
     )
-    process, count = psutil.Process(), EpochLoss.count
+    process, count = psutil.Process(), EpochLoss.add_arrived
     resident: list[int] = []
 
-    def counted(self: EpochLoss, come_back: Any) -> None:
+    def counted(self: EpochLoss, arrived: Any) -> None:
         resident.append(process.memory_info().rss)
-        count(self, come_back)
+        count(self, arrived)
 
-    monkeypatch.setattr(EpochLoss, "count", counted)
+    monkeypatch.setattr(EpochLoss, "add_arrived", counted)
     settings = {**SMALL, "width": 8, "sentences": 1, "epochs": 1, "save_every": 1e6}
     settings |= {"data": str(tmp_path / "many.tsv"), "vocabulary": 400}
     trainer = Trainer.create(
