@@ -192,7 +192,7 @@ class TestForward:
         logits.sum().backward()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
-    def test_bf16_is_near(self) -> None:
+    def test_bf16_is_close_to_float32(self) -> None:
         model = make()
         src, trg = ids(3, 7, 11), ids(3, 6, 13)
         with torch.autocast("cpu", torch.bfloat16):
@@ -216,7 +216,7 @@ class TestIncremental:
     @NORMS
     @pytest.mark.parametrize("beams", [1, 3])
     @torch.no_grad()
-    def test_equals_all_at_once(self, norm: str, beams: int) -> None:
+    def test_step_by_step_equals_all_positions_at_once(self, norm: str, beams: int) -> None:
         model = make(SMALL.replace(norm=norm))
         src = ids(4, 7, 11)
         trg = torch.randint(4, 13, (4, beams, 6))
@@ -232,7 +232,7 @@ class TestIncremental:
             torch.testing.assert_close(stepwise, expected, atol=1e-5, rtol=1e-5)
 
     @torch.no_grad()
-    def test_reordered_hypotheses_go_on_from_their_parents(self) -> None:
+    def test_reordered_hypotheses_continue_their_parents(self) -> None:
         model = make()
         src, trg = ids(2, 5, 11), torch.randint(4, 13, (2, 3, 4))
         state = model.start(model.encode(src), 4, 3)
@@ -249,7 +249,7 @@ class TestIncremental:
                 torch.testing.assert_close(logits[sentence, beam], expected, atol=1e-5, rtol=1e-5)
 
     @torch.no_grad()
-    def test_shapes_stay_and_bf16_is_kept(self) -> None:
+    def test_shapes_and_dtype_do_not_change(self) -> None:
         model = make()
         with torch.autocast("cpu", torch.bfloat16):
             state = model.start(model.encode(ids(2, 5, 11)), 4)
@@ -331,7 +331,7 @@ class TestSettings:
             ({"depth": 3}, "no model setting 'depth'; known: width, heads"),
         ],
     )
-    def test_what_cannot_be(self, changes: dict[str, Any], message: str) -> None:
+    def test_invalid_settings_are_refused(self, changes: dict[str, Any], message: str) -> None:
         with pytest.raises(TranslationError, match=message):
             SMALL.replace(**changes)
 
@@ -342,7 +342,7 @@ class TestSettings:
         with pytest.raises(TranslationError, match="no model 'huge'; known: tiny, small"):
             ModelSettings.preset("huge")
 
-    def test_which_weights_are_one(self) -> None:
+    def test_which_weights_are_shared(self) -> None:
         tied = make(SMALL, 13, 13)
         assert tied.output.weight is tied.trg_embedding.weight
         assert tied.src_embedding.weight is not tied.trg_embedding.weight
@@ -362,8 +362,8 @@ class TestSettings:
             Translator(SMALL, 11, 3)
 
     @pytest.mark.parametrize("tied", [True, False])
-    def test_rows_by_eights(self, tied: bool) -> None:
-        """The spare ones of 13 ids have no logit, so nothing is ever learned by them."""
+    def test_vocabulary_matrices_have_a_multiple_of_8_rows(self, tied: bool) -> None:
+        """The extra rows of 13 ids have no logits, so they get no gradient."""
         model = make(SMALL.replace(tied=tied))
         assert model.src_embedding.weight.shape == (16, SMALL.width)
         logits = model(ids(3, 7, 11), ids(3, 6, 13))
@@ -381,7 +381,7 @@ class TestSettings:
         with pytest.raises(TranslationError, match="length = 21: expected 1 to 20"):
             model.start(model.encode(torch.full((1, 3), 5)), 21)
 
-    def test_first_weights(self) -> None:
+    def test_initial_weights(self) -> None:
         torch.manual_seed(0)
         model = Translator(ModelSettings.preset("tiny"), 500, 600)
         assert (model.trg_embedding.weight[PAD] == 0).all()
@@ -393,7 +393,7 @@ class TestSettings:
         logits = model(ids(4, 9, 500), ids(4, 9, 600))
         assert 0.3 < logits.std() < 3
 
-    def test_its_state_loads_at_another_length(self) -> None:
+    def test_weights_load_into_a_model_of_another_max_length(self) -> None:
         model = make()
         longer = Translator(SMALL.replace(max_length=40), 11, 13)
         longer.load_state_dict(model.state_dict())

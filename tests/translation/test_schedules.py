@@ -66,7 +66,7 @@ class TestSchedules:
             lambda made, warmup: constant(made, warmup, 0.1),
         ],
     )
-    def test_its_state_goes_on_elsewhere(self, make: Any) -> None:
+    def test_the_state_can_be_loaded_into_another_schedule(self, make: Any) -> None:
         made = optimizer()
         schedule = make(made, 6)
         rates(made, schedule, 4)
@@ -93,6 +93,6 @@ class TestSchedules:
             (lambda made: constant(made, 1, math.inf), "peak = inf"),
         ],
     )
-    def test_what_cannot_be(self, make: Any, message: str) -> None:
+    def test_invalid_arguments_are_refused(self, make: Any, message: str) -> None:
         with pytest.raises(TranslationError, match=message):
             make(optimizer())

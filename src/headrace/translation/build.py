@@ -41,7 +41,7 @@ class RunParts:
     model: Translator  # not wrapped in DDP
     engine: Engine
     loader: Any  # a DataLoader whose sampler is a PlannedSampler
-    valid: DataLoader[Any]
+    valid_loader: DataLoader[Any]
 
     @property
     def plan(self) -> Plan:
@@ -92,9 +92,8 @@ def build_run(
     model = model.to(device.torch_device).train()
     parallel = parallelize(ranks, model, settings.parallel, device)
     if ranks.several:
-        torch.manual_seed(
-            _rank_seed(settings.seed, ranks.rank)
-        )  # each rank has a dropout of its own
+        # Each rank must drop out other values.
+        torch.manual_seed(_rank_seed(settings.seed, ranks.rank))
     optimizer = torch.optim.AdamW(
         parallel.parameters(),
         lr=settings.lr,
@@ -122,7 +121,7 @@ def build_run(
     # HEADRACE_PLAN may have replaced the engine's plan. The batches are those of the settings.
     pin, share = engine.plan.pin and device.asynchronous, (ranks.rank, ranks.size)
     timeout_s, splits = settings.loader_timeout, data.splits
-    training = make_loader(
+    train_loader = make_loader(
         splits["train"],
         batches,
         loader,
@@ -130,18 +129,20 @@ def build_run(
         timeout_s=timeout_s,
         share=share,
     )
-    in_order = BatchPlan(splits["valid"].lengths, sentences=settings.sentences, shuffle=False)
-    valid = make_loader(splits["valid"], in_order, LoaderPlan(workers=0), pin=pin, share=share)
-    return RunParts(settings, data, ranks, device, model, engine, training, valid)
+    valid_batches = BatchPlan(splits["valid"].lengths, sentences=settings.sentences, shuffle=False)
+    valid_loader = make_loader(
+        splits["valid"], valid_batches, LoaderPlan(workers=0), pin=pin, share=share
+    )
+    return RunParts(settings, data, ranks, device, model, engine, train_loader, valid_loader)
 
 
 def parallelize(
-    ranks: Ranks, model: Translator, how: Literal["ddp", "fsdp"], device: Device
+    ranks: Ranks, model: Translator, mode: Literal["ddp", "fsdp"], device: Device
 ) -> torch.nn.Module:
     """The model wrapped in DDP or sharded with FSDP; unchanged in a single process."""
     if ranks.group is None:
         return model
-    if how == "ddp":
+    if mode == "ddp":
         # On a stream of its own: what DDP makes on the default stream cannot be captured in a
         # graph. Backward then runs on another stream, and PyTorch would warn about it.
         with suppress(AttributeError):  # older PyTorch has no such warning
@@ -183,15 +184,15 @@ def _choose_plans(settings: TrainSettings, device: Device) -> tuple[Plan, Loader
     workers = settings.workers if settings.workers is not None else loader.workers
     if workers is None:
         workers = 2 if device.asynchronous else 0
-    ahead = settings.prefetch_factor or loader.prefetch_factor
-    return plan, LoaderPlan(workers, ahead, loader.batch_size)
+    prefetch_factor = settings.prefetch_factor or loader.prefetch_factor
+    return plan, LoaderPlan(workers, prefetch_factor, loader.batch_size)
 
 
 def _schedule(settings: TrainSettings, optimizer: torch.optim.Optimizer) -> LambdaLR:
     if settings.schedule == "noam":
         return noam(optimizer, settings.model().width, settings.warmup)
-    shape = inverse_sqrt if settings.schedule == "inverse_sqrt" else constant
-    return shape(optimizer, settings.warmup, settings.lr)
+    schedule = inverse_sqrt if settings.schedule == "inverse_sqrt" else constant
+    return schedule(optimizer, settings.warmup, settings.lr)
 
 
 def _plan_batches(

@@ -54,8 +54,8 @@ def beam_search(
 ) -> list[list[int]]:
     """Find the best hypothesis of each sentence. src is (sentences, length), on the device.
 
-    At each step the `beam` best candidates are looked at: those that end with eos are finished, and
-    the `beam` best that do not end continue. A sentence is done when `beam` hypotheses have ended,
+    At each step, those of the `beam` best candidates that end with eos are finished, and the `beam`
+    best that do not end continue. A sentence is done when `beam` hypotheses have ended,
     or when no running one can become better than the best that ended. A beam of 1 gives the same as
     `greedy`, where `max_length` is explained.
     """
@@ -126,6 +126,8 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Greedy:
+    """One hypothesis per sentence."""
+
     def __init__(self, model: Translator, src: Tensor, limits: Tensor, steps: int) -> None:
         sentences = src.size(0)
         self._model, self._limits = model, limits
@@ -164,7 +166,7 @@ class _Beams:
         self._scores = torch.full((sentences, beam), -math.inf, device=src.device)
         self._scores[:, 0] = 0.0
         self._first_row = torch.arange(0, sentences * beam, beam, device=src.device).unsqueeze(1)
-        self._rank = torch.arange(2 * beam, device=src.device)
+        self._candidate = torch.arange(2 * beam, device=src.device)
         self._largest_penalty = ((limits + 6) / 6) ** length_penalty
         self._ended_count = torch.zeros(sentences, dtype=torch.int64, device=src.device)
         self._best = torch.full((sentences,), -math.inf, device=src.device)
@@ -175,7 +177,7 @@ class _Beams:
         logits, self._state = self._model.step(self._last, self._state)
         vocabulary = logits.size(2)
         log_p = _mask_forbidden(logits.float().log_softmax(dim=2), step, self._limits)
-        # A beam has one candidate that ends, so at least `beam` of 2 × `beam` candidates do not.
+        # Each beam has only one candidate that ends: of 2 × `beam`, at least `beam` do not.
         totals = (self._scores.unsqueeze(2) + log_p).flatten(1)
         scores, at = totals.topk(2 * self._beam, dim=1)
         beams, ids = at // vocabulary, at % vocabulary
@@ -185,7 +187,7 @@ class _Beams:
 
     def _keep_best_ended(self, step: int, scores: Tensor, beams: Tensor, ends: Tensor) -> None:
         """Keep the best hypothesis that ends now, if it is better than those that ended before."""
-        ended = ends & (self._rank < self._beam) & scores.isfinite()
+        ended = ends & (self._candidate < self._beam) & scores.isfinite()
         penalty = ((step + 6) / 6) ** self._length_penalty
         values, at = (scores / penalty).masked_fill(~ended, -math.inf).max(dim=1, keepdim=True)
         ids = _select(self._running, beams.gather(1, at)).squeeze(1)

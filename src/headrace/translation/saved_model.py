@@ -25,6 +25,7 @@ from headrace.translation.score import Scores, score
 from headrace.translation.settings import TrainSettings, resolve_precision
 from headrace.translation.weights import load_weights
 
+#: Called with the number of translated sentences and of all.
 Watch = Callable[[int, int], object]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 

@@ -400,7 +400,7 @@ def _signal_name(number: int) -> str | None:
 def _validate(parts: RunParts) -> dict[str, float]:
     """The loss on all of valid, and BLEU on a sample of it. With an EMA, its weights are used."""
     with _averaged_weights(parts.engine):
-        result = parts.engine.evaluate(parts.valid)
+        result = parts.engine.evaluate(parts.valid_loader)
         found = {"valid_loss": result.mean_loss, "valid_nll": result.metrics["nll"]}
         sample = parts.data.texts("valid")[: parts.settings.valid_sentences]
         if sample:

@@ -40,13 +40,13 @@ class WeightFiles:
             self._write("best")
         if self.average_last:
             self._write(f"epoch-{epoch:05}")
-            for old in self._epochs()[: -self.average_last] if self.ranks.is_first else ():
+            for old in self._epoch_files()[: -self.average_last] if self.ranks.is_first else ():
                 old.unlink()
 
     def final_weights(self) -> str:
         """The name of the weights to score: "best", or "averaged", which it writes first."""
         name = "best"
-        if self.ranks.is_first and self._epochs():
+        if self.ranks.is_first and self._epoch_files():
             name = "averaged"
             weights_to_file(self.path(name), self._averaged())
         return self.ranks.told(name, self.device.ledger)
@@ -60,12 +60,12 @@ class WeightFiles:
             # The device is given so that its ledger records the wait for the copy.
             weights_to_file(self.path(name), weights, device=self.device)
 
-    def _epochs(self) -> list[Path]:
+    def _epoch_files(self) -> list[Path]:
         return sorted(self.folder.glob("epoch-*.safetensors"))
 
     def _averaged(self) -> dict[str, torch.Tensor]:
         """The mean of the weights of the last epochs."""
-        stored = [weights_from_file(path) for path in self._epochs()]
+        stored = [weights_from_file(path) for path in self._epoch_files()]
         return {
             name: torch.stack([one[name].double() for one in stored]).mean(0).to(value.dtype)
             for name, value in stored[0].items()

@@ -74,7 +74,7 @@ def test_parallel_text(tmp_path: Path, packed: str, reverse: bool) -> None:
     assert everything(swapped) == {(en, zh) for zh, en in PAIRS}
 
 
-def test_ch_and_zh_are_one(tmp_path: Path) -> None:
+def test_ch_and_zh_mean_the_same_language(tmp_path: Path) -> None:
     path = put(tmp_path / "data.json", json.dumps(OBJECTS))
     assert everything(read(path, src="ch")) == everything(read(path, src="zh")) == set(PAIRS)
     assert "expected two different languages" in refused(path, src="zh", trg="ch")
@@ -115,7 +115,7 @@ def test_text_is_cleaned(tmp_path: Path) -> None:
     assert corpus.counts["train"] == SplitCounts(read=4, empty=2, held_out=1, pairs=1)
 
 
-def test_what_is_held_out_depends_on_content_alone(tmp_path: Path) -> None:
+def test_held_out_pairs_depend_only_on_their_text(tmp_path: Path) -> None:
     lines = [f"{number}\tnumber {number}\n" for number in range(500)]
     first = read(put(tmp_path / "a.tsv", "".join(lines)))
     random.Random(3).shuffle(lines)
@@ -165,20 +165,20 @@ def test_what_is_held_out_depends_on_content_alone(tmp_path: Path) -> None:
          "and 1 in every other split"),
     ],
 )  # fmt: skip
-def test_errors_say_where_what_and_what_else(
+def test_errors_name_the_place_what_was_found_and_what_was_expected(
     tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
     path = put(tmp_path / name, content)
     assert refused(path) == f"{path}{message}"
 
 
-def test_deep_or_long_json_is_refused_in_words(tmp_path: Path) -> None:
+def test_json_too_deep_to_parse_is_refused(tmp_path: Path) -> None:
     for content in ("[" * 200_000, f"[[1{'0' * 5000}, 2]]"):
         for name in ("d.json", "d.jsonl"):
             assert "cannot be read as JSON" in refused(put(tmp_path / name, content))
 
 
-def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.tsv"
     assert refused(path) == (f"{path}: does not exist; expected a file or folder of parallel text")
     whole = gzip.compress(b"a\tb\n" * 100)
@@ -189,7 +189,7 @@ def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
     assert refused(cut).startswith(f"{cut}: is not a complete gzip file (")
 
 
-def test_text_that_is_not_in_step(tmp_path: Path) -> None:
+def test_text_files_of_different_lengths_are_refused(tmp_path: Path) -> None:
     zh, en = put(tmp_path / "a.zh", "一\n二\n三\n"), put(tmp_path / "a.en", "one\ntwo\n")
     message = f"{zh} has 3 lines and {en} has 2; expected as many, one sentence per line"
     assert refused([zh, en]) == refused([zh, en], skip_bad=True) == message
@@ -242,7 +242,7 @@ def test_bad_records_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("side", ["", "e n", "a/b", "汉"])
-def test_sides_have_plain_names(tmp_path: Path, side: str) -> None:
+def test_invalid_language_names_are_refused(tmp_path: Path, side: str) -> None:
     assert re.match("src = .* expected a language's name", refused(tmp_path, src=side))
     assert issubclass(CorpusError, HeadraceError)
 

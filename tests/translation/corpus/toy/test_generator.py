@@ -19,7 +19,7 @@ def corpus() -> Corpus:
     return builtin_corpus()
 
 
-def test_the_size_is_as_asked_and_the_splits_share_no_sentence(corpus: Corpus) -> None:
+def test_it_has_the_given_size_and_splits_share_no_sentence(corpus: Corpus) -> None:
     assert {split: len(pairs) for split, pairs in corpus.splits.items()} == {
         "train": 29_000,
         "valid": 500,
@@ -34,7 +34,7 @@ def test_the_size_is_as_asked_and_the_splits_share_no_sentence(corpus: Corpus) -
     }
 
 
-def test_the_same_seed_is_the_same_corpus() -> None:
+def test_the_same_seed_gives_the_same_corpus() -> None:
     assert builtin_corpus(3, 500) == builtin_corpus(3, 500)
     assert builtin_corpus(3, 500) != builtin_corpus(4, 500)
     # Spelled out: whoever changes the sentences must also raise GRAMMAR_VERSION.
@@ -84,7 +84,7 @@ def test_either_direction_and_no_other_language() -> None:
         builtin_corpus(src="de", trg="en")
 
 
-def test_sizes_that_cannot_be() -> None:
+def test_too_small_a_size_is_refused() -> None:
     with pytest.raises(CorpusError, match="size = 3: expected at least 30"):
         builtin_corpus(size=3)
 

@@ -140,7 +140,7 @@ def test_numbers(number: int, zh: str, en: str) -> None:
     assert number_row(number).cells == {"zh": "两" if number == 2 else zh, "en": en}
 
 
-def test_no_two_numbers_are_written_alike() -> None:
+def test_different_numbers_are_written_differently() -> None:
     numbers = range(1, 1000)
     assert len({chinese_number(n) for n in numbers}) == len(numbers)
     assert len({english_number(n) for n in numbers}) == len(numbers)
@@ -148,7 +148,7 @@ def test_no_two_numbers_are_written_alike() -> None:
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**9))
-def test_dates_are_of_the_calendar(seed: int) -> None:
+def test_dates_have_the_right_weekday(seed: int) -> None:
     zh, en = sentence_with("{date", seed)
     month, day = map(int, re.search(r"(\d+)月(\d+)日", zh).groups())  # type: ignore[union-attr]
     assert f"{MONTHS[month - 1]} {day}" in en
@@ -164,7 +164,7 @@ def test_dates_are_of_the_calendar(seed: int) -> None:
 
 @settings(deadline=None)
 @given(seed=st.integers(0, 10**9))
-def test_times_name_the_same_minute(seed: int) -> None:
+def test_times_mean_the_same_minute_in_both_languages(seed: int) -> None:
     zh, en = sentence_with("{clock}", seed)
     numbers = {chinese_number(n): n for n in range(1, 60)} | {"两": 2}
     hour, rest = re.search("[早上下晚][上午]([^点]+)点(一刻|半|三刻|零?[^分]+分)?", zh).groups()  # type: ignore[union-attr]
