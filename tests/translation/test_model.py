@@ -318,8 +318,8 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"width": 15}, "width = 15: expected an even multiple of heads = 4"),
-            ({"width": 18}, "width = 18: expected an even multiple"),
+            ({"width": 15}, "width = 15: expected an even number, a multiple of heads = 4"),
+            ({"width": 18}, "width = 18: expected an even number, a multiple"),
             ({"heads": 0}, "heads = 0: expected a whole number, 1 to 1,024"),
             ({"encoder_layers": 1.5}, "encoder_layers = 1.5: expected a whole number"),
             ({"dropout": 1.0}, "dropout = 1.0: expected a number below 1"),

@@ -55,7 +55,7 @@ class ModelSettings:
             _check_setting(known, hints[known.name], getattr(self, known.name))
         if self.width % 2 or self.width % self.heads:
             raise TranslationError(
-                f"width = {self.width}: expected an even multiple of heads = {self.heads}"
+                f"width = {self.width}: expected an even number, a multiple of heads = {self.heads}"
             )
 
     @classmethod
@@ -95,9 +95,8 @@ class DecoderState:
     """The state of incremental decoding. Its shapes do not change from step to step."""
 
     cache: Tensor  # (layers, keys and values, sentences × beams, heads, length, head width)
-    memory: tuple[
-        tuple[Tensor, Tensor], ...
-    ]  # keys and values per layer: (sentences, heads, source length, …)
+    # The source's keys and values per layer: (sentences, heads, source length, head width).
+    memory: tuple[tuple[Tensor, Tensor], ...]
     mask: Tensor  # (sentences, 1, 1, source length)
     written: Tensor  # (1, 1, 1, length); True where the cache has keys and values
     position: Tensor  # (1,): the position of the next token

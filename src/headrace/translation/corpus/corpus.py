@@ -127,8 +127,8 @@ def split_corpus(
     held: list[Pair] = []
     if "valid" not in splits:
         held = _choose_held_out(train)
-        gone = set(held)
-        train = [pair for pair in train if pair not in gone]
+        held_out = set(held)
+        train = [pair for pair in train if pair not in held_out]
         splits = {**splits, "valid": held}
         counts = {**counts, "valid": SplitCounts(held_out=len(held))}
     counts["train"] = dataclasses.replace(
@@ -200,13 +200,17 @@ def _digest(pair: Pair) -> bytes:
 
 
 def _explain_empty(counts: SplitCounts) -> str:
-    gone = {
+    dropped = {
         known.name.replace("_", " "): getattr(counts, known.name)
         for known in dataclasses.fields(counts)
         if known.name not in ("read", "pairs", "held_out") and getattr(counts, known.name)
     }
-    why = f" ({', '.join(f'{number:,} {name}' for name, number in gone.items())})" if gone else ""
-    left = counts.read - sum(gone.values())
+    why = (
+        f" ({', '.join(f'{number:,} {name}' for name, number in dropped.items())})"
+        if dropped
+        else ""
+    )
+    left = counts.read - sum(dropped.values())
     return (
         f"leaves {left} of {counts.read:,} pairs to use{why}; expected at least 2 in train and "
         "1 in every other split"

@@ -135,6 +135,7 @@ def write_ids(
     return len(pairs) - kept
 
 
+# The ids of many sentences in one array, and the length of each sentence.
 _FlatIds = tuple[Ints, Longs]
 
 
@@ -150,8 +151,8 @@ def _encode_in_order(
     max_length: int,
     workers: int,
 ) -> Iterator[tuple[int, tuple[_FlatIds, _FlatIds]]]:
-    """Yield encoded chunks in order, each with the number of pairs before the length limit. Threads
-    encode a few chunks ahead."""
+    """Yield the number of pairs in each chunk, and its encoded pairs that are not too long. With
+    several workers, threads encode a few chunks ahead."""
     chunks = (pairs[at : at + _CHUNK] for at in range(0, len(pairs), _CHUNK))
     if workers == 1:
         for chunk in chunks:
@@ -176,9 +177,8 @@ def _encode_chunk(
     src = [[*ids, EOS] for ids in vocabularies[0].encode([pair[0] for pair in pairs])]
     trg = [[BOS, *ids, EOS] for ids in vocabularies[1].encode([pair[1] for pair in pairs])]
     fits = [max(len(s), len(t)) <= max_length for s, t in zip(src, trg, strict=True)]
-    return _flatten(list(itertools.compress(src, fits))), _flatten(
-        list(itertools.compress(trg, fits))
-    )
+    src, trg = (list(itertools.compress(side, fits)) for side in (src, trg))
+    return _flatten(src), _flatten(trg)
 
 
 def _flatten(sequences: list[list[int]]) -> _FlatIds:

@@ -104,7 +104,7 @@ def find_pair_files(data: Path | Sequence[Path], sides: Sides) -> dict[str, list
         return {"train": groups}
     splits = _split_by_name(groups)
     for path in unknown:
-        # Files of a third language may lie there. But this one would be a split of its own.
+        # Files of other languages are ignored, but not if a split has no other files.
         split = _split_of(path)
         if split is not None and split not in splits:
             raise CorpusError(f"{path}: has no known extension; expected {_expected(sides)}")
@@ -149,9 +149,11 @@ def _group_files(files: list[Path], sides: Sides) -> tuple[list[PairFiles], list
             unknown.append(path)
             continue
         kind = extension if extension in FORMATS else str(side)
-        twin = seen.setdefault((path.with_name(stem), kind), path)
-        if twin is not path:
-            raise CorpusError(f"{twin} and {path}: hold the same data; expected only one of them")
+        earlier = seen.setdefault((path.with_name(stem), kind), path)
+        if earlier is not path:
+            raise CorpusError(
+                f"{earlier} and {path}: hold the same data; expected only one of them"
+            )
         if extension in FORMATS:
             groups.append(PairFiles((path,), FORMATS[extension]))
         else:
@@ -173,18 +175,18 @@ def _split_of(path: Path) -> str | None:
 
 def _split_by_name(groups: list[PairFiles]) -> dict[str, list[PairFiles]]:
     splits: dict[str, list[PairFiles]] = {}
-    nameless = []
+    without_split = []
     for files in groups:
         split = _split_of(files.paths[0])
         if split is None:
-            nameless.append(files)
+            without_split.append(files)
         else:
             splits.setdefault(split, []).append(files)
-    if len(nameless) == 1 and "train" not in splits:
-        splits["train"] = nameless
-    elif nameless:
+    if len(without_split) == 1 and "train" not in splits:
+        splits["train"] = without_split
+    elif without_split:
         raise CorpusError(
-            f"{nameless[0]}: its name gives no split; "
+            f"{without_split[0]}: its name gives no split; "
             f"expected names that begin with {', '.join(SPLITS)}"
         )
     if "train" not in splits:

@@ -143,6 +143,7 @@ def _encode_into(
     workers: int | None,
     progress: OnProgress | None,
 ) -> None:
+    """Train vocabularies, encode all splits, and write everything into `folder`."""
     vocabularies = _train_vocabularies(corpus.splits["train"], settings, progress)
     names = ("joint",) if settings["joint"] else ("src", "trg")
     for name, vocabulary in zip(names, vocabularies, strict=False):
