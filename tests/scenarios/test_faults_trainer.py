@@ -36,7 +36,7 @@ from headrace.runs import MetricsLog, RunFolder, StopRequests, read_metrics
 from headrace.translation import Trainer, TrainSettings
 from headrace.translation.corpus.batches import PaddedBatches
 from headrace.translation.loss import TranslationLoss
-from headrace.translation.trainer import EpochLoss, leave_overdue
+from headrace.translation.trainer import EpochLoss, exit_after_grace
 from support.places import BENCHMARKS
 from support.trainers import SMALL, new, weights_of
 
@@ -149,7 +149,7 @@ class TestDisk:
         trainer.run()
         assert weights_of(trainer.folder.path) == whole
         assert caplog.text.count("No space left on device; still there: step-") == 2
-        assert "training continues, and another one is written now" in caplog.text
+        assert "training continues and writes a new checkpoint now" in caplog.text
 
     @pytest.mark.parametrize("fault", ["missing", "read-only"])
     def test_a_folder_that_is_gone(
@@ -343,15 +343,15 @@ class TestStopping:
         tmp_path: Path,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        count, seen = EpochLoss.count, []
+        count, seen = EpochLoss.add_arrived, []
 
-        def counted(self: EpochLoss, come_back: Any) -> None:
+        def counted(self: EpochLoss, arrived: Any) -> None:
             seen.append(1)
             if len(seen) == 3:
                 os.kill(os.getpid(), signal.SIGTERM)
-            count(self, come_back)
+            count(self, arrived)
 
-        monkeypatch.setattr(EpochLoss, "count", counted)
+        monkeypatch.setattr(EpochLoss, "add_arrived", counted)
         for code, expected in (("zero", 0), ("signal", 143)):
             seen.clear()
             trainer = new(corpus, tmp_path, code, stop_code=code, grace=60)
@@ -364,19 +364,19 @@ class TestStopping:
         self, corpus: Path, tmp_path: Path, whole: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """As systemd sends it, and Slurm: the workers stay for as long as batches are needed."""
-        count, seen = EpochLoss.count, []
+        count, seen = EpochLoss.add_arrived, []
 
-        def counted(self: EpochLoss, come_back: Any) -> None:
+        def counted(self: EpochLoss, arrived: Any) -> None:
             seen.append(1)
             if len(seen) == 3:
                 ours = [os.getpid(), *(c.pid for c in psutil.Process().children(recursive=True))]
                 assert len(ours) >= 3
                 code = "import os, sys; [os.kill(int(pid), 15) for pid in sys.argv[1:]]"
                 subprocess.run([sys.executable, "-c", code, *map(str, ours)], check=True)
-            count(self, come_back)
+            count(self, arrived)
 
         with monkeypatch.context() as patch:
-            patch.setattr(EpochLoss, "count", counted)
+            patch.setattr(EpochLoss, "add_arrived", counted)
             result = new(corpus, tmp_path, "run", workers=2, save_every=1000).run()
         assert result.stopped == "SIGTERM"
         assert latest_checkpoint(result.folder.state) is not None
@@ -416,7 +416,7 @@ class TestStopping:
         told: list[str] = []
         monkeypatch.setattr(os, "_exit", codes.append)
         monkeypatch.setattr("headrace.translation.trainer.kill_children", lambda: None)
-        leave_overdue(7, RunFolder(tmp_path / "run"), told.append)
+        exit_after_grace(7, RunFolder(tmp_path / "run"), told.append)
         assert codes == [143]
         assert "7 s after SIGTERM" in told[0]
         assert "--resume" in told[0]

@@ -1,4 +1,4 @@
-"""Search: greedy and beams against plain searches and against all sequences there are."""
+"""Greedy and beam search, compared with plain searches and with all possible sequences."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def _one_thread() -> Iterator[None]:
 
 
 def make(seed: int, vocabulary: int = 6, *, eos: float = 0.0, spread: float = 1.0) -> Translator:
-    """A model of random opinions; `eos` makes it end sooner, or later."""
+    """A model with random weights. `eos` makes it end sooner or later."""
     torch.manual_seed(seed)
-    model = Translator(SETTINGS.but(tied=False), 9, vocabulary)
+    model = Translator(SETTINGS.replace(tied=False), 9, vocabulary)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=spread)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def sources(rows: int, length: int, seed: int = 0) -> Tensor:
 
 
 def score(log_p: float, tokens: int, length_penalty: float) -> float:
-    """Of a hypothesis with that many tokens, eos counted."""
+    """The length penalty of a hypothesis with this many tokens, eos included."""
     return log_p / ((5 + tokens) / 6) ** length_penalty
 
 
@@ -141,7 +141,7 @@ class TestAgainstPlainSearch:
         eos=st.sampled_from([-1.0, 0.0, 2.0]),
     )
     @settings(max_examples=40, deadline=None, derandomize=True)
-    def test_beams(
+    def test_beam_search_equals_a_plain_one(
         self, seed: int, beam: int, limit: int, length_penalty: float, eos: float
     ) -> None:
         model = make(seed, 9, eos=eos)
@@ -188,7 +188,7 @@ class TestResults:
         assert [len(ids) for ids in greedy(model, src, CPU, max_length=1000)] == [39] * 3
 
     @pytest.mark.parametrize("beam", [1, 3])
-    def test_neighbours_change_nothing(self, beam: int) -> None:
+    def test_a_translation_does_not_depend_on_its_batch(self, beam: int) -> None:
         for seed in range(10):
             model = make(seed, 9, eos=1.0)
             src = sources(5, 5, seed)
@@ -213,7 +213,7 @@ class TestResults:
             assert len(greedy(model, sources(3, 5), CPU)) == 3
         assert all(set(ids) <= {UNK, *range(4, 9)} for ids in found)
 
-    def test_a_longer_penalty_gives_longer_ones(self) -> None:
+    def test_a_larger_length_penalty_gives_longer_translations(self) -> None:
         lengths = []
         for length_penalty in (0.0, 1.0, 5.0):
             found = [
@@ -227,7 +227,7 @@ class TestResults:
         assert lengths == sorted(lengths)
         assert lengths[0] < lengths[2]
 
-    def test_the_model_is_put_back_as_it_was(self) -> None:
+    def test_modules_keep_their_training_mode(self) -> None:
         model = make(0)
         model.encoder[0].eval()
         before = [module.training for module in model.modules()]
@@ -254,12 +254,14 @@ class TestStopping:
         return len(calls)
 
     @pytest.mark.parametrize("beam", [1, 3])
-    def test_soon_after_the_last_is_done(self, monkeypatch: Any, beam: int) -> None:
-        """They end at the second step; that is asked at the fourth, and heard at the sixth."""
+    def test_the_search_stops_soon_after_the_last_sentence_is_done(
+        self, monkeypatch: Any, beam: int
+    ) -> None:
+        """They end at step 2. The search asks at step 4 and reads the answer at step 6."""
         model = make(0, 9, eos=100.0)
         assert self.steps(monkeypatch, model, beam=beam, length_penalty=0.0) == 6
 
-    def test_not_before(self, monkeypatch: Any) -> None:
+    def test_the_search_does_not_stop_earlier(self, monkeypatch: Any) -> None:
         assert self.steps(monkeypatch, make(0, 9, eos=-100.0)) == 40
 
     @pytest.mark.parametrize("every", [1, 2, 7, 1000])
@@ -310,7 +312,7 @@ class TestTranslateIds:
         assert found == expected
         assert device.pinned.lent == 0
 
-    def test_few_waits_and_none_hidden(self) -> None:
+    def test_all_host_waits_are_in_the_ledger_and_few(self) -> None:
         with FakeDevice() as device:
             model = make(2, 9, eos=-100.0).to(device.torch_device)
             hidden = len(device.hidden_waits)
@@ -327,14 +329,14 @@ class TestTranslateIds:
             ([[4], [5] * 41], {}, "source 1 has 41 ids: expected at most 40"),
             ([[4, 9]], {}, "source 0 has ids from 4 to 9: expected 1 to 8"),
             ([[PAD, 4]], {}, "source 0 has ids from 0 to 4"),
-            ([[4]], {"beam": 0}, "beam = 0: expected a whole number from 1"),
-            ([[4]], {"length_penalty": -1}, "length_penalty = -1: expected a number from 0"),
+            ([[4]], {"beam": 0}, "beam = 0: expected a whole number, at least 1"),
+            ([[4]], {"length_penalty": -1}, "length_penalty = -1: expected a number, at least 0"),
             ([[4]], {"length_penalty": math.nan}, "length_penalty = nan"),
-            ([[4]], {"max_length": 0}, "max_length = 0: expected a whole number from 1"),
-            ([[4]], {"batch_tokens": 0}, "batch_tokens = 0: expected a whole number from 1"),
+            ([[4]], {"max_length": 0}, "max_length = 0: expected a whole number, at least 1"),
+            ([[4]], {"batch_tokens": 0}, "batch_tokens = 0: expected a whole number, at least 1"),
         ],
     )
-    def test_what_cannot_be(
+    def test_invalid_arguments_are_refused(
         self, given_ids: list[list[int]], options: dict[str, Any], message: str
     ) -> None:
         with pytest.raises(TranslationError, match=message):

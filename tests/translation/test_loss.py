@@ -43,7 +43,7 @@ def targets(rows: int, length: int, vocabulary: int, seed: int) -> Tensor:
 
 
 def plain(logits: Tensor, trg: Tensor, smoothing: float) -> tuple[float, int, float]:
-    """Loss, weight and nll by the definition, a token at a time."""
+    """Loss, weight and NLL by definition, token by token."""
     vocabulary = logits.size(2)
     total, nll, count = 0.0, 0.0, 0
     for row, ids in zip(logits.tolist(), trg[:, 1:].tolist(), strict=True):
@@ -69,7 +69,7 @@ class TestLoss:
         seed=st.integers(0, 10_000),
     )
     @settings(max_examples=40, deadline=None, derandomize=True)
-    def test_against_plain_sums_and_torchs(
+    def test_equals_plain_sums_and_torchs_cross_entropy(
         self, rows: int, length: int, vocabulary: int, smoothing: float, seed: int
     ) -> None:
         draw = torch.Generator().manual_seed(seed)
@@ -104,18 +104,18 @@ class TestLoss:
         found["loss"].backward()
         theirs = logits.clone().requires_grad_()
         ids = trg[:, 1:].flatten()
-        smoothed, nll = loss_module._plain_sums(theirs.flatten(0, 1), ids, 0.1)
+        smoothed, nll = loss_module._loss_sums(theirs.flatten(0, 1), ids, 0.1)
         (smoothed / ids.ne(PAD).sum()).backward()
         torch.testing.assert_close(found["loss"], smoothed / ids.ne(PAD).sum())
         torch.testing.assert_close(found["nll"], nll / ids.ne(PAD).sum())
         torch.testing.assert_close(model.logits.grad, theirs.grad)
 
-    def test_its_gradient_is_right(self, monkeypatch: Any) -> None:
+    def test_gradcheck(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 21)
         ids = torch.tensor([4, PAD, 6, EOS, PAD])
         logits = torch.randn(5, 7, dtype=torch.float64, requires_grad=True)
         assert torch.autograd.gradcheck(
-            lambda some: loss_module._ChunkedSums.apply(some, ids, 0.2)[0], (logits,)
+            lambda some: loss_module._ChunkedLossSums.apply(some, ids, 0.2)[0], (logits,)
         )
 
     def test_bf16_logits_are_summed_in_float32(self) -> None:
@@ -131,8 +131,8 @@ class TestLoss:
         assert model.logits.grad is not None
         assert model.logits.grad.dtype == torch.bfloat16
 
-    def test_nothing_of_the_logits_size_in_float32(self, monkeypatch: Any) -> None:
-        """The chunks are the only float32 there is."""
+    def test_no_float32_copy_of_all_logits_is_made(self, monkeypatch: Any) -> None:
+        """Only chunks are converted to float32."""
         monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 10 * 50)
         sizes: list[int] = []
 
@@ -163,6 +163,6 @@ class TestLoss:
         assert pickle.loads(pickle.dumps(loss)) == loss
 
     @pytest.mark.parametrize("smoothing", [-0.1, 1.0, math.nan, "0.1", True])
-    def test_smoothing_that_cannot_be(self, smoothing: Any) -> None:
-        with pytest.raises(TranslationError, match=r"smoothing = .* from 0, below 1"):
+    def test_invalid_smoothing_is_refused(self, smoothing: Any) -> None:
+        with pytest.raises(TranslationError, match=r"smoothing = .* from 0 to below 1"):
             translation_loss(smoothing)

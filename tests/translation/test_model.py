@@ -19,7 +19,9 @@ from headrace.translation.corpus.vocabulary import BOS, PAD
 from headrace.translation.model import sinusoids
 
 SMALL = ModelSettings(16, 4, 2, 2, 24, 0.0, max_length=20)
-TINY = SMALL.but(encoder_layers=1, decoder_layers=1, dropout=0.1)  # the fake device takes its time
+TINY = SMALL.replace(
+    encoder_layers=1, decoder_layers=1, dropout=0.1
+)  # the fake device takes its time
 NORMS = pytest.mark.parametrize("norm", ["pre", "post"])
 
 
@@ -132,7 +134,7 @@ class TestForward:
     @pytest.mark.parametrize("tied", [True, False])
     @torch.no_grad()
     def test_against_plain_arithmetic(self, norm: str, tied: bool) -> None:
-        model = make(SMALL.but(norm=norm, tied=tied))
+        model = make(SMALL.replace(norm=norm, tied=tied))
         src, trg = ids(5, 7, 11), ids(5, 6, 13, seed=2)
         logits = model(src, trg)
         assert logits.shape == (5, 6, 13)
@@ -143,7 +145,7 @@ class TestForward:
 
     @NORMS
     def test_padding_changes_nothing(self, norm: str) -> None:
-        model = make(SMALL.but(norm=norm))
+        model = make(SMALL.replace(norm=norm))
         src, trg = ids(4, 7, 11), ids(4, 6, 13, seed=2)
         wider_src = torch.cat((src, torch.zeros(4, 5, dtype=torch.int64)), dim=1)
         wider_trg = torch.cat((trg, torch.zeros(4, 3, dtype=torch.int64)), dim=1)
@@ -168,7 +170,7 @@ class TestForward:
 
     @NORMS
     def test_the_future_changes_nothing(self, norm: str) -> None:
-        model = make(SMALL.but(norm=norm))
+        model = make(SMALL.replace(norm=norm))
         src, trg = ids(3, 7, 11), torch.randint(4, 13, (3, 6))
         expected = model(src, trg)
         for at in range(1, 6):
@@ -180,7 +182,7 @@ class TestForward:
 
     @NORMS
     def test_a_row_of_padding_is_finite(self, norm: str) -> None:
-        model = make(SMALL.but(norm=norm, dropout=0.1)).train()
+        model = make(SMALL.replace(norm=norm, dropout=0.1)).train()
         src, trg = ids(3, 7, 11), ids(3, 6, 13)
         src[1], trg[1] = PAD, PAD
         # Said of the mask too: of nothing at all some kernels make 0, others NaN.
@@ -190,7 +192,7 @@ class TestForward:
         logits.sum().backward()
         assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
-    def test_bf16_is_near(self) -> None:
+    def test_bf16_is_close_to_float32(self) -> None:
         model = make()
         src, trg = ids(3, 7, 11), ids(3, 6, 13)
         with torch.autocast("cpu", torch.bfloat16):
@@ -199,7 +201,7 @@ class TestForward:
         torch.testing.assert_close(found.float(), model(src, trg), atol=0.5, rtol=0.1)
 
     def test_dropout_is_for_training_alone(self) -> None:
-        model = make(SMALL.but(dropout=0.5))
+        model = make(SMALL.replace(dropout=0.5))
         src, trg = ids(3, 7, 11), ids(3, 6, 13)
         assert torch.equal(model(src, trg), model(src, trg))
         model.train()
@@ -214,8 +216,8 @@ class TestIncremental:
     @NORMS
     @pytest.mark.parametrize("beams", [1, 3])
     @torch.no_grad()
-    def test_equals_all_at_once(self, norm: str, beams: int) -> None:
-        model = make(SMALL.but(norm=norm))
+    def test_step_by_step_equals_all_positions_at_once(self, norm: str, beams: int) -> None:
+        model = make(SMALL.replace(norm=norm))
         src = ids(4, 7, 11)
         trg = torch.randint(4, 13, (4, beams, 6))
         state = model.start(model.encode(src), 9, beams)
@@ -230,7 +232,7 @@ class TestIncremental:
             torch.testing.assert_close(stepwise, expected, atol=1e-5, rtol=1e-5)
 
     @torch.no_grad()
-    def test_reordered_hypotheses_go_on_from_their_parents(self) -> None:
+    def test_reordered_hypotheses_continue_their_parents(self) -> None:
         model = make()
         src, trg = ids(2, 5, 11), torch.randint(4, 13, (2, 3, 4))
         state = model.start(model.encode(src), 4, 3)
@@ -247,16 +249,16 @@ class TestIncremental:
                 torch.testing.assert_close(logits[sentence, beam], expected, atol=1e-5, rtol=1e-5)
 
     @torch.no_grad()
-    def test_shapes_stay_and_bf16_is_kept(self) -> None:
+    def test_shapes_and_dtype_do_not_change(self) -> None:
         model = make()
         with torch.autocast("cpu", torch.bfloat16):
             state = model.start(model.encode(ids(2, 5, 11)), 4)
-            before = [state.cache.shape, state.seen.shape]
+            before = [state.cache.shape, state.written.shape]
             assert state.cache.dtype == torch.bfloat16
             for _ in range(4):
                 logits, state = model.step(torch.full((2, 1), 5), state)
                 assert logits.isfinite().all()
-        assert [state.cache.shape, state.seen.shape] == before
+        assert [state.cache.shape, state.written.shape] == before
 
 
 class TestGraphs:
@@ -316,8 +318,8 @@ class TestSettings:
     @pytest.mark.parametrize(
         ("changes", "message"),
         [
-            ({"width": 15}, "width = 15: expected an even multiple of heads = 4"),
-            ({"width": 18}, "width = 18: expected an even multiple"),
+            ({"width": 15}, "width = 15: expected an even number, a multiple of heads = 4"),
+            ({"width": 18}, "width = 18: expected an even number, a multiple"),
             ({"heads": 0}, "heads = 0: expected a whole number, 1 to 1,024"),
             ({"encoder_layers": 1.5}, "encoder_layers = 1.5: expected a whole number"),
             ({"dropout": 1.0}, "dropout = 1.0: expected a number below 1"),
@@ -329,38 +331,40 @@ class TestSettings:
             ({"depth": 3}, "no model setting 'depth'; known: width, heads"),
         ],
     )
-    def test_what_cannot_be(self, changes: dict[str, Any], message: str) -> None:
+    def test_invalid_settings_are_refused(self, changes: dict[str, Any], message: str) -> None:
         with pytest.raises(TranslationError, match=message):
-            SMALL.but(**changes)
+            SMALL.replace(**changes)
 
     def test_presets(self) -> None:
         assert list(MODEL_PRESETS) == ["tiny", "small", "base", "big"]
         base = ModelSettings.preset("base")
-        assert ModelSettings().but(**base.to_dict()) == base
+        assert ModelSettings().replace(**base.to_dict()) == base
         with pytest.raises(TranslationError, match="no model 'huge'; known: tiny, small"):
             ModelSettings.preset("huge")
 
-    def test_which_weights_are_one(self) -> None:
+    def test_which_weights_are_shared(self) -> None:
         tied = make(SMALL, 13, 13)
         assert tied.output.weight is tied.trg_embedding.weight
         assert tied.src_embedding.weight is not tied.trg_embedding.weight
         joint = make(SMALL, 13, 13, joint=True)
         assert joint.src_embedding.weight is joint.trg_embedding.weight
         assert joint.output.weight is joint.trg_embedding.weight
-        loose = make(SMALL.but(tied=False), 13, 13, joint=True)
+        loose = make(SMALL.replace(tied=False), 13, 13, joint=True)
         assert loose.src_embedding.weight is not loose.trg_embedding.weight
         assert loose.output.weight is not loose.trg_embedding.weight
 
     def test_vocabularies(self) -> None:
-        with pytest.raises(TranslationError, match="joint vocabulary of 11 source and 13 target"):
+        with pytest.raises(
+            TranslationError, match="joint vocabulary has 11 source ids and 13 target"
+        ):
             Translator(SMALL, 11, 13, joint=True)
         with pytest.raises(TranslationError, match="trg_vocabulary = 3: expected a whole number"):
             Translator(SMALL, 11, 3)
 
     @pytest.mark.parametrize("tied", [True, False])
-    def test_rows_by_eights(self, tied: bool) -> None:
-        """The spare ones of 13 ids have no logit, so nothing is ever learned by them."""
-        model = make(SMALL.but(tied=tied))
+    def test_vocabulary_matrices_have_a_multiple_of_8_rows(self, tied: bool) -> None:
+        """The extra rows of 13 ids have no logits, so they get no gradient."""
+        model = make(SMALL.replace(tied=tied))
         assert model.src_embedding.weight.shape == (16, SMALL.width)
         logits = model(ids(3, 7, 11), ids(3, 6, 13))
         assert logits.shape == (3, 6, 13)
@@ -377,7 +381,7 @@ class TestSettings:
         with pytest.raises(TranslationError, match="length = 21: expected 1 to 20"):
             model.start(model.encode(torch.full((1, 3), 5)), 21)
 
-    def test_first_weights(self) -> None:
+    def test_initial_weights(self) -> None:
         torch.manual_seed(0)
         model = Translator(ModelSettings.preset("tiny"), 500, 600)
         assert (model.trg_embedding.weight[PAD] == 0).all()
@@ -389,9 +393,9 @@ class TestSettings:
         logits = model(ids(4, 9, 500), ids(4, 9, 600))
         assert 0.3 < logits.std() < 3
 
-    def test_its_state_loads_at_another_length(self) -> None:
+    def test_weights_load_into_a_model_of_another_max_length(self) -> None:
         model = make()
-        longer = Translator(SMALL.but(max_length=40), 11, 13)
+        longer = Translator(SMALL.replace(max_length=40), 11, 13)
         longer.load_state_dict(model.state_dict())
         src, trg = ids(3, 7, 11), ids(3, 6, 13)
         assert torch.equal(longer.eval()(src, trg), model(src, trg))

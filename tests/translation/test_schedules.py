@@ -66,7 +66,7 @@ class TestSchedules:
             lambda made, warmup: constant(made, warmup, 0.1),
         ],
     )
-    def test_its_state_goes_on_elsewhere(self, make: Any) -> None:
+    def test_the_state_can_be_loaded_into_another_schedule(self, make: Any) -> None:
         made = optimizer()
         schedule = make(made, 6)
         rates(made, schedule, 4)
@@ -86,13 +86,13 @@ class TestSchedules:
     @pytest.mark.parametrize(
         ("make", "message"),
         [
-            (lambda made: noam(made, 512, 0), "warmup = 0: expected a whole number from 1"),
+            (lambda made: noam(made, 512, 0), "warmup = 0: expected a whole number, at least 1"),
             (lambda made: noam(made, 0, 10), "width = 0"),
             (lambda made: inverse_sqrt(made, 2.5, 0.1), "warmup = 2.5"),
             (lambda made: constant(made, -1, 0.1), "warmup = -1"),
             (lambda made: constant(made, 1, math.inf), "peak = inf"),
         ],
     )
-    def test_what_cannot_be(self, make: Any, message: str) -> None:
+    def test_invalid_arguments_are_refused(self, make: Any, message: str) -> None:
         with pytest.raises(TranslationError, match=message):
             make(optimizer())

@@ -20,7 +20,7 @@ CHINESE = ["今天天气很好。", "我们去公园散步吧。"]
 
 
 class TestScore:
-    def test_sacrebleus_figures(self) -> None:
+    def test_scores_equal_sacrebleus(self) -> None:
         found = score(CLOSE, GERMAN, language="de")
         assert found.bleu == sacrebleu.corpus_bleu(CLOSE, [GERMAN]).score
         assert found.chrf == sacrebleu.corpus_chrf(CLOSE, [GERMAN]).score
@@ -60,13 +60,15 @@ class TestScore:
     @pytest.mark.parametrize(
         ("hypotheses", "references", "message"),
         [
-            (["a"], ["a", "b"], "1 hypotheses and 2 references: expected as many"),
+            (["a"], ["a", "b"], "1 hypotheses and 2 references: expected equal numbers"),
             ([], [], "no hypotheses and no references"),
-            ("a", "b", "hypotheses is one text: expected a list"),
-            (["a"], "b", "references is one text"),
+            ("a", "b", "hypotheses is a string: expected a list of strings"),
+            (["a"], "b", "references is a string"),
         ],
     )
-    def test_what_cannot_be(self, hypotheses: Any, references: Any, message: str) -> None:
+    def test_invalid_arguments_are_refused(
+        self, hypotheses: Any, references: Any, message: str
+    ) -> None:
         with pytest.raises(TranslationError, match=message):
             score(hypotheses, references, language="de")
 

@@ -69,7 +69,7 @@ class TestResume:
             ("graph", 0, {"average_last": 2}, [3]),
         ],
     )
-    def test_killed_and_resumed_it_is_the_same_run(
+    def test_a_killed_and_resumed_run_gives_the_same_weights(
         self,
         corpus: Path,
         tmp_path: Path,
@@ -94,8 +94,8 @@ class TestResume:
         assert epochs(found) == epochs(expected)
 
     @pytest.mark.parametrize("save_every", [0, 1000])
-    @pytest.mark.parametrize("where", ["KeptWeights.keep", "TrainResult.store"])
-    def test_killed_at_an_end_that_has_its_line_but_no_checkpoint(
+    @pytest.mark.parametrize("where", ["WeightFiles.keep", "TrainResult.store"])
+    def test_killed_after_the_metrics_line_and_before_the_checkpoint(
         self,
         corpus: Path,
         tmp_path: Path,
@@ -114,7 +114,7 @@ class TestResume:
             with pytest.raises(SystemExit):
                 dead.run()
         lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
-        assert ("epoch" if where.startswith("Kept") else "valid") in lines
+        assert ("epoch" if where.startswith("Weight") else "valid") in lines
         found = Trainer.resume(dead.folder.path, cache=corpus / "cache", quiet=True).run()
         assert epochs(found) == epochs(whole)
         lines = [line["kind"] for line in read_metrics(dead.folder.metrics)]
@@ -127,7 +127,7 @@ class TestResume:
         assert weights_of(found.folder.path) == weights_of(expected.folder.path)
 
     @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-    def test_asked_to_stop_it_saves_and_says_where(
+    def test_after_a_signal_it_saves_and_says_how_to_resume(
         self,
         corpus: Path,
         tmp_path: Path,
@@ -137,16 +137,16 @@ class TestResume:
     ) -> None:
         expected = new(corpus, tmp_path, "whole", save_every=1e6).run()
         trainer = new(corpus, tmp_path, "stopped", save_every=1e6)
-        note = EpochLoss.count
+        note = EpochLoss.add_arrived
         seen: list[int] = []
 
-        def count(self: EpochLoss, come_back: Any) -> None:
+        def count(self: EpochLoss, arrived: Any) -> None:
             seen.append(1)
             if len(seen) == 5:
                 os.kill(os.getpid(), number)
-            note(self, come_back)
+            note(self, arrived)
 
-        monkeypatch.setattr(EpochLoss, "count", count)
+        monkeypatch.setattr(EpochLoss, "add_arrived", count)
         stopped = trainer.run()
         monkeypatch.undo()
         assert (stopped.stopped, stopped.scores) == (number.name, None)
@@ -170,7 +170,7 @@ class TestResume:
 
 
 def epochs(result: TrainResult) -> list[dict[str, Any]]:
-    """What a run's metrics say of its epochs, without what depends on the clock."""
+    """The epoch metrics of a run, without those that depend on time."""
     lines = [json.loads(line) for line in result.folder.metrics.read_text().splitlines()]
     kept = ("step", "epoch", "loss", "valid_loss", "bleu")
     return [{name: line[name] for name in kept} for line in lines if line["kind"] == "epoch"]
@@ -190,7 +190,7 @@ class TestRun:
         assert result.scores is not None
         assert len(result.examples) > 0
 
-    def test_the_use_of_the_machine_is_noted(self, corpus: Path, tmp_path: Path) -> None:
+    def test_utilization_is_recorded(self, corpus: Path, tmp_path: Path) -> None:
         for monitor, epochs_noted in ((True, 2), (False, 0)):
             result = new(corpus, tmp_path, f"monitor {monitor}", monitor=monitor).run()
             lines = [json.loads(line) for line in result.folder.metrics.read_text().splitlines()]
@@ -211,7 +211,7 @@ class TestRun:
         with pytest.raises(TranslationError, match=r"is \(.*\), the model has \("):
             new(corpus, tmp_path, "wide", width=32, weights=str(first.folder.path)).run()
 
-    def test_steps_may_be_bounded(self, corpus: Path, tmp_path: Path) -> None:
+    def test_max_steps_ends_the_run(self, corpus: Path, tmp_path: Path) -> None:
         assert new(corpus, tmp_path, "short", max_steps=5).run().updates == 5
 
 
@@ -228,7 +228,7 @@ class TestSettings:
             ({"data": ["a", None]}, "expected a path, or a list of them"),
         ],
     )
-    def test_what_is_wrong_is_named(self, values: dict[str, Any], message: str) -> None:
+    def test_errors_name_the_setting(self, values: dict[str, Any], message: str) -> None:
         with pytest.raises(TranslationError, match=message):
             TrainSettings.from_dict(values)
 
@@ -311,7 +311,7 @@ class TestCommands:
         found = self.invoke("translate", trained, "--file", text)
         assert f"{text}:3: is not UTF-8" in str(found.exception)
 
-    def test_errors_are_theirs(self, trained: Path, tmp_path: Path) -> None:
+    def test_user_errors_are_headrace_errors(self, trained: Path, tmp_path: Path) -> None:
         for arguments in (
             ("train", tmp_path / "none.tsv", "--project", tmp_path / "no"),
             ("train", "--resume", tmp_path),
@@ -328,19 +328,19 @@ class TestCommands:
             assert isinstance(found.exception, HeadraceError), found.exception
         assert not (tmp_path / "no").exists()  # nothing was begun
 
-    def test_what_was_typed_wrong_ends_with_2(self, tmp_path: Path) -> None:
-        """As Typer's own objections do; what fails later ends with 1."""
+    def test_wrong_usage_exits_with_2(self, tmp_path: Path) -> None:
+        """As for Typer's own usage errors. Later failures exit with 1."""
         for words in (["--lr", "-1"], ["--plan", "nope"], ["--heads", "3"], ["--config", "none"]):
             found = self.invoke("train", "--project", tmp_path / "no", *words)
             assert isinstance(found.exception, HeadraceError)
             assert found.exception.exit_code == 2, words
 
-    def test_what_does_not_go_with_resume_is_named_as_it_was_typed(self, trained: Path) -> None:
+    def test_options_that_resume_does_not_take_are_named_as_typed(self, trained: Path) -> None:
         others = ("--stop-code", "zero", "--name", "x", trained)
         found = self.invoke("train", "--resume", trained, *others)
         assert "leave out --name, --stop-code, DATA, or edit" in str(found.exception)
 
-    def test_a_run_is_gone_on_with_where_it_is(self, tmp_path: Path) -> None:
+    def test_resume_continues_in_the_same_folder(self, tmp_path: Path) -> None:
         elsewhere = self.invoke(
             "train", "--resume", tmp_path / "exp", "--project", tmp_path / "other"
         )
@@ -355,7 +355,7 @@ class TestCommands:
             (["--src", "xx"], "src = 'xx' and trg = 'en': the built-in corpus is"),
         ],
     )
-    def test_what_cannot_be_meant_leaves_no_folder(
+    def test_invalid_settings_leave_no_folder(
         self, tmp_path: Path, words: list[object], told: str
     ) -> None:
         found = self.invoke("train", "--project", tmp_path / "runs", *words)
@@ -364,21 +364,19 @@ class TestCommands:
 
     def test_a_run_without_weights_says_when_it_will_have_some(self, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").touch()
-        with pytest.raises(
-            TranslationError, match="writes its first weights after its first epoch"
-        ):
+        with pytest.raises(TranslationError, match="writes weights at the end of each epoch"):
             load_weights(torch.nn.Linear(1, 1), tmp_path / "weights" / "best.safetensors")
 
-    def test_a_search_is_no_run(self, tmp_path: Path) -> None:
+    def test_a_tune_folder_is_refused(self, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text("work: mlp\n")
         (tmp_path / "journal.jsonl").touch()
         for words in (["train", "--resume", tmp_path], ["translate", tmp_path, "hello"]):
             found = self.invoke(*words)
-            assert "is a search of `headrace tune`; expected a training run" in str(found.exception)
+            assert "is a run of `headrace tune`; expected a training run" in str(found.exception)
 
 
 class TestChanged:
-    """A run whose corpus or settings were changed says so, and is not harmed."""
+    """A run whose corpus or settings have changed is refused and left unchanged."""
 
     def unfinished(self, corpus: Path, tmp_path: Path) -> Path:
         (tmp_path / "pairs.tsv").write_bytes((corpus / "pairs.tsv").read_bytes())
@@ -391,7 +389,9 @@ class TestChanged:
         before = everything_in(run / "vocabulary")
         text = (tmp_path / "pairs.tsv").read_text(encoding="utf-8")
         (tmp_path / "pairs.tsv").write_text(text.replace("o", "q"), encoding="utf-8")
-        with pytest.raises(TranslationError, match="other vocabularies than when this run began"):
+        with pytest.raises(
+            TranslationError, match="differs from the vocabularies that the corpus gives now"
+        ):
             Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
         assert everything_in(run / "vocabulary") == before
 
@@ -403,7 +403,7 @@ class TestChanged:
             Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
 
 
-def test_a_trained_model_is_its_folder(corpus: Path, tmp_path: Path) -> None:
+def test_a_moved_run_folder_still_translates(corpus: Path, tmp_path: Path) -> None:
     run = new(corpus, tmp_path, "run").run().folder.path
     moved = tmp_path / "elsewhere"
     run.rename(moved)
@@ -418,14 +418,14 @@ def test_memory_is_flat_over_5000_steps(
     (tmp_path / "many.tsv").write_text(
         "".join(f"{n} and {n % 7}\t{n} und {n % 7}\n" for n in range(5200)), encoding="utf-8"
     )
-    process, count = psutil.Process(), EpochLoss.count
+    process, count = psutil.Process(), EpochLoss.add_arrived
     resident: list[int] = []
 
-    def counted(self: EpochLoss, come_back: Any) -> None:
+    def counted(self: EpochLoss, arrived: Any) -> None:
         resident.append(process.memory_info().rss)
-        count(self, come_back)
+        count(self, arrived)
 
-    monkeypatch.setattr(EpochLoss, "count", counted)
+    monkeypatch.setattr(EpochLoss, "add_arrived", counted)
     settings = {**SMALL, "width": 8, "sentences": 1, "epochs": 1, "save_every": 1e6}
     settings |= {"data": str(tmp_path / "many.tsv"), "vocabulary": 400}
     trainer = Trainer.create(
@@ -438,10 +438,10 @@ def test_memory_is_flat_over_5000_steps(
 @pytest.mark.parametrize(
     ("shapes", "stored", "most"), [(None, False, 32), (5, False, 10), (None, True, 4)]
 )
-def test_how_many_graphs(
+def test_graph_shapes_of_presets_and_plan_files(
     corpus: Path, tmp_path: Path, shapes: int | None, stored: bool, most: int
 ) -> None:
-    """Of a preset, one for each bucket and one for its last batch; a plan.yaml is kept to."""
+    """A preset gets two per bucket: full batches and the last one. A plan.yaml sets its own."""
     path = tmp_path / "plan.yaml"
     path.write_text("plan: {preset: graph, graph_shapes: 4}")
     settings = TrainSettings.from_dict(
@@ -452,7 +452,7 @@ def test_how_many_graphs(
 
 
 def test_a_plan_file_is_kept_with_the_run(corpus: Path, tmp_path: Path) -> None:
-    """Changed or taken away, or with the run's folder moved: it goes on under the same plan."""
+    """A run keeps its plan if the file is changed or deleted, or the run folder is moved."""
     file = tmp_path / "mine.yaml"
     file.write_text("plan: {preset: pipeline, prefetch_depth: 3}")
     made = new(corpus, tmp_path, "run", plan=str(file))
@@ -465,10 +465,10 @@ def test_a_plan_file_is_kept_with_the_run(corpus: Path, tmp_path: Path) -> None:
     assert again.run().updates > 0
 
 
-def test_a_runs_config_may_be_used_for_another(
+def test_a_runs_config_can_start_another_run(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its plan is the one that lies beside it, whatever lies in the current directory."""
+    """It takes the plan file beside it, not one in the current directory."""
     file = tmp_path / "mine.yaml"
     file.write_text("plan: {preset: pipeline, prefetch_depth: 3}")
     made = new(corpus, tmp_path, "run", plan=str(file))
@@ -484,7 +484,7 @@ def test_a_runs_config_may_be_used_for_another(
 def test_another_plan_from_the_environment_keeps_the_batches(
     corpus: Path, monkeypatch: pytest.MonkeyPatch, other: str | None
 ) -> None:
-    """With graphs the batches have few shapes: also if HEADRACE_PLAN leaves the graphs out."""
+    """A plan with graphs has few batch shapes, even if HEADRACE_PLAN replaces it by one without."""
     with FakeDevice() as fake:
         monkeypatch.setattr("headrace.translation.build.open_device", lambda name: fake)
         settings = TrainSettings.from_dict(

@@ -1,7 +1,7 @@
 """The reference trainer: translation with a Transformer, from raw text to a scored model.
 
-In go settings and a corpus; out comes a run's folder with weights, metrics, checkpoints and scores.
-`headrace train`, `evaluate`, `translate` and `prepare` are these. Names are loaded when used.
+It takes settings and a corpus, and makes a run folder: weights, metrics, checkpoints and scores.
+`headrace train`, `evaluate`, `translate` and `prepare` use it. Names are imported when first used.
 
     from headrace.translation import Trainer, TrainSettings
 

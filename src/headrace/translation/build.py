@@ -24,7 +24,7 @@ from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.loss import translation_loss
 from headrace.translation.model import Translator, new_model
 from headrace.translation.schedules import constant, inverse_sqrt, noam
-from headrace.translation.settings import TrainSettings, chosen_precision, is_plan_file
+from headrace.translation.settings import TrainSettings, is_plan_file, resolve_precision
 from headrace.translation.weights import load_weights
 
 _GRAPH_SHAPES = 16
@@ -32,25 +32,25 @@ _GRAPH_SHAPES = 16
 
 @dataclass(frozen=True)
 class RunParts:
-    """A run, ready to train."""
+    """All parts of a run, ready to train."""
 
     settings: TrainSettings
     data: Prepared
     ranks: Ranks
     device: Device
-    model: Translator  # without DDP around it
+    model: Translator  # not wrapped in DDP
     engine: Engine
     loader: Any  # a DataLoader whose sampler is a PlannedSampler
-    valid: DataLoader[Any]
+    valid_loader: DataLoader[Any]
 
     @property
     def plan(self) -> Plan:
-        """The engine's, with the precision that was chosen."""
+        """The engine's plan, with the resolved precision."""
         return self.engine.plan
 
 
 def check_settings(settings: TrainSettings) -> None:
-    """Raise what building a run would raise, as far as that is known without its corpus."""
+    """Raise the errors of `build_run` that can be found without the corpus."""
     settings.model()
     check_policies(settings, effective_plan(Plan.of(settings.plan)))
     open_device(rank_device(settings.device))
@@ -62,7 +62,7 @@ def check_settings(settings: TrainSettings) -> None:
 
 
 def check_policies(settings: TrainSettings, plan: Plan) -> None:
-    """Raise for `on_nonfinite` and `on_oom` policies that no run has, or none under this plan."""
+    """Raise if `on_nonfinite` is unknown, or `on_oom` does not work under this plan."""
     NonFinitePolicy.of(settings.on_nonfinite)
     if settings.on_oom == "halve" and plan.graphs != "off":
         raise TranslationError(
@@ -78,28 +78,31 @@ def build_run(
     *,
     on_error: Callable[[BaseException], object] | None = None,
 ) -> RunParts:
-    """Everything in its first state: weights follow from the seed, or from `settings.weights`.
-    `on_error` is the engine's."""
+    """Build a run in its initial state, with weights from the seed or from `settings.weights`.
+
+    `on_error` is passed to the engine.
+    """
     device = open_device(rank_device(settings.device))
-    plan, loader = _plans(settings, device)
-    batches = _batches(settings, data, plan, loader, device)
+    plan, loader = _choose_plans(settings, device)
+    batches = _plan_batches(settings, data, plan, loader, device)
     torch.manual_seed(settings.seed)
     model = new_model(settings.model(), data.vocabularies)
     if settings.weights is not None:
         load_weights(model, Path(settings.weights))
     model = model.to(device.torch_device).train()
-    spread = spread_over(ranks, model, settings.parallel, device)
+    parallel = parallelize(ranks, model, settings.parallel, device)
     if ranks.several:
-        torch.manual_seed(_seed_of(settings.seed, ranks.rank))  # each drops out its own
+        # Each rank must drop out other values.
+        torch.manual_seed(_rank_seed(settings.seed, ranks.rank))
     optimizer = torch.optim.AdamW(
-        spread.parameters(),
+        parallel.parameters(),
         lr=settings.lr,
         betas=(0.9, 0.98),
         weight_decay=settings.weight_decay,
         fused=True,
     )
     engine = Engine(
-        spread,
+        parallel,
         optimizer,
         translation_loss(settings.smoothing),
         plan=plan,
@@ -111,14 +114,14 @@ def build_run(
         deterministic=settings.deterministic,
         on_nonfinite=settings.on_nonfinite,
         on_oom=settings.on_oom,
-        # With workers a DataLoader has a timeout of its own, and ends them.
+        # With workers the DataLoader itself enforces the timeout.
         loader_timeout=0 if loader.workers else settings.loader_timeout,
         on_error=on_error,
     )
-    # HEADRACE_PLAN may have replaced the plan; batches stay as they were.
+    # HEADRACE_PLAN may have replaced the engine's plan. The batches are those of the settings.
     pin, share = engine.plan.pin and device.asynchronous, (ranks.rank, ranks.size)
     timeout_s, splits = settings.loader_timeout, data.splits
-    training = make_loader(
+    train_loader = make_loader(
         splits["train"],
         batches,
         loader,
@@ -126,28 +129,30 @@ def build_run(
         timeout_s=timeout_s,
         share=share,
     )
-    in_order = BatchPlan(splits["valid"].lengths, sentences=settings.sentences, shuffle=False)
-    valid = make_loader(splits["valid"], in_order, LoaderPlan(workers=0), pin=pin, share=share)
-    return RunParts(settings, data, ranks, device, model, engine, training, valid)
+    valid_batches = BatchPlan(splits["valid"].lengths, sentences=settings.sentences, shuffle=False)
+    valid_loader = make_loader(
+        splits["valid"], valid_batches, LoaderPlan(workers=0), pin=pin, share=share
+    )
+    return RunParts(settings, data, ranks, device, model, engine, train_loader, valid_loader)
 
 
-def spread_over(
-    ranks: Ranks, model: Translator, how: Literal["ddp", "fsdp"], device: Device
+def parallelize(
+    ranks: Ranks, model: Translator, mode: Literal["ddp", "fsdp"], device: Device
 ) -> torch.nn.Module:
-    """The model for these ranks: as it is for one alone."""
+    """The model wrapped in DDP or sharded with FSDP; unchanged in a single process."""
     if ranks.group is None:
         return model
-    if how == "ddp":
-        # Not on the default stream: a graph could not be captured of what was made there. That
-        # backward then changes streams is meant, and costs no host wait.
-        with suppress(AttributeError):  # of newer PyTorch
+    if mode == "ddp":
+        # On a stream of its own: what DDP makes on the default stream cannot be captured in a
+        # graph. Backward then runs on another stream, and PyTorch would warn about it.
+        with suppress(AttributeError):  # older PyTorch has no such warning
             torch.autograd.graph.set_warn_on_accumulate_grad_stream_mismatch(False)
         with device.use(device.stream("ddp")):
             return wrap_ddp(model, ranks.group)
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
-    # The logits are a view; nothing changes them in place.
+    # The warning is about in-place changes of the view. Nothing changes the logits in place.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
     mesh = init_device_mesh(device.torch_device.type, (ranks.size,))
     for layer in (*model.encoder, *model.decoder):
@@ -156,12 +161,12 @@ def spread_over(
     return model
 
 
-def _seed_of(seed: int, rank: int) -> int:
+def _rank_seed(seed: int, rank: int) -> int:
     digest = hashlib.sha256(f"seed {seed} of rank {rank}".encode()).digest()
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
+def _choose_plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
     loader = LoaderPlan()
     if is_plan_file(settings.plan):
         stored = load_plan(settings.plan)
@@ -169,28 +174,28 @@ def _plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
     else:
         plan = Plan.of(settings.plan)
         if plan.graphs != "off":
-            # Each bucket's last batch is not full, and of the same shape in every epoch. A
-            # plan.yaml says itself how many graphs there may be.
-            most = min(4096, 2 * (settings.shapes or _GRAPH_SHAPES))
-            plan = plan.replace(graph_shapes=most, name=plan.name)
-    precision = chosen_precision(settings.precision, device)
+            # Two shapes per bucket: full batches, and the last one, which has the same size in
+            # every epoch. A plan.yaml sets its own limit.
+            limit = min(4096, 2 * (settings.shapes or _GRAPH_SHAPES))
+            plan = plan.replace(graph_shapes=limit, name=plan.name)
+    precision = resolve_precision(settings.precision, device)
     if precision != plan.precision:
         plan = plan.replace(precision=precision, name=plan.name)
     workers = settings.workers if settings.workers is not None else loader.workers
     if workers is None:
         workers = 2 if device.asynchronous else 0
-    ahead = settings.prefetch_factor or loader.prefetch_factor
-    return plan, LoaderPlan(workers, ahead, loader.batch_size)
+    prefetch_factor = settings.prefetch_factor or loader.prefetch_factor
+    return plan, LoaderPlan(workers, prefetch_factor, loader.batch_size)
 
 
 def _schedule(settings: TrainSettings, optimizer: torch.optim.Optimizer) -> LambdaLR:
     if settings.schedule == "noam":
         return noam(optimizer, settings.model().width, settings.warmup)
-    shape = inverse_sqrt if settings.schedule == "inverse_sqrt" else constant
-    return shape(optimizer, settings.warmup, settings.lr)
+    schedule = inverse_sqrt if settings.schedule == "inverse_sqrt" else constant
+    return schedule(optimizer, settings.warmup, settings.lr)
 
 
-def _batches(
+def _plan_batches(
     settings: TrainSettings, data: Prepared, plan: Plan, loader: LoaderPlan, device: Device
 ) -> BatchPlan:
     shapes = settings.shapes

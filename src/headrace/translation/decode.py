@@ -1,13 +1,13 @@
-"""Search: from source ids to the ids of a translation, many sentences at a time.
+"""Greedy and beam search: from source ids to the ids of a translation, in batches.
 
-A hypothesis of n tokens, eos counted, has the score log p / ((5 + n) / 6)^α, α being the
-`length_penalty`: 0 compares log-probabilities as they are and so prefers what is short, 1 comes
-near to the mean over tokens. pad and bos are never generated, and an empty translation is not
-either. A hypothesis that has as many tokens as allowed is ended with eos, at eos's own price.
+The score of a hypothesis of n tokens, eos included, is log p / ((5 + n) / 6)^α, where α is the
+`length_penalty`. With 0, log-probabilities are compared directly, which favours short hypotheses; 1
+is close to the mean over tokens. The search never generates pad, bos or an empty translation. At
+its length limit a hypothesis is forced to end: eos is added with its log-probability.
 
-All of it stays on the device. Whether every sentence is done is asked every few steps and looked
-at two steps later, when the answer has mostly come; the results are read once, at the end. What a
-sentence gets does not depend on the others in its batch, but for rounding.
+Hypotheses stay on the device and are read back once, at the end. Every few steps the search asks
+the device whether all sentences are done, and reads the answer two steps later, when it has usually
+arrived. Except for rounding, a translation does not depend on the other sentences in its batch.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from headrace.errors import TranslationError
 from headrace.translation.corpus.vocabulary import BOS, EOS, PAD
 from headrace.translation.model import Translator
 
-#: Steps from one question "is every sentence done?" to the next, and from question to answer.
+# The search asks "are all sentences done?" every 4 steps, and reads the answer 2 steps later.
 _ASK_EVERY, _ANSWER_AFTER = 4, 2
 
 
 def greedy(
     model: Translator, src: Tensor, device: Device, *, max_length: int | None = None
 ) -> list[list[int]]:
-    """The likeliest next token, again and again. src (sentences, length), on the device.
+    """Take the most probable token at each step. src is (sentences, length), on the device.
 
-    `max_length` is in tokens, without eos; None allows each sentence 10 more than one and a half
-    times its source, as far as the model's positions reach.
+    `max_length` is in tokens without eos. None allows 1.5 times the source's length plus 10. The
+    model's max_length is a limit in any case.
     """
     with torch.no_grad(), evaluating(model):
         limits, steps = _limits(model, src, max_length)
@@ -52,11 +52,12 @@ def beam_search(
     length_penalty: float = 0.6,
     max_length: int | None = None,
 ) -> list[list[int]]:
-    """The best finished hypothesis of each sentence. src (sentences, length), on the device.
+    """Find the best hypothesis of each sentence. src is (sentences, length), on the device.
 
-    Each step the `beam` best hypotheses go on; those that end among the `beam` best are set aside.
-    A sentence is done when `beam` have ended, or when none that still runs can become better than
-    the best of them. A beam of 1 is `greedy`. `max_length` is as there.
+    At each step, those of the `beam` best candidates that end with eos are finished, and the `beam`
+    best that do not end continue. A sentence is done when `beam` hypotheses have ended,
+    or when no running one can become better than the best that ended. A beam of 1 gives the same as
+    `greedy`, where `max_length` is explained.
     """
     _check_search(beam, length_penalty)
     with torch.no_grad(), evaluating(model):
@@ -76,11 +77,11 @@ def translate_ids(
     max_length: int | None = None,
     progress: Callable[[int, int], object] | None = None,
 ) -> list[list[int]]:
-    """Translate any number of sentences, in their order.
+    """Translate any number of sentences. The translations are in the order of the sources.
 
-    They are searched in batches of like length, the longest first, of at most `batch_tokens`
-    source tokens times beams, padding counted. `progress` is called with (done, all) sentences
-    after each. A sentence without ids has an empty translation.
+    Sentences of similar length form a batch, the longest first, with at most `batch_tokens` source
+    tokens times beams, padding included. After each batch, `progress` is called with the number of
+    translated sentences and of all. A sentence without ids gets an empty translation.
     """
     _check_search(beam, length_penalty)
     _check_whole("batch_tokens", batch_tokens)
@@ -114,7 +115,7 @@ def translate_ids(
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block the model is in eval mode; after it, each part is as it was."""
+    """Inside the block the model is in eval mode. Afterwards each module has its old mode."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -125,6 +126,8 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
 
 
 class _Greedy:
+    """One hypothesis per sentence."""
+
     def __init__(self, model: Translator, src: Tensor, limits: Tensor, steps: int) -> None:
         sentences = src.size(0)
         self._model, self._limits = model, limits
@@ -135,14 +138,14 @@ class _Greedy:
 
     def advance(self, step: int) -> None:
         logits, self._state = self._model.step(self._last, self._state)
-        ids = _allowed(logits, step, self._limits).argmax(dim=2)
+        ids = _mask_forbidden(logits, step, self._limits).argmax(dim=2)
         self._last = ids
-        self.ids[:, step] = ids[:, 0]  # what follows an eos is not read
+        self.ids[:, step] = ids[:, 0]  # ids after eos are ignored
         self.done = self.done | ids[:, 0].eq(EOS)
 
 
 class _Beams:
-    """Shapes: (sentences, beams) for what runs, (sentences,) for the best that has ended."""
+    """Running hypotheses are (sentences, beams), the best ended ones (sentences,)."""
 
     def __init__(
         self,
@@ -159,13 +162,13 @@ class _Beams:
         self._state = model.start(model.encode(src), steps, beam)
         self._last = src.new_full((sentences, beam), BOS)
         self._running = src.new_full((sentences, beam, steps), PAD)
-        # All beams begin alike: only the first counts.
+        # All beams start equal, so only the first one counts.
         self._scores = torch.full((sentences, beam), -math.inf, device=src.device)
         self._scores[:, 0] = 0.0
         self._first_row = torch.arange(0, sentences * beam, beam, device=src.device).unsqueeze(1)
-        self._rank = torch.arange(2 * beam, device=src.device)
+        self._candidate = torch.arange(2 * beam, device=src.device)
         self._largest_penalty = ((limits + 6) / 6) ** length_penalty
-        self._ended = torch.zeros(sentences, dtype=torch.int64, device=src.device)
+        self._ended_count = torch.zeros(sentences, dtype=torch.int64, device=src.device)
         self._best = torch.full((sentences,), -math.inf, device=src.device)
         self.ids = src.new_full((sentences, steps), PAD)
         self.done = torch.zeros(sentences, dtype=torch.bool, device=src.device)
@@ -173,72 +176,72 @@ class _Beams:
     def advance(self, step: int) -> None:
         logits, self._state = self._model.step(self._last, self._state)
         vocabulary = logits.size(2)
-        log_p = _allowed(logits.float().log_softmax(dim=2), step, self._limits)
-        # Each beam ends in one way only, so among twice as many candidates enough go on.
+        log_p = _mask_forbidden(logits.float().log_softmax(dim=2), step, self._limits)
+        # Each beam has only one candidate that ends: of 2 × `beam`, at least `beam` do not.
         totals = (self._scores.unsqueeze(2) + log_p).flatten(1)
         scores, at = totals.topk(2 * self._beam, dim=1)
         beams, ids = at // vocabulary, at % vocabulary
         ends = ids.eq(EOS)
-        self._set_aside(step, scores, beams, ends)
-        self._go_on(step, scores.masked_fill(ends, -math.inf), beams, ids)
+        self._keep_best_ended(step, scores, beams, ends)
+        self._continue_running(step, scores.masked_fill(ends, -math.inf), beams, ids)
 
-    def _set_aside(self, step: int, scores: Tensor, beams: Tensor, ends: Tensor) -> None:
-        """Keep the best hypothesis that ends now, if it is better than the best before it."""
-        ended = ends & (self._rank < self._beam) & scores.isfinite()
+    def _keep_best_ended(self, step: int, scores: Tensor, beams: Tensor, ends: Tensor) -> None:
+        """Keep the best hypothesis that ends now, if it is better than those that ended before."""
+        ended = ends & (self._candidate < self._beam) & scores.isfinite()
         penalty = ((step + 6) / 6) ** self._length_penalty
         values, at = (scores / penalty).masked_fill(~ended, -math.inf).max(dim=1, keepdim=True)
-        ids = _rows(self._running, beams.gather(1, at)).squeeze(1)
+        ids = _select(self._running, beams.gather(1, at)).squeeze(1)
         ids[:, step] = EOS
         better = values.squeeze(1) > self._best
         self.ids = torch.where(better.unsqueeze(1), ids, self.ids)
         self._best = torch.where(better, values.squeeze(1), self._best)
-        self._ended = self._ended + ended.sum(dim=1)
+        self._ended_count = self._ended_count + ended.sum(dim=1)
 
-    def _go_on(self, step: int, scores: Tensor, beams: Tensor, ids: Tensor) -> None:
-        """Let the best candidates that do not end run, in the sentences that are not done."""
+    def _continue_running(self, step: int, scores: Tensor, beams: Tensor, ids: Tensor) -> None:
+        """Continue with the best candidates that do not end, in sentences that are not done."""
         scores, at = scores.topk(self._beam, dim=1)
         beams, ids = beams.gather(1, at), ids.gather(1, at)
-        # A log-probability only falls, so none that runs can end better than at its price now
-        # and the largest penalty.
+        # Log-probabilities only fall, so the score of a running hypothesis can at best become its
+        # present log-probability over the largest penalty.
         reachable = scores[:, 0] / self._largest_penalty
-        self.done = self.done | self._ended.ge(self._beam) | self._best.ge(reachable)
+        self.done = self.done | self._ended_count.ge(self._beam) | self._best.ge(reachable)
         self._scores = scores.masked_fill(self.done.unsqueeze(1), -math.inf)
-        self._running = _rows(self._running, beams)
+        self._running = _select(self._running, beams)
         self._running[:, :, step] = ids
         self._last = ids
         self._state = self._model.reorder(self._state, (self._first_row + beams).flatten())
 
 
-def _rows(hypotheses: Tensor, beams: Tensor) -> Tensor:
+def _select(hypotheses: Tensor, beams: Tensor) -> Tensor:
     """hypotheses (sentences, beams, length), beams (sentences, n) -> (sentences, n, length)."""
     at = beams.unsqueeze(2).expand(-1, -1, hypotheses.size(2))
     return hypotheses.gather(1, at)
 
 
-def _allowed(values: Tensor, step: int, limits: Tensor) -> Tensor:
-    """(sentences, beams, vocabulary), with -∞ for what may not come now."""
+def _mask_forbidden(values: Tensor, step: int, limits: Tensor) -> Tensor:
+    """Set ids that must not come at this step to -∞. values (sentences, beams, vocabulary)."""
     values[:, :, PAD] = -math.inf
     values[:, :, BOS] = -math.inf
     if step == 0:
         values[:, :, EOS] = -math.inf
         return values
-    goes_on = torch.arange(values.size(2), device=values.device).ne(EOS)
-    return values.masked_fill(limits.le(step).view(-1, 1, 1) & goes_on, -math.inf)
+    not_eos = torch.arange(values.size(2), device=values.device).ne(EOS)
+    return values.masked_fill(limits.le(step).view(-1, 1, 1) & not_eos, -math.inf)
 
 
 def _limits(model: Translator, src: Tensor, max_length: int | None) -> tuple[Tensor, int]:
-    """Tokens allowed in each sentence, (sentences,), and the steps that the longest takes."""
-    most = model.settings.max_length - 1  # bos has a position too
+    """The token limit of each sentence, (sentences,), and the number of steps for the longest."""
+    longest = model.settings.max_length - 1  # bos takes one position
     if max_length is None:
-        limits = (src.ne(PAD).sum(dim=1) * 3 // 2 + 10).clamp(max=most)
-        return limits, min(src.size(1) * 3 // 2 + 10, most) + 1
+        limits = (src.ne(PAD).sum(dim=1) * 3 // 2 + 10).clamp(max=longest)
+        return limits, min(src.size(1) * 3 // 2 + 10, longest) + 1
     _check_whole("max_length", max_length)
-    limit = min(max_length, most)
+    limit = min(max_length, longest)
     return src.new_full((src.size(0),), limit), limit + 1
 
 
 def _run(hypotheses: _Greedy | _Beams, device: Device, steps: int) -> list[list[int]]:
-    """Advance until every sentence is done, or no step is left; then read the ids."""
+    """Advance until all sentences are done or no step is left. Returns their ids."""
     with closing(DeferredScalars(device, every=1)) as questions:
         for step in range(steps):
             hypotheses.advance(step)
@@ -248,10 +251,10 @@ def _run(hypotheses: _Greedy | _Beams, device: Device, steps: int) -> list[list[
                 answers = questions.drain("search")
                 if any(answer.values["done"] for answer in answers):
                     break
-    return [_until_eos(row) for row in _read(hypotheses.ids, device)]
+    return [_cut_at_eos(row) for row in _read_back(hypotheses.ids, device)]
 
 
-def _until_eos(row: list[float]) -> list[int]:
+def _cut_at_eos(row: list[float]) -> list[int]:
     ids = []
     for number in row:
         if number in (EOS, PAD):
@@ -260,8 +263,8 @@ def _until_eos(row: list[float]) -> list[int]:
     return ids
 
 
-def _read(ids: Tensor, device: Device) -> list[list[float]]:
-    """A 2-d device tensor's numbers. The one wait of a search that always is."""
+def _read_back(ids: Tensor, device: Device) -> list[list[float]]:
+    """Read a 2-d tensor back from the device. Every search waits here, once."""
     buffer = device.pinned.take(ids.numel() * ids.element_size())
     on_host = buffer.view(ids.shape, ids.dtype)
     arrived = device.event()
@@ -274,7 +277,7 @@ def _read(ids: Tensor, device: Device) -> list[list[float]]:
 
 
 def _to_device(sentences: list[Sequence[int]], device: Device) -> Tensor:
-    """(sentences, length), padded, on the device."""
+    """Pad the sentences and copy them to the device: (sentences, length)."""
     shape = (len(sentences), max(len(ids) for ids in sentences))
     buffer = device.pinned.take(math.prod(shape) * torch.int64.itemsize)
     staging = buffer.view(shape, torch.int64).fill_(PAD)
@@ -290,18 +293,20 @@ def _to_device(sentences: list[Sequence[int]], device: Device) -> Tensor:
 
 def _check_whole(name: str, value: object) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise TranslationError(f"{name} = {value!r}: expected a whole number from 1")
+        raise TranslationError(f"{name} = {value!r}: expected a whole number, at least 1")
 
 
 def _check_search(beam: int, length_penalty: float) -> None:
     _check_whole("beam", beam)
-    good = isinstance(length_penalty, int | float) and not isinstance(length_penalty, bool)
-    if not good or not 0 <= length_penalty < math.inf:
-        raise TranslationError(f"length_penalty = {length_penalty!r}: expected a number from 0")
+    is_number = isinstance(length_penalty, int | float) and not isinstance(length_penalty, bool)
+    if not is_number or not 0 <= length_penalty < math.inf:
+        raise TranslationError(
+            f"length_penalty = {length_penalty!r}: expected a number, at least 0"
+        )
 
 
 def _check_sources(model: Translator, sources: Sequence[Sequence[int]]) -> None:
-    """On the host, where it costs little: on a GPU an unknown id ends the process' CUDA."""
+    """Raise for ids that the model does not know: on a GPU they would make CUDA unusable."""
     longest, vocabulary = model.settings.max_length, model.src_vocabulary
     for number, ids in enumerate(sources):
         if len(ids) > longest:

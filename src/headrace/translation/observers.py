@@ -1,6 +1,6 @@
-"""What watches a run: the progress line, the metrics file, the monitor and the watchdog.
+"""The observers of a run: progress line, metrics file, monitor and watchdog.
 
-Rank 0 shows and writes for all ranks; the watchdog watches each.
+Rank 0 shows and writes for all ranks. Each rank has its own watchdog.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from headrace.device import Device
-from headrace.engine import Engine, StepInfo
+from headrace.engine import Engine, Progress
 from headrace.parallel import Ranks
 from headrace.runs import (
     Gauges,
@@ -27,7 +27,7 @@ from headrace.translation.settings import TrainSettings
 
 @dataclass(frozen=True)
 class Observers:
-    """The observers of one run, each told of epochs and steps as they come."""
+    """Tells the observers of a run about each epoch and step."""
 
     device: Device
     progress: ProgressLine
@@ -39,25 +39,28 @@ class Observers:
     def epoch_begins(
         self, epoch: int, batches: int, *, first_batch: int, limit: int | None
     ) -> None:
-        """An epoch of `batches` begins at `first_batch`; the run ends after `limit` more."""
+        """An epoch of `batches` batches begins at `first_batch`. The run ends after `limit` more
+        batches, if it is not None."""
         self.progress.epoch_begins(epoch, batches, first_batch=first_batch, limit=limit)
         self.gauges.epoch_begins(self.device, self.monitor)
         self.watchdog.progress(f"began epoch {epoch} at batch {first_batch}")
 
-    def on_step(self, info: StepInfo, updates: int, *, left_in_run: int, left: int) -> None:
-        """A batch was trained on; so many are left in the run, and in this epoch."""
+    def on_step(
+        self, info: Progress, updates: int, *, left_in_run: int, left_in_epoch: int
+    ) -> None:
+        """A batch was trained on. `left_in_run` and `left_in_epoch` are batches still to come."""
         self.progress.on_step(info)
-        self.monitor.on_step(updates, left_in_run, left)
+        self.monitor.on_step(updates, left_in_run, left_in_epoch)
 
     def steps_end(self, updates: int) -> None:
-        """An epoch's last step is over: until the next epoch no step is expected."""
+        """The last step of an epoch is over. No step is expected until the next epoch begins."""
         self.watchdog.pause()
         self.monitor.end_epoch(updates)
 
 
 class EpochGauges:
-    """The gauges of the progress line, which is shown before there is a device to read them from:
-    empty until the first epoch begins."""
+    """Reads the gauges of the progress line. Empty until the first epoch begins: the line is shown
+    before the device is open."""
 
     def __init__(self) -> None:
         self._read: Callable[[], Gauges] = Gauges
@@ -66,11 +69,11 @@ class EpochGauges:
         return self._read()
 
     def epoch_begins(self, device: Device, monitor: UsageLog) -> None:
-        self._read = partial(_gauges, device, monitor, device.ledger.now_ns())
+        self._read = partial(_read_gauges, device, monitor, device.ledger.now_ns())
 
 
-def _gauges(device: Device, monitor: UsageLog, begun_ns: int) -> Gauges:
-    """What ledger and device say of the epoch that began at `begun_ns`."""
+def _read_gauges(device: Device, monitor: UsageLog, begun_ns: int) -> Gauges:
+    """Memory, waits and GPU use in the epoch that began at `begun_ns`."""
     ledger = device.ledger
     elapsed_ms = max(1e-3, (ledger.now_ns() - begun_ns) / 1e6)
     waits = ledger.epoch_statistics()
@@ -102,7 +105,7 @@ def new_metrics(settings: TrainSettings, ranks: Ranks, folder: RunFolder) -> Met
 def new_watchdog(
     settings: TrainSettings, ranks: Ranks, folder: RunFolder, device: Device
 ) -> Watchdog:
-    """Reports hung steps; each rank has a file of its own."""
+    """A watchdog that reports hung steps, to a file per rank."""
     name = "hang.txt" if ranks.is_first else f"hang-rank-{ranks.rank}.txt"
     return Watchdog(device, settings.hang_after, file=folder.path / name, abort=settings.hang_abort)
 
@@ -128,9 +131,9 @@ def new_monitor(
     )
 
 
-def batches_left(settings: TrainSettings, engine: Engine, each: int, batch: int) -> int:
-    """Batches that are to come in a run of `each` an epoch, after this one."""
-    left = each * (settings.epochs - engine.epochs) - batch - 1
+def batches_left(settings: TrainSettings, engine: Engine, batches: int, batch: int) -> int:
+    """Batches that the run has left after this one, with `batches` in each epoch."""
+    left = batches * (settings.epochs - engine.epochs) - batch - 1
     if settings.max_steps is None:
         return left
     in_group = (batch + 1) % settings.accumulate

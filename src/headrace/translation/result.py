@@ -1,4 +1,4 @@
-"""The result of a run, and `result.json`, which a finished run has."""
+"""The result of a run, stored in `result.json` when the run is finished."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ from headrace.runs.records import FinishedRun, Scores
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to. `stopped` names the signal that ended it early; None: it is finished.
-    `examples` are (source, reference, translation) of sentences that it never saw."""
+    """The result of `Trainer.run`.
+
+    `stopped` names the signal that stopped the run, or is None if it is finished. `examples` are
+    (source, reference, translation) of sentences that the model was not trained on.
+    """
 
     folder: RunFolder
     stopped: str | None
@@ -22,15 +25,15 @@ class TrainResult:
     examples: list[tuple[str, str, str]] = field(default_factory=list)
 
     def store(self) -> None:
-        """Write `result.json`: the run is finished."""
+        """Write `result.json`, which marks the run as finished."""
         assert self.scores is not None
         stored = FinishedRun(self.updates, self.scores, tuple(self.examples))
-        stored.write(_path(self.folder))
+        stored.write(_result_file(self.folder))
 
 
 def stored_result(folder: RunFolder) -> TrainResult | None:
-    """The result of a finished run; None if it is not finished."""
-    path = _path(folder)
+    """Read the result of a finished run; None if it is not finished."""
+    path = _result_file(folder)
     if not path.exists():
         return None
     try:
@@ -44,5 +47,5 @@ def stored_result(folder: RunFolder) -> TrainResult | None:
     return TrainResult(folder, None, stored.updates, stored.scores, examples)
 
 
-def _path(folder: RunFolder) -> Path:
+def _result_file(folder: RunFolder) -> Path:
     return folder.path / "result.json"

@@ -1,6 +1,6 @@
-"""A trained model with its vocabularies: what translates.
+"""A trained model with its vocabularies, for translating and scoring.
 
-A run's folder has all of it: `config.yaml`, `vocabulary/*.model`, `weights/*.safetensors`.
+It is loaded from a run folder: `config.yaml`, `vocabulary/*.model`, `weights/*.safetensors`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from headrace.translation.corpus.vocabulary import Vocabulary
 from headrace.translation.decode import translate_ids
 from headrace.translation.model import EOS, Translator, new_model
 from headrace.translation.score import Scores, score
-from headrace.translation.settings import TrainSettings, chosen_precision
+from headrace.translation.settings import TrainSettings, resolve_precision
 from headrace.translation.weights import load_weights
 
+#: Called with the number of translated sentences and of all.
 Watch = Callable[[int, int], object]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
@@ -43,22 +44,25 @@ class TrainedModel:
     def load(
         cls, run: Path, *, weights: str = "best", device: str = "auto", precision: str = "auto"
     ) -> TrainedModel:
-        """The model of a run's folder. `weights` is "best", "last", or a file's path."""
+        """Load the model of a run folder. `weights` is "best", "last" or the path of a file."""
         folder = RunFolder.open(run)
         settings = TrainSettings.read(folder.config)
-        where = open_device(device)
+        opened = open_device(device)
         vocabularies = load_vocabularies(folder.path / "vocabulary", settings.joint)
         model = new_model(settings.model(), vocabularies)
         path = folder.weights / f"{weights}.safetensors" if "." not in weights else Path(weights)
         load_weights(model, path)
-        model = model.to(where.torch_device).eval()
+        model = model.to(opened.torch_device).eval()
         chosen = settings.precision if precision == "auto" else precision
-        return cls(model, vocabularies, settings, where, chosen_precision(chosen, where))
+        return cls(model, vocabularies, settings, opened, resolve_precision(chosen, opened))
 
     def translate(
         self, sentences: Sequence[str], *, beam: int | None = None, watch: Watch | None = None
     ) -> list[str]:
-        """One translation a sentence, in their order. An empty one has an empty translation."""
+        """Translate sentences, in order. An empty sentence gets an empty translation.
+
+        `watch` is called with the number of translated sentences and of all.
+        """
         source, target = self.vocabularies
         ids = [
             [*ids[: self.model.settings.max_length - 1], EOS] if ids else []
@@ -67,7 +71,7 @@ class TrainedModel:
         hypotheses = self.settings.beam if beam is None else beam
         with autocast(self.device, self.precision):
             found = translate_ids(self.model, ids, self.device, beam=hypotheses, progress=watch)
-        # Pieces of single bytes may spell anything: a translation is one line of text.
+        # Byte pieces may spell control characters, but a translation must be one line.
         return [clean(_CONTROL.sub(" ", text)) for text in target.decode(found)]
 
     def score(
@@ -78,24 +82,26 @@ class TrainedModel:
         lowercase: bool = False,
         watch: Watch | None = None,
     ) -> tuple[Scores, list[str]]:
-        """Translate the sources of `pairs` and compare with their targets."""
+        """Translate the sources of `pairs` and score the translations against their targets."""
         found = self.translate([source for source, _ in pairs], beam=beam, watch=watch)
         references = [target for _, target in pairs]
         scores = score(found, references, language=self.settings.trg, lowercase=lowercase)
         return scores, found
 
 
-def whole_copy(
+def unsharded_copy(
     settings: TrainSettings,
     vocabularies: tuple[Vocabulary, Vocabulary],
     model: torch.nn.Module,
     device: Device,
 ) -> Translator:
-    """A model of its own with all weights of one that is sharded over ranks: all of them have to
-    ask for it. No random number is drawn."""
-    drawn = torch.get_rng_state()
+    """A copy of a model that is sharded over ranks, with all its weights.
+
+    All ranks must call it. The random state does not change.
+    """
+    random_state = torch.get_rng_state()
     copy = new_model(settings.model(), vocabularies).to(device.torch_device)
-    torch.set_rng_state(drawn)
+    torch.set_rng_state(random_state)
     copy.load_state_dict(full_state_dict(model))
     return copy
 
@@ -103,7 +109,7 @@ def whole_copy(
 def score_on_ranks(
     model: TrainedModel, pairs: Sequence[tuple[str, str]], beam: int, ranks: Ranks
 ) -> tuple[Scores, list[str]]:
-    """Translate and score `pairs`, each rank its share of them; all ranks get the same result."""
+    """Translate and score `pairs`, divided among the ranks. All ranks return the same result."""
     mine = model.translate([src for src, _ in pairs[ranks.rank :: ranks.size]], beam=beam)
     shares = ranks.all_gather(mine, model.device.ledger)
     found = [shares[at % ranks.size][at // ranks.size] for at in range(len(pairs))]
@@ -116,13 +122,13 @@ def load_vocabularies(folder: Path, joint: bool) -> tuple[Vocabulary, Vocabulary
 
 
 def save_vocabularies(folder: Path, vocabularies: tuple[Vocabulary, Vocabulary]) -> None:
-    """Keep a run's vocabularies. Those it has are never overwritten: its weights go with them."""
+    """Store a run's vocabularies. Raises if it already has others: its weights belong to those."""
     if (folder / "src.model").exists():
         stored = load_vocabularies(folder, vocabularies[0] is vocabularies[1])
         if stored != vocabularies:
             raise TranslationError(
-                f"{folder}: the corpus now gives other vocabularies than when this run began; "
-                "expected the same text and settings: has the corpus changed?"
+                f"{folder}: differs from the vocabularies that the corpus gives now; expected the "
+                "same corpus as when this run started. Has it changed?"
             )
         return
     folder.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""Learning-rate schedules: linear warm-up, then constant or with the inverse square root."""
+"""Learning-rate schedules: linear warmup, then constant or inverse square root."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from headrace.errors import TranslationError
 
 
 def noam(optimizer: Optimizer, width: int, warmup: int, factor: float = 1.0) -> LambdaLR:
-    """The first Transformer's: factor · width^-½ · min(step^-½, step · warmup^-1½), steps from 1.
+    """The original Transformer's schedule: factor · width^-½ · min(step^-½, step · warmup^-1½).
 
-    It is `inverse_sqrt` with a peak of factor / √(width · warmup).
+    Steps count from 1. It is `inverse_sqrt` with a peak of factor / √(width · warmup).
     """
     _check_whole("width", width, low=1)
     _check_whole("warmup", warmup, low=1)
@@ -24,20 +24,20 @@ def noam(optimizer: Optimizer, width: int, warmup: int, factor: float = 1.0) -> 
 
 
 def inverse_sqrt(optimizer: Optimizer, warmup: int, peak: float) -> LambdaLR:
-    """Up in a line to `peak` at step `warmup`, then down with the root of the step."""
+    """Linear to `peak` at step `warmup`, then falling with the square root of the step."""
     _check_whole("warmup", warmup, low=1)
     return _schedule(optimizer, peak, InverseSqrt(warmup))
 
 
 def constant(optimizer: Optimizer, warmup: int, peak: float) -> LambdaLR:
-    """Up in a line to `peak` at step `warmup`, and there it stays; with 0, from the start."""
+    """Linear to `peak` at step `warmup`, then constant. A warmup of 0 starts at the peak."""
     _check_whole("warmup", warmup, low=0)
     return _schedule(optimizer, peak, Constant(warmup))
 
 
-@dataclass  # no slots, and not frozen: LambdaLR keeps its `__dict__` as state
+@dataclass  # no slots, not frozen: LambdaLR saves and loads its `__dict__`
 class InverseSqrt:
-    """The share of the peak that an update has. They are counted from 0: the first is 1/warmup."""
+    """Factor of the peak after this many updates: 1 / warmup for the first update."""
 
     warmup: int
 
@@ -48,7 +48,7 @@ class InverseSqrt:
 
 @dataclass
 class Constant:
-    """The share of the peak that an update has, counted from 0."""
+    """Factor of the peak after this many updates."""
 
     warmup: int
 
@@ -56,9 +56,11 @@ class Constant:
         return min(1.0, (updates + 1) / self.warmup) if self.warmup else 1.0
 
 
-def _schedule(optimizer: Optimizer, peak: float, share: InverseSqrt | Constant) -> LambdaLR:
-    """Every group of the optimizer gets the same rate, whatever it was made with: a schedule says
-    what a rate is, not by how much to multiply another."""
+def _schedule(optimizer: Optimizer, peak: float, factor: InverseSqrt | Constant) -> LambdaLR:
+    """Set the learning rate of all parameter groups to `peak`, and schedule it with `factor`.
+
+    The rate that the optimizer was made with has no effect.
+    """
     _check_number("peak", peak)
     for group in optimizer.param_groups:
         if isinstance(group["lr"], Tensor):
@@ -66,15 +68,15 @@ def _schedule(optimizer: Optimizer, peak: float, share: InverseSqrt | Constant) 
         else:
             group["lr"] = peak
         group["initial_lr"] = peak
-    return LambdaLR(optimizer, share)
+    return LambdaLR(optimizer, factor)
 
 
 def _check_whole(name: str, value: object, *, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
-        raise TranslationError(f"{name} = {value!r}: expected a whole number from {low}")
+        raise TranslationError(f"{name} = {value!r}: expected a whole number, at least {low}")
 
 
 def _check_number(name: str, value: object) -> None:
-    good = isinstance(value, int | float) and not isinstance(value, bool)
-    if not good or not 0 <= value < math.inf:  # type: ignore[operator]
-        raise TranslationError(f"{name} = {value!r}: expected a number from 0")
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not 0 <= value < math.inf:  # type: ignore[operator]
+        raise TranslationError(f"{name} = {value!r}: expected a number, at least 0")

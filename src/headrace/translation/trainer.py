@@ -1,14 +1,14 @@
-"""The trainer: a run from its settings to its scores, and from any interruption on.
+"""The trainer: takes a run from its settings to its scores, and resumes it after interruptions.
 
     result = Trainer.create(TrainSettings(preset="tiny", epochs=5)).run()
     print(result.scores, result.folder.path)
 
-What a run does follows from its settings and its seed alone. It may be killed at any moment:
-`Trainer.resume(folder).run()` goes on from the last checkpoint, from the very next batch.
+A run depends only on its settings, which include the seed. It may be killed at any moment:
+`Trainer.resume(folder).run()` continues with the batch after the last checkpoint.
 
-Read it from top to bottom: `Trainer.run` prepares the corpus, builds the run (`build.py`), opens
-what surrounds it, restores the last checkpoint, lets a `TrainingLoop` train epoch after epoch, and
-scores the best weights.
+Read this file from top to bottom. `Trainer.run` prepares the corpus, builds the run (`build.py`),
+opens observers and the checkpoint writer, restores the last checkpoint, trains with a
+`TrainingLoop`, and scores the best weights.
 """
 
 from __future__ import annotations
@@ -68,22 +68,22 @@ from headrace.translation.saved_model import (
     TrainedModel,
     save_vocabularies,
     score_on_ranks,
-    whole_copy,
+    unsharded_copy,
 )
 from headrace.translation.settings import PLAN_FILE, TrainSettings, is_plan_file
-from headrace.translation.weights import KeptWeights, load_weights
+from headrace.translation.weights import WeightFiles, load_weights
 
 log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0
 _EXAMPLES = 8
-# What PyTorch and Python raise for the state of another model, or of something else altogether.
-_DOES_NOT_FIT = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, StepError)
-# A run can be resumed after these; any other error is a bug, or comes from its settings.
+# What loading a checkpoint of another model raises, or of something else altogether.
+_CHECKPOINT_MISMATCH = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, StepError)
+# A run can be resumed after these. Any other error is a bug, or its settings are wrong.
 _RESUMABLE = (LoaderError, OutOfMemoryError, NonFiniteError, CheckpointError)
 
 
 class Trainer:
-    """One run in one folder. Make it with `create` or `resume`."""
+    """One training run in its folder. Make it with `create` or `resume`."""
 
     def __init__(
         self,
@@ -108,8 +108,10 @@ class Trainer:
         quiet: bool = False,
         ranks: Ranks = SINGLE,
     ) -> Trainer:
-        """A new run. What can be told to be wrong is told before there is a folder; then that and
-        `config.yaml` come first. Of several `ranks` the first makes it, for all."""
+        """Start a new run: check settings and data, then make its folder with `config.yaml`.
+
+        With several `ranks`, rank 0 makes the folder for all.
+        """
         check_settings(settings)
         check_data(settings)
         folder = _new_folder(settings, ranks, project, name)
@@ -125,14 +127,14 @@ class Trainer:
         quiet: bool = False,
         ranks: Ranks = SINGLE,
     ) -> Trainer:
-        """The run of a folder, to go on with: from its last checkpoint, or from the start if it
-        was ended before the first."""
+        """Open the run in this folder. `run` then continues from its last checkpoint, or starts
+        over if it has none."""
         folder = RunFolder.open(run)
         settings = TrainSettings.read(folder.config)
         return cls(settings, folder, cache=cache, quiet=quiet, ranks=ranks)
 
     def run(self) -> TrainResult:
-        """Train to the end, or until a signal asks to stop. A finished run is left as it is."""
+        """Train to the end, or until a signal asks to stop. Does nothing if the run is finished."""
         settings, folder, ranks = self.settings, self.folder, self._ranks
         stored = stored_result(folder)
         if stored is not None:
@@ -144,42 +146,42 @@ class Trainer:
             )
             return stored
         gauges, losses = EpochGauges(), EpochLoss()
-        checkpoints: Checkpoints  # made below; the engine saves through it when a step fails
+        checkpoints: Checkpoints  # made below; the engine uses it when a step fails
         with (
             folder.locked() if ranks.is_first else nullcontext(),
             new_progress(settings, ranks, self._quiet, gauges) as progress,
         ):
-            # Nothing is lost yet: Ctrl-C ends it at once.
+            # No StopRequests yet: nothing is worth saving, and Ctrl-C ends the run at once.
             data = self._prepare(progress)
             parts = build_run(
                 settings, data, ranks, on_error=lambda error: checkpoints.rescue(error)
             )
             engine, device = parts.engine, parts.device
             progress.message(f"{_description(parts)}; {folder.path}")
-            overdue = partial(leave_overdue, settings.grace, folder, progress.final)
+            on_overdue = partial(exit_after_grace, settings.grace, folder, progress.final)
             with (
-                StopRequests(settings.grace, overdue, ignore_repeats=ranks.several) as stop,
+                StopRequests(settings.grace, on_overdue, ignore_repeats=ranks.several) as stop,
                 new_watchdog(settings, ranks, folder, device) as watchdog,
                 new_metrics(settings, ranks, folder) as metrics,
                 CheckpointWriter(device, folder.state, settings.keep, ranks=ranks) as writer,
-                _explaining_errors(parts, folder, progress.final),
+                _closing_loader(parts, folder, progress.final),
             ):
-                kept = KeptWeights(
+                weight_files = WeightFiles(
                     folder.weights, parts.model, device, ranks, settings.average_last
                 )
-                checkpoints = Checkpoints(parts, folder, writer, kept, losses)
+                checkpoints = Checkpoints(parts, folder, writer, weight_files, losses)
                 path, first_batch = checkpoints.restore()
-                metrics.rewind(engine.updates, partial(is_written_again, engine.epochs))
+                metrics.rewind(engine.updates, partial(will_be_rewritten, engine.epochs))
                 if path is not None:
                     progress.message(
                         f"resuming from {path}: epoch {engine.epochs + 1}, batch {first_batch:,}"
                     )
                 with new_monitor(settings, ranks, folder, metrics, engine) as monitor:
                     observers = Observers(device, progress, gauges, metrics, watchdog, monitor)
-                    loop = TrainingLoop(parts, checkpoints, kept, losses, observers, stop)
+                    loop = TrainingLoop(parts, checkpoints, weight_files, losses, observers, stop)
                     stopped = loop.train(first_batch)
                 if stopped is None:
-                    result = _score(parts, folder, kept, progress, metrics)
+                    result = _score(parts, folder, weight_files, progress, metrics)
                     _close_unneeded(writer)
                 else:
                     writer.close()
@@ -193,7 +195,7 @@ class Trainer:
         return result
 
     def _prepare(self, progress: ProgressLine) -> Prepared:
-        """The run's corpus, encoded: by the first rank, for all."""
+        """The run's encoded corpus. Rank 0 prepares it; the others then find it in the cache."""
         ledger = Ledger()
         if not self._ranks.is_first:
             self._ranks.barrier(ledger)
@@ -208,14 +210,16 @@ class Trainer:
 def _new_folder(
     settings: TrainSettings, ranks: Ranks, project: Path, name: str | None
 ) -> RunFolder:
-    """A folder for a new run: the first rank makes it, for all. A plan that is a file of its own is
-    copied into it: the run keeps to it, whatever becomes of the file."""
+    """Make the folder of a new run on rank 0, for all ranks.
+
+    A plan file is copied into it, so that the run does not depend on the original.
+    """
     path = Path()
     if ranks.is_first:
         folder = RunFolder.create(project, name)
         if is_plan_file(settings.plan):
             replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes(), RunError)
-            settings = settings.but(plan=PLAN_FILE)
+            settings = settings.replace(plan=PLAN_FILE)
         folder.write_config(settings.to_dict())
         path = folder.path
     return shared_folder(Path(ranks.broadcast(str(path), Ledger())))
@@ -225,11 +229,12 @@ def _description(parts: RunParts) -> str:
     settings, ranks, plan = parts.settings, parts.ranks, parts.plan
     parameters = sum(p.numel() for p in parts.model.parameters())
     batches = parts.loader.sampler.batches
-    among = f", {ranks.size} ranks ({settings.parallel})" if ranks.several else ""
+    on_ranks = f", {ranks.size} ranks ({settings.parallel})" if ranks.several else ""
     return (
         f"{settings.preset} model, {parameters / 1e6:.1f} M parameters, plan "
-        f"{plan.name} ({plan.precision}) on {parts.device.description()}{among}; "
-        f"{len(batches):,} batches per epoch, {batches.shapes} shapes, {batches.waste:.1%} padding"
+        f"{plan.name} ({plan.precision}) on {parts.device.description()}{on_ranks}; "
+        f"{len(batches):,} batches per epoch, {batches.shapes} shapes, "
+        f"{batches.padding_share:.1%} padding"
     )
 
 
@@ -237,25 +242,28 @@ def _description(parts: RunParts) -> str:
 
 
 class TrainingLoop:
-    """Trains epoch after epoch, and saves as it goes."""
+    """Trains epoch after epoch, validates after each, and saves checkpoints."""
 
     def __init__(
         self,
         parts: RunParts,
         checkpoints: Checkpoints,
-        kept: KeptWeights,
+        weight_files: WeightFiles,
         losses: EpochLoss,
         observers: Observers,
         stop: StopRequests,
     ) -> None:
-        self._parts, self._checkpoints, self._kept, self._losses = parts, checkpoints, kept, losses
-        self._observers, self._stop = observers, stop
+        self._parts, self._checkpoints, self._weight_files = parts, checkpoints, weight_files
+        self._losses, self._observers, self._stop = losses, observers, stop
         self._agreement = Agreement(parts.ranks, parts.device)
 
     def train(self, first_batch: int) -> str | None:
-        """Train to the end, beginning at `first_batch` of the current epoch. Returns the name of
-        the signal that stopped it; None: it is done."""
+        """Train to the end, starting at `first_batch` of the current epoch.
+
+        Returns the name of the signal that stopped training, or None if it is done.
+        """
         while not self._is_done():
+            # If one rank received a signal, all stop.
             (number,) = self._agreement.wait(self._stop.number)
             stopped = _signal_name(number) or self._epoch(first_batch)
             if stopped is not None:
@@ -271,7 +279,7 @@ class TrainingLoop:
         return None if limit is None else max(0, limit - self._parts.engine.updates)
 
     def _epoch(self, first_batch: int) -> str | None:
-        """Train one epoch. Returns the name of the signal that stopped it before its end."""
+        """Train one epoch. Returns the name of the signal that stopped it early, or None."""
         settings, ranks = self._parts.settings, self._parts.ranks
         engine, loader = self._parts.engine, self._parts.loader
         losses, observers = self._losses, self._observers
@@ -279,30 +287,30 @@ class TrainingLoop:
         loader.sampler.set_epoch(epoch)
         loader.sampler.start_at(first_batch)
         if first_batch == 0:
-            losses.start_from(0.0, 0.0)
-        before = losses.loss, losses.weight
+            losses.reset(0.0, 0.0)
+        loss_at_start = losses.loss, losses.weight
         batches = len(loader.sampler.batches)
         limit = None if left is None else left * settings.accumulate
         observers.epoch_begins(epoch, batches, first_batch=first_batch, limit=limit)
-        saved_at = noted_at = time.monotonic()
-        noted: float | None = None
+        saved_at = written_at = time.monotonic()
+        written_weight: float | None = None
         for info in engine.steps(loader, first_batch=first_batch, max_steps=left):
             observers.watchdog.progress(f"batch {info.batch} of epoch {epoch}")
-            losses.count(info.come_back)
-            if noted is None:  # what was restored belongs to an earlier time
-                noted = losses.weight
+            losses.add_arrived(info.arrived)
+            if written_weight is None:  # restored values do not count for this run's speed
+                written_weight = losses.weight
             observers.on_step(
                 info,
                 engine.updates,
                 left_in_run=batches_left(settings, engine, batches, info.batch),
-                left=batches - info.batch - 1,
+                left_in_epoch=batches - info.batch - 1,
             )
             now = time.monotonic()
-            if now - noted_at > _STEP_METRICS_EVERY_S:
-                self._note_step((losses.weight - noted) / (now - noted_at))
-                noted_at, noted = now, losses.weight
+            if now - written_at > _STEP_METRICS_EVERY_S:
+                self._write_step_metrics((losses.weight - written_weight) / (now - written_at))
+                written_at, written_weight = now, losses.weight
             if ranks.several and not engine.is_between_updates:
-                continue
+                continue  # several ranks can only save between two updates
             due = ranks.is_first and now - saved_at > settings.save_every
             stop, save = self._agreement.poll(self._stop.number, int(due))
             if stop or save:
@@ -314,49 +322,49 @@ class TrainingLoop:
         observers.steps_end(engine.updates)
         result = engine.last_result
         assert result is not None
-        # The same values in the order of their batches: sums that do not depend on when they came.
-        losses.start_from(*before)
+        # Sum again in batch order: the result must not depend on when the values arrived.
+        losses.reset(*loss_at_start)
         for loss, weight in zip(result.losses, result.weights, strict=True):
             losses.add(loss, weight)
         self._end_epoch(result)
         return None
 
-    def _note_step(self, tokens_per_s: float) -> None:
+    def _write_step_metrics(self, tokens_per_s: float) -> None:
         engine, observers = self._parts.engine, self._observers
         line = StepLine(engine.updates, engine.epochs, self._losses.mean, tokens_per_s)
         observers.metrics.write("step", line.step, **line.values())
         observers.monitor.write(engine.updates)
 
     def _end_epoch(self, result: EpochResult) -> None:
-        """Validate, write the epoch's line, and keep its weights and a checkpoint."""
+        """Validate, write the epoch's metrics, and save its weights and a checkpoint."""
         engine, progress = self._parts.engine, self._observers.progress
         progress.status("validating")
-        found = _validate(self._parts)
-        figures = result.statistics
+        scores = _validate(self._parts)
+        statistics = result.statistics
         line = EpochLine(
             engine.updates,
             epoch=result.epoch,
             loss=self._losses.mean,
-            tokens_per_s=figures.weight_per_s,
-            data_wait_share=figures.data_wait_share,
-            host_blocked_share=figures.host_blocked_share,
-            peak_memory_bytes=figures.peak_memory_bytes,
+            tokens_per_s=statistics.weight_per_s,
+            data_wait_share=statistics.data_wait_share,
+            host_blocked_share=statistics.host_blocked_share,
+            peak_memory_bytes=statistics.peak_memory_bytes,
             waits={wait.reason: wait.count for wait in result.waits.reasons},
-            replays=figures.replays,
-            **found,
+            replays=statistics.replays,
+            **scores,
         )
         self._observers.metrics.write("epoch", line.step, **line.values())
-        # The loss of the whole epoch, also if it was resumed.
+        # The mean over the whole epoch, including the part before a resume.
         result = replace(result, mean_loss=self._losses.mean)
-        progress.epoch_ends(result, {k: v for k, v in found.items() if k != "valid_nll"})
+        progress.epoch_ends(result, {k: v for k, v in scores.items() if k != "valid_nll"})
         with _averaged_weights(engine):
-            self._kept.keep(result.epoch, found)
+            self._weight_files.keep(result.epoch, scores)
         self._checkpoints.save()
 
 
 @dataclass
 class EpochLoss:
-    """The loss of the epoch so far, summed over its batches and across interruptions."""
+    """Sums of loss and weight over the epoch so far, including the part before a resume."""
 
     loss: float = 0.0
     weight: float = 0.0
@@ -365,16 +373,16 @@ class EpochLoss:
     def mean(self) -> float:
         return self.loss / self.weight if self.weight else float("nan")
 
-    def count(self, arrived: Iterable[DeferredValues]) -> None:
+    def add_arrived(self, arrived: Iterable[DeferredValues]) -> None:
         for entry in arrived:
             self.add(entry.values["loss"], entry.values["weight"])
 
     def add(self, loss: float, weight: float) -> None:
-        if math.isfinite(loss):  # the engine reports each one that is not
+        if math.isfinite(loss):  # the engine reports the others
             self.loss += loss * weight
             self.weight += weight
 
-    def start_from(self, loss: float, weight: float) -> None:
+    def reset(self, loss: float, weight: float) -> None:
         self.loss, self.weight = loss, weight
 
 
@@ -383,9 +391,9 @@ def _signal_name(number: int) -> str | None:
 
 
 def _validate(parts: RunParts) -> dict[str, float]:
-    """Loss on the whole of valid, BLEU on a sample of it, with averaged weights if any."""
+    """The loss on all of valid, and BLEU on a sample of it. With an EMA, its weights are used."""
     with _averaged_weights(parts.engine):
-        result = parts.engine.evaluate(parts.valid)
+        result = parts.engine.evaluate(parts.valid_loader)
         found = {"valid_loss": result.mean_loss, "valid_nll": result.metrics["nll"]}
         sample = parts.data.texts("valid")[: parts.settings.valid_sentences]
         if sample:
@@ -395,15 +403,16 @@ def _validate(parts: RunParts) -> dict[str, float]:
 
 
 def _averaged_weights(engine: Engine) -> AbstractContextManager[object]:
-    """Inside the block the model has its averaged weights, if the run keeps averages."""
+    """Inside the block the model has its EMA weights, if the run keeps an EMA."""
     return nullcontext() if engine.ema is None else engine.ema.applied()
 
 
 def _trained_model(parts: RunParts, weights: Path | None = None) -> TrainedModel:
-    """The model as it is, or with `weights`. Of a model sharded over ranks, a whole copy."""
+    """The model with its current weights, or with those in the file `weights`. An FSDP model is
+    copied unsharded."""
     model, vocabularies = parts.model, parts.data.vocabularies
     if parallelism_of(parts.engine.model) == "fsdp":
-        model = whole_copy(parts.settings, vocabularies, parts.model, parts.device)
+        model = unsharded_copy(parts.settings, vocabularies, parts.model, parts.device)
     if weights is not None:
         load_weights(model, weights)
     return TrainedModel(model, vocabularies, parts.settings, parts.device, parts.plan.precision)
@@ -414,47 +423,51 @@ def _trained_model(parts: RunParts, weights: Path | None = None) -> TrainedModel
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Saves all that a run needs to go on, and restores it: the engine's state, the loss of the
-    epoch so far, and which weights are the best."""
+    """Saves and restores what a run needs to resume: the engine's state, the loss of the epoch so
+    far, and which epoch had the best weights."""
 
     parts: RunParts
     folder: RunFolder
     writer: CheckpointWriter
-    kept: KeptWeights
+    weight_files: WeightFiles
     losses: EpochLoss
 
     def save(self) -> None:
-        """Save a checkpoint of this very moment. While the device copies the state, the host waits
-        for the losses that led to it: if one is not finite, that error ends the run, and the
-        checkpoint is not written."""
+        """Save a checkpoint of the current state.
+
+        While the device copies the state, the host waits for the losses that led to it. If one of
+        them is not finite, that error ends the run and the checkpoint is not written.
+        """
         if self.parts.ranks.several:
-            self._settle()  # no rank can store values that are not summed over ranks yet
+            self._wait_for_losses()  # values can only be stored once they are summed over ranks
         engine = self.parts.engine
         state = {
             "engine": engine.state_dict(),
             "sums": [self.losses.loss, self.losses.weight],
-            "best": self.kept.best,
+            "best": self.weight_files.best,
         }
-        save = partial(self.writer.save, state, engine.updates, unless_raised=self._settle)
+        save = partial(self.writer.save, state, engine.updates, unless_raised=self._wait_for_losses)
         try:
             save()
-        except CheckpointError as problem:  # of the one before, written in the background
-            log.warning("%s; training continues, and another one is written now", problem)
+        except CheckpointError as problem:  # from the previous one, written in the background
+            log.warning("%s; training continues and writes a new checkpoint now", problem)
             save()
 
     def rescue(self, error: BaseException) -> None:
-        """Save what was learned before `error` ended the loop between two batches. Not after a
-        loss that is not finite: the weights may not be, either."""
+        """Save a checkpoint after `error` ended the loop between two batches.
+
+        Not after a non-finite loss: the weights may be non-finite, too.
+        """
         if not isinstance(error, Exception) or isinstance(error, NonFiniteError):
             return
         try:
             self.save()
-        except HeadraceError as other:  # the error that ended the loop matters more
+        except HeadraceError as other:  # not raised: the error that ended the loop matters more
             log.warning("%s", other)
 
     def restore(self) -> tuple[Path | None, int]:
-        """Go back to the last checkpoint, if there is one. Returns its path, and the batch of the
-        current epoch to go on with."""
+        """Load the last checkpoint, if there is one. Returns its path and the next batch of the
+        current epoch."""
         parts = self.parts
         path = agreed_checkpoint(self.folder.state, parts.ranks, parts.device.ledger)
         if path is None:
@@ -462,46 +475,48 @@ class Checkpoints:
         state = load_checkpoint(path, parts=parts.ranks.several)
         try:
             batch = parts.engine.load_state_dict(state["engine"])
-            self.losses.start_from(*map(float, state["sums"]))
-            self.kept.restore(dict(state["best"]))
-        except _DOES_NOT_FIT as problem:
+            self.losses.reset(*map(float, state["sums"]))
+            self.weight_files.restore(dict(state["best"]))
+        except _CHECKPOINT_MISMATCH as problem:
             raise TranslationError(
                 f"{path}: does not fit the model or optimizer in {self.folder.config}: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
         return path, batch
 
-    def _settle(self) -> None:
-        self.losses.count(self.parts.engine.settle("checkpoint"))
+    def _wait_for_losses(self) -> None:
+        self.losses.add_arrived(self.parts.engine.settle("checkpoint"))
 
 
-def is_written_again(epochs: int, line: Mapping[str, Any]) -> bool:
-    """Whether a run that goes on after `epochs` whole epochs writes this line of metrics again: it
-    was killed at the end of an epoch or of the run, after the line and before the checkpoint."""
+def will_be_rewritten(epochs: int, line: Mapping[str, Any]) -> bool:
+    """Whether a run that resumes after `epochs` finished epochs will write this line again.
+
+    Such lines are there if a run was killed after it wrote the line and before the checkpoint.
+    """
     kind, epoch = line.get("kind"), line.get("epoch")
     if kind == "epoch" and isinstance(epoch, int):
         return epoch >= epochs
     return kind in ("test", "valid")
 
 
-# --- the end --------------------------------------------------------------------------------------
+# --- scores and the end of a run ------------------------------------------------------------------
 
 
 def _score(
     parts: RunParts,
     folder: RunFolder,
-    kept: KeptWeights,
+    weight_files: WeightFiles,
     progress: ProgressLine,
     metrics: MetricsLog | NoMetrics,
 ) -> TrainResult:
-    """Translate test with the best weights, and store the scores: the run is finished."""
+    """Translate the test split with the best weights and store the scores."""
     parts.engine.close()
-    name, updates = kept.to_use(), parts.engine.updates
-    model = _trained_model(parts, kept.path(name))
+    name, updates = weight_files.final_weights(), parts.engine.updates
+    model = _trained_model(parts, weight_files.path(name))
     split = "test" if "test" in parts.data.splits else "valid"
     pairs = parts.data.texts(split)
     progress.status(f"translating {split}")
-    scores, found = score_on_ranks(model, pairs, parts.settings.beam, parts.ranks)
+    scores, translations = score_on_ranks(model, pairs, parts.settings.beam, parts.ranks)
     metrics.write(
         split,
         updates,
@@ -510,40 +525,39 @@ def _score(
         chrf=scores.chrf,
         signature=scores.bleu_signature,
     )
-    examples = [(*pair, text) for pair, text in zip(pairs, found, strict=True)][:_EXAMPLES]
-    result = TrainResult(folder, None, updates, scores, examples)
+    examples = [(*pair, text) for pair, text in zip(pairs, translations, strict=True)]
+    result = TrainResult(folder, None, updates, scores, examples[:_EXAMPLES])
     if parts.ranks.is_first:
         result.store()
     return result
 
 
 def _close_unneeded(writer: CheckpointWriter) -> None:
-    """Close the writer of a finished run: if its last checkpoint failed, nobody needs it."""
+    """Close the writer of a finished run. If its last checkpoint failed, a warning is enough."""
     try:
         writer.close()
     except CheckpointError as problem:
         log.warning("%s", problem)
 
 
-def leave_overdue(grace_s: float, folder: RunFolder, tell: Callable[[str], object]) -> None:
-    """End the process: the grace time after SIGTERM is over, and the run has not stopped yet."""
-    tell(f"not stopped {grace_s:g} s after SIGTERM: exiting now; {_how_to_resume(folder)}")
+def exit_after_grace(grace_s: float, folder: RunFolder, show: Callable[[str], object]) -> None:
+    """End the process, because the run has not stopped within the grace time after SIGTERM."""
+    show(f"not stopped {grace_s:g} s after SIGTERM: exiting now; {_how_to_resume(folder)}")
     kill_children()
     os._exit(128 + signal.SIGTERM)
 
 
 @contextmanager
-def _explaining_errors(
-    parts: RunParts, folder: RunFolder, tell: Callable[[str], object]
+def _closing_loader(
+    parts: RunParts, folder: RunFolder, show: Callable[[str], object]
 ) -> Iterator[None]:
-    """However the block ends, so do the loader's processes. After an error that a run can be
-    resumed from, say how."""
+    """End the loader's workers after the block. If an error ended it, say how to resume."""
     try:
         yield
     except Exception as problem:
         known = loader_error(problem) or problem
         if isinstance(known, _RESUMABLE):
-            tell(
+            show(
                 f"an error ended the run after {parts.engine.updates:,} updates; "
                 f"{_how_to_resume(folder)}"
             )

@@ -1,4 +1,4 @@
-"""The weight files of a run: the last, the best, and its last epochs', to be averaged."""
+"""The weight files of a run: of the last epoch, of the best one, and of the last few to average."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from headrace.runs import RunFolder
 
 
 @dataclass
-class KeptWeights:
-    """A folder of weights. `best` says of which epoch the best are, and why. Of several ranks the
-    first writes, and all have to ask."""
+class WeightFiles:
+    """Writes the weight files of a run. `best` has the epoch and the validation scores of the best
+    weights. All ranks must call its methods; rank 0 writes."""
 
     folder: Path
     model: torch.nn.Module
@@ -28,25 +28,25 @@ class KeptWeights:
     best: dict[str, Any] = field(default_factory=dict)
 
     def restore(self, best: dict[str, Any]) -> None:
-        """Go on with what a checkpoint says of the best."""
+        """Continue with `best` from a checkpoint."""
         self.best = best
 
-    def keep(self, epoch: int, found: dict[str, float]) -> None:
-        """The weights as they are after an epoch, which was worth what was `found` of it."""
+    def keep(self, epoch: int, scores: dict[str, float]) -> None:
+        """Write the current weights after an epoch with these validation scores."""
         self._write("last")
-        value = (found.get("bleu", 0.0), -found["valid_nll"])
+        value = (scores.get("bleu", 0.0), -scores["valid_nll"])
         if not self.best or value > tuple(self.best["value"]):
             self.best = {"epoch": epoch, "value": list(value)}
             self._write("best")
         if self.average_last:
             self._write(f"epoch-{epoch:05}")
-            for old in self._epochs()[: -self.average_last] if self.ranks.is_first else ():
+            for old in self._epoch_files()[: -self.average_last] if self.ranks.is_first else ():
                 old.unlink()
 
-    def to_use(self) -> str:
-        """At the end: the name of those to translate with."""
+    def final_weights(self) -> str:
+        """The name of the weights to score: "best", or "averaged", which it writes first."""
         name = "best"
-        if self.ranks.is_first and self._epochs():
+        if self.ranks.is_first and self._epoch_files():
             name = "averaged"
             weights_to_file(self.path(name), self._averaged())
         return self.ranks.broadcast(name, self.device.ledger)
@@ -57,15 +57,15 @@ class KeptWeights:
     def _write(self, name: str) -> None:
         weights = full_state_dict(self.model)
         if self.ranks.is_first:
-            # On the run's own device, so that the wait for the copy is in its ledger.
+            # The device is given so that its ledger records the wait for the copy.
             weights_to_file(self.path(name), weights, device=self.device)
 
-    def _epochs(self) -> list[Path]:
+    def _epoch_files(self) -> list[Path]:
         return sorted(self.folder.glob("epoch-*.safetensors"))
 
     def _averaged(self) -> dict[str, torch.Tensor]:
-        """The mean of the last epochs' weights."""
-        stored = [weights_from_file(path) for path in self._epochs()]
+        """The mean of the weights of the last epochs."""
+        stored = [weights_from_file(path) for path in self._epoch_files()]
         return {
             name: torch.stack([one[name].double() for one in stored]).mean(0).to(value.dtype)
             for name, value in stored[0].items()
@@ -73,13 +73,13 @@ class KeptWeights:
 
 
 def load_weights(model: torch.nn.Module, path: Path) -> None:
-    """Weights from a file, or from a run's folder (its best); what does not fit is named."""
+    """Load weights from a file, or the best ones of a run folder. Raises if they do not fit."""
     if path.is_dir():
         path = RunFolder.open(path).weights / "best.safetensors"
     if not path.exists():
         there = ", ".join(sorted(p.stem for p in path.parent.glob("*.safetensors")))
         if not there and (path.parent.parent / "config.yaml").exists():
-            there = "none yet: a run writes its first weights after its first epoch"
+            there = "none yet: a run writes weights at the end of each epoch"
         raise TranslationError(f"{path}: does not exist; found {there or 'no weights beside it'}")
     stored, own = weights_from_file(path), model.state_dict()
     for name in sorted(stored.keys() | own.keys()):

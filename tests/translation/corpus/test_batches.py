@@ -42,7 +42,7 @@ def everything(batches: EpochBatches) -> list[int]:
 class TestShares:
     @settings(max_examples=60, deadline=None)
     @given(lengths=LENGTHS, cut=CUTS, ranks=st.integers(1, 5), start=st.integers(0, 3))
-    def test_the_ranks_shares_make_up_each_batch(
+    def test_the_shares_of_all_ranks_make_up_each_batch(
         self, lengths: Any, cut: Any, ranks: int, start: int
     ) -> None:
         """From any batch on, at the lengths that a process alone would pad to."""
@@ -57,7 +57,7 @@ class TestShares:
         for at, shares in enumerate(zip(*samplers, strict=True), start):
             indices = [int(index) for share in shares for index in share.indices]
             assert sorted(indices) == sorted(whole[at].indices)
-            assert {share.edges for share in shares} == {whole[at].edges}
+            assert {share.lengths for share in shares} == {whole[at].lengths}
             sizes = [len(share.indices) for share in shares]
             assert max(sizes) - min(sizes) <= 1
 
@@ -74,7 +74,7 @@ class TestShares:
 class TestPlan:
     @settings(max_examples=80, deadline=None)
     @given(lengths=LENGTHS, cut=CUTS, seed=st.integers(0, 5), epoch=st.integers(0, 3))
-    def test_every_pair_once_and_it_fits(
+    def test_every_pair_is_in_one_batch_and_fits_its_lengths(
         self, lengths: Any, cut: Any, seed: int, epoch: int
     ) -> None:
         table = np.array(lengths)
@@ -84,15 +84,15 @@ class TestPlan:
         for number in range(len(batches)):
             spec = batches[number]
             assert len(spec.indices) > 0
-            assert (table[spec.indices].max(axis=0) <= spec.edges).all()
-            padded += len(spec.indices) * sum(spec.edges)
+            assert (table[spec.indices].max(axis=0) <= spec.lengths).all()
+            padded += len(spec.indices) * sum(spec.lengths)
             if "tokens" not in cut:
                 assert len(spec.indices) <= cut["sentences"]
             elif "shapes" not in cut:
                 assert table[spec.indices, 1].sum() <= cut["tokens"]
             else:
-                assert len(spec.indices) * spec.edges[1] <= max(cut["tokens"], spec.edges[1])
-        assert batches.waste == pytest.approx(1 - table.sum() / padded)
+                assert len(spec.indices) * spec.lengths[1] <= max(cut["tokens"], spec.lengths[1])
+        assert batches.padding_share == pytest.approx(1 - table.sum() / padded)
 
     @settings(max_examples=30, deadline=None)
     @given(lengths=LENGTHS, cut=CUTS)
@@ -109,31 +109,31 @@ class TestPlan:
             assert order(1, 0) != order(1, 1)
             assert order(1, 0) != order(2, 0)
 
-    def test_few_shapes_on_demand(self) -> None:
+    def test_shapes_limits_the_number_of_shapes(self) -> None:
         table = np.random.default_rng(0).integers(4, 60, (5000, 2))
         batches = BatchPlan(table, sentences=30, shapes=16).epoch(0)
-        edges = {batches[number].edges for number in range(len(batches))}
+        edges = {batches[number].lengths for number in range(len(batches))}
         assert len(edges) <= 16
         assert BatchPlan(table, sentences=30).epoch(0).shapes > 30
 
-    def test_like_lengths_go_together(self) -> None:
+    def test_pairs_of_similar_length_are_batched_together(self) -> None:
         table = np.random.default_rng(0).integers(4, 60, (5000, 1)).repeat(2, axis=1)
-        assert BatchPlan(table, sentences=30).epoch(0).waste < 0.05
+        assert BatchPlan(table, sentences=30).epoch(0).padding_share < 0.05
 
     @pytest.mark.parametrize(
         ("options", "message"),
         [
-            ({"sentences": 0}, "sentences = 0: expected a whole number, 1 or more"),
+            ({"sentences": 0}, "sentences = 0: expected a whole number, at least 1"),
             ({"tokens": -3}, "tokens = -3: expected a whole number"),
-            ({"tokens": 9}, "tokens = 9: expected 12 or more, the length of the longest target"),
+            ({"tokens": 9}, "tokens = 9: expected at least 12, the length of the longest target"),
             ({"shapes": 0}, "shapes = 0: expected a whole number"),
         ],
     )
-    def test_bad_numbers(self, options: Any, message: str) -> None:
+    def test_invalid_numbers_are_refused(self, options: Any, message: str) -> None:
         with pytest.raises(PlanError, match=message):
             BatchPlan(np.array([[5, 12]]), **options)
 
-    def test_nothing_to_cut(self) -> None:
+    def test_an_empty_corpus_has_no_batches(self) -> None:
         assert len(BatchPlan(np.zeros((0, 2), dtype=np.int64)).epoch(0)) == 0
 
 
@@ -156,7 +156,7 @@ class TestLoader:
         loader.sampler.start_at(start)  # type: ignore[attr-defined]
         return list(loader)
 
-    def test_the_same_whatever_the_worker_count(self, prepared: Prepared) -> None:
+    def test_batches_do_not_depend_on_the_number_of_workers(self, prepared: Prepared) -> None:
         alone, helped = self.batches(prepared, 0), self.batches(prepared, 2)
         assert len(alone) == len(helped) > 10
         for one, other in zip(alone, helped, strict=True):
@@ -164,7 +164,7 @@ class TestLoader:
             assert torch.equal(one[1], other[1])
 
     @pytest.mark.parametrize("workers", [0, 2])
-    def test_from_the_middle(self, prepared: Prepared, workers: int) -> None:
+    def test_an_epoch_can_start_at_any_batch(self, prepared: Prepared, workers: int) -> None:
         whole = self.batches(prepared, 0, epoch=1)
         rest = self.batches(prepared, workers, start=5, epoch=1)
         assert len(rest) == len(whole) - 5
@@ -180,7 +180,9 @@ class TestLoader:
         assert (ends == 1).all()
         assert source.ne(0).any(dim=1).all()
 
-    def test_loading_draws_from_no_generator_of_training(self, prepared: Prepared) -> None:
+    def test_loading_leaves_the_random_state_of_training_unchanged(
+        self, prepared: Prepared
+    ) -> None:
         before = torch.get_rng_state()
         self.batches(prepared, 0)
         assert torch.equal(torch.get_rng_state(), before)

@@ -74,7 +74,7 @@ def test_parallel_text(tmp_path: Path, packed: str, reverse: bool) -> None:
     assert everything(swapped) == {(en, zh) for zh, en in PAIRS}
 
 
-def test_ch_and_zh_are_one(tmp_path: Path) -> None:
+def test_ch_and_zh_mean_the_same_language(tmp_path: Path) -> None:
     path = put(tmp_path / "data.json", json.dumps(OBJECTS))
     assert everything(read(path, src="ch")) == everything(read(path, src="zh")) == set(PAIRS)
     assert "expected two different languages" in refused(path, src="zh", trg="ch")
@@ -115,7 +115,7 @@ def test_text_is_cleaned(tmp_path: Path) -> None:
     assert corpus.counts["train"] == SplitCounts(read=4, empty=2, held_out=1, pairs=1)
 
 
-def test_what_is_held_out_depends_on_content_alone(tmp_path: Path) -> None:
+def test_held_out_pairs_depend_only_on_their_text(tmp_path: Path) -> None:
     lines = [f"{number}\tnumber {number}\n" for number in range(500)]
     first = read(put(tmp_path / "a.tsv", "".join(lines)))
     random.Random(3).shuffle(lines)
@@ -129,29 +129,29 @@ def test_what_is_held_out_depends_on_content_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("d.tsv", "一\tone\n二 two\n", ":2: has 1 column; expected 2, a tab between"),
-        ("d.tsv", "a\tb\tc\n", ":1: has 3 columns; expected 2, a tab between"),
+        ("d.tsv", "一\tone\n二 two\n", ":2: has 1 column; expected 2, tab-separated"),
+        ("d.tsv", "a\tb\tc\n", ":1: has 3 columns; expected 2, tab-separated"),
         ("d.tsv", "en\tde\n", ":1: has the columns 'en', 'de'; expected 'zh' and 'en'"),
         ("d.tsv", b"a\tb\n\n\xff\tb\n", ":3: is not UTF-8 (byte 0xff at column 1); "
          "expected UTF-8 text"),
         ("d.jsonl", '["a", "b"]\n{"zh": \n', ":2: is not JSON (Expecting value, column 8); "
-         "expected a record a line"),
+         "expected one record per line"),
         ("d.jsonl", '{"de": "x", "en": "y"}', ":1: has 'de', 'en'; expected the keys "
          "'zh' and 'en'"),
         ("d.jsonl", "{}", ":1: has no keys; expected the keys 'zh' and 'en'"),
         ("d.jsonl", '["a", "b", "c"]', ":1: is a list of 3; expected an object with "
-         "'zh' and 'en', or a list of two texts"),
-        ("d.jsonl", '"a"', ":1: is a text; expected an object with 'zh' and 'en', "
-         "or a list of two texts"),
-        ("d.jsonl", '["a", null]', ":1: the second is null; expected text"),
-        ("d.jsonl", '["a", "\\ud83d"]', ":1: the second has half a character (\\ud83d); "
-         "expected text"),
+         "'zh' and 'en', or a list of two strings"),
+        ("d.jsonl", '"a"', ":1: is a string; expected an object with 'zh' and 'en', "
+         "or a list of two strings"),
+        ("d.jsonl", '["a", null]', ":1: the second is null; expected a string"),
+        ("d.jsonl", '["a", "\\ud83d"]', ":1: the second has a lone surrogate (\\ud83d); "
+         "expected valid text"),
         ("d.json", '[["a", "b"], {"ch": 3, "en": "x"}]', ": record 2: 'ch' is a number; "
-         "expected text"),
+         "expected a string"),
         ("d.json", '[["a", "b"],\n ["c" "d"]]', ":2: is not JSON (Expecting ',' delimiter, "
          "column 7)"),
         ("d.json", '["a", "b"]\n["c", "d"]', ":2: is not JSON (Extra data, column 1); "
-         "a record a line is a .jsonl file"),
+         "for one record per line, use .jsonl"),
         ("d.json", '{"train": []}', ": is an object; expected a list of records"),
         ("d.json", b'[["a",\n"\xe4"]]', ":2: is not UTF-8 (byte 0xe4 at column 2); "
          "expected UTF-8 text"),
@@ -160,38 +160,38 @@ def test_what_is_held_out_depends_on_content_alone(tmp_path: Path) -> None:
         ("d.tsv", "\n", ": is empty; expected pairs of 'zh' and 'en'"),
         ("d.csv", "a,b", ": has no known extension; expected .json, .jsonl, .ndjson, .tsv, "
          "or a .zh and a .en file (each also .gz)"),
-        ("d.en", "a", ": is one side of parallel text; expected d.zh with it"),
-        ("d.tsv", "一\tone\n", ": leaves 1 of 1 pairs to use; expected at least 2 to train on, "
+        ("d.en", "a", ": is one side of parallel text; expected d.zh beside it"),
+        ("d.tsv", "一\tone\n", ": leaves 1 of 1 pairs to use; expected at least 2 in train "
          "and 1 in every other split"),
     ],
 )  # fmt: skip
-def test_errors_say_where_what_and_what_else(
+def test_errors_name_the_place_what_was_found_and_what_was_expected(
     tmp_path: Path, name: str, content: str | bytes, message: str
 ) -> None:
     path = put(tmp_path / name, content)
     assert refused(path) == f"{path}{message}"
 
 
-def test_deep_or_long_json_is_refused_in_words(tmp_path: Path) -> None:
+def test_json_too_deep_to_parse_is_refused(tmp_path: Path) -> None:
     for content in ("[" * 200_000, f"[[1{'0' * 5000}, 2]]"):
         for name in ("d.json", "d.jsonl"):
-            assert "is not JSON that can be read" in refused(put(tmp_path / name, content))
+            assert "cannot be read as JSON" in refused(put(tmp_path / name, content))
 
 
-def test_files_that_are_not_there_or_not_whole(tmp_path: Path) -> None:
+def test_missing_and_truncated_files_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "none.tsv"
-    assert refused(path) == (f"{path}: is not there; expected a file or folder of parallel text")
+    assert refused(path) == (f"{path}: does not exist; expected a file or folder of parallel text")
     whole = gzip.compress(b"a\tb\n" * 100)
     cut = tmp_path / "cut.tsv.gz"
     cut.write_bytes(whole[:-9])
-    assert refused(cut).startswith(f"{cut}: is not a whole gzip file (")
+    assert refused(cut).startswith(f"{cut}: is not a complete gzip file (")
     cut.write_bytes(b"a\tb\n")
-    assert refused(cut).startswith(f"{cut}: is not a whole gzip file (")
+    assert refused(cut).startswith(f"{cut}: is not a complete gzip file (")
 
 
-def test_text_that_is_not_in_step(tmp_path: Path) -> None:
+def test_text_files_of_different_lengths_are_refused(tmp_path: Path) -> None:
     zh, en = put(tmp_path / "a.zh", "一\n二\n三\n"), put(tmp_path / "a.en", "one\ntwo\n")
-    message = f"{zh} has 3 lines and {en} has 2; expected a sentence a line, in step"
+    message = f"{zh} has 3 lines and {en} has 2; expected as many, one sentence per line"
     assert refused([zh, en]) == refused([zh, en], skip_bad=True) == message
     put(en, b"one\n\xfftwo\nthree\n")
     assert refused([zh, en]) == (
@@ -210,10 +210,10 @@ def test_text_that_is_not_in_step(tmp_path: Path) -> None:
         (["notes.md"], "{}: has notes.md; expected .json"),
         ([], "{}: has nothing; expected .json"),
         (["train.tsv", "valid.csv"], "{}/valid.csv: has no known extension; expected .json"),
-        (["train.tsv", "more.tsv"], "{}/more.tsv: belongs to no split; expected names that"),
-        (["test.tsv"], "nothing to train on: found test.tsv; expected a name like train.jsonl"),
-        (["a.tsv", "b.tsv"], "{}/a.tsv: belongs to no split; expected names that begin with"),
-        (["train.tsv", "train.tsv.gz"], "{0}/train.tsv and {0}/train.tsv.gz: hold the same side"),
+        (["train.tsv", "more.tsv"], "{}/more.tsv: its name gives no split; expected names that"),
+        (["test.tsv"], "no train split: found test.tsv; expected a name like train.jsonl"),
+        (["a.tsv", "b.tsv"], "{}/a.tsv: its name gives no split; expected names that begin with"),
+        (["train.tsv", "train.tsv.gz"], "{0}/train.tsv and {0}/train.tsv.gz: hold the same data"),
     ],
 )
 def test_folders_that_are_refused(tmp_path: Path, names: list[str], message: str) -> None:
@@ -227,8 +227,7 @@ def test_two_folders_are_refused(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         put(tmp_path / name / "train.tsv", "一\tone\n二\ttwo\n")
     assert refused([tmp_path / "a", tmp_path / "b"]) == (
-        f"{tmp_path}/a: is one of 2 that were given, and a folder; "
-        "expected one folder alone, or files"
+        f"{tmp_path}/a: is a folder among 2 paths; expected either one folder or only files"
     )
 
 
@@ -238,12 +237,12 @@ def test_bad_records_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     assert everything(corpus) == {("一", "one"), ("二", "two")}
     assert corpus.counts["train"] == SplitCounts(read=7, malformed=4, empty=1, held_out=1, pairs=1)
     message = refused(put(tmp_path / "e.jsonl", "{\n{\n"), skip_bad=True)
-    assert message.endswith("leaves 0 of 2 pairs to use (2 malformed); expected at least 2 to "
-                            "train on, and 1 in every other split")  # fmt: skip
+    assert message.endswith("leaves 0 of 2 pairs to use (2 malformed); expected at least 2 in "
+                            "train and 1 in every other split")  # fmt: skip
 
 
 @pytest.mark.parametrize("side", ["", "e n", "a/b", "汉"])
-def test_sides_have_plain_names(tmp_path: Path, side: str) -> None:
+def test_invalid_language_names_are_refused(tmp_path: Path, side: str) -> None:
     assert re.match("src = .* expected a language's name", refused(tmp_path, src=side))
     assert issubclass(CorpusError, HeadraceError)
 

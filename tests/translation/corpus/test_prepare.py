@@ -71,7 +71,7 @@ def test_a_vocabulary_of_very_little_text(count: int, size: int) -> None:
     assert vocabulary.decode(vocabulary.encode(TINY)) == TINY
 
 
-def test_more_characters_than_room_are_spelled_in_bytes() -> None:
+def test_rare_characters_are_spelled_in_bytes() -> None:
     text = ["".join(chr(0x4E00 + 40 * line + at) for at in range(40)) for line in range(50)]
     vocabulary = Vocabulary.train(text, 300)
     assert len(vocabulary) <= 300
@@ -95,7 +95,7 @@ def vocabulary() -> Vocabulary:
         "नमस्ते مرحبا שלום",
     ],
 )
-def test_text_comes_back_as_it_was(vocabulary: Vocabulary, text: str) -> None:
+def test_decoding_restores_the_text(vocabulary: Vocabulary, text: str) -> None:
     ids = vocabulary.encode([text])
     assert vocabulary.decode(ids) == [text]
     assert not {0, 1, 2, 3} & set(ids[0])
@@ -103,7 +103,7 @@ def test_text_comes_back_as_it_was(vocabulary: Vocabulary, text: str) -> None:
 
 @settings(deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\u2581")))
-def test_any_clean_text_comes_back(text: str) -> None:
+def test_decoding_restores_any_clean_text(text: str) -> None:
     tiny = _tiny()
     assert tiny.decode(tiny.encode([clean(text)])) == [clean(text)]
 
@@ -135,10 +135,10 @@ def test_training_is_deterministic_and_models_are_files(
     assert loaded.encode(["一本书"]) == vocabulary.encode(["一本书"])
 
 
-def test_vocabularies_that_cannot_be(tmp_path: Path) -> None:
+def test_vocabularies_that_cannot_be_trained_or_read(tmp_path: Path) -> None:
     with pytest.raises(CorpusError, match="vocabulary_size = 20: expected at least 300"):
         Vocabulary.train(TINY, 20)
-    with pytest.raises(CorpusError, match="no text to make a vocabulary of"):
+    with pytest.raises(CorpusError, match="no text to train a vocabulary on"):
         Vocabulary.train(["", " "], 1000)
     path = tmp_path / "v.model"
     with pytest.raises(CorpusError, match=r"v\.model: cannot be read \(No such file"):
@@ -152,7 +152,7 @@ def test_vocabularies_that_cannot_be(tmp_path: Path) -> None:
 # ── what is prepared ─────────────────────────────────────────────────────────────────────────
 
 
-def test_ids_are_the_text(built: Prepared) -> None:
+def test_ids_encode_the_text(built: Prepared) -> None:
     src, trg = built.vocabularies
     valid = built.splits["valid"]
     assert len(valid) == built.counts["valid"].pairs == len(built.texts("valid")) == 10
@@ -182,7 +182,7 @@ def test_pairs_are_found_by_number_and_may_be_written_to(built: Prepared) -> Non
             train[index]
 
 
-def test_pickled_pairs_are_a_path(built: Prepared) -> None:
+def test_pickling_stores_only_the_path(built: Prepared) -> None:
     pickled = pickle.dumps(built.splits["train"])
     assert len(pickled) < 600
     other: IdPairs = pickle.loads(pickled)
@@ -190,9 +190,9 @@ def test_pickled_pairs_are_a_path(built: Prepared) -> None:
     assert (other[3][1] == built.splits["train"][3][1]).all()
 
 
-def test_texts_are_those_that_are_scored(built: Prepared) -> None:
+def test_only_scored_splits_have_text(built: Prepared) -> None:
     for split in ("train", "test", "nonsense"):
-        with pytest.raises(CorpusError, match=f"no text of '{split}' is kept .* there is 'valid'"):
+        with pytest.raises(CorpusError, match=f"has no text of '{split}'; found 'valid'"):
             built.texts(split)
 
 
@@ -227,12 +227,12 @@ def test_pairs_too_long_leave_train_but_are_still_scored(tmp_path: Path) -> None
     assert prepared.texts("test") == [(long[0], "none fits")]
     assert prepared.splits["test"].lengths.shape == (0, 2)
     assert all(ids.lengths.max(initial=0) <= 40 for ids in prepared.splits.values())
-    with pytest.raises(CorpusError, match=r"max_length = 4: leaves none of .* pairs of train"):
+    with pytest.raises(CorpusError, match=r"max_length = 4: all .* pairs of train are longer"):
         made(put(tmp_path / "other", [("长" * 9, str(n) * 9) for n in range(9)]),
              tmp_path / "cache", max_length=4)  # fmt: skip
 
 
-def test_the_length_that_just_fits(vocabulary: Vocabulary, tmp_path: Path) -> None:
+def test_a_pair_of_exactly_max_length_is_kept(vocabulary: Vocabulary, tmp_path: Path) -> None:
     pair = ("一本书", "a book")
     src, trg = (len(ids) for ids in vocabulary.encode(pair))
     both = (vocabulary, vocabulary)
@@ -315,10 +315,8 @@ def test_other_content_or_settings_have_another_key(built: Prepared, tmp_path: P
     assert len(names) == 5
 
 
-def test_what_was_prepared_is_not_prepared_again(
-    built: Prepared, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(prepare_module, "_build", None)
+def test_the_cache_is_used(built: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare_module, "_encode_into", None)
     cache = built.folder.parent
     assert made(cache.parent / "train.tsv", cache).folder == built.folder
     assert load_prepared(built.folder).counts == built.counts
@@ -385,30 +383,30 @@ def test_a_missing_or_short_file_is_named(copy: Path) -> None:
         f"{path}: has {whole - 4:,} bytes; expected {whole:,} bytes. Prepare it again"
     )
     path.unlink()
-    with pytest.raises(CorpusError, match=r"train\.src\.ids\.npy: is not there; expected"):
+    with pytest.raises(CorpusError, match=r"train\.src\.ids\.npy: does not exist; expected"):
         load_prepared(copy)
 
 
-def test_damage_of_the_same_size_is_seen_where_it_matters(copy: Path) -> None:
+def test_damaged_ids_and_offsets_of_the_same_size_are_found(copy: Path) -> None:
     offsets = np.load(copy / "train.trg.offsets.npy")
     np.save(copy / "train.trg.offsets.npy", offsets + 1)
-    with pytest.raises(CorpusError, match=r"train\.trg has .* ids and other offsets"):
+    with pytest.raises(CorpusError, match=r"the offsets of train\.trg do not match its .* ids"):
         load_prepared(copy)
     np.save(copy / "train.trg.offsets.npy", offsets.astype(np.float64))
     with pytest.raises(CorpusError, match="is 1-dimensional float64; expected 1-dimensional int64"):
         load_prepared(copy)
 
 
-def test_foreign_folders(tmp_path: Path, copy: Path) -> None:
+def test_folders_that_prepare_did_not_make_are_refused(tmp_path: Path, copy: Path) -> None:
     with pytest.raises(CorpusError, match=r"expected a folder made by prepare\(\)"):
         load_prepared(tmp_path)
     meta = copy / "prepared.json"
     content = json.loads(meta.read_text(encoding="utf-8"))
     for text, message in (
         ("{", "is not JSON"),
-        ("[]", "is not of Headrace"),
-        ('{"format": "x"}', "is not of Headrace"),
-        (json.dumps({**content, "version": 99}), "is of version 99; expected 1. Prepare it again"),
+        ("[]", "is not Headrace's"),
+        ('{"format": "x"}', "is not Headrace's"),
+        (json.dumps({**content, "version": 99}), "has version 99; expected 1. Prepare it again"),
         (json.dumps({**content, "files": 3}), "is damaged"),
         (json.dumps({**content, "counts": {"train": {"no": 1}}}), "is damaged"),
         (json.dumps({key: content[key] for key in ("format", "version")}), "is damaged"),

@@ -59,7 +59,9 @@ def translation(
     prefetch_factor: int = 2,
 ) -> Training:
     """The Transformer of `headrace train`, on sentences of one length without padding."""
-    settings = ModelSettings.preset(preset).but(dropout=dropout, max_length=max(512, length + 1))
+    settings = ModelSettings.preset(preset).replace(
+        dropout=dropout, max_length=max(512, length + 1)
+    )
     model = Translator(settings, vocabulary, vocabulary)
     data = RandomBatches(partial(_sentences, batch, length, vocabulary), batches, seed)
     return Training(

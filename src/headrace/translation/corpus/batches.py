@@ -1,9 +1,9 @@
-"""Which sentence pairs make up which batch: a pure function of (seed, epoch).
+"""Decides which sentence pairs make up which batch: a pure function of (seed, epoch).
 
-Pairs of like length go together, by sentences (30 a batch) or by target tokens. With `shapes`,
-every batch has one of a few shapes, so that each can be captured as a graph; without, a batch is as
-long as its longest sentence. Nothing depends on workers, on what was loaded before or on where a
-run was interrupted: batch k of an epoch is found by looking it up.
+Pairs of similar length go together, a number of sentences or of target tokens per batch. With
+`shapes`, all batches have one of a few shapes, so that each can be captured as a graph; without it,
+a batch is padded to its longest sentence. Batches do not depend on workers, nor on where a run was
+interrupted: batch k of an epoch can be looked up directly.
 """
 
 from __future__ import annotations
@@ -23,49 +23,55 @@ from headrace.plan import LoaderPlan
 from headrace.runs import ignore_foreign_sigterm
 from headrace.translation.corpus.encoded import IdPairs
 
-Whole = NDArray[np.int64]
-# Pairs are sorted by length within pools of so many batches: enough for little padding, and the
-# batches still differ from epoch to epoch.
+IntArray = NDArray[np.int64]
+# Pairs are sorted by length within pools of this many batches: large enough for little padding,
+# small enough for batches that differ from epoch to epoch.
 _POOL_BATCHES = 100
 
 
 @dataclass(frozen=True)
 class BatchSpec:
-    """One batch: which pairs, and the lengths (source, target) they are padded to."""
+    """One batch: the indices of its pairs, and the lengths (src, trg) they are padded to."""
 
-    indices: Whole
-    edges: tuple[int, int]
+    indices: IntArray
+    lengths: tuple[int, int]
 
 
 class EpochBatches:
-    """The batches of one epoch, in order. `waste` is the share of padding in all their tokens."""
+    """The batches of one epoch, in order. `padding_share` is the share of their tokens that is
+    padding, `shapes` how many different shapes they have."""
 
-    def __init__(self, order: Whole, ends: Whole, edges: Whole, lengths: Whole) -> None:
-        self._order, self._ends, self._edges = order, ends, edges
+    def __init__(
+        self, order: IntArray, ends: IntArray, padded_lengths: IntArray, lengths: IntArray
+    ) -> None:
+        self._order, self._ends, self._lengths = order, ends, padded_lengths
         rows = np.diff(ends, prepend=0)
-        padded = int((rows * edges.sum(axis=1)).sum()) if len(ends) else 0
-        self.waste = 1 - int(lengths[order].sum()) / padded if padded else 0.0
-        self.shapes = len({(int(n), *map(int, e)) for n, e in zip(rows, edges, strict=True)})
+        padded = int((rows * padded_lengths.sum(axis=1)).sum()) if len(ends) else 0
+        self.padding_share = 1 - int(lengths[order].sum()) / padded if padded else 0.0
+        self.shapes = len(
+            {(int(n), *map(int, e)) for n, e in zip(rows, padded_lengths, strict=True)}
+        )
 
     def __len__(self) -> int:
         return len(self._ends)
 
     def __getitem__(self, batch: int) -> BatchSpec:
         start = int(self._ends[batch - 1]) if batch else 0
-        source, target = self._edges[batch]
+        source, target = self._lengths[batch]
         return BatchSpec(self._order[start : self._ends[batch]], (int(source), int(target)))
 
 
 class BatchPlan:
-    """How a corpus is cut into batches.
+    """Cuts a corpus into batches, for any epoch.
 
-    `lengths` is (pairs, 2), in tokens with their markers. Batches have `sentences` pairs, or at
-    most `tokens` target tokens if that is given. `shapes` bounds how many shapes full batches have.
+    `lengths` is (pairs, 2), in tokens including bos and eos. A batch has `sentences` pairs or, if
+    `tokens` is given, at most that many target tokens. `shapes` limits how many different shapes
+    full batches have.
     """
 
     def __init__(
         self,
-        lengths: Whole,
+        lengths: IntArray,
         *,
         sentences: int = 30,
         tokens: int | None = None,
@@ -75,12 +81,12 @@ class BatchPlan:
     ) -> None:
         for name, value in (("sentences", sentences), ("tokens", tokens), ("shapes", shapes)):
             if value is not None and (not isinstance(value, int) or value < 1):
-                raise PlanError(f"{name} = {value!r}: expected a whole number, 1 or more")
+                raise PlanError(f"{name} = {value!r}: expected a whole number, at least 1")
         self._lengths = np.asarray(lengths, dtype=np.int64).reshape(-1, 2)
         longest = int(self._lengths[:, 1].max(initial=0))
         if tokens is not None and tokens < longest:
             raise PlanError(
-                f"tokens = {tokens}: expected {longest} or more, the length of the longest target"
+                f"tokens = {tokens}: expected at least {longest}, the length of the longest target"
             )
         self._sentences, self._tokens, self._seed = sentences, tokens, seed
         self._shuffle = shuffle
@@ -89,51 +95,54 @@ class BatchPlan:
             self.buckets = Buckets.choose(self._lengths, max_buckets=shapes)
 
     def epoch(self, epoch: int) -> EpochBatches:
+        """The batches of this epoch."""
         random = np.random.default_rng([self._seed, epoch])
         if self.buckets is not None:
-            order, ends, edges = self._by_bucket(self.buckets, random)
+            order, ends, padded = self._by_bucket(self.buckets, random)
         else:
-            order, ends, edges = self._by_length(random)
+            order, ends, padded = self._by_length(random)
         if self._shuffle and len(ends):
-            order, ends, edges = _reordered(order, ends, edges, random.permutation(len(ends)))
-        return EpochBatches(order, ends, edges, self._lengths)
+            order, ends, padded = _reorder(order, ends, padded, random.permutation(len(ends)))
+        return EpochBatches(order, ends, padded, self._lengths)
 
-    def _by_length(self, random: np.random.Generator) -> tuple[Whole, Whole, Whole]:
+    def _by_length(self, random: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
+        """Pair indices in batch order, where each batch ends, and the lengths it is padded to."""
         count = len(self._lengths)
         order = random.permutation(count) if self._shuffle else np.arange(count)
         pool = self._sentences * _POOL_BATCHES
         if self._tokens is not None:
             mean = max(1.0, float(self._lengths[:, 1].mean())) if count else 1.0
             pool = max(1, int(self._tokens / mean)) * _POOL_BATCHES
-        rank = np.arange(count) // pool
+        pool_of = np.arange(count) // pool
         sides = self._lengths[order]
-        order = order[np.lexsort((sides[:, 0], sides[:, 1], rank))]
+        order = order[np.lexsort((sides[:, 0], sides[:, 1], pool_of))]
         ends = self._cut(self._lengths[order, 1])
         starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-        edges = np.zeros((len(ends), 2), dtype=np.int64)
+        padded = np.zeros((len(ends), 2), dtype=np.int64)
         if len(ends):
-            edges = np.maximum.reduceat(self._lengths[order], starts, axis=0)
-        return order, ends, edges
+            padded = np.maximum.reduceat(self._lengths[order], starts, axis=0)
+        return order, ends, padded
 
     def _by_bucket(
         self, buckets: Buckets, random: np.random.Generator
-    ) -> tuple[Whole, Whole, Whole]:
+    ) -> tuple[IntArray, IntArray, IntArray]:
+        """The same arrays, for batches whose pairs are all of one bucket."""
         bucket_of = buckets.of(self._lengths)
-        orders, ends, edges, start = [], [], [], 0
-        for bucket, edge in enumerate(buckets.edges):
+        orders, ends, padded, start = [], [], [], 0
+        for bucket, lengths in enumerate(buckets.edges):
             members = np.flatnonzero(bucket_of == bucket)
             if self._shuffle:
                 random.shuffle(members)
-            rows = self._sentences if self._tokens is None else max(1, self._tokens // edge[1])
+            rows = self._sentences if self._tokens is None else max(1, self._tokens // lengths[1])
             cuts = np.minimum(np.arange(rows, len(members) + rows, rows), len(members))
             orders.append(members)
             ends.append(cuts + start)
-            edges.append(np.tile(np.array(edge, dtype=np.int64), (len(cuts), 1)))
+            padded.append(np.tile(np.array(lengths, dtype=np.int64), (len(cuts), 1)))
             start += len(members)
-        return np.concatenate(orders), np.concatenate(ends), np.concatenate(edges)
+        return np.concatenate(orders), np.concatenate(ends), np.concatenate(padded)
 
-    def _cut(self, targets: Whole) -> Whole:
-        """Where batches end, over target lengths in the order they come."""
+    def _cut(self, targets: IntArray) -> IntArray:
+        """Where each batch ends, given the target lengths in order."""
         count = len(targets)
         if self._tokens is None:
             cuts = np.arange(self._sentences, count + self._sentences, self._sentences)
@@ -147,20 +156,21 @@ class BatchPlan:
         return np.array([*ends, count] if count else [], dtype=np.int64)
 
 
-def _reordered(
-    order: Whole, ends: Whole, edges: Whole, batches: Whole
-) -> tuple[Whole, Whole, Whole]:
+def _reorder(
+    order: IntArray, ends: IntArray, padded: IntArray, batches: IntArray
+) -> tuple[IntArray, IntArray, IntArray]:
     starts = np.concatenate([[0], ends[:-1]])
     pieces = [order[starts[batch] : ends[batch]] for batch in batches]
-    return np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]), edges[batches]
+    return np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]), padded[batches]
 
 
 class PlannedSampler(Sampler[BatchSpec]):
-    """Gives a DataLoader the batches of an epoch, from the `start`-th on: of each the `share`
-    (rank, ranks) of its pairs, every ranks-th one. Those of all ranks make up the batch that one
-    process alone would have, at the same lengths.
+    """Gives a DataLoader the batches of an epoch.
 
-    The engine calls `set_epoch`; `start_at` is for the epoch that a run goes on with, no other.
+    `share` is (rank, number of ranks): each rank gets every n-th pair of a batch, padded to the
+    same lengths. Together the ranks have the batch that a single process would have.
+
+    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only.
     """
 
     def __init__(self, plan: BatchPlan, share: tuple[int, int] = (0, 1)) -> None:
@@ -180,26 +190,28 @@ class PlannedSampler(Sampler[BatchSpec]):
 
     def __iter__(self) -> Iterator[BatchSpec]:
         batches = self.batches
-        return (self._own(batches[at]) for at in range(self._start, len(batches)))
+        return (self._share_of(batches[at]) for at in range(self._start, len(batches)))
 
-    def _own(self, batch: BatchSpec) -> BatchSpec:
+    def _share_of(self, batch: BatchSpec) -> BatchSpec:
         rank, ranks = self._share
-        return BatchSpec(batch.indices[rank::ranks], batch.edges)
+        return BatchSpec(batch.indices[rank::ranks], batch.lengths)
 
     def __len__(self) -> int:
         return len(self.batches) - self._start
 
 
 class PaddedBatches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
-    """Makes the tensors of a batch: source and target ids, (rows, edge) each, 0 where padded. One
-    without pairs, a rank's share of a small batch, has a row of padding, which counts nothing."""
+    """Turns a `BatchSpec` into tensors: source and target ids, (rows, length) each, padded with 0.
+
+    A rank's share of a small batch may have no pairs. It is one row of padding then, with weight 0.
+    """
 
     def __init__(self, pairs: IdPairs) -> None:
         self._pairs = pairs
 
     def __getitem__(self, spec: BatchSpec) -> tuple[torch.Tensor, torch.Tensor]:
         rows = [self._pairs[int(index)] for index in spec.indices]
-        shapes = [(max(1, len(rows)), edge) for edge in spec.edges]
+        shapes = [(max(1, len(rows)), length) for length in spec.lengths]
         source, target = (np.zeros(shape, dtype=np.int64) for shape in shapes)
         for row, (src, trg) in enumerate(rows):
             source[row, : len(src)] = src
@@ -216,7 +228,7 @@ def make_loader(
     timeout_s: float = 0,
     share: tuple[int, int] = (0, 1),
 ) -> DataLoader[Any]:
-    """A DataLoader over a plan's batches. Workers, if any, live as long as it does."""
+    """A DataLoader over the batches of a `BatchPlan`, with workers that persist over epochs."""
     workers = loader.workers or 0
     return DataLoader(
         PaddedBatches(pairs),
@@ -228,6 +240,6 @@ def make_loader(
         persistent_workers=workers > 0,
         timeout=timeout_s if workers else 0,
         worker_init_fn=ignore_foreign_sigterm,
-        # Its own: a worker's seed must not be drawn from the generator that dropout uses.
+        # A generator of its own: seeding workers must not advance the one that dropout uses.
         generator=torch.Generator().manual_seed(0),
     )

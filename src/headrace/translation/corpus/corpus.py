@@ -1,7 +1,7 @@
-"""Parallel text in three splits, cleaned, and an account of every pair that was left out.
+"""Cleans parallel text, divides it into splits, and counts every pair that is left out.
 
-Text is NFC-normalised and its white space collapsed. Exact duplicates leave the training split,
-and so do training pairs that also stand in valid or test: a score is not to be had by heart.
+Text is NFC-normalized, with single spaces. Duplicates are removed from the train split, and so are
+pairs that are also in valid or test: a model must not learn by heart what it is scored on.
 """
 
 from __future__ import annotations
@@ -16,49 +16,49 @@ from pathlib import Path
 
 from headrace.errors import CorpusError
 from headrace.text_table import text_table
-from headrace.translation.corpus.sources import (
+from headrace.translation.corpus.pair_files import (
     OnProgress,
     Pair,
+    PairFiles,
     Sides,
-    Source,
-    find_sources,
-    records,
+    find_pair_files,
+    read_records,
 )
 
-# Without a valid split this share of train is held out, up to so many pairs.
+# If there is no valid split, this share of train is held out for it.
 HELD_OUT_SHARE = 0.02
-HELD_OUT_MOST = 1000
+MAX_HELD_OUT = 1000
 _REPORT_EVERY = 100_000
 
 
 @dataclass(frozen=True, slots=True)
 class SplitCounts:
-    """What became of the pairs of one split; `pairs` is what is left."""
+    """How many pairs of a split were read, dropped (by reason) and kept (`pairs`)."""
 
     read: int = 0
-    malformed: int = 0  # skipped with skip_bad; without it, the first one is an error
-    empty: int = 0  # a side without text
-    duplicates: int = 0  # train: the same pair once more
-    overlap: int = 0  # train: the pair also stands in valid or test
-    held_out: int = 0  # taken from train to make a valid split of
-    too_long: int = 0  # in tokens; known once the text is encoded
+    malformed: int = 0  # with skip_bad; without it the first one is an error
+    empty: int = 0  # one side has no text
+    duplicates: int = 0  # in train: repeats of a pair
+    overlap: int = 0  # in train: pairs that are also in valid or test
+    held_out: int = 0  # moved from train to valid
+    too_long: int = 0  # in tokens; counted when the text is encoded
     pairs: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class Corpus:
-    """Pairs (src, trg) by split: `train`, `valid` and, where there is one, `test`."""
+    """Pairs by split: `train`, `valid` and, if the data has one, `test`."""
 
     splits: dict[str, list[Pair]]
     counts: dict[str, SplitCounts]
 
     def table(self) -> str:
-        """The counts, as text."""
+        """The counts as a text table."""
         return counts_table(self.counts)
 
 
 def counts_table(counts: Mapping[str, SplitCounts]) -> str:
-    """A row a split. A column that is 0 everywhere is left out."""
+    """A text table with one row per split, without columns that are all 0."""
     names = [
         known.name
         for known in dataclasses.fields(SplitCounts)
@@ -76,47 +76,49 @@ def read_corpus(
     skip_bad: bool = False,
     progress: OnProgress | None = None,
 ) -> Corpus:
-    """Read a file, a pair of files, or a folder of them; `sources.py` knows the formats."""
+    """Read a corpus from a file, two text files, or a folder (formats: `pair_files.py`)."""
     sides = Sides(src, trg)
-    return read_sources(find_sources(data, sides), sides, skip_bad=skip_bad, progress=progress)
+    files = find_pair_files(data, sides)
+    return read_pair_files(files, sides, skip_bad=skip_bad, progress=progress)
 
 
 def read_pairs(
     data: Path | Sequence[Path], *, src: str, trg: str, split: str, skip_bad: bool = False
 ) -> list[Pair]:
-    """All pairs of a file as they stand there, or of a folder's `split`: to be scored."""
+    """Read all pairs of a file, or of one split of a folder, for scoring: nothing is left out but
+    empty pairs."""
     sides = Sides(src, trg)
-    sources = find_sources(data, sides)
-    found = sources.get(split)
+    splits = find_pair_files(data, sides)
+    found = splits.get(split)
     if found is None:
-        if len(sources) > 1:
-            there = ", ".join(sources)
-            raise CorpusError(f"no {split!r} in {data}; there is {there}")
-        (found,) = sources.values()
+        if len(splits) > 1:
+            there = ", ".join(splits)
+            raise CorpusError(f"{data}: has no split {split!r}; found {there}")
+        (found,) = splits.values()
     return _read_split(split, found, sides, skip_bad, None)[0]
 
 
-def read_sources(
-    sources: Mapping[str, Sequence[Source]],
+def read_pair_files(
+    files: Mapping[str, Sequence[PairFiles]],
     sides: Sides,
     *,
     skip_bad: bool = False,
     progress: OnProgress | None = None,
 ) -> Corpus:
-    """Read what `find_sources` found, clean it, and see to it that the splits do not overlap."""
+    """Read and clean the files that `find_pair_files` found, and make the splits disjoint."""
     splits: dict[str, list[Pair]] = {}
     counts: dict[str, SplitCounts] = {}
-    for split, parts in sources.items():
+    for split, parts in files.items():
         splits[split], counts[split] = _read_split(split, parts, sides, skip_bad, progress)
         if split != "train" and not splits[split]:
-            raise CorpusError(f"{_list(parts)}: {_nothing_left(counts[split])}")
-    return split_corpus(splits, counts, where=_list(sources["train"]))
+            raise CorpusError(f"{_joined(parts)}: {_explain_empty(counts[split])}")
+    return split_corpus(splits, counts, where=_joined(files["train"]))
 
 
 def split_corpus(
     splits: dict[str, list[Pair]], counts: dict[str, SplitCounts], *, where: str
 ) -> Corpus:
-    """Take duplicates and overlap out of train, and hold out a valid split if there is none."""
+    """Remove duplicates and overlap from train, and hold out a valid split if there is none."""
     unique = dict.fromkeys(splits["train"])
     elsewhere = {pair for split in ("valid", "test") for pair in splits.get(split, ())}
     train = [pair for pair in unique if pair not in elsewhere]
@@ -124,16 +126,16 @@ def split_corpus(
     overlap = len(unique) - len(train)
     held: list[Pair] = []
     if "valid" not in splits:
-        held = _held_out(train)
-        gone = set(held)
-        train = [pair for pair in train if pair not in gone]
+        held = _choose_held_out(train)
+        held_out = set(held)
+        train = [pair for pair in train if pair not in held_out]
         splits = {**splits, "valid": held}
         counts = {**counts, "valid": SplitCounts(held_out=len(held))}
     counts["train"] = dataclasses.replace(
         counts["train"], duplicates=duplicates, overlap=overlap, held_out=len(held)
     )
     if not train or not splits["valid"]:
-        raise CorpusError(f"{where}: {_nothing_left(counts['train'])}")
+        raise CorpusError(f"{where}: {_explain_empty(counts['train'])}")
     splits = {**splits, "train": train}
     return Corpus(
         {split: splits[split] for split in ("train", "valid", "test") if split in splits},
@@ -146,13 +148,13 @@ def split_corpus(
 
 
 def clean(text: str) -> str:
-    """NFC, and single spaces; every kind of line end is white space, so a text is one line."""
+    """Normalize to NFC, on one line, with single spaces."""
     return " ".join(unicodedata.normalize("NFC", text).split())
 
 
 def _read_split(
     split: str,
-    parts: Sequence[Source],
+    parts: Sequence[PairFiles],
     sides: Sides,
     skip_bad: bool,
     progress: OnProgress | None,
@@ -160,13 +162,13 @@ def _read_split(
     pairs: list[Pair] = []
     read = malformed = empty = 0
 
-    def bad(message: str) -> None:
+    def on_malformed(message: str) -> None:
         if not skip_bad:
             raise CorpusError(message)
 
     for part in parts:
         before = read
-        for record in records(part, sides, bad):
+        for record in read_records(part, sides, on_malformed):
             read += 1
             if progress is not None and read % _REPORT_EVERY == 0:
                 progress(f"read {split}", read, 0)
@@ -185,11 +187,11 @@ def _read_split(
     return pairs, SplitCounts(read=read, malformed=malformed, empty=empty)
 
 
-def _held_out(train: list[Pair]) -> list[Pair]:
-    """A share of train, chosen by what the pairs say and not by where they stand."""
+def _choose_held_out(train: list[Pair]) -> list[Pair]:
+    """Choose pairs by a hash of their text, so that the order of the files does not matter."""
     if len(train) < 2:
         return []
-    share = min(HELD_OUT_MOST, max(1, round(len(train) * HELD_OUT_SHARE)))
+    share = min(MAX_HELD_OUT, max(1, round(len(train) * HELD_OUT_SHARE)))
     return heapq.nsmallest(share, train, key=_digest)
 
 
@@ -197,19 +199,23 @@ def _digest(pair: Pair) -> bytes:
     return hashlib.blake2b("\n".join(pair).encode(), digest_size=16).digest()
 
 
-def _nothing_left(counts: SplitCounts) -> str:
-    gone = {
+def _explain_empty(counts: SplitCounts) -> str:
+    dropped = {
         known.name.replace("_", " "): getattr(counts, known.name)
         for known in dataclasses.fields(counts)
         if known.name not in ("read", "pairs", "held_out") and getattr(counts, known.name)
     }
-    why = f" ({', '.join(f'{number:,} {name}' for name, number in gone.items())})" if gone else ""
-    left = counts.read - sum(gone.values())
+    why = (
+        f" ({', '.join(f'{number:,} {name}' for name, number in dropped.items())})"
+        if dropped
+        else ""
+    )
+    left = counts.read - sum(dropped.values())
     return (
-        f"leaves {left} of {counts.read:,} pairs to use{why}; expected at least 2 to train on, "
-        "and 1 in every other split"
+        f"leaves {left} of {counts.read:,} pairs to use{why}; expected at least 2 in train and "
+        "1 in every other split"
     )
 
 
-def _list(parts: Sequence[Source]) -> str:
+def _joined(parts: Sequence[PairFiles]) -> str:
     return ", ".join(str(part) for part in parts)

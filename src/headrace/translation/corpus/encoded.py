@@ -1,4 +1,4 @@
-"""Encoded pairs on disk: flat arrays of ids with offsets, memory-mapped."""
+"""Encoded pairs on disk: per side, one flat array of ids and one of offsets, memory-mapped."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ import numpy as np
 import numpy.typing as npt
 
 from headrace.errors import CorpusError
-from headrace.translation.corpus.sources import OnProgress, Pair
+from headrace.translation.corpus.pair_files import OnProgress, Pair
 from headrace.translation.corpus.vocabulary import BOS, EOS, Vocabulary
 
 Ints = npt.NDArray[np.int32]
 Longs = npt.NDArray[np.int64]
 _SIDES = ("src", "trg")
 _CHUNK = 4096
-# Below this many pairs, threads cost more than they save.
-_FEW = 20_000
-# What numpy raises for a file whose header is not one of its own.
+# With fewer pairs, threads cost more than they save.
+_THREADS_FROM_PAIRS = 20_000
+# What numpy raises for files that it did not write.
 _UNREADABLE = (
     *(OSError, ValueError, EOFError, SyntaxError, TokenError, TypeError, LookupError),
     *(MemoryError, OverflowError, RecursionError),
@@ -34,40 +34,42 @@ _UNREADABLE = (
 class IdPairs:
     """The encoded pairs of one split: src is ids + [eos], trg is [bos] + ids + [eos].
 
-    Pickled, it is a path and a name: a DataLoader's workers map the same files.
+    Pickling stores only the path and the split: each DataLoader worker maps the same files.
     """
 
     def __init__(self, folder: Path, split: str) -> None:
         self.folder, self.split = Path(folder), split
-        self._ids = [_mapped(self.folder, f"{split}.{side}.ids.npy", np.int32) for side in _SIDES]
+        self._ids = [
+            _open_array(self.folder, f"{split}.{side}.ids.npy", np.int32) for side in _SIDES
+        ]
         self._offsets = [
-            _mapped(self.folder, f"{split}.{side}.offsets.npy", np.int64) for side in _SIDES
+            _open_array(self.folder, f"{split}.{side}.offsets.npy", np.int64) for side in _SIDES
         ]
         for side, ids, offsets in zip(_SIDES, self._ids, self._offsets, strict=True):
             if len(offsets) < 1 or offsets[0] != 0 or offsets[-1] != len(ids):
                 raise CorpusError(
-                    f"{self.folder}: {split}.{side} has {len(ids):,} ids and other offsets; "
-                    "expected those of one build"
+                    f"{self.folder}: the offsets of {split}.{side} do not match its {len(ids):,} "
+                    "ids. Prepare it again"
                 )
         if len(self._offsets[0]) != len(self._offsets[1]):
             raise CorpusError(f"{self.folder}: {split} has sides of different lengths")
 
-    def require_ids_below(self, *sizes: int) -> None:
-        """Raise unless all ids are of vocabularies of these sizes, and offsets go up: a wrong id
-        ends a run on a GPU in a way that nobody can read."""
+    def check_ids(self, *sizes: int) -> None:
+        """Raise if an id is outside the vocabularies of these sizes, or offsets do not ascend: on
+        a GPU such an id would end the run with an error that does not name it."""
         for side, ids, offsets, size in zip(_SIDES, self._ids, self._offsets, sizes, strict=True):
             bad = len(ids) and not 0 <= ids.min() <= ids.max() < size
             if bad or (len(offsets) > 1 and np.diff(offsets).min() < 0):
                 raise CorpusError(
-                    f"{self.folder}: {self.split}.{side} has ids that its vocabulary of {size:,} "
-                    "has not; its bytes have changed. Prepare it again"
+                    f"{self.folder}: {self.split}.{side} has ids outside its vocabulary of "
+                    f"{size:,}; the file has changed. Prepare it again"
                 )
 
     def __len__(self) -> int:
         return len(self._offsets[0]) - 1
 
     def __getitem__(self, index: int) -> tuple[Ints, Ints]:
-        """Both sides of a pair: int32, copies that the caller may write to."""
+        """Both sides of a pair, as int32 copies."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"pair {index} of {len(self)}")
         at = index % len(self)
@@ -82,12 +84,12 @@ class IdPairs:
 
     @property
     def lengths(self) -> Longs:
-        """Tokens of each side of each pair, `bos` and `eos` included: (n, 2)."""
+        """Tokens per side of each pair, including `bos` and `eos`: (pairs, 2)."""
         return np.stack([np.diff(offsets) for offsets in self._offsets], axis=1)
 
     @property
     def tokens(self) -> tuple[int, int]:
-        """Tokens of each side, all pairs together."""
+        """Tokens per side, summed over all pairs."""
         return len(self._ids[0]), len(self._ids[1])
 
     def __repr__(self) -> str:
@@ -107,17 +109,16 @@ def write_ids(
     workers: int | None = None,
     progress: OnProgress | None = None,
 ) -> int:
-    """Encode `pairs` into files that `IdPairs` opens; returns how many were too long and left out.
+    """Encode `pairs` into files for `IdPairs`. Returns how many were too long and left out.
 
-    SentencePiece lets go of the interpreter while it encodes, so threads are enough: nothing is
-    pickled, and a script needs no `if __name__ == "__main__"`.
+    Threads are enough, because SentencePiece releases the GIL while it encodes.
     """
     if workers is None:
-        workers = 1 if len(pairs) < _FEW else _cores()
+        workers = 1 if len(pairs) < _THREADS_FROM_PAIRS else _usable_cores()
     parts: list[list[Ints]] = [[], []]
     lengths: list[list[Longs]] = [[], []]
     done = kept = 0
-    for count, encoded in _encoded(pairs, vocabularies, max_length, max(1, workers)):
+    for count, encoded in _encode_in_order(pairs, vocabularies, max_length, max(1, workers)):
         for side in (0, 1):
             parts[side].append(encoded[side][0])
             lengths[side].append(encoded[side][1])
@@ -134,29 +135,31 @@ def write_ids(
     return len(pairs) - kept
 
 
-_Side = tuple[Ints, Longs]
+# The ids of many sentences in one array, and the length of each sentence.
+_FlatIds = tuple[Ints, Longs]
 
 
-def _cores() -> int:
-    """Those this process may use, where the system says so."""
+def _usable_cores() -> int:
+    """The cores that this process may use, if the system can tell."""
     allowed = getattr(os, "sched_getaffinity", None)
     return len(allowed(0)) if allowed is not None else os.cpu_count() or 1
 
 
-def _encoded(
+def _encode_in_order(
     pairs: Sequence[Pair],
     vocabularies: tuple[Vocabulary, Vocabulary],
     max_length: int,
     workers: int,
-) -> Iterator[tuple[int, tuple[_Side, _Side]]]:
-    """Chunks in order, with how many pairs each was made of; a few of them ahead in threads."""
+) -> Iterator[tuple[int, tuple[_FlatIds, _FlatIds]]]:
+    """Yield the number of pairs in each chunk, and its encoded pairs that are not too long. With
+    several workers, threads encode a few chunks ahead."""
     chunks = (pairs[at : at + _CHUNK] for at in range(0, len(pairs), _CHUNK))
     if workers == 1:
         for chunk in chunks:
             yield len(chunk), _encode_chunk(chunk, vocabularies, max_length)
         return
     with ThreadPoolExecutor(workers) as pool:
-        waiting: deque[tuple[int, Future[tuple[_Side, _Side]]]] = deque()
+        waiting: deque[tuple[int, Future[tuple[_FlatIds, _FlatIds]]]] = deque()
         for chunk in chunks:
             waiting.append(
                 (len(chunk), pool.submit(_encode_chunk, chunk, vocabularies, max_length))
@@ -170,25 +173,26 @@ def _encoded(
 
 def _encode_chunk(
     pairs: Sequence[Pair], vocabularies: tuple[Vocabulary, Vocabulary], max_length: int
-) -> tuple[_Side, _Side]:
+) -> tuple[_FlatIds, _FlatIds]:
     src = [[*ids, EOS] for ids in vocabularies[0].encode([pair[0] for pair in pairs])]
     trg = [[BOS, *ids, EOS] for ids in vocabularies[1].encode([pair[1] for pair in pairs])]
     fits = [max(len(s), len(t)) <= max_length for s, t in zip(src, trg, strict=True)]
-    return _flat(list(itertools.compress(src, fits))), _flat(list(itertools.compress(trg, fits)))
+    src, trg = (list(itertools.compress(side, fits)) for side in (src, trg))
+    return _flatten(src), _flatten(trg)
 
 
-def _flat(sequences: list[list[int]]) -> _Side:
+def _flatten(sequences: list[list[int]]) -> _FlatIds:
     lengths = np.array([len(sequence) for sequence in sequences], np.int64)
     ids = np.fromiter(itertools.chain.from_iterable(sequences), np.int32, int(lengths.sum()))
     return ids, lengths
 
 
-def _mapped(folder: Path, name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
+def _open_array(folder: Path, name: str, dtype: type[np.generic]) -> npt.NDArray[Any]:
     path = folder / name
     try:
         try:
             array = np.load(path, mmap_mode="r", allow_pickle=False)
-        except ValueError:  # nothing to map: an empty array
+        except ValueError:  # an empty array cannot be mapped
             array = np.load(path, allow_pickle=False)
     except _UNREADABLE as problem:
         raise CorpusError(f"{path}: cannot be opened ({problem})") from problem

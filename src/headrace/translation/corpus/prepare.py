@@ -1,7 +1,7 @@
-"""From text to arrays of ids, once: what is prepared is kept under a key of its contents.
+"""Encodes a corpus into arrays of ids, and keeps the result in a cache.
 
-The key is a hash of the files' bytes, every setting and the format's version: other text or other
-settings are another folder, and the same text under another name is the same one.
+The cache key is a hash of the files' bytes, of all settings and of the format's version. File names
+and dates do not count.
 """
 
 from __future__ import annotations
@@ -15,35 +15,41 @@ from typing import Any
 
 from headrace.atomic_files import build_folder, user_cache
 from headrace.errors import CorpusError
-from headrace.translation.corpus.corpus import Corpus, read_sources
+from headrace.translation.corpus.corpus import Corpus, read_pair_files
 from headrace.translation.corpus.encoded import write_ids
+from headrace.translation.corpus.pair_files import (
+    OnProgress,
+    Pair,
+    PairFiles,
+    Sides,
+    find_pair_files,
+)
 from headrace.translation.corpus.prepared import (
     FORMAT,
     FORMAT_VERSION,
     META_FILE,
-    SCORED,
+    SCORED_SPLITS,
     Prepared,
     load_prepared,
     read_meta,
 )
-from headrace.translation.corpus.sources import OnProgress, Pair, Sides, Source, find_sources
 from headrace.translation.corpus.toy.generator import (
     GRAMMAR_VERSION,
     builtin_corpus,
     builtin_sides,
 )
-from headrace.translation.corpus.vocabulary import LEAST_SIZE, Vocabulary
+from headrace.translation.corpus.vocabulary import MIN_SIZE, Vocabulary
 from headrace.translation.settings import TrainSettings
 
-# With more pieces whole phrases of so small a language become pieces, and nothing is learned.
+# With a larger vocabulary whole phrases of this small language become one token each.
 BUILTIN_VOCABULARY = 1000
 
 
 def check_data(settings: TrainSettings) -> None:
-    """Raise unless the files of a run's corpus are there. They are not read."""
+    """Raise if files of a run's corpus are missing. They are not read."""
     sides = Sides(settings.src, settings.trg)
     if settings.data:
-        find_sources(_paths(settings), sides)
+        find_pair_files(_paths(settings), sides)
     else:
         builtin_sides(settings.src, settings.trg)
 
@@ -51,7 +57,7 @@ def check_data(settings: TrainSettings) -> None:
 def prepared_for(
     settings: TrainSettings, cache: Path | None = None, progress: OnProgress | None = None
 ) -> Prepared:
-    """The corpus of a run's settings, encoded; made now if it is not in the cache."""
+    """The encoded corpus of a run, from the cache if it was prepared before."""
     return prepare(
         _paths(settings) if settings.data else None,
         src=settings.src,
@@ -83,21 +89,21 @@ def prepare(
     workers: int | None = None,
     progress: OnProgress | None = None,
 ) -> Prepared:
-    """The ids of `data` (None: the built-in corpus), from the cache if they were made before.
+    """Encode `data` (None: the built-in corpus), or take it from the cache if it is there.
 
-    Training pairs with a side of more than `max_length` tokens are left out; those of valid and
-    test are not encoded, but their text is kept to be scored. `workers` is a number of threads.
+    Pairs with more than `max_length` tokens on one side are not encoded; in valid and test their
+    text is still kept for scoring. `workers` is the number of threads.
     """
     sides = Sides(src, trg)
-    for name, value, least in (
-        ("vocabulary_size", vocabulary_size, LEAST_SIZE),
+    for name, value, minimum in (
+        ("vocabulary_size", vocabulary_size, MIN_SIZE),
         ("max_length", max_length, 4),
         ("workers", 1 if workers is None else workers, 1),
     ):
-        if value < least:
-            raise CorpusError(f"{name} = {value}: expected at least {least}")
-    sources = None if data is None else find_sources(data, sides)
-    if sources is None:
+        if value < minimum:
+            raise CorpusError(f"{name} = {value}: expected at least {minimum}")
+    files = None if data is None else find_pair_files(data, sides)
+    if files is None:
         vocabulary_size = min(vocabulary_size, BUILTIN_VOCABULARY)
     settings: dict[str, Any] = {
         "src": src,
@@ -106,21 +112,21 @@ def prepare(
         "joint": joint,
         "max_length": max_length,
         "skip_bad": skip_bad,
-        "builtin": GRAMMAR_VERSION if sources is None else None,
+        "builtin": GRAMMAR_VERSION if files is None else None,
     }
-    key = _key(sources, settings)
+    key = _key(files, settings)
     folder = Path(cache) / f"{src}-{trg}-{key[:16]}"
 
     def build(temporary: Path) -> None:
-        if sources is None:
+        if files is None:
             corpus = builtin_corpus(src=src, trg=trg)
         else:
-            corpus = read_sources(sources, sides, skip_bad=skip_bad, progress=progress)
-        _build(temporary, corpus, settings, key, workers, progress)
+            corpus = read_pair_files(files, sides, skip_bad=skip_bad, progress=progress)
+        _encode_into(temporary, corpus, settings, key, workers, progress)
 
-    if not _usable(folder, key):
+    if not _is_usable(folder, key):
         try:
-            build_folder(folder, build, usable=lambda there: _usable(there, key))
+            build_folder(folder, build, usable=lambda there: _is_usable(there, key))
         except OSError as problem:
             raise CorpusError(
                 f"{folder}: cannot be written ({problem.strerror or problem})"
@@ -128,7 +134,7 @@ def prepare(
     return load_prepared(folder)
 
 
-def _build(
+def _encode_into(
     folder: Path,
     corpus: Corpus,
     settings: Mapping[str, Any],
@@ -136,6 +142,7 @@ def _build(
     workers: int | None,
     progress: OnProgress | None,
 ) -> None:
+    """Train vocabularies, encode all splits, and write everything into `folder`."""
     vocabularies = _train_vocabularies(corpus.splits["train"], settings, progress)
     names = ("joint",) if settings["joint"] else ("src", "trg")
     for name, vocabulary in zip(names, vocabularies, strict=False):
@@ -156,10 +163,10 @@ def _build(
         )
         if too_long == len(pairs) and split != "test":
             raise CorpusError(
-                f"max_length = {settings['max_length']}: leaves none of {len(pairs):,} pairs of "
-                f"{split}; expected some to be no longer, in tokens"
+                f"max_length = {settings['max_length']}: all {len(pairs):,} pairs of {split} are "
+                "longer, in tokens; expected at least one that is not"
             )
-        if split in SCORED:
+        if split in SCORED_SPLITS:
             for side, name in enumerate(("src", "trg")):
                 text = "".join(f"{pair[side]}\n" for pair in pairs)
                 (folder / f"{split}.{name}.txt").write_bytes(text.encode("utf-8"))
@@ -195,14 +202,14 @@ def _train_vocabularies(
     return vocabularies
 
 
-def _key(sources: Mapping[str, Sequence[Source]] | None, settings: Mapping[str, Any]) -> str:
-    """What the prepared folder depends on. Names and dates of files are no part of it."""
+def _key(files: Mapping[str, Sequence[PairFiles]] | None, settings: Mapping[str, Any]) -> str:
+    """The cache key: a hash of all that the prepared folder depends on."""
     import sentencepiece
 
     parts: list[Any] = [FORMAT, FORMAT_VERSION, sentencepiece.__version__, dict(settings)]
-    for split, found in (sources or {}).items():
-        for source in found:
-            parts.append([split, source.format, *(_file_hash(path) for path in source.files)])
+    for split, groups in (files or {}).items():
+        for group in groups:
+            parts.append([split, group.format, *(_file_hash(path) for path in group.paths)])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
@@ -214,7 +221,7 @@ def _file_hash(path: Path) -> str:
         raise CorpusError(f"{path}: cannot be read ({problem.strerror})") from problem
 
 
-def _usable(folder: Path, key: str) -> bool:
+def _is_usable(folder: Path, key: str) -> bool:
     try:
         return read_meta(folder)["key"] == key and bool(load_prepared(folder))
     except CorpusError:

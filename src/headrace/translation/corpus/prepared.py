@@ -1,4 +1,4 @@
-"""A prepared corpus on disk: encoded splits, vocabularies, and the text that is to be scored."""
+"""Opens a prepared corpus: encoded splits, vocabularies, and the text to score against."""
 
 from __future__ import annotations
 
@@ -12,20 +12,23 @@ from headrace.errors import CorpusError
 from headrace.text_table import text_table
 from headrace.translation.corpus.corpus import SplitCounts, counts_table
 from headrace.translation.corpus.encoded import IdPairs
-from headrace.translation.corpus.sources import Pair
+from headrace.translation.corpus.pair_files import Pair
 from headrace.translation.corpus.vocabulary import Vocabulary
 
 FORMAT = "headrace prepared text"
 FORMAT_VERSION = 1
 META_FILE = "prepared.json"
-#: Splits whose text is kept beside their ids, to be scored.
-SCORED = ("valid", "test")
+#: Splits that are scored, so their text is stored beside their ids.
+SCORED_SPLITS = ("valid", "test")
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A prepared folder, open: the encoded splits, the vocabularies (src, trg; one object if they
-    are joint), the settings it was made with, and what became of every pair."""
+    """An open prepared folder.
+
+    `vocabularies` are (src, trg), and one object if they are joint. `settings` are those it was
+    prepared with.
+    """
 
     folder: Path
     splits: dict[str, IdPairs]
@@ -38,10 +41,10 @@ class Prepared:
         return self.vocabularies[0] is self.vocabularies[1]
 
     def texts(self, split: str) -> list[Pair]:
-        """The text of `valid` or `test`, pairs that are too long to train on included."""
-        if split not in SCORED or split not in self.splits:
-            there = " and ".join(repr(name) for name in SCORED if name in self.splits)
-            raise CorpusError(f"no text of {split!r} is kept in {self.folder}; there is {there}")
+        """The text of `valid` or `test`, including pairs that are too long to encode."""
+        if split not in SCORED_SPLITS or split not in self.splits:
+            there = " and ".join(repr(name) for name in SCORED_SPLITS if name in self.splits)
+            raise CorpusError(f"{self.folder}: has no text of {split!r}; found {there}")
         sides = []
         for side in ("src", "trg"):
             path = self.folder / f"{split}.{side}.txt"
@@ -54,7 +57,7 @@ class Prepared:
         return list(zip(*sides, strict=True))
 
     def table(self) -> str:
-        """What was prepared, as text."""
+        """Counts, tokens, lengths and vocabulary sizes as text tables."""
         rows = [
             (split, len(ids), *ids.tokens, *_longest(ids)) for split, ids in self.splits.items()
         ]
@@ -71,11 +74,11 @@ class Prepared:
 
 
 def load_prepared(folder: Path) -> Prepared:
-    """Open a folder that `prepare` made. Every file must be there, in its full size."""
+    """Open a folder that `prepare` made. Raises if a file is missing or has another size."""
     folder = Path(folder)
     meta = read_meta(folder)
     try:
-        return _opened(folder, meta)
+        return _open(folder, meta)
     except (KeyError, TypeError, AttributeError, ValueError, OSError) as problem:
         if isinstance(problem, CorpusError):
             raise
@@ -84,14 +87,16 @@ def load_prepared(folder: Path) -> Prepared:
         ) from None
 
 
-def _opened(folder: Path, meta: Mapping[str, Any]) -> Prepared:
+def _open(folder: Path, meta: Mapping[str, Any]) -> Prepared:
     for name, size in meta["files"].items():
         if name != Path(name).name:
-            raise CorpusError(f"{folder / META_FILE}: names {name!r}; expected files of its folder")
+            raise CorpusError(
+                f"{folder / META_FILE}: names {name!r}; expected a file in its folder"
+            )
         path = folder / name
         found = path.stat().st_size if path.is_file() else None
         if found != size:
-            there = "is not there" if found is None else f"has {found:,} bytes"
+            there = "does not exist" if found is None else f"has {found:,} bytes"
             raise CorpusError(f"{path}: {there}; expected {size:,} bytes. Prepare it again")
     settings = meta["settings"]
     if settings["joint"]:
@@ -105,12 +110,12 @@ def _opened(folder: Path, meta: Mapping[str, Any]) -> Prepared:
     counts = {split: SplitCounts(**count) for split, count in meta["counts"].items()}
     splits = {split: IdPairs(folder, split) for split in counts}
     for ids in splits.values():
-        ids.require_ids_below(len(vocabularies[0]), len(vocabularies[1]))
+        ids.check_ids(len(vocabularies[0]), len(vocabularies[1]))
     return Prepared(folder, splits, vocabularies, counts, settings)
 
 
 def read_meta(folder: Path) -> dict[str, Any]:
-    """What `prepared.json` says: settings, counts, files, and the key of what it was made from."""
+    """Read `prepared.json`: settings, counts, files, and the cache key."""
     path = folder / META_FILE
     try:
         meta = json.loads(path.read_bytes())
@@ -121,10 +126,10 @@ def read_meta(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as problem:
         raise CorpusError(f"{path}: is not JSON ({problem}); prepare it again") from None
     if not isinstance(meta, dict) or meta.get("format") != FORMAT:
-        raise CorpusError(f"{path}: is not of Headrace; expected a folder made by prepare()")
+        raise CorpusError(f"{path}: is not Headrace's; expected a folder made by prepare()")
     if meta.get("version") != FORMAT_VERSION:
         raise CorpusError(
-            f"{path}: is of version {meta.get('version')}; expected {FORMAT_VERSION}. "
+            f"{path}: has version {meta.get('version')}; expected {FORMAT_VERSION}. "
             "Prepare it again"
         )
     settings = meta.get("settings")

@@ -1,7 +1,7 @@
-"""Vocabularies: text to ids and back, with SentencePiece.
+"""Subword vocabularies: text to ids and back, with SentencePiece.
 
-Nothing is unknown: what has no piece of its own is spelled in bytes. (U+2581, SentencePiece's own
-sign for a space, is the one character that does not come back: it is read as a space.)
+Any text can be encoded: characters without a piece are spelled in bytes. One character does not
+survive: U+2581, with which SentencePiece marks spaces, is decoded as a space.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any
 from headrace.errors import CorpusError
 
 PAD, UNK, BOS, EOS = range(4)
-# The four above, every byte, and some room for characters.
-LEAST_SIZE = 300
-_FIXED = 4 + 256
-# Where there are more characters than have room, the rarest are spelled in bytes; SentencePiece
-# advises this share for Chinese.
+# The four special ids, 256 bytes, and some room for characters.
+MIN_SIZE = 300
+_RESERVED = 4 + 256
+# The share of the text whose characters get a piece, as SentencePiece advises for Chinese. Rarer
+# characters are spelled in bytes.
 _COVERAGE = 0.9995
-_MOST_SENTENCES = 1_000_000
+_MAX_SENTENCES = 1_000_000
 
 
 class Vocabulary:
@@ -39,45 +39,45 @@ class Vocabulary:
             if not model:
                 raise RuntimeError("it is empty")
             self._pieces.LoadFromSerializedProto(model)
-        except (RuntimeError, ValueError) as problem:  # its message may not be text, either
+        except (RuntimeError, ValueError) as problem:  # the message may not decode
             raise CorpusError(f"{where}: is not a SentencePiece model ({problem})") from None
         p = self._pieces
         found = (p.pad_id(), p.unk_id(), p.bos_id(), p.eos_id())
         if found != (PAD, UNK, BOS, EOS):
             raise CorpusError(
                 f"{where}: has pad, unk, bos and eos at {found}; "
-                f"expected {(PAD, UNK, BOS, EOS)}, as in the vocabularies made here"
+                f"expected {(PAD, UNK, BOS, EOS)}, as Headrace trains them"
             )
 
     @classmethod
     def train(cls, sentences: Iterable[str], size: int) -> Vocabulary:
-        """A unigram vocabulary of at most `size` pieces; as many as a small text has to give.
+        """Train a unigram vocabulary of at most `size` pieces. A small text may give fewer.
 
         The same sentences in the same order give the same model, byte for byte.
         """
-        if size < LEAST_SIZE:
+        if size < MIN_SIZE:
             raise CorpusError(
-                f"vocabulary_size = {size}: expected at least {LEAST_SIZE}, "
-                f"since {_FIXED} go to bytes and marks"
+                f"vocabulary_size = {size}: expected at least {MIN_SIZE}, "
+                f"since {_RESERVED} are bytes and special ids"
             )
         text = [sentence for sentence in sentences if sentence.strip()]
-        # Evenly over the text, and not at random: the same text is to give the same model.
-        text = text[:: -(-len(text) // _MOST_SENTENCES) or 1]
+        # Take every n-th sentence, not a random sample: the same text must give the same model.
+        text = text[:: -(-len(text) // _MAX_SENTENCES) or 1]
         if not text:
-            raise CorpusError("no text to make a vocabulary of; expected sentences")
-        text = _common(text, size)
+            raise CorpusError("no text to train a vocabulary on; expected sentences")
+        text = _without_rare_characters(text, size)
         for _ in range(3):
             try:
-                return cls(_trained(text, size))
+                return cls(_train_model(text, size))
             except RuntimeError as problem:
-                # It says how many it needs, or how many there are to have.
+                # The message says which size this text needs, or allows.
                 limit = re.search(r"required_chars\. \d+ vs (\d+)|value <= (\d+)", str(problem))
                 if limit is None:
                     raise CorpusError(
-                        f"no vocabulary can be made of {len(text):,} sentences ({problem})"
+                        f"no vocabulary could be trained on {len(text):,} sentences ({problem})"
                     ) from None
                 size = int(limit[1] or limit[2])
-        raise CorpusError(f"no vocabulary of {size:,} pieces can be made of this text")
+        raise CorpusError(f"no vocabulary of {size:,} pieces could be trained on this text")
 
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
@@ -89,7 +89,7 @@ class Vocabulary:
         return cls(model, where=str(path))
 
     def save(self, path: Path) -> None:
-        """Write a `.model` file, as SentencePiece's own tools read it."""
+        """Write a `.model` file that SentencePiece's own tools can read."""
         Path(path).write_bytes(self.model)
 
     def __len__(self) -> int:
@@ -108,13 +108,13 @@ class Vocabulary:
         return Vocabulary, (self.model,)
 
     def encode(self, sentences: Sequence[str]) -> list[list[int]]:
-        """Ids of each sentence, without `bos` and `eos`."""
-        # One thread: SentencePiece's own threads are slower than none (measured, 0.2.2).
+        """The ids of each sentence, without `bos` and `eos`."""
+        # SentencePiece 0.2.2 was measured to be slower with threads of its own.
         ids: list[list[int]] = self._pieces.encode(list(sentences), out_type=int, num_threads=1)
         return ids
 
     def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
-        """The text of each sequence up to its first `eos`; `bos` and `pad` have no text."""
+        """The text of each sequence up to its first `eos`; `bos` and `pad` give no text."""
         cut = []
         for sequence in ids:
             whole = [int(token) for token in sequence]
@@ -122,20 +122,21 @@ class Vocabulary:
         try:
             texts: list[str] = self._pieces.decode(cut) if cut else []
         except UnicodeDecodeError as problem:
-            raise CorpusError(f"the vocabulary has pieces that are no text ({problem})") from None
+            raise CorpusError(f"the vocabulary has pieces that are not text ({problem})") from None
         return texts
 
 
-def _common(text: list[str], size: int) -> list[str]:
-    """The text with spaces for characters that are to have no piece: all have one if they take up
-    to three quarters of the room, and otherwise the common ones.
+def _without_rare_characters(text: list[str], size: int) -> list[str]:
+    """Replace characters that get no piece by spaces.
 
-    SentencePiece's own `character_coverage` does the same, but not below 98 %.
+    All characters get one if together they need no more than three quarters of the vocabulary;
+    otherwise only the most frequent do. SentencePiece's own option for this, `character_coverage`,
+    does not go below 98 %.
     """
     counts = Counter[str]()
     for sentence in text:
         counts.update(sentence)
-    room = (size - _FIXED) * 3 // 4
+    room = (size - _RESERVED) * 3 // 4
     if len(counts) <= room:
         return text
     rare, covered = {}, 0
@@ -147,7 +148,7 @@ def _common(text: list[str], size: int) -> list[str]:
     return [sentence.translate(rare) for sentence in text]
 
 
-def _trained(text: list[str], size: int) -> bytes:
+def _train_model(text: list[str], size: int) -> bytes:
     import sentencepiece
 
     model = io.BytesIO()
@@ -160,9 +161,9 @@ def _trained(text: list[str], size: int) -> bytes:
         character_coverage=1.0,
         byte_fallback=True,
         split_digits=True,
-        normalization_rule_name="identity",  # the corpus is normalised already, and to NFC
+        normalization_rule_name="identity",  # the corpus is already NFC-normalized
         max_sentence_length=1 << 20,
-        num_threads=16,  # fixed: the sums, and so the model, depend on it
+        num_threads=16,  # fixed, because the model depends on it
         pad_id=PAD,
         unk_id=UNK,
         bos_id=BOS,

@@ -1,1 +1,2 @@
-"""The built-in corpus: `lexicon` holds words, `sentences` the grammar; `generator` draws pairs."""
+"""The built-in corpus: `grammar.txt` has the words and sentence templates, `grammar` draws
+sentences from them, and `generator` makes a corpus of different ones."""
