@@ -97,14 +97,16 @@ class ChangedValue:
 
 
 class PythonState:
-    """A snapshot of the values that a loss function and its model can read."""
+    """A snapshot of the values that a step's function and its modules can read."""
 
-    def __init__(self, device: Device, loss: object, model: torch.nn.Module) -> None:
-        self._device, self._loss, self._model = device, loss, model
+    def __init__(
+        self, device: Device, function: object, modules: tuple[torch.nn.Module, ...]
+    ) -> None:
+        self._device, self._function, self._modules = device, function, modules
         self._found = self._search()
 
     def _search(self) -> _Search:
-        return _Search(self._device, self._loss, self._model)
+        return _Search(self._device, self._function, self._modules)
 
     def changed(self) -> ChangedValue | None:
         """The first value that differs from the snapshot. If there is one, take a new snapshot."""
@@ -277,12 +279,15 @@ _Variable = _MappingEntries | _Items | _Getter
 
 
 class _Search:
-    """Finds all variables that can be reached from a loss function and a model. An attribute counts
-    if some code that is reached names it. So the search is repeated until it finds no new names."""
+    """Finds all variables that can be reached from a step's function and modules. An attribute
+    counts if some code that is reached names it. So the search is repeated until it finds no new
+    names."""
 
-    def __init__(self, device: Device, loss: object, model: torch.nn.Module) -> None:
+    def __init__(
+        self, device: Device, function: object, modules: tuple[torch.nn.Module, ...]
+    ) -> None:
         self._device = device
-        self._own_package = _package_of(loss)
+        self._own_package = _package_of(function)
         self._codes: dict[int, types.CodeType] = {}
         self._names = {"forward"}
         known_names = 0
@@ -294,8 +299,9 @@ class _Search:
             self._seen: set[int] = set()
             self._classes: set[type] = set()
             self._kept_alive: list[object] = []  # an `id` is unique only while its object lives
-            self._follow(loss, _name_of(loss), 0)
-            self._follow(model, type(model).__name__, 0)
+            self._follow(function, _name_of(function), 0)
+            for module in modules:
+                self._follow(module, type(module).__name__, 0)
 
     def changed_variable(self) -> _Variable | None:
         return next((variable for variable in self.variables if variable.has_changed()), None)

@@ -15,12 +15,14 @@ import torch
 
 from headrace.data import Fetched
 from headrace.device import Device
+from headrace.engine.compiled import uncompiled
 from headrace.engine.deferred import Scalar
 from headrace.engine.forward import Forward, require_tensor
 from headrace.engine.group import Group, Phase
 from headrace.engine.lanes import Lanes
 from headrace.engine.loss_output import LossOutput
 from headrace.engine.stages import Finished, Launched, Standing
+from headrace.engine.step_state import StepState
 from headrace.engine.update import Update
 from headrace.parallel import Parallelism, Ranks
 from headrace.source_lines import describe_function
@@ -46,6 +48,18 @@ class StepParts:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.update.optimizer
+
+    @property
+    def state(self) -> StepState:
+        """The owners of the state that this step shares with its graphs."""
+        scaler = self.update.scaler
+        return StepState(
+            self.device,
+            uncompiled(self.forward.loss),
+            (self.model,),
+            (self.optimizer,),
+            () if scaler is None else (scaler,),
+        )
 
     def own_tensors(self) -> list[torch.Tensor]:
         """The engine's own tensors that a step reads (not the model's or optimizer's)."""
