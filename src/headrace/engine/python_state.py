@@ -96,6 +96,15 @@ class ChangedValue:
         )
 
 
+@dataclass(slots=True)
+class StateOwners:
+    """Objects that keep a step's state in tensors, in the order in which they are found."""
+
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    scalers: list[torch.amp.GradScaler] = field(default_factory=list)
+
+
 class PythonState:
     """A snapshot of the values that a step's function and its modules can read."""
 
@@ -132,6 +141,10 @@ class PythonState:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the values."""
         return self._found.tensors
+
+    def owners(self) -> StateOwners:
+        """The modules, optimizers and gradient scalers among the values."""
+        return self._found.owners
 
 
 # --- variables: where a value is kept, and what it was at the snapshot ----------------------------
@@ -295,6 +308,7 @@ class _Search:
             known_names = len(self._names)
             self.variables: list[_Variable] = []
             self.tensors: list[torch.Tensor] = []
+            self.owners = StateOwners()
             self.iterator: tuple[str, Site | None] | None = None
             self._seen: set[int] = set()
             self._classes: set[type] = set()
@@ -428,6 +442,7 @@ class _Search:
                 )
 
     def _modules(self, root: torch.nn.Module, name: str, depth: int) -> None:
+        self.owners.modules.append(root)
         for path, module in root.named_modules():
             self._is_new(module)
             prefix = f"{name}.{path}." if path else f"{name}."
@@ -476,7 +491,10 @@ class _Search:
             self._add_getter(name, lambda: _bytes_of(value))
         elif hasattr(type(value), "get_obj"):  # multiprocessing.Value
             self._follow(value.get_obj(), name, depth + 1)
+        elif isinstance(value, torch.amp.GradScaler):
+            self.owners.scalers.append(value)
         elif isinstance(value, torch.optim.Optimizer):
+            self.owners.optimizers.append(value)
             if "param_groups" in self._names:
                 for at, group in enumerate(value.param_groups):
                     settings = [key for key in group if key != "params"]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -26,6 +26,15 @@ from headrace.engine.step_state import StepState
 from headrace.engine.update import Update
 from headrace.parallel import Parallelism, Ranks
 from headrace.source_lines import describe_function
+
+
+class CountsReplays(Protocol):
+    """A step function that replays graphs of itself."""
+
+    replays: int
+
+    def __call__(self, batch: Any) -> Any: ...
+
 
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
 
@@ -174,19 +183,24 @@ class EvaluationStep:
 
 
 class UserStep:
-    """Calls the user's own step function with a batch."""
+    """Calls the user's own step function with a batch, or replays its graphs."""
 
-    def __init__(self, step: StepFunction, device: Device, lanes: Lanes) -> None:
-        self._step, self._device, self._lanes = step, device, lanes
+    def __init__(
+        self, step: StepFunction, device: Device, lanes: Lanes, graphs: CountsReplays | None = None
+    ) -> None:
+        self._device, self._lanes, self._graphs = device, lanes, graphs
+        self._step = step if graphs is None else graphs
         self._name = f"the step {describe_function(step)}"
 
     def __call__(self, fetched: Fetched) -> Launched:
+        replays = 0 if self._graphs is None else self._graphs.replays
         with self._lanes.on(self._lanes.forward, "step"):
             returned = self._step(fetched.batch)
+        replayed = self._graphs is not None and self._graphs.replays > replays
         if returned is None:
-            return Launched(fetched, None, weighted=False, updated=True)
+            return Launched(fetched, None, weighted=False, updated=True, replayed=replayed)
         loss = LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
-        return Launched(fetched, loss.values, loss.weighted, updated=True)
+        return Launched(fetched, loss.values, loss.weighted, updated=True, replayed=replayed)
 
     def finish(self) -> None:
         return None

@@ -210,7 +210,7 @@ class StepGraphs:
                 self._drop_graphs_and_rewatch()
             return signature(batch)
         except CaptureError as problem:
-            self._give_up(_describe_failure(problem))
+            self._give_up(describe_failure(problem))
             return None
 
     def _graph_for(self, key: Hashable, batch: Any) -> CapturedWork[LossOutput] | None:
@@ -221,7 +221,7 @@ class StepGraphs:
         try:
             return self._capture(key, batch)
         except CaptureError as problem:
-            self._give_up(_describe_failure(problem))
+            self._give_up(describe_failure(problem))
             return None
 
     def _is_due(self, key: Hashable) -> bool:
@@ -321,7 +321,7 @@ class StepGraphs:
                     self._updates.drop(key)
                     update = None
             except CaptureError as problem:
-                self._give_up(_describe_failure(problem))
+                self._give_up(describe_failure(problem))
             finally:
                 before.restore()
         if update is None:
@@ -533,7 +533,7 @@ def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
     )
 
 
-def _describe_failure(problem: CaptureError) -> str:
+def describe_failure(problem: CaptureError) -> str:
     """A failed capture in words: what was raised, and on which line of the user's code."""
     cause = problem.__cause__
     if cause is None:
