@@ -224,11 +224,11 @@ def dcgan(device: Device, steps: int, repeats: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     with deterministic_kernels(True):
         expected = gan_by_hand(device)(batches)
-        for plan in ("baseline", "pipeline"):
+        for plan in ("baseline", "pipeline", "graph"):
             engine = hr.Engine.from_step(gan_step(device), plan=plan, device=device)
             rows[plan] = {"same losses": list(engine.epoch(batches).losses) == expected}
     ways = {"by hand": many(gan_by_hand(device), batches)}
-    for plan in ("baseline", "pipeline"):
+    for plan in ("baseline", "pipeline", "graph"):
         engine = hr.Engine.from_step(gan_step(device), plan=plan, device=device)
         ways[plan] = many(engine.epoch, batches)
     ways["by hand, again"] = many(gan_by_hand(device), batches)
