@@ -146,9 +146,9 @@ def _percent(share: float | None, digits: int = 0) -> str:
 def _short(rate: float | None) -> str:
     if rate is None:
         return _NONE
-    for least, unit in ((1e6, "M"), (1e4, "k")):
-        if rate >= least:
-            return f"{rate / least * (1 if unit == 'M' else 10):#.4g}".rstrip(".") + unit
+    for limit, scale, unit in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if rate >= limit:
+            return f"{rate / scale:#.4g}".rstrip(".") + unit
     return f"{rate:,.0f}"
 
 

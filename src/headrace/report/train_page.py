@@ -27,7 +27,7 @@ _MAX_EPOCHS = 100
 _REASON_LOOKS = 8
 _SENSORS = (NVML, CPU_CORES, WORKER_CORES, GPU_MEMORY, POWER, HOST_MEMORY)
 _UPDATES = Axis("update", low=0.0)
-#: The columns of the table of epochs: heading, attribute of Epoch, how a value is written.
+#: The columns of the table of epochs: heading, attribute of `EpochLine`, how a value is written.
 _COLUMNS: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "loss": ("loss", number),
     "validation loss": ("valid_loss", number),

@@ -630,7 +630,7 @@ class TestCuda:
 class TestSentences:
     def sentences(self, measure: Any, **options: Any) -> list[str]:
         space = Space(("baseline", "event", "pipeline"), run_ahead_steps=(), prefetch_depth=())
-        outcome = Search(space, measure, least_ms=0, **options).run()
+        outcome = Search(space, measure, min_ms=0, **options).run()
         return FinishedSearch(WorkRecord("x", unit="tokens"), Environment(), {}, outcome).sentences
 
     def test_what_to_take_and_why(self) -> None:

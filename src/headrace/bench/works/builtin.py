@@ -1,4 +1,4 @@
-"""The built-in works: translation, resnet and mlp. Their data is random, drawn from the seed.
+"""The built-in workloads: translation, resnet and mlp. Their data is random, drawn from the seed.
 
 Batches are in host memory before training starts, so that loading costs nothing; with `workers`, a
 DataLoader's worker processes draw them.
@@ -27,8 +27,8 @@ Draw = Callable[[torch.Generator], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in work. `description` is a template for its options. `small` are the defaults on a
-    CPU, which would take an hour with the ordinary ones."""
+    """A built-in workload. `description` is a template for its options. `small` are the defaults on
+    a CPU, which would take an hour with the ordinary ones."""
 
     build: Callable[..., Training]
     unit: Unit
