@@ -193,7 +193,7 @@ def _recommendation(
         if not measured or any(row.equal.verdict == "unequal" for row in measured):
             return None, ["No plan can be recommended: no plan's losses are known to match."]
         eligible = measured  # losses were not compared at all
-    # The first row of a plan that was entered twice stands for both.
+    # The first row of a plan that was listed twice represents both.
     eligible = [
         row
         for at, row in enumerate(eligible)

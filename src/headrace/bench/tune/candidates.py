@@ -107,7 +107,7 @@ class Space:
             ),
             "workers": tuple(n for n in (0, 1, 2, 4, 8, _MAX_WORKERS) if n <= max(1, cores - 1)),
         }
-        if not device.asynchronous:  # nothing runs beside the host, so these have no effect
+        if not device.asynchronous:  # the host itself computes, so these have no effect
             known |= dict.fromkeys(
                 ("sync_every", "streams", "prefetch_depth", "run_ahead_steps"), ()
             )
