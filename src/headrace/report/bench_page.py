@@ -22,7 +22,7 @@ from headrace.report.environment import environment_view, kicker, recorded
 from headrace.report.figures import (
     brief,
     factor,
-    listed,
+    joined,
     ms,
     number,
     plain,
@@ -604,4 +604,4 @@ def _bar_look(result: BenchResult, row: PlanResult) -> str:
 
 
 def _plans_in(rows: Sequence[PlanResult]) -> str:
-    return listed([row.plan for row in rows])
+    return joined([row.plan for row in rows])

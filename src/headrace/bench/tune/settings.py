@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from headrace.errors import HeadraceError, TuneError
 from headrace.plan import PRESETS
@@ -58,7 +58,7 @@ class TuneSettings(Checked):
     minutes: float | None = number(
         None, 0, 1e6, "Time limit for the whole search, in minutes.", unset="no limit"
     )
-    precision: str | None = choice(
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = choice(
         None, "fp32, tf32, bf16 or fp16.", unset="float32, TF32 as PyTorch is set"
     )
     device: str = choice("auto", "auto, cpu, cuda, cuda:1, …")
@@ -77,10 +77,6 @@ class TuneSettings(Checked):
         for name, minimum in (("workers", 0), ("batch_sizes", 1)):
             for index, value in enumerate(getattr(self, name) or ()):
                 require_whole(f"{name}[{index}]", value, minimum, TuneError)
-        if self.precision not in (None, "fp32", "tf32", "bf16", "fp16"):
-            raise TuneError(
-                f"precision = {quoted(self.precision)}: expected fp32, tf32, bf16 or fp16"
-            )
         if self.memory_cap is not None:
             memory_of(self.memory_cap, 1 << 40)
 
