@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import inspect
 import random
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,7 +27,7 @@ from headrace.device import Device
 from headrace.engine import LossFunction
 from headrace.errors import BenchError, HeadraceError, WorkOptionError
 from headrace.plan import LoaderPlan
-from headrace.schema import listed, nearest, quoted
+from headrace.schema import is_union, listed, nearest, quoted
 from headrace.source_lines import is_user_code, line_of_error
 
 Unit = Literal["samples", "tokens"]
@@ -289,8 +288,7 @@ def _kinds(function: Callable[..., Any], name: str) -> set[type]:
     if hint is None:
         plain = type(default) in _KINDS and default is not None
         return {type(default)} if plain else set()
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    found = set(typing.get_args(hint)) if union else {hint}
+    found = set(typing.get_args(hint)) if is_union(hint) else {hint}
     if typing.get_origin(hint) is Literal:
         found = {type(choice) for choice in typing.get_args(hint)}
     return found if found <= _KINDS.keys() else set()
