@@ -19,8 +19,8 @@ HeadraceError
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── RanksError                  the ranks cannot connect, or do not agree
 ├── CheckpointError             a checkpoint or weight file cannot be written or read
-├── BenchError                  a work, bench setting or result is not valid (also a ValueError)
-│   └── WorkOptionError         a work does not accept this option or value
+├── BenchError                  a workload, bench setting or result is not valid (also a ValueError)
+│   └── WorkOptionError         a workload does not accept this option or value
 ├── TuneError                   tune cannot run with these settings (also a ValueError)
 ├── ReportError                 a report cannot be made from this result (also a ValueError)
 └── RaceError                   the fake device found a stream race (also an AssertionError)
@@ -125,17 +125,17 @@ class RanksError(HeadraceError):
 
 
 class BenchError(HeadraceError, ValueError):
-    """A work cannot be run, a bench setting is not valid, or a result cannot be read."""
+    """A workload cannot be run, a bench setting is not valid, or a result cannot be read."""
 
 
 class WorkOptionError(BenchError):
-    """A work does not accept an option or value that was given with `--set`."""
+    """A workload does not accept an option or value that was given with `--set`."""
 
     exit_code = 2  # a usage error, as for any wrong option
 
 
 class TuneError(HeadraceError, ValueError):
-    """`tune` cannot search with these settings, this work or this journal."""
+    """`tune` cannot search with these settings, this workload or this journal."""
 
 
 class ReportError(HeadraceError, ValueError):

@@ -16,6 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.options import (
+    Json,
     Work,
     WorkOptions,
     check_output_file,
@@ -36,8 +37,8 @@ $ headrace bench --work my_module:make_work --json > result.json
 """
 
 
-def _count(help_text: str, least: int) -> Any:
-    return typer.Option(min=least, metavar="<int>", help=help_text, rich_help_panel=_MEASUREMENT)
+def _count(help_text: str, minimum: int) -> Any:
+    return typer.Option(min=minimum, metavar="<int>", help=help_text, rich_help_panel=_MEASUREMENT)
 
 
 def bench(
@@ -101,7 +102,7 @@ def bench(
             help="File for the result.", show_default="runs/bench/, named by workload and time"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")] = False,
 ) -> None:
     """Compare the speed of plans on the same training workload.
@@ -160,7 +161,7 @@ def bench(
             compared_steps=compare,
             watched_s=watch,
             command=shlex.join(["headrace", *sys.argv[1:]]),
-            on_progress=_shown_on(line),
+            on_progress=_progress_on(line),
         )
         with _sigterm_as_interrupt() as signals:
             result = bench.run()
@@ -177,7 +178,7 @@ def bench(
 
 @contextmanager
 def _sigterm_as_interrupt() -> Iterator[list[int]]:
-    """Treat SIGTERM as Ctrl-C inside the block. Yields a list of the signals that came."""
+    """Treat SIGTERM as Ctrl-C inside the block. Yields a list of the signals received."""
     signals: list[int] = []
 
     def stop(number: int, frame: object) -> None:
@@ -191,8 +192,8 @@ def _sigterm_as_interrupt() -> Iterator[list[int]]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _shown_on(line: StatusLine) -> Callable[[str, float, float | None], None]:
-    """What a `Bench` calls to say what it measures, and how many seconds are left if it knows."""
+def _progress_on(line: StatusLine) -> Callable[[str, float, float | None], None]:
+    """A callback for `Bench` that shows what it measures, and the seconds left if known."""
 
     def show(what: str, done: float, left_s: float | None) -> None:
         line.status(what if left_s is None else f"{what}, about {left_s:.0f} s left")

@@ -13,7 +13,7 @@ import typer
 
 from headrace.errors import BenchError, HeadraceError
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only warnings and the final result.")
 ]
@@ -69,7 +69,7 @@ def usage_errors() -> Iterator[None]:
 
 
 def work_errors(work: str) -> AbstractContextManager[None]:
-    """The same for errors in finding a workload. An error in a user's own function is no usage
+    """Like `usage_errors`, for finding a workload. An error in a user's own function is no usage
     error."""
     return nullcontext() if ":" in work else usage_errors()
 

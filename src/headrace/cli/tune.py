@@ -13,6 +13,8 @@ import typer
 
 from headrace.bench import TuneSettings
 from headrace.cli.options import (
+    Json,
+    Quiet,
     Work,
     WorkOptions,
     check_output_file,
@@ -55,10 +57,8 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Write the fastest plan to this file, too.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only warnings and the final result.")
-    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
     **given: Any,
 ) -> None:
     """Find the fastest plan for a workload on this machine.

@@ -413,8 +413,8 @@ class TestSettings:
         [
             ({"plans": ["pipelin"]}, r"no plan 'pipelin' \(did you mean 'pipeline'\?\)"),
             ({"plans": []}, "plans: none was named"),
-            ({"workers": [-1]}, "workers: -1: expected a whole number, 0 or more"),
-            ({"batch_sizes": [0]}, "batch_sizes: 0: expected a whole number, 1 or more"),
+            ({"workers": [-1]}, r"workers\[0\] = -1: expected a whole number, 0 or more"),
+            ({"batch_sizes": [0]}, r"batch_sizes\[0\] = 0: expected a whole number, 1 or more"),
             ({"memory_cap": "much"}, "memory_cap = 'much': expected a size like 40GB"),
             ({"memory_cap": "0GB"}, "expected a size like"),
             ({"memory_cap": "120%"}, "expected a size like"),
@@ -630,7 +630,7 @@ class TestCuda:
 class TestSentences:
     def sentences(self, measure: Any, **options: Any) -> list[str]:
         space = Space(("baseline", "event", "pipeline"), run_ahead_steps=(), prefetch_depth=())
-        outcome = Search(space, measure, least_ms=0, **options).run()
+        outcome = Search(space, measure, min_ms=0, **options).run()
         return FinishedSearch(WorkRecord("x", unit="tokens"), Environment(), {}, outcome).sentences
 
     def test_what_to_take_and_why(self) -> None:

@@ -203,7 +203,7 @@ def _unless_stopped(
 
 
 def _own_value(work: Work, *names: str) -> int | None:
-    """The value that a work uses for the first of these parameters that it has."""
+    """The value that a workload uses for the first of these parameters that it has."""
     parameters = inspect.signature(work.build).parameters
     for name in names:
         known = parameters.get(name)
@@ -223,7 +223,7 @@ def _machine(work: Work, environment: Environment) -> dict[str, Any]:
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A work's options as JSON can hold them: a user's default may be any object."""
+    """A workload's options as JSON can hold them: a user's default may be any object."""
     found: dict[str, Any] = json.loads(json.dumps(dict(options), default=str))
     return found
 

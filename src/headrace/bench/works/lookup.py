@@ -1,4 +1,4 @@
-"""Finds a work: a built-in one by name, your own as `module:function`."""
+"""Finds a workload: a built-in one by name, your own as `module:function`."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from headrace.source_lines import line_of_error
 
 
 def find_work(named: str, options: Mapping[str, Any] | None = None, *, small: bool = False) -> Work:
-    """The work called `named`: a built-in one, `module:function` or `file.py:function`.
+    """The workload called `named`: a built-in one, `module:function` or `file.py:function`.
 
-    `small` selects the defaults for a CPU. Modules in the current directory come first. Errors in
-    a work are one line that names your file and line.
+    `small` selects the defaults for a CPU. Modules in the current folder come first. An error in a
+    workload is one line that names your file and line.
     """
     if ":" not in named:
         if named not in BUILT_IN:
             raise BenchError(
-                f"no work {named!r}{nearest(named, BUILT_IN)}; known: {listed(BUILT_IN)}, "
+                f"no workload {named!r}{nearest(named, BUILT_IN)}; known: {listed(BUILT_IN)}, "
                 "or your_module:make_work"
             )
         return BUILT_IN[named].work(options or {}, small=small)
@@ -68,7 +68,7 @@ def _cannot_import(place: str, problem: BaseException, here: str) -> str:
 
 def _from_file(path: Path, named: str) -> ModuleType:
     if not path.is_file():
-        raise BenchError(f"{path}: no such file (for the work {named!r})")
+        raise BenchError(f"{path}: no such file (for the workload {named!r})")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
