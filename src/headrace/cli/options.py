@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.errors import BenchError, HeadraceError
+from headrace.errors import BenchError, HeadraceError, usage_errors
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[
@@ -22,7 +22,12 @@ Run = Annotated[
 ]
 Weights = Annotated[str, typer.Option(help="best, last, averaged, or a .safetensors file.")]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, …")]
-Beam = Annotated[int | None, typer.Option(help="Beam size.", show_default="the run's --beam")]
+Beam = Annotated[
+    int | None,
+    typer.Option(
+        min=1, max=1000, metavar="<int>", help="Beam size.", show_default="the run's --beam"
+    ),
+]
 Data = Annotated[
     list[Path] | None,
     typer.Argument(
@@ -33,7 +38,11 @@ Data = Annotated[
 ]
 Cache = Annotated[
     Path | None,
-    typer.Option(help="Folder for prepared corpora.", show_default="~/.cache/headrace/text"),
+    typer.Option(
+        file_okay=False,
+        help="Folder for prepared corpora.",
+        show_default="~/.cache/headrace/text",
+    ),
 ]
 Work = Annotated[
     str,
@@ -58,19 +67,8 @@ def is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """Make errors inside the block usage errors, which end the program with exit code 2."""
-    try:
-        yield
-    except HeadraceError as problem:
-        problem.exit_code = 2
-        raise
-
-
 def work_errors(work: str) -> AbstractContextManager[None]:
-    """The same for errors in finding a workload. An error in a user's own function is no usage
-    error."""
+    """`usage_errors` for finding a built-in workload. An error in a user's own module is none."""
     return nullcontext() if ":" in work else usage_errors()
 
 
