@@ -18,6 +18,7 @@ from headrace.cli import (
     bench,
     doctor,
     evaluate,
+    export,
     output,
     plan,
     prepare,
@@ -106,6 +107,7 @@ app.command(epilog=plan.EXAMPLE)(plan.plan)
 app.command(epilog=train.EXAMPLE)(train.train)
 app.command(epilog=evaluate.EXAMPLE)(evaluate.evaluate)
 app.command(epilog=translate.EXAMPLE)(translate.translate)
+app.command(epilog=export.EXAMPLE)(export.export)
 app.command(epilog=prepare.EXAMPLE)(prepare.prepare)
 app.command(epilog=bench.EXAMPLE)(bench.bench)
 app.command(epilog=tune.EXAMPLE)(tune.tune)
