@@ -82,6 +82,16 @@ def test_a_rank_that_finished_is_no_failure(ranks: list[subprocess.Popen[bytes]]
     assert len(shown) == 1  # rank 0 has ended, so this is the lowest one left
 
 
+def test_without_pidfds_nothing_is_watched(
+    ranks: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(os, "pidfd_open")
+    shown: list[str] = []
+    with watched(0, {1: ranks[0]}, shown) as watch:
+        ranks[0].kill()
+        assert (watch.killed(60), watch.ended, shown) == ("", [], [])
+
+
 def test_a_status_that_torchrun_took_first_is_unknown(
     ranks: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -47,18 +47,21 @@ class RankWatch:
                     self._descriptors[os.pidfd_open(process)] = rank
                 except OSError:  # it is gone, or not to be seen from here
                     continue
-        self._thread.start()
+        if self._descriptors:
+            self._thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         os.write(self._stopped, b".")
-        self._thread.join()
+        if self._descriptors:
+            self._thread.join()
         for descriptor in (*self._descriptors, self._stop, self._stopped):
             os.close(descriptor)
 
     def killed(self, timeout_s: float) -> str:
         """The sentence about a rank that a signal killed; "" if there is none within this time."""
-        self._thread.join(timeout_s)
+        if self._descriptors:
+            self._thread.join(timeout_s)
         return self._killed
 
     @property
@@ -67,7 +70,7 @@ class RankWatch:
         return sorted(self._ended)
 
     @property
-    def is_lowest(self) -> bool:
+    def _is_lowest(self) -> bool:
         """Whether this is the lowest rank of this machine that is left."""
         return self._rank == min(self._processes.keys() - set(self._ended))
 
@@ -96,7 +99,7 @@ class RankWatch:
         name = next((known.name for known in signal.Signals if known == number), f"signal {number}")
         hint = " (as the kernel does when memory runs out)" if name == "SIGKILL" else ""
         self._killed = f"rank {rank} (process {self._processes[rank]}) was killed by {name}{hint}"
-        if self.is_lowest:
+        if self._is_lowest:
             self._show(self._killed)
 
     def _exit_status(self, rank: int) -> int | None:
