@@ -86,3 +86,18 @@ def test_a_rank_that_lost_another_exits_with_1_and_says_how_to_resume(
     found = capsys.readouterr().err
     assert found.startswith(said)
     assert found == "" or found.endswith("; resume with: headrace train --resume runs/train/exp\n")
+
+
+def test_a_rank_ends_with_the_exit_code_of_its_error(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torchrun.os, "_exit", sys.exit)
+    monkeypatch.setattr(torchrun, "kill_children", lambda: None)
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    typed_wrong = RanksError("no such plan")
+    typed_wrong.exit_code = 2
+    for problem, code in ((typed_wrong, 2), (RanksError("failed"), 1), (KeyboardInterrupt(), 130)):
+        with pytest.raises(SystemExit) as ended:
+            torchrun._exit_failed(Ranks(), None, problem)
+        assert ended.value.code == code
+    assert capsys.readouterr().err == "error: rank 0: no such plan\nerror: rank 0: failed\n"

@@ -98,6 +98,7 @@ TYPED_WRONG = [
     "export tuned",
     "export run --to nope",
     "export run --out empty",
+    "export run --out pairs.tsv/model",
     "export run --weights worst",
     "export run --cache pairs.tsv",
 ]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.options import Cache, Quiet, Run, Weights
+from headrace.cli.options import Cache, Quiet, Run, Weights, check_output_folder
 from headrace.errors import CorpusError, TranslationError, usage_errors
 from headrace.runs import RunFolder, StatusLine
 
@@ -53,8 +53,7 @@ def export(
             raise TranslationError(f"--to {to}: expected {' or '.join(_FORMATS)}")
         require_ctranslate2()
         folder = out or RunFolder.open(run).path / to
-        if folder.exists():
-            raise TranslationError(f"{folder}: already exists; expected a new folder (--out)")
+        check_output_folder(folder)
         # Both models compute in float32 on the CPU, so that only rounding can differ.
         model = TrainedModel.load(run, weights=weights, device="cpu", precision="fp32")
     with StatusLine(quiet, log_level=logging.WARNING) as line:

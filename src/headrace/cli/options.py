@@ -11,7 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.errors import BenchError, HeadraceError, usage_errors
+from headrace.errors import BenchError, HeadraceError, TranslationError, usage_errors
 
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
 Quiet = Annotated[
@@ -109,12 +109,23 @@ def check_output_file(out: Path) -> None:
     """Raise an error if `out` cannot be written. Call this before a long measurement."""
     if out.is_dir():
         raise BenchError(f"{out}: is a folder; expected the path of a file for the result")
+    _check_writable(out, BenchError)
+
+
+def check_output_folder(out: Path) -> None:
+    """Raise an error if there is something at `out` already, or if it cannot be written."""
+    if out.exists():
+        raise TranslationError(f"{out}: already exists; expected the path of a new folder (--out)")
+    _check_writable(out, TranslationError)
+
+
+def _check_writable(out: Path, error: type[HeadraceError]) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise BenchError(f"{out}: cannot be written ({problem.strerror})") from problem
+        raise error(f"{out}: cannot be written ({problem.strerror})") from problem
     if not os.access(out.parent, os.W_OK):
-        raise BenchError(f"{out}: cannot be written (no write permission for its folder)")
+        raise error(f"{out}: cannot be written (no write permission for its folder)")
 
 
 def require_resume_alone(

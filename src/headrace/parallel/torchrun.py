@@ -144,7 +144,7 @@ def _exit_failed(ranks: Ranks, watch: RankWatch | None, problem: BaseException) 
         traceback.print_exception(problem)
     if not lost_rank:  # else torchrun shows the error of the rank that failed first
         _record_for_torchrun(problem)
-    _exit_now(1)
+    _exit_now(problem.exit_code if isinstance(problem, HeadraceError) else 1)
 
 
 def _lost_rank_text(ranks: Ranks, watch: RankWatch | None, problem: BaseException) -> str:
