@@ -61,7 +61,6 @@ TYPED_WRONG = [
     "translate run --file bad.yaml x",
     "translate run x --weights worst",
     "translate run x --beam 0",
-    "translate run x --beam 1001",
     "translate run x --device nope",
     "translate run \udcff",
     "prepare missing.tsv",

@@ -43,8 +43,8 @@ def export(
 ) -> None:
     """Export a trained model for other programs.
 
-    CTranslate2 translates fast on CPUs and GPUs, without PyTorch. It needs
-    pip install 'headrace[export]'.
+    CTranslate2 translates fast on CPUs and GPUs, without PyTorch. Exporting
+    needs the package ctranslate2: pip install ctranslate2.
     """
     from headrace.translation import TrainedModel, export_ctranslate2, require_ctranslate2
 
