@@ -13,7 +13,7 @@ install: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=77" torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,foreign]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,foreign,export]"
 	touch $@
 
 # Trains on the built-in corpus, with a GPU or on two CPU cores.

@@ -20,6 +20,7 @@ HeadraceError
 ├── RanksError                  the ranks cannot connect, or do not agree
 ├── CheckpointError             a checkpoint or weight file cannot be written or read
 ├── BenchError                  a workload, bench setting or result is not valid (also a ValueError)
+│   ├── UnknownWorkError        there is no workload of this name
 │   └── WorkOptionError         a workload does not accept this option or value
 ├── TuneError                   tune cannot run with these settings (also a ValueError)
 ├── ReportError                 a report cannot be made from this result (also a ValueError)
@@ -31,12 +32,35 @@ either an error in the user's own code, which Headrace passes on unchanged, or a
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Causes that no other command line would mend: full disk, quota, broken disk, too many open files.
+_MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
 
 class HeadraceError(Exception):
     """Base of all errors that Headrace raises on purpose."""
 
-    #: The command line's exit code for this error.
+    #: The command line's exit code for this error: 2 if what was typed is wrong, else 1.
     exit_code = 1
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Make errors inside the block usage errors, which end the program with exit code 2.
+
+    A damaged checkpoint or weight file, and a failure of the machine, stay failures.
+    """
+    try:
+        yield
+    except HeadraceError as problem:
+        cause = problem.__cause__
+        failed = isinstance(cause, OSError) and cause.errno in _MACHINE_ERRORS
+        if not failed and not isinstance(problem, CheckpointError):
+            problem.exit_code = 2
+        raise
 
 
 class DeviceError(HeadraceError):
@@ -126,6 +150,12 @@ class RanksError(HeadraceError):
 
 class BenchError(HeadraceError, ValueError):
     """A workload cannot be run, a bench setting is not valid, or a result cannot be read."""
+
+
+class UnknownWorkError(BenchError):
+    """There is no built-in work, module, file or function of this name."""
+
+    exit_code = 2  # a usage error, as for any unknown name
 
 
 class WorkOptionError(BenchError):

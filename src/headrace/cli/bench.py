@@ -22,10 +22,10 @@ from headrace.cli.options import (
     check_output_file,
     parse_list,
     parse_set_options,
-    usage_errors,
     work_errors,
 )
 from headrace.cli.output import results_only
+from headrace.errors import usage_errors
 from headrace.runs import StatusLine
 
 _EXECUTION, _MEASUREMENT = "Execution", "Measurement"
@@ -163,7 +163,7 @@ def bench(
             command=shlex.join(["headrace", *sys.argv[1:]]),
             on_progress=_progress_on(line),
         )
-        with _sigterm_as_interrupt() as signals:
+        with _signals_as_interrupt() as signals:
             result = bench.run()
     # Print before writing: if the file cannot be written, the result is not lost.
     typer.echo(result.to_json() if as_json else text_of(result))
@@ -171,25 +171,30 @@ def bench(
     result.write(path)
     typer.echo(f"wrote {path}", err=True)
     if result.interrupted:
-        raise typer.Exit(143 if signals else 130)
+        raise typer.Exit(143 if signal.SIGTERM in signals else 130)
     if result.failed:
         raise typer.Exit(1)
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[list[int]]:
-    """Treat SIGTERM as Ctrl-C inside the block. Yields a list of the signals received."""
+def _signals_as_interrupt() -> Iterator[list[int]]:
+    """Inside the block, Ctrl-C and SIGTERM raise KeyboardInterrupt, also during an import: the
+    results so far must be printed. Yields a list of the signals received."""
     signals: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         signals.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    caught = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under nohup
+        caught.append(signal.SIGINT)
+    before = {number: signal.signal(number, stop) for number in caught}
     try:
         yield signals
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _progress_on(line: StatusLine) -> Callable[[str, float, float | None], None]:
