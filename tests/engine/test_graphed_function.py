@@ -121,6 +121,7 @@ def run(
     *,
     graphed: bool,
     count: int = 16,
+    sizes: tuple[int, ...] = (6, 6, 3),
     between: Callable[[int, Made], None] = lambda at, made: None,
     arguments: Callable[[int], dict[str, Any]] = lambda at: {},
 ) -> tuple[Any, hr.GraphReport | None]:
@@ -129,7 +130,7 @@ def run(
     made = make(device)
     step: Any = hr.graphed(made.step, device=device) if graphed else made.step
     returned = []
-    for at, batch in enumerate(batches(device, count)):
+    for at, batch in enumerate(batches(device, count, sizes)):
         returned.append(step(batch, **arguments(at)))
         between(at, made)
     parameters = [p for module in made.modules for p in module.parameters()]
@@ -169,6 +170,35 @@ def test_an_update_every_few_batches(capturing: Device, every: int, keeps_zeros:
     )
     assert report.why is None
     assert report.replays >= 8
+
+
+def test_calls_that_leave_gradients_alone_do_not_overwrite_them(capturing: Device) -> None:
+    """Graphs share memory: one that runs between two parts of an accumulation must not use that of
+    the gradients, whichever of them was captured first."""
+
+    def make(device: Device) -> Made:
+        model = network(4, 32, 1).to(device.torch_device)
+        optimizer = momentum(model.parameters())
+
+        def step(x: torch.Tensor, do: str) -> torch.Tensor:
+            if do == "look":
+                with torch.no_grad():
+                    return model(x.repeat(8, 8)[:, :4]).exp().sum()
+            loss = model(x).square().mean()
+            loss.backward()
+            if do == "update":
+                optimizer.step()
+                optimizer.zero_grad()
+            return loss.detach()
+
+        return Made(step, [model], [optimizer])
+
+    order = ["look"] * 6 + ["add", "look", "add", "update", "look"] * 6
+    report = check_equal(
+        capturing, make, count=len(order), sizes=(6,), arguments=lambda at: {"do": order[at]}
+    )
+    assert report.why is None
+    assert report.replays > 12
 
 
 def test_learning_rates_may_change_between_calls(capturing: Device) -> None:

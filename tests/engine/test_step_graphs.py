@@ -458,13 +458,6 @@ def test_a_cpu_has_no_graphs_and_says_so(caplog: pytest.LogCaptureFixture) -> No
     assert "cpu captures no graphs" in caplog.text
 
 
-def test_a_users_own_step_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
-    with FakeDevice() as device:
-        engine = Engine.from_step(lambda batch: None, device=device, plan="graph")
-        assert engine.graphs is None
-    assert "it is your own" in caplog.text
-
-
 class TestClock:
     def test_a_graph_is_launched_once(self) -> None:
         """At 30 µs per kernel launch, the host limits an eager step; the device limits a graph."""

@@ -59,7 +59,8 @@ class _Gradients:
     """The gradients that a call finds, and whether it uses them."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self.tensors = [p.grad for p in parameters if p.grad is not None]
+        self._parameters = [p for p in parameters if p.grad is not None]
+        self.tensors = [p.grad for p in self._parameters if p.grad is not None]
         self._versions = [gradient._version for gradient in self.tensors]
         self._seen_by_optimizer = False
 
@@ -70,7 +71,11 @@ class _Gradients:
         self._seen_by_optimizer |= any(id(p.grad) in own for one in groups for p in one["params"])
 
     def are_unused(self, touched: set[Storage]) -> bool:
-        """Whether the call has dropped all of them unread, as `zero_grad()` does."""
+        """Whether the call has dropped all of them unread, as `zero_grad()` does. One that is still
+        there may be used later, and a graph must not use its memory for something else."""
+        own = {id(gradient) for gradient in self.tensors}
+        if any(id(parameter.grad) in own for parameter in self._parameters):
+            return False
         written = any(
             gradient._version != version
             for gradient, version in zip(self.tensors, self._versions, strict=True)
