@@ -283,8 +283,12 @@ class TestWatch:
             torch.nn.functional.dropout(value)
         value.sum().item()
         assert [str(obstacle) for obstacle in found] == [
-            f"the host waits for the device (aten::_local_scalar_dense) at {__file__}:{first}",
-            f"host memory is copied to the device at {__file__}:{first + 2}",
+            f"the host waits for the device (aten::_local_scalar_dense) at {__file__}:{first}: "
+            "keep the value on the device, without .item(), .cpu(), print(), `if tensor:` or a "
+            "boolean mask as index",
+            f"host memory is copied to the device at {__file__}:{first + 2}: make the tensor on "
+            "the device, once and outside the loss function, or let the loader return it in the "
+            "batch",
         ]
 
     def test_a_step_without_obstacles(self, device: FakeDevice) -> None:

@@ -14,7 +14,7 @@ import torch
 from headrace.device import kineto
 from headrace.device.accelerator import AcceleratorDevice, AcceleratorStream
 from headrace.device.base import Result, Stream
-from headrace.device.graph import Graph, Obstacle
+from headrace.device.graph import Graph, Obstacle, host_wait
 from headrace.device.host_activity import HostActivity
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
@@ -282,11 +282,7 @@ class CudaDevice(AcceleratorDevice):
         for warning in caught:
             text = str(warning.message)
             if "synchronizing CUDA operation" in text:
-                found.append(
-                    Obstacle(
-                        "the host waits for the device", Site(warning.filename, warning.lineno)
-                    )
-                )
+                found.append(host_wait(Site(warning.filename, warning.lineno)))
             elif "debug mode" not in text:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ from headrace.device import (
     Stream,
     Timeline,
     Trace,
+    host_wait,
 )
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
 from headrace.source_lines import Site, users_line
@@ -302,16 +304,16 @@ class FakeDevice(host_threads.Hosts):
         """Let the host wait for a stream because of a call that does not look like a wait. With
         `orders=False` it loses the time but is not ordered after the stream's work."""
         graphs.refuse(self, operation, stream)
-        self.note_obstacle(f"the host waits for the device ({operation})")
+        self.note_obstacle(partial(host_wait, operation=operation))
         with self.lock:
             self.hidden_waits.append(HiddenWait(calling_site(), operation))
             clock = dict(stream.actor.clock) if orders else {}
             self.host_waits(clock, stream.actor.time_ns, operation)
 
-    def note_obstacle(self, what: str) -> None:
-        """Tell `watch` about something that a graph could not repeat."""
+    def note_obstacle(self, describe: Callable[[Site], Obstacle]) -> None:
+        """In a block of `watch`: add the obstacle that `describe` makes of the user's line."""
         if self.call.obstacles is not None:
-            self.call.obstacles.append(Obstacle(what, users_line()))
+            self.call.obstacles.append(describe(users_line()))
 
     def choose(self, stream: FakeStream | None) -> FakeStream | None:
         """Make `stream` this thread's current one; None: autograd's, or else the default stream.
