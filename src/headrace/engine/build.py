@@ -324,7 +324,7 @@ def _feed(
         runs_on_owner=lanes.forward is lanes.caller,
         cache=options.cache,
         loader_timeout=options.loader_timeout,
-        loader_rng=start.draws,
+        loader_rng=start.loader_rng,
     )
     return Feed(prefetcher, first=start.first, start=start.cursor, limit=limit)
 

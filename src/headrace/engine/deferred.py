@@ -1,7 +1,7 @@
 """Deferred values: losses and metrics that the host reads late and never waits for.
 
-A loss stays on the device. Every few steps the values gathered there are copied to pinned memory,
-on a stream of their own. The host reads them when the copy is done, and does not wait for that:
+A loss stays on the device. Every few steps the values collected there are copied to pinned memory,
+on a separate stream. The host reads them once the copy is done, and never waits for it:
 
     compute   [step 1][step 2]..[step 10][step 11]..
     losses                        [copy 1–10]           the host reads them some steps later
@@ -87,7 +87,7 @@ class DeferredScalars:
         block = self._filling
         if block is not None and type(values) is dict and block.add_single(step, values):
             return
-        # A dict nearly always: asking for any Mapping is slower.
+        # Check for a dict first: nearly all values are one, and the check for Mapping is slower.
         named = values if isinstance(values, (dict, Mapping)) else {"loss": values}
         tensors, numbers = [], {}
         for name, value in named.items():
@@ -129,7 +129,7 @@ class DeferredScalars:
         """The values that have arrived since the last call. Never blocks."""
         if not self._in_flight and not self._arrived_values:
             return []
-        self.awaits()
+        self.has_outstanding()
         arrived = list(self._arrived_values)
         self._arrived_values.clear()
         return arrived
@@ -142,11 +142,13 @@ class DeferredScalars:
             self._collect()
         return self.ready()
 
-    def awaits(self) -> bool:
+    def has_outstanding(self) -> bool:
         """Whether some values have not arrived yet. Never blocks."""
         while self._in_flight and self._in_flight[0].has_arrived():
             self._collect()
         return bool(self._in_flight) or self._filling is not None
+
+    awaits = has_outstanding  # the older name
 
     @property
     def pending(self) -> int:
@@ -225,8 +227,8 @@ class SummedScalars:
     def pending(self) -> int:
         return self._scalars.pending
 
-    def awaits(self) -> bool:
-        return self._scalars.awaits()
+    def has_outstanding(self) -> bool:
+        return self._scalars.has_outstanding()
 
     def flush(self) -> None:
         self._scalars.flush()
@@ -300,7 +302,7 @@ class _Layout:
 
     def fits(self, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> bool:
         """Whether these values have this layout. The order of names counts, too."""
-        if len(tensors) == len(numbers) == 1 and len(self.names) == 1:  # a loss alone, mostly
+        if len(tensors) == len(numbers) == 1 and len(self.names) == 1:  # usually just the loss
             return self.names[0] in numbers and self.dtypes[0] == tensors[0].dtype
         return self == _Layout.of(numbers, tensors)
 
@@ -340,7 +342,8 @@ class _Block:
             self._on_host = self._buffer.view(shape, layout.dtype)
 
     def add_single(self, step: int, values: dict[str, Scalar]) -> bool:
-        """A faster `add` for a single tensor, usually the loss. Returns False if unusable."""
+        """A faster `add` for a single tensor, usually the loss. Returns False, and adds nothing, if
+        the values are anything else."""
         row = len(self.entries)
         if len(values) != 1 or self._only_name not in values or row == len(self._rows):
             return False

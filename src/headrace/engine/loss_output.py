@@ -18,7 +18,7 @@ class LossOutput:
 
     `loss` is a mean. `weight` is how many samples or tokens it is a mean over; 1 if the function
     returned none, and then `weighted` is False. `values` is all that it returned. `counts` is False
-    for a stand-in: the batch that this rank repeats because only other ranks have more.
+    for a weightless batch, which this rank repeats because only other ranks have more.
     """
 
     loss: torch.Tensor

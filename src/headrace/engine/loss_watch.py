@@ -2,7 +2,7 @@
 
 A loss function is often cut out of a training loop. If `backward()`, `optimizer.step()` or
 `scaler.scale(loss)` stay in it, the model trains twice, or on gradients that are 65,536 times too
-large, mostly without any error. Only the first calls are watched, so later ones cost nothing.
+large, usually without any error. Only the first calls are watched, so later ones cost nothing.
 """
 
 from __future__ import annotations
