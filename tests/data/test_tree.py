@@ -9,8 +9,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from headrace.data import batch_leaves, is_plain_tensor, measure_leaves, rebuild_batch
-from headrace.data.tree import is_movable
+from headrace.data import (
+    batch_leaves,
+    is_plain_tensor,
+    measure_leaves,
+    moves_itself,
+    rebuild_batch,
+)
 from support.batches import Moves, Pair, Record, nested
 
 
@@ -87,7 +92,7 @@ def test_bytes_and_samples_are_counted() -> None:
 )
 def test_tensors_that_are_not_plain(leaf: Any) -> None:
     assert not is_plain_tensor(leaf)
-    assert is_movable(leaf)
+    assert moves_itself(leaf)
 
 
 @given(nested)

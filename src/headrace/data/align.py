@@ -97,10 +97,10 @@ class Aligned:
         return length if length is None or self._limit is None else min(length, self._limit)
 
     def _load_repeated(self) -> Any:
-        """The batch to repeat, of a loader that had ended before this pass. Its state stays that
-        after its own epoch, as if it had not been asked."""
+        """The batch to repeat, from a loader that had ended before this pass. Afterwards the loader
+        has the state from the end of its epoch again, as if it had not been asked."""
         batch = next(iter(self._loader), None)
-        if self._stateful is not None and batch is None:  # only now it has noticed its end
+        if self._stateful is not None and batch is None:  # it has reached its end only now
             self._state = self._fetched_state = self._stateful.state_dict()
             batch = next(iter(self._loader), None)
         if self._stateful is not None:

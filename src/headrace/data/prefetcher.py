@@ -13,8 +13,8 @@ races:
 - The reading stream waits for the copy.
 - A pinned staging buffer is reused only after the copy's event.
 
-The calling thread does all of this. A thread of its own would compete with the training loop for
-the GIL; to load in parallel, use DataLoader workers.
+The calling thread does all of this. A separate thread would compete with the training loop for the
+GIL; to load in parallel, use DataLoader workers.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def prefetch(
 
     `depth` is how many batches are copied ahead of the one in use; with 0 each is copied when the
     loop asks for it. The loader may be any iterable, and its batches may be nested; each `for` loop
-    starts it anew. With `pin=False` batches are not staged in pinned memory: the host waits for
+    begins a new pass. With `pin=False` batches are not staged in pinned memory: the host waits for
     each copy from pageable memory. If the loader produces no batch for `loader_timeout` seconds, a
-    `LoaderError` is raised; 0 waits for ever.
+    `LoaderError` is raised; 0 waits forever.
 
     The result has the loader's length and its public attributes (`dataset`, `sampler`,
     `batch_size`, `set_epoch` and so on), so libraries can use it in the loader's place. If the
@@ -172,7 +172,7 @@ class StatefulPrefetcher(Prefetcher):
 @dataclass(slots=True)
 class Slot:
     """A batch that was fetched. `ready` passes when its copy is done; None if nothing was copied.
-    `loader_state` is the loader's own after the batch; `drawn_from` has the random states before
+    `loader_state` is the loader's own after the batch; `rng_before` has the random states before
     it."""
 
     batch: Any
@@ -180,7 +180,7 @@ class Slot:
     nbytes: int
     samples: int
     loader_state: Any = None
-    drawn_from: dict[str, Any] | None = None
+    rng_before: dict[str, Any] | None = None
     alignment: Alignment | None = None
 
 
@@ -205,10 +205,10 @@ class PrefetchIterator:
         self._sender = Sender(
             self._device, self._owner, pin=settings.pin, runs_on_owner=settings.runs_on_owner
         )
-        self._uncopied_drawn_from: dict[str, Any] | None = None
-        self._end_drawn_from: dict[str, Any] | None = None
+        self._rng_before_uncopied: dict[str, Any] | None = None
+        self._rng_before_end: dict[str, Any] | None = None
         #: The states of the host's generators before a batch that drew from them and then failed.
-        self.failed_drawn_from: dict[str, Any] | None = None
+        self.rng_before_failed: dict[str, Any] | None = None
         self._has_begun = self.keeps_state = False
         self.loader_state: Any = None
         self._end_state: Any = None
@@ -258,18 +258,19 @@ class PrefetchIterator:
         self.loader_state = slot.loader_state
         return slot
 
-    def has_more(self, ask: Callable[[], bool]) -> bool:
-        """Whether another batch, or an error, follows. With a depth of 0 nothing was fetched ahead:
-        then the loader is asked only if `ask()`; if it is not asked, the answer is yes."""
-        if not self._slots and self._source is not None and ask():
+    def has_more(self, must_know: Callable[[], bool]) -> bool:
+        """Whether another batch, or an error, follows. With a depth of 0 nothing was fetched ahead,
+        and only the loader knows: it is asked if `must_know()` is true, and otherwise the answer is
+        True."""
+        if not self._slots and self._source is not None and must_know():
             self._pull()
         return bool(self._slots) or self._source is not None or self._error is not None
 
     def drawn_ahead(self) -> list[dict[str, Any]]:
         """The states of the host's generators before each batch that was fetched and not yet handed
         out, and before the end."""
-        waiting = (slot.drawn_from for slot in self._slots)
-        found = [*waiting, self._uncopied_drawn_from, self._end_drawn_from]
+        waiting = (slot.rng_before for slot in self._slots)
+        found = [*waiting, self._rng_before_uncopied, self._rng_before_end]
         return [states for states in found if states is not None]
 
     def close(self) -> None:
@@ -296,20 +297,20 @@ class PrefetchIterator:
             with self._device.ledger.waiting("data"):
                 batch = next(source)
         except StopIteration:
-            self._end_state, self._end_drawn_from = source.state, source.drawn_from
+            self._end_state, self._rng_before_end = source.state, source.rng_before
             self._source = None
             return
         except BaseException as problem:
-            self.failed_drawn_from = source.failed_drawn_from(problem)
+            self.rng_before_failed = source.rng_before_failed(problem)
             self._end_with(problem)
             return
         try:
             slot = self._copy(batch)
         except BaseException as problem:
-            self._uncopied_drawn_from = source.drawn_from
+            self._rng_before_uncopied = source.rng_before
             self._end_with(problem)
             return
-        slot.loader_state, slot.drawn_from = source.state, source.drawn_from
+        slot.loader_state, slot.rng_before = source.state, source.rng_before
         slot.alignment = source.alignment
         self._slots.append(slot)
         self._pulled += 1

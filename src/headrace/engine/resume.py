@@ -201,7 +201,7 @@ class PositionTracker:
         feed, recorder, progress = run.stages.feed, run.stages.recorder, run.progress
         if not feed.has_begun:
             return self._position_before_pass(epoch)
-        cursor, failed = progress.cursor, feed.failed_drawn_from
+        cursor, failed = progress.cursor, feed.rng_before_failed
         ahead = feed.drawn_ahead(cursor)
         if failed is not None and feed.is_ahead_of(cursor):
             ahead = [*ahead, failed]
@@ -220,7 +220,7 @@ class PositionTracker:
             random_at_start=self._random_at_start,
             generators=self._generators_at_start,
             drawn_ahead=ahead,
-            drawn_last=cursor.drawn_from,
+            drawn_last=cursor.rng_before,
         )
 
     def _position_before_pass(self, epoch: int) -> Position:
