@@ -105,7 +105,6 @@ class TestFields:
             (lambda f: f.texts("x"), {}, "x = {}: expected a list"),
             (lambda f: f.child("x"), 3, "x = 3: expected a mapping"),
             (lambda f: f.children("x"), [{}, 3], "x[1] = 3: expected a mapping"),
-            (lambda f: list(f.named_children("x")), {"a": 3}, "x.a = 3: expected a mapping"),
             (lambda f: f.section("x").number("y"), {"y": "z"}, "x.y = 'z': expected a number"),
         ],
     )

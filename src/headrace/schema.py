@@ -15,7 +15,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -133,7 +133,7 @@ def read_json(
 class Fields:
     """The fields of a mapping from a file, each checked when it is read.
 
-    Null counts as missing. `file` and `path` say in errors where the mapping stands:
+    Null counts as missing. `file` and `path` say in errors where the mapping is:
     `bench.json: rows[2].speedup = 'x': expected a number`.
     """
 
@@ -187,12 +187,6 @@ class Fields:
         """A list of mappings; empty if it is missing."""
         path, values = self.path_of(name), self._optional(name, tuple[Any, ...]) or ()
         return [self._fields(value, f"{path}[{index}]") for index, value in enumerate(values)]
-
-    def named_children(self, name: str) -> Iterator[tuple[str, Fields]]:
-        """The keys and values of a mapping of mappings; none if it is missing."""
-        section = self.section(name)
-        for key, value in section.values.items():
-            yield str(key), self._fields(value, section.path_of(str(key)))
 
     def plain(self, name: str) -> dict[str, Any]:
         """A mapping with unchecked values; empty if it is missing."""

@@ -36,8 +36,8 @@ class _StreamId(NamedTuple):
 class CudaPool:
     """Memory that graphs share.
 
-    A pool of PyTorch's ends with its last graph, and capturing into it then is an internal error of
-    PyTorch. So this takes a new one then.
+    PyTorch closes a pool with its last graph, and fails with an internal error if a later graph is
+    captured into it. So the next graph gets a new pool of PyTorch's.
     """
 
     #: Whether this process has made any.
@@ -261,8 +261,8 @@ class CudaDevice(AcceleratorDevice):
 
     def _warm_up_capture(self) -> None:
         """Make cuBLAS allocate its workspace for the capture stream outside any graph's pool. It
-        keeps the workspace for good, so the pool could never be freed. Backward runs in a thread of
-        its own, with a workspace of its own."""
+        keeps the workspace for good, so the pool could never be freed. Backward runs in another
+        thread, which has its own workspace: so this runs a backward, too."""
         with self.use(self.stream("capture")):
             matrix = torch.ones(8, 8, device=self.torch_device, requires_grad=True)
             (matrix @ matrix).sum().backward()

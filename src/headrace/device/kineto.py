@@ -13,8 +13,8 @@ import torch
 from headrace.device.timeline import Kind, Span
 
 _autograd: Any = torch.autograd  # its type stubs lack the private names used here
-# A kernel that no model uses. The profiler has stream numbers of its own: one marker is launched on
-# each named stream in turn, and their order in the records maps numbers to names.
+# A kernel that no model uses. The profiler numbers streams in its own way. So one marker is
+# launched on each named stream in turn, and their order in the records maps numbers to names.
 MARKER = "spin_kernel"
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
 # Records on the GPU's lanes that are not work: waits, and the user's own ranges.

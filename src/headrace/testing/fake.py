@@ -121,7 +121,7 @@ class FakeDevice(host_threads.Hosts):
             mode.__enter__()  # type: ignore[no-untyped-call]
         self._thread.modes = [*getattr(self._thread, "modes", []), modes]
 
-    def follows_this_thread(self) -> bool:
+    def watches_this_thread(self) -> bool:
         return bool(getattr(self._thread, "modes", None))
 
     def exit_modes(self) -> None:
@@ -199,8 +199,8 @@ class FakeDevice(host_threads.Hosts):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
-            record = self.checker.storage_of(tensor)
-        return record is not None and record.home == "pinned"
+            tracked = self.checker.storage_of(tensor)
+        return tracked is not None and tracked.home == "pinned"
 
     def holds(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
@@ -209,10 +209,10 @@ class FakeDevice(host_threads.Hosts):
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, FakeStream)
         with torch._C.DisableTorchFunction(), self.lock:
-            record = self.checker.storage_of(tensor)
-            if record is None or record.home != "device":
+            tracked = self.checker.storage_of(tensor)
+            if tracked is None or tracked.home != "device":
                 raise DeviceError(f"record_stream: the tensor is not on {self}")
-            record.recorded.add(stream.actor.number)
+            tracked.recorded_streams.add(stream.actor.number)
 
     def memory(self) -> MemoryFigures:
         used, peak = self.checker.device_bytes, self.checker.peak_device_bytes
@@ -284,7 +284,7 @@ class FakeDevice(host_threads.Hosts):
 
     # --- for the modes and autograd ---------------------------------------------------------------
 
-    def host_knows(self, clock: Clock, passes_ns: int) -> bool:
+    def host_queries(self, clock: Clock, passes_ns: int) -> bool:
         """Query whether work is done. If so, this host is ordered after it, as by a wait."""
         host = self.host()
         host.time_ns += round(self.costs.query_us * _NS_PER_US)
@@ -338,7 +338,7 @@ class FakeDevice(host_threads.Hosts):
         outside of any call."""
         fresh = self.call.changed(named=None, inside=None, moving=None, storing_number=False)
         with fresh:
-            if self.follows_this_thread() and not FunctionMode.is_on(self):
+            if self.watches_this_thread() and not FunctionMode.is_on(self):
                 with FunctionMode(self):
                     yield
             else:

@@ -254,7 +254,7 @@ class FakeGraph(Graph):
 def capture(device: FakeDevice, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
     if not isinstance(pool, Pool) or pool.device is not device:
         raise DeviceMismatchError(f"capture on {device} expects a pool from its graph_pool()")
-    if not device.follows_this_thread():
+    if not device.watches_this_thread():
         raise DeviceError(f"{device} captures only inside its `with device:` block")
     stream = device.stream("capture")
     if stream.tape is not None:

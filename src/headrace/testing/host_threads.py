@@ -80,7 +80,7 @@ def _start(thread: threading.Thread) -> None:
     ]
     run = thread.run
 
-    def run_followed() -> None:
+    def run_watched() -> None:
         hosts = []
         for device, clock, time_ns in begin:
             hosts.append(device.adopt_thread(f"host thread {thread.name!r}", clock, time_ns))
@@ -92,7 +92,7 @@ def _start(thread: threading.Thread) -> None:
                 device.exit_modes()
             thread._headrace_hosts = hosts  # type: ignore[attr-defined]
 
-    thread.run = run_followed  # type: ignore[method-assign]
+    thread.run = run_watched  # type: ignore[method-assign]
     patches.originals["start"](thread)
 
 
