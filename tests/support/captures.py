@@ -20,7 +20,8 @@ def line() -> int:
 
 
 class Training:
-    """A small model with all that a step can change, and its static input."""
+    """A small model with everything that a step can change (parameters, running means, dropout's
+    random state), and its static input."""
 
     def __init__(self, device: FakeDevice, **options: Any) -> None:
         torch.manual_seed(0)
