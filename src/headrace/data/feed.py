@@ -91,23 +91,25 @@ class Feed:
         assert self._iterator is not None
         index = self._next
         try:
-            slot = self._iterator.take()
+            prefetched = self._iterator.take()
         except StopIteration:
             if index - self._first != self._limit:  # at the limit, the loader may have more
                 self.end_state = self._iterator.loader_state
             raise
         self._next = index + 1
-        alignment, before = slot.alignment, self._start.own
+        alignment, before = prefetched.alignment, self._start.own
         weightless = ends_epoch = ended = False
         if alignment is None:
             own = before + index + 1 - self._first
         else:
             own, ended = before + alignment.own, alignment.ended
             weightless, ends_epoch = alignment.weightless, alignment.ends_epoch
-        cursor = Cursor(own, ended, slot.loader_state, slot.rng_before)
+        cursor = Cursor(own, ended, prefetched.loader_state, prefetched.rng_before)
         self._last = cursor
-        samples = 0 if weightless else slot.samples
-        return Fetched(index, slot.batch, slot.nbytes, samples, cursor, weightless, ends_epoch)
+        samples = 0 if weightless else prefetched.samples
+        return Fetched(
+            index, prefetched.batch, prefetched.nbytes, samples, cursor, weightless, ends_epoch
+        )
 
     def has_more(self, must_know: Callable[[], bool]) -> bool:
         assert self._iterator is not None

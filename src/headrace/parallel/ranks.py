@@ -144,9 +144,9 @@ class Ranks:
         """Rank 0's value, on all ranks. The other ranks' `value` is ignored."""
         return self.all_gather(value if self.is_first else None, ledger, reason)[0]  # type: ignore[return-value]
 
-    def barrier(self, ledger: Ledger, reason: str = "ranks") -> None:
+    def barrier(self, ledger: Ledger) -> None:
         """Wait until all ranks have called this."""
-        self.all_reduce_max([0], ledger, reason)
+        self.all_reduce_max([0], ledger)
 
     def _new_group(self) -> Any:
         members = dist.get_process_group_ranks(self.group)
