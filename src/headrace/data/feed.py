@@ -116,12 +116,13 @@ class Feed:
         return self._iterator.has_more(must_know)
 
     def is_ahead_of(self, trained: Cursor) -> bool:
-        """Whether a batch was handed out after the last one `trained` on."""
+        """Whether a batch was handed out after the last one trained on, whose cursor is
+        `trained`."""
         return self._last is not None and self._last is not trained
 
     def drawn_ahead(self, trained: Cursor) -> list[dict[str, Any]]:
-        """The states of the host's generators before each batch that was fetched after the last one
-        `trained` on, and before the loader's end."""
+        """The states of the host's generators before each batch that was fetched and not trained
+        on, and before the loader's end. `trained` is the cursor of the last batch trained on."""
         assert self._iterator is not None
         handed_out = [self._last.rng_before] if self._last and self.is_ahead_of(trained) else []
         return [

@@ -150,7 +150,7 @@ class Source:
         return self._end_flag is not None and self._end_flag.held_back
 
     def release_end_flag(self) -> None:
-        """Call this when the last batch is handed out: the loader's end flag is raised then."""
+        """Call this when the last batch is handed out: the loader's end flag is set then."""
         if self._end_flag is not None:
             self._end_flag.release()
 
@@ -168,7 +168,7 @@ class Source:
 class EndFlag:
     """The flag `end_of_dataloader` of a loader prepared by Accelerate.
 
-    The loader raises it when it yields its last batch, and Accelerate's gradient accumulation reads
+    The loader sets it when it yields its last batch, and Accelerate's gradient accumulation reads
     it in the training loop. The loop may be several batches behind, so the flag is held back until
     the last batch is handed out.
     """

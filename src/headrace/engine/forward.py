@@ -58,8 +58,8 @@ class Forward:
         return LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
 
     def __call__(self, batch: Any, *, averages: bool = True) -> LossOutput:
-        """Compute the loss. Its backward `averages` gradients over ranks, or only adds them up on
-        this rank."""
+        """Compute the loss. `averages`: its backward averages gradients over ranks, instead of only
+        adding them up on this rank."""
         if self._spread:
             set_gradient_sync(self.model, averages)
         with autocast(self._device, self._precision):

@@ -1,4 +1,4 @@
-"""The lanes of a plan: which stream runs each part of a step, and the edges between them.
+"""The lanes of a plan: the streams that run each part of a step, and the edges between them.
 
 pipeline      transfer | the caller's stream (forward, backward, update) | losses
 baseline, interval, event
