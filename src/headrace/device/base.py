@@ -166,6 +166,14 @@ class Device(abc.ABC):
         stream with another priority is an error.
         """
 
+    def _require_priority(self, name: str, made_with: int, priority: int) -> None:
+        """Raise if an existing stream is asked for with another priority than its own."""
+        if made_with != priority:
+            raise DeviceError(
+                f"stream {name!r} was made with priority {made_with}; "
+                f"it was asked for with {priority}"
+            )
+
     @abc.abstractmethod
     def current_stream(self) -> Stream:
         """The stream to which this thread's work goes now."""

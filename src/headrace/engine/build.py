@@ -333,9 +333,8 @@ def _recorder(
     options: PassOptions, lanes: Lanes, start: Start, parts: StepParts | None
 ) -> Recorder:
     device, plan, ranks = options.device, options.plan, options.ranks
-    scalars: Any = DeferredScalars(device, plan.deferred_every, stream=lanes.losses, ranks=ranks)
-    if ranks.several:
-        scalars = SummedScalars(scalars, device)
+    kind = SummedScalars if ranks.several else DeferredScalars
+    scalars = kind(device, plan.deferred_every, stream=lanes.losses, ranks=ranks)
     pending = start.pending
     if parts is None or parts.update.guard is None:
         return Recorder(scalars, lanes, restored=pending, loss=start.loss)

@@ -196,24 +196,15 @@ class DeferredScalars:
         return _Block(self._device, self._every, layout)
 
 
-class SummedScalars:
+class SummedScalars(DeferredScalars):
     """Deferred scalars of several ranks: each value is the mean over all of them, by weight."""
 
-    def __init__(self, scalars: DeferredScalars, device: Device) -> None:
-        self._scalars, self._device = scalars, device
+    def add(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
+        named = values if isinstance(values, Mapping) else {"loss": values}
+        super().add(step, _weighted(named, self._device))
 
-    def add(self, step: int, values: Mapping[str, Scalar]) -> None:
-        self._scalars.add(step, _weighted(values, self._device))
-
-    @property
-    def is_full(self) -> bool:
-        return self._scalars.is_full
-
-    def ready(self) -> list[DeferredValues]:
-        return [_means(summed) for summed in self._scalars.ready()]
-
-    def drain(self, reason: str = "losses") -> list[DeferredValues]:
-        return [_means(summed) for summed in self._scalars.drain(reason)]
+    def ready(self) -> list[DeferredValues]:  # `drain` returns these, too
+        return [_means(summed) for summed in super().ready()]
 
     def state(self) -> list[dict[str, Any]]:
         if self.pending:
@@ -222,22 +213,6 @@ class SummedScalars:
                 "engine.settle() on all ranks before engine.state_dict()"
             )
         return []
-
-    @property
-    def pending(self) -> int:
-        return self._scalars.pending
-
-    def has_outstanding(self) -> bool:
-        return self._scalars.has_outstanding()
-
-    def flush(self) -> None:
-        self._scalars.flush()
-
-    def abandon(self) -> None:
-        self._scalars.abandon()
-
-    def close(self) -> None:
-        self._scalars.close()
 
 
 def state_of_values(entries: Iterable[DeferredValues]) -> list[dict[str, Any]]:

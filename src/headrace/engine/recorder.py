@@ -11,7 +11,6 @@ from headrace.engine.deferred import (
     DeferredScalars,
     DeferredValues,
     Scalar,
-    SummedScalars,
     state_of_values,
 )
 from headrace.engine.lanes import Lanes
@@ -26,7 +25,7 @@ class Recorder:
 
     def __init__(
         self,
-        scalars: DeferredScalars | SummedScalars,
+        scalars: DeferredScalars,
         lanes: Lanes,
         *,
         restored: tuple[DeferredValues, ...] = (),

@@ -183,11 +183,7 @@ class FakeDevice(host_threads.Hosts):
             if name not in self._streams:
                 self._streams[name] = FakeStream(self, name, priority)
         stream = self._streams[name]
-        if stream.priority != priority:
-            raise DeviceError(
-                f"stream {name!r} was made with priority {stream.priority}; "
-                f"it was asked for with {priority}"
-            )
+        self._require_priority(name, stream.priority, priority)
         return stream
 
     def current_stream(self) -> FakeStream:
