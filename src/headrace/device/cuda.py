@@ -161,10 +161,10 @@ class CudaDevice(AcceleratorDevice):
             trace.missing = "another profiler is running in this process"
             yield
             return
-        with kineto.profiled(graphs=CudaPool.made) as records:
+        with kineto.profiled(graphs=CudaPool.made) as activities:
             streams = self._mark_streams()
             yield
-        found = kineto.device_work(records.found, self._index, streams)
+        found = kineto.device_work(activities, self._index, streams)
         if found is None:
             trace.missing = "PyTorch's profiler recorded no kernel (does CUPTI work here?)"
         else:

@@ -170,7 +170,7 @@ class ModelStepBuilder:
             CompiledLoss(self._loss, device) if compiles else self._loss,
             user_loss=self._loss,
             precision=plan.precision,
-            spread=spread != "plain",
+            distributed=spread != "plain",
         )
         update = Update(
             device,
