@@ -1,6 +1,6 @@
 """The plan of the house: rooms, imports, fields, and the calls that one batch makes.
 
-    python benchmarks/floor_plan.py [--package CHECKOUT/src/headrace] [--classes Loop,TrainingStep]
+    python benchmarks/floor_plan.py [--package CHECKOUT/src/headrace] [--classes Pass,EagerStep]
         [--flags Group.phase,…] [--no-trace] [--out results.json]
 
 Every figure but the last six is read from the source text, so an older checkout can be measured
@@ -26,7 +26,7 @@ field           a name assigned as `self.name` in any method, or declared in the
 rebound         a field assigned as `self.name` in a method other than `__init__`, `__post_init__`
                 or `__new__`; or assigned in another module as `thing.name`, where `thing` is
                 annotated with the class or made by calling it there, or is named like the class or
-                the last word of its name (`step` for `TrainingStep`). Those assignments are also
+                the last word of its name (`step` for `EagerStep`). Those assignments are also
                 counted by themselves, on whichever path they are: the trace below sees one path.
 flag            a field that answers "is the state whole?": those of `--flags` that exist, each as
                 Class.field, or as a field of any class.
@@ -65,11 +65,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-CLASSES = "Loop,TrainingStep"
-FLAGS = (
-    "Loop._is_whole,Loop._failed,Loop._is_void,Loop._counted,"
-    "TrainingStep._torn,TrainingStep._gathering,TrainingStep._unclear,Group.phase"
-)
+CLASSES = "Pass,EagerStep"
+FLAGS = "Group.phase"
 MAKING = ("__init__", "__post_init__", "__new__")
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 BEFORE, TRACED = 30, 20
@@ -185,7 +182,7 @@ class Package:
         return [name.removeprefix(f"{face}.") for name in chain]
 
     def find_class(self, wanted: str) -> Class:
-        """By its name, or by the end of its dotted name (`loop.Loop`) where several have it."""
+        """By its name, or by the end of its dotted name (`loop.Pass`) where several have it."""
         found = [one for one in self.classes if f".{one.name}".endswith(f".{wanted}")]
         if len(found) == 1:
             return found[0]
