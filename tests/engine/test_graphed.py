@@ -538,7 +538,7 @@ def test_ddp_is_watched_after_its_first_steps(
     assert engine._builder.parts is not None
     forward = CopiesOnce(
         *(fake_device, model, optimizer, loss),
-        written=loss,
+        user_loss=loss,
         precision=None,
         distributed=False,
     )
