@@ -113,7 +113,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 class MappedFile:
-    """A .safetensors file of which parts of tensors are read."""
+    """A .safetensors file, opened to read parts of its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

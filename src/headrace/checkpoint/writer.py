@@ -144,7 +144,7 @@ class CheckpointWriter:
                 job.error = problem
             finally:
                 job.done.set()
-            del job  # its error may refer to all that was to be written
+            del job  # its error may keep the whole state alive
 
     def _write(self, job: _Job, tensors: Mapping[str, torch.Tensor]) -> None:
         step, keep = job.step, self._keep

@@ -41,7 +41,7 @@ class Alignment:
 class Aligned:
     """A loader with as many batches as those of the other ranks.
 
-    `alignment` is that of the batch yielded last. The loader is asked for `limit` batches at most.
+    `alignment` belongs to the batch yielded last. The loader is asked for `limit` batches at most.
     `ended`: in a resumed pass, this rank's loader had ended before; it yields its last batch, to be
     repeated. `state_dict` is the loader's, after the batch yielded last.
     """

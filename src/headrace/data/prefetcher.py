@@ -128,7 +128,7 @@ class Prefetcher:
         return [] if self.loader_rng is None else [*self.loader_rng.to_replay]
 
     def __getattr__(self, name: str) -> Any:
-        """The loader's public attributes, where this class has none of that name."""
+        """The loader's public attributes, unless this class has one of that name."""
         # Not `self.loader`: while `copy` or `pickle` make an object it has none, and this would
         # recurse.
         if "loader" not in self.__dict__ or name.startswith("_"):

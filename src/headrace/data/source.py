@@ -215,7 +215,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 class ResumedLoader:
     """A loader that begins in the middle of an epoch.
 
-    It has no length, since the loader's own is that of a whole epoch. It has the loader's
+    It has no length, since the loader's length is that of a whole epoch. It has the loader's
     `state_dict`, if there is one.
     """
 

@@ -245,7 +245,7 @@ class Engine:
         the batches that it has already trained on (docs/faults.md). If the loader already starts at
         a later batch, give its number as `first_batch`.
 
-        `max_steps` ends the epoch after so many optimizer updates, counted from this call. If the
+        `max_steps` ends the epoch after that many optimizer updates, counted from this call. If the
         loader or the loss function raises, `last_result` has the batches trained on before that.
         """
         run = self._begin_pass(loader, max_steps, first_batch)

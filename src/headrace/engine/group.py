@@ -135,7 +135,7 @@ class Group:
         self.phase = Phase.CLEAN
 
     def end_step(self) -> None:
-        """A graph has replayed backward and update at once."""
+        """A graph has replayed a whole step: backward and update."""
         self.updates += 1
         self.phase = Phase.CLEAN
 

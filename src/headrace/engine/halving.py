@@ -116,7 +116,7 @@ class HalvingStep:
                 parts.backward(loss, share)
             lanes.backward_to_forward()
         except torch.OutOfMemoryError as found:
-            # Keep only its text: its traceback holds all that the step had allocated so far.
+            # Keep only its text: its traceback keeps alive what the step has allocated so far.
             problem = str(found)
         if not problem:
             self._add_gradients_back(earlier)

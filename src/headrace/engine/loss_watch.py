@@ -59,7 +59,7 @@ def call_watched(
         _refuse_backward(calls, before, _loss_in(returned), user_loss)
         _refuse_scaled(calls, _loss_in(returned), device, user_loss)
     except StepError:
-        for parameter, gradient, _ in before:  # the user may go on with another engine
+        for parameter, gradient, _ in before:  # the user may continue with another engine
             parameter.grad = gradient
         raise
     except Exception as problem:

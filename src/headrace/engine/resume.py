@@ -119,8 +119,8 @@ class PositionTracker:
         if state is not None and state["random_at_start"] is not None:
             set_rng_states(self._device, state["random_at_start"])
         self._generators = generators_of(loader)
-        # A loader's own state may lack its sampler's generator: that of Accelerate's does. If it
-        # has it, the loader sets the generator again later.
+        # The state of Accelerate's loaders lacks their sampler's generator, so it is set here. A
+        # loader whose state has it sets it again later.
         if state is not None and (state["generators"] or state["loader"] is None):
             self._set_loader_generators(
                 state["generators"], begun=state["random_at_start"] is not None

@@ -26,7 +26,7 @@ Clock = dict[int, int]
 # to 512 bytes: memory freed in one pool is never handed out in the other.
 _SMALL_POOL_BYTES = 1 << 20
 _ROUNDING_BYTES = 512
-# A program that never orders its streams leaves freed blocks pending for ever. The newest are
+# A program that never orders its streams leaves freed blocks pending forever. The newest are
 # enough to report it.
 _MAX_FREED = 1000
 

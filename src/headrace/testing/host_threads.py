@@ -70,7 +70,7 @@ class Hosts(Device):
             return everyone
 
     def launch(self, actor: Actor) -> None:
-        """Order a stream's next operation after all that this host thread is ordered after."""
+        """Order a stream's next operation after what this host thread is ordered after."""
         join(actor.clock, self.host().clock)
 
 

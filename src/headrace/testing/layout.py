@@ -46,7 +46,7 @@ class Layout(NamedTuple):
 
     @classmethod
     def whole(cls, nbytes: int, low: int = 0) -> Layout:
-        """One piece of so many bytes."""
+        """One piece of `nbytes` bytes."""
         return cls(low, low + nbytes, nbytes)
 
     def covers(self, other: Layout) -> bool:
