@@ -19,7 +19,7 @@ def line() -> int:
     return sys._getframe(1).f_lineno
 
 
-class Training:
+class TrainedModel:
     """A small model with everything that a step can change (parameters, running means, dropout's
     random state), and its static input."""
 

@@ -102,9 +102,9 @@ class DeferredScalars:
                 numbers[name] = float(value)
         self.send_full()
         block = self._filling
-        if block is None or not block.layout.fits(numbers, tensors):
+        if block is None or not block.columns.fits(numbers, tensors):
             self.flush()
-            block = self._filling = self._take_block(_Layout.of(numbers, tensors))
+            block = self._filling = self._take_block(_Columns.of(numbers, tensors))
         block.add(step, numbers, tensors)
 
     def send_full(self) -> None:
@@ -181,19 +181,19 @@ class DeferredScalars:
         self._arrived_values.extend(block.read())  # if this raises, the block stays in flight
         self._idle.append(self._in_flight.popleft())
 
-    def _take_block(self, layout: _Layout) -> _Block:
+    def _take_block(self, columns: _Columns) -> _Block:
         while self._in_flight and self._in_flight[0].has_arrived():
             self._collect()
         if len(self._in_flight) == _MAX_BLOCKS:
             self._in_flight[0].wait("deferred_full")
             self._collect()
         for index, block in enumerate(self._idle):
-            if block.layout == layout:
+            if block.columns == columns:
                 return self._idle.pop(index)
-        for block in self._idle:  # another layout is rare: not worth keeping
+        for block in self._idle:  # other columns are rare: these blocks are not worth keeping
             block.release()
         self._idle.clear()
-        return _Block(self._device, self._every, layout)
+        return _Block(self._device, self._every, columns)
 
 
 class SummedScalars(DeferredScalars):
@@ -264,22 +264,22 @@ def _means(summed: DeferredValues) -> DeferredValues:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """The names of the values that are read from the device, and their dtypes."""
+class _Columns:
+    """The columns of a block: the names and dtypes of the values that are read from the device."""
 
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> _Layout:
+    def of(cls, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> _Columns:
         names = tuple(name for name, number in numbers.items() if number is _ON_DEVICE)
         return cls(names, tuple(tensor.dtype for tensor in tensors))
 
     def fits(self, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> bool:
-        """Whether these values have this layout. The order of names counts, too."""
+        """Whether these values have the same columns, in the same order."""
         if len(tensors) == len(numbers) == 1 and len(self.names) == 1:  # usually just the loss
             return self.names[0] in numbers and self.dtypes[0] == tensors[0].dtype
-        return self == _Layout.of(numbers, tensors)
+        return self == _Columns.of(numbers, tensors)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -294,9 +294,9 @@ class _Block:
     It is filled again only after the host has read it. So the next writes need no edge to the copy.
     """
 
-    def __init__(self, device: Device, every: int, layout: _Layout) -> None:
+    def __init__(self, device: Device, every: int, columns: _Columns) -> None:
         self._device = device
-        self.layout = layout
+        self.columns = columns
         self.entries: list[tuple[int, dict[str, float]]] = []
         self._on_device: torch.Tensor | None = None
         self._on_host: torch.Tensor | None = None
@@ -304,17 +304,17 @@ class _Block:
         self._filled, self._arrived = device.event(), device.event()
         self._sum: AllReduce | None = None
         self._rows: list[torch.Tensor] = []
-        #: The name of the value if the layout has only one, and then each entry's numbers.
-        self._only_name = layout.names[0] if len(layout.names) == 1 else None
+        #: If there is only one column: its name, and the numbers of each entry.
+        self._only_name = columns.names[0] if len(columns.names) == 1 else None
         self._only_numbers = {} if self._only_name is None else {self._only_name: _ON_DEVICE}
-        if layout.names:
-            shape = (every, len(layout.names))
-            self._on_device = device.empty(shape, layout.dtype)
+        if columns.names:
+            shape = (every, len(columns.names))
+            self._on_device = device.empty(shape, columns.dtype)
             # Views of the rows, made once. If there is one value, its rows are 0-dim.
             single = self._on_device.view(-1) if shape[1] == 1 else self._on_device
             self._rows = list(single.unbind(0))
-            self._buffer = device.pinned.take(math.prod(shape) * layout.dtype.itemsize)
-            self._on_host = self._buffer.view(shape, layout.dtype)
+            self._buffer = device.pinned.take(math.prod(shape) * columns.dtype.itemsize)
+            self._on_host = self._buffer.view(shape, columns.dtype)
 
     def add_single(self, step: int, values: dict[str, Scalar]) -> bool:
         """A faster `add` for a single tensor, usually the loss. Returns False, and adds nothing, if
@@ -326,7 +326,7 @@ class _Block:
         if (
             not isinstance(value, torch.Tensor)
             or value.dim()
-            or value.dtype != self.layout.dtypes[0]
+            or value.dtype != self.columns.dtypes[0]
         ):
             return False
         self._rows[row].copy_(value.detach())
@@ -394,7 +394,7 @@ class _Block:
             # No host wait: this is pinned memory, and the copy to it is done.
             rows = self._device.read_host(self._on_host[: len(self.entries)])
         arrived = [
-            DeferredValues(step, named | dict(zip(self.layout.names, row, strict=True)))
+            DeferredValues(step, named | dict(zip(self.columns.names, row, strict=True)))
             for (step, named), row in zip(self.entries, rows, strict=True)
         ]
         self.entries = []
@@ -405,7 +405,7 @@ class _Block:
         return {
             "steps": [step for step, _ in self.entries],
             "numbers": [numbers for _, numbers in self.entries],
-            "names": list(self.layout.names),
+            "names": list(self.columns.names),
             "rows": None if self._on_device is None else self._on_device[:count],
         }
 

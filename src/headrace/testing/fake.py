@@ -254,7 +254,7 @@ class FakeDevice(host_threads.Hosts):
                     self.host_waits(dict(actor.clock), actor.time_ns, "synchronize device")
 
     def graph_pool(self) -> object:
-        return graphs.Pool(self)
+        return graphs.GraphPool(self)
 
     def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
         return graphs.capture(self, work, pool)
