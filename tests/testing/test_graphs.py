@@ -287,7 +287,7 @@ class TestWatch:
             "keep the value on the device, without .item(), .cpu(), print(), `if tensor:` or a "
             "boolean mask as index",
             f"host memory is copied to the device at {__file__}:{first + 2}: make the tensor on "
-            "the device, once and outside the loss function, or let the loader return it in the "
+            "the device, once and outside the step, or let the loader return it in the "
             "batch",
         ]
 

@@ -53,7 +53,7 @@ def host_copy(site: Site) -> Obstacle:
     return Obstacle(
         "host memory is copied to the device",
         site,
-        "make the tensor on the device, once and outside the loss function, or let the loader "
+        "make the tensor on the device, once and outside the step, or let the loader "
         "return it in the batch",
     )
 

@@ -15,8 +15,8 @@ from headrace.data import Cursor, Fetched
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.engine.forward import Forward
-from headrace.engine.graphed import StepGraphs
 from headrace.engine.schedules import Schedule
+from headrace.engine.step_graphs import StepGraphs
 from headrace.parallel import Ranks
 from headrace.plan import Plan
 from headrace.testing import Costs, FakeDevice
