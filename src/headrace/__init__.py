@@ -13,9 +13,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from headrace.data import BucketBatches, Buckets, PadToBuckets, Prefetcher, prefetch
     from headrace.device import (
         Device,

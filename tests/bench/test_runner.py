@@ -541,7 +541,7 @@ class TestNotCompiled:
 
     def test_the_page_says_so(self, result: BenchResult) -> None:
         page = page_of(result)
-        label = '<span class="badge " title="InternalTorchDynamoError: broken on purpose">'
+        label = '<span class="badge" title="InternalTorchDynamoError: broken on purpose">'
         assert f"max {label}not compiled</span>" in page
         assert f"graph {label}" not in page
         assert "the step is not compiled" in page

@@ -53,6 +53,7 @@ from headrace.engine.update import Update, scales_on_device
 from headrace.errors import StepError
 from headrace.parallel import SINGLE, Ranks, parallelism_of, ranks_of
 from headrace.plan import Plan
+from headrace.schema import require_whole
 
 
 class StepBuilder(Protocol):
@@ -359,8 +360,7 @@ def _recorder(
 def _check_numbers(
     accumulate: object, accumulate_by: object, clip_norm: float | None, on_oom: object
 ) -> None:
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise StepError(f"accumulate = {accumulate!r}: expected a whole number, 1 or more")
+    require_whole("accumulate", accumulate, 1, StepError)
     if accumulate_by not in ("weight", "count"):
         raise StepError(f"accumulate_by = {accumulate_by!r}: expected 'weight' or 'count'")
     if clip_norm is not None and not clip_norm > 0:

@@ -1,4 +1,4 @@
-"""The result of a benchmark: how fast the same work ran under each plan, and what to use."""
+"""The result of a benchmark: how fast the same workload ran under each plan, and what to use."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from headrace.errors import CorpusError
+from headrace.errors import CorpusError, usage_errors
 
 #: A sentence in both languages: (src, trg).
 Pair = tuple[str, str]
@@ -70,6 +70,7 @@ class PairFiles:
         return " and ".join(str(path) for path in self.paths)
 
 
+@usage_errors()  # the files were named on the command line
 def find_pair_files(data: Path | Sequence[Path], sides: Sides) -> dict[str, list[PairFiles]]:
     """The files of each split.
 
