@@ -1,16 +1,19 @@
 """No cycles between files, one file names `torch.cuda`, and no host wait hides outside the seam.
 
-The order of the rooms and their faces are import-linter's (pyproject.toml, `make check`).
+The order of the rooms and their faces are import-linter's (pyproject.toml, `make check`). Files,
+classes and methods that CONTRIBUTING.md names are there.
 """
 
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
 
 import headrace
+from support.paths import ROOT
 
 PACKAGE = Path(headrace.__file__).parent
 
@@ -68,6 +71,21 @@ def test_only_one_file_names_torch_cuda() -> None:
     assert naming == ["device/cuda.py"]
 
 
+def test_what_contributing_names_is_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for file in re.findall(r"`([\w/]+/\w+\.py)`", text):
+        assert any((folder / file).is_file() for folder in (PACKAGE, ROOT)), file
+    methods: dict[str, set[str]] = {}
+    for _, path in modules():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                own = (one.name for one in node.body if isinstance(one, ast.FunctionDef))
+                methods.setdefault(node.name, set()).update(own)
+    for name, method in re.findall(r"`([A-Z]\w+)(?:\.(\w+))?`", text):
+        assert name in methods, name
+        assert not method or method in methods[name], f"{name}.{method}"
+
+
 def is_host_wait(call: ast.Call) -> bool:
     """Whether it reads from the device or waits for it; the seam's own waits have a reason."""
     if not isinstance(call.func, ast.Attribute):
@@ -75,8 +93,8 @@ def is_host_wait(call: ast.Call) -> bool:
     owner, name = ast.unparse(call.func.value), call.func.attr
     if name == "synchronize":
         reason = call.args[0] if call.args else None
-        told = isinstance(reason, ast.Constant) or ast.unparse(call).endswith("(reason)")
-        return not told and not owner.startswith("self")
+        has_reason = isinstance(reason, ast.Constant) or ast.unparse(call).endswith("(reason)")
+        return not has_reason and not owner.startswith("self")
     return name in ("item", "cpu", "tolist") and not call.args and owner != "self.device"
 
 

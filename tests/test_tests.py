@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 import headrace
-from support.places import TESTS
+from support.paths import TESTS
 
 PACKAGE = Path(headrace.__file__).parent
 ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}

@@ -15,7 +15,7 @@ from headrace import atomic_files
 from headrace.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
 from support.checkpoints import SAVES, contents, example, flip, names, same
-from support.places import TESTS
+from support.paths import TESTS
 
 # --- crashes --------------------------------------------------------------------------------------
 

@@ -19,7 +19,7 @@ from headrace.data import BatchCache, Prefetcher, batch_leaves, prefetch, rebuil
 from headrace.device import Device
 from headrace.errors import DeviceMismatchError, PlanError
 from headrace.testing import Costs, FakeDevice
-from support.batches import Moves, Pair, Record, nested
+from support.batches import MovesItself, Pair, Sample, nested
 
 
 def numbers(count: int, *shape: int) -> list[torch.Tensor]:
@@ -138,7 +138,7 @@ def test_loader_buffers_may_be_reused_by_the_loader(device: Device) -> None:
 
 
 def test_objects_that_move_themselves(device: Device) -> None:
-    (batch,) = prefetch([(Moves(), torch.ones(2))], device)
+    (batch,) = prefetch([(MovesItself(), torch.ones(2))], device)
     assert batch[0].moved_to == device.torch_device
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     ((arrived,),) = prefetch([(packed,)], device)
@@ -175,9 +175,9 @@ def test_named_tuples_and_dataclasses(device: Device) -> None:
     (pair,) = prefetch([Pair(torch.ones(1), torch.zeros(1))], device)
     assert isinstance(pair, Pair)
     assert device.holds(pair.trg)
-    (record,) = prefetch([Record(torch.ones(1), ["a"])], device)
-    assert record.names == ["a"]
-    assert device.holds(record.ids)
+    (sample,) = prefetch([Sample(torch.ones(1), ["a"])], device)
+    assert sample.names == ["a"]
+    assert device.holds(sample.ids)
 
 
 def test_batches_on_the_device_already_are_not_copied(
@@ -186,8 +186,8 @@ def test_batches_on_the_device_already_are_not_copied(
     there = [torch.full((2,), float(n), device=device.torch_device) for n in range(3)]
     for source, batch in zip(there, prefetch(there, device), strict=True):
         assert batch is source
-    said = [record for record in caplog.records if "already" in record.getMessage()]
-    assert len(said) == (1 if device.asynchronous else 0)
+    warnings = [one for one in caplog.records if "already" in one.getMessage()]
+    assert len(warnings) == (1 if device.asynchronous else 0)
 
 
 def test_a_batch_of_another_device_is_refused() -> None:

@@ -9,9 +9,14 @@ import pytest
 import torch
 from hypothesis import given
 
-from headrace.data import batch_leaves, is_plain_tensor, measure_leaves, rebuild_batch
-from headrace.data.tree import is_movable
-from support.batches import Moves, Pair, Record, nested
+from headrace.data import (
+    batch_leaves,
+    is_plain_tensor,
+    measure_leaves,
+    moves_itself,
+    rebuild_batch,
+)
+from support.batches import MovesItself, Pair, Sample, nested
 
 
 class Extra(dict[str, Any]):
@@ -33,7 +38,7 @@ ONE = torch.ones(2)
         [ONE, "text", 3],
         {"src": ONE, "meta": {"name": "x", "at": ONE}},
         Pair(ONE, ONE),
-        Record(ONE, ["a", "b"]),
+        Sample(ONE, ["a", "b"]),
         collections.OrderedDict(b=ONE, a=ONE),
         collections.defaultdict(list, x=ONE),
         Extra(x=ONE),
@@ -57,13 +62,13 @@ def test_other_objects_are_not_copied() -> None:
     result = doubled({"x": ONE, "note": note, "names": ["a"]})
     assert result["note"] is note
     assert result["names"] == ["a"]
-    record = doubled(Record(ONE, ["a"]))
-    assert (record.names, record.length) == (["a"], 7)
+    sample = doubled(Sample(ONE, ["a"]))
+    assert (sample.names, sample.length) == (["a"], 7)
     assert doubled(Extra(x=ONE)).note == "kept"
 
 
 def test_an_object_that_moves_itself_is_one_leaf() -> None:
-    moves = Moves()
+    moves = MovesItself()
     assert list(batch_leaves((ONE, moves))) == [ONE, moves]
     packed = torch.nn.utils.rnn.pack_sequence([torch.ones(3), torch.ones(2)])
     assert list(batch_leaves([packed])) == [packed]  # its batch_sizes must stay on the CPU
@@ -82,12 +87,12 @@ def test_bytes_and_samples_are_counted() -> None:
         torch.ones(2, requires_grad=True),
         torch.ones(2, 2).to_sparse(),
         torch.ones(2).as_subclass(type("Mine", (torch.Tensor,), {})),
-        Moves(),
+        MovesItself(),
     ],
 )
 def test_tensors_that_are_not_plain(leaf: Any) -> None:
     assert not is_plain_tensor(leaf)
-    assert is_movable(leaf)
+    assert moves_itself(leaf)
 
 
 @given(nested)

@@ -65,7 +65,7 @@ def test_an_open_groups_last_batch_waits_for_the_update(device: Device) -> None:
         one.send()
     one.drain()
     assert [entry.values["loss"] for entry in one.hand_out()] == [0.0, 1.0]
-    assert one.awaits()
+    assert one.has_outstanding()
     stored = values_of_state(one.state(), device)
     assert [(entry.step, entry.values) for entry in stored] == [(2, {"loss": 2.0, "skipped": 0.0})]
     one.amend({"skipped": torch.ones((), device=device.torch_device)})

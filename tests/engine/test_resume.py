@@ -34,7 +34,7 @@ from support.loaders import (
     own_generator,
     pairs,
 )
-from support.places import FIXTURES
+from support.paths import FIXTURES
 from support.resumed_engines import losses_of, new, pending_in, seeded, stopped
 from support.scheduled_engines import BATCHES as EACH
 from support.scheduled_engines import make, uninterrupted

@@ -533,7 +533,7 @@ def test_ddp_is_watched_after_its_first_steps(
         *(fake_device, model, optimizer, loss),
         user_loss=loss,
         precision=None,
-        spread=False,
+        distributed=False,
     )
     parts = replace(engine._builder.parts, forward=forward, spread="ddp", ranks=NcclRanks())
     graphs = StepGraphs(parts, GRAPH)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 
 from headrace.report.page import Stat, Summary, render_page, script_json, shown_text
-from support.places import ROOT
+from support.paths import ROOT
 
 PACKAGE = ROOT / "src" / "headrace"
 REPORT = PACKAGE / "report"

@@ -1,4 +1,4 @@
-"""How busy a device was: exact on the fake device's clock, and on invented records of CUPTI's."""
+"""How busy a device was: exact on the fake device's clock, and on made-up activities of CUPTI."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from headrace.device import Device, Span, Timeline, Trace, open_device
-from headrace.device.kineto import Record, device_work
+from headrace.device.kineto import Activity, device_work
 from headrace.runs import BusyWindow, MetricsLog, UsageLog, read_metrics
 from headrace.runs.busy_time import BusyTracer
 from headrace.testing import Costs, FakeDevice
@@ -192,25 +192,25 @@ def test_a_device_is_never_fuller_than_full() -> None:
 class TestRecords:
     """The profiler numbers streams in its own way; markers in a known order tell which is which."""
 
-    def records(self) -> list[Record]:
+    def activities(self) -> list[Activity]:
         spin = "at::cuda::(anonymous namespace)::spin_kernel(long)"
         return [
-            Record("cudaLaunchKernel", False, 0, 1, 5, 6),
-            Record("cudaLaunchKernel", False, 0, 1, 15, 16),
-            Record(spin, True, 0, 7, 10, 12, "kernel"),
-            Record(spin, True, 0, 20, 20, 22, "kernel"),
-            Record("cudaGraphLaunch", False, 0, 1, 25, 26),
-            Record("cudaMemcpyAsync", False, 0, 1, 25, 26),
-            Record("cudaStreamSynchronize", False, 0, 1, 25, 26),
-            Record("gemm", True, 0, 7, 30, 40, "kernel"),
-            Record("Memcpy HtoD (Pinned -> Device)", True, 0, 20, 35, 45, "gpu_memcpy"),
-            Record("Memset (Device)", True, 0, 24, 46, 47, "gpu_memset"),
-            Record("elsewhere", True, 1, 7, 30, 99, "kernel"),
-            Record("Stream Wait Event", True, 0, 20, 30, 99, "cuda_sync"),
+            Activity("cudaLaunchKernel", False, 0, 1, 5, 6),
+            Activity("cudaLaunchKernel", False, 0, 1, 15, 16),
+            Activity(spin, True, 0, 7, 10, 12, "kernel"),
+            Activity(spin, True, 0, 20, 20, 22, "kernel"),
+            Activity("cudaGraphLaunch", False, 0, 1, 25, 26),
+            Activity("cudaMemcpyAsync", False, 0, 1, 25, 26),
+            Activity("cudaStreamSynchronize", False, 0, 1, 25, 26),
+            Activity("gemm", True, 0, 7, 30, 40, "kernel"),
+            Activity("Memcpy HtoD (Pinned -> Device)", True, 0, 20, 35, 45, "gpu_memcpy"),
+            Activity("Memset (Device)", True, 0, 24, 46, 47, "gpu_memset"),
+            Activity("elsewhere", True, 1, 7, 30, 99, "kernel"),
+            Activity("Stream Wait Event", True, 0, 20, 30, 99, "cuda_sync"),
         ]
 
     def test_streams_have_their_names(self) -> None:
-        found = device_work(self.records(), 0, ["default", "transfer"])
+        found = device_work(self.activities(), 0, ["default", "transfer"])
         assert found is not None
         assert found.from_ns == 22
         assert found.launches == 2
@@ -225,7 +225,9 @@ class TestRecords:
         assert [span.start_ns for span in trace.timeline.spans] == [8, 13, 24]
 
     def test_without_markers_nothing_is_believed(self) -> None:
-        assert device_work([r for r in self.records() if not r.on_device], 0, ["default"]) is None
+        assert (
+            device_work([r for r in self.activities() if not r.on_device], 0, ["default"]) is None
+        )
 
 
 class TestRun:

@@ -26,7 +26,7 @@ from headrace.runs.watchdog import HUNG
 from headrace.testing import FakeDevice, Hang
 from support.engines import EAGER, bad_batches, data, loss, make_engine, make_model, same, weights
 from support.loaders import Stateful, shuffled
-from support.places import FIXTURES
+from support.paths import FIXTURES
 from support.scheduled_engines import BATCHES, make, uninterrupted
 
 PLANS = [*EAGER, "graph"]

@@ -37,7 +37,7 @@ from headrace.translation import Trainer, TrainSettings
 from headrace.translation.corpus.batches import PaddedBatches
 from headrace.translation.loss import TranslationLoss
 from headrace.translation.trainer import EpochLoss, exit_after_grace
-from support.places import BENCHMARKS
+from support.paths import BENCHMARKS
 from support.trainers import SMALL, new, weights_of
 
 pytestmark = pytest.mark.unsanitized

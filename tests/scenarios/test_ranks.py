@@ -69,9 +69,9 @@ def assert_close(found: Any, expected: Any) -> None:
 
 CUT = [
     ("plain", 3, 4),
-    ("unknown", 3, 4),
+    ("no length", 3, 4),
     ("plain", 3, 6),
-    ("told", 3, None),
+    ("start_at", 3, None),
     ("noisy", 0, None),
     ("noisy", 3, None),
     ("noisy", 7, None),
@@ -90,11 +90,11 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         for how, knows, accumulate in (("ddp", True, 1), ("ddp", False, 3), ("fsdp", False, 3))
     ]
     work += [(jobs.uneven_resumed, case) for case in RESUMED]
-    work += [(jobs.gone_on_with, case) for case in CUT]
+    work += [(jobs.stopped_and_resumed, case) for case in CUT]
     work += [(jobs.inside_a_group, (how,)) for how in ("ddp", "fsdp")]
-    work += [(jobs.some_have_none, ()), (jobs.talk, ()), (jobs.graphs_refused, ())]
+    work += [(jobs.some_have_no_batches, ()), (jobs.exchanged, ()), (jobs.graphs_refused, ())]
     work += [
-        (jobs.one_breaks_out, ()),
+        (jobs.left_by_break, ()),
         (jobs.deferred_waits, ()),
         (jobs.cannot_write, (str(full),)),
     ]
@@ -109,8 +109,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
 
 def result_of(two: dict[Any, Any], job: Callable[..., Any], *args: Any) -> list[Any]:
     """What each rank got."""
-    for (name, told), result in ((key, two[key]) for key in two if key != "full"):
-        if name == job.__name__ and (not args or told == str(args)):
+    for (name, given), result in ((key, two[key]) for key in two if key != "full"):
+        if name == job.__name__ and (not args or given == str(args)):
             return list(result)
     raise AssertionError(f"{job.__name__} was not run")
 
@@ -190,12 +190,12 @@ class TestEnds:
     ) -> None:
         """Also where the pass was to end there, which the loader was not, or says more than is
         left of it."""
-        for found in result_of(two, jobs.gone_on_with, *case):
+        for found in result_of(two, jobs.stopped_and_resumed, *case):
             assert found == {"same": True, "updates": 0}
 
     def test_a_rank_without_any_batch_is_an_error_on_all(self, two: dict[Any, Any]) -> None:
-        for said in result_of(two, jobs.some_have_none):
-            assert "a rank's loader has no batch in an epoch in which others have some" in said
+        for message in result_of(two, jobs.some_have_no_batches):
+            assert "a rank's loader has no batch in an epoch in which others have some" in message
 
     def test_ddp_left_inside_a_group_loses_nothing(self, two: dict[Any, Any]) -> None:
         engine = jobs.new_engine("plain", accumulate=3)
@@ -205,30 +205,30 @@ class TestEnds:
         assert engine.last_result is not None
         expected = {name: value.tolist() for name, value in engine.model.state_dict().items()}
         for found in result_of(two, jobs.inside_a_group, "ddp"):
-            (said,) = found["said"]
-            assert "call it between two updates" in said
+            (message,) = found["messages"]
+            assert "call it between two updates" in message
             assert found["updates"] == 1
             assert found["losses"] == pytest.approx(engine.last_result.losses, abs=CLOSE)
             assert_close(found["model"], expected)
 
     def test_fsdp_left_inside_a_group_says_what_is_lost(self, two: dict[Any, Any]) -> None:
         for found in result_of(two, jobs.inside_a_group, "fsdp"):
-            assert "leave the loop after an update" in found["said"][1]
+            assert "leave the loop after an update" in found["messages"][1]
 
     def test_a_loop_that_is_just_left_waits_for_nobody(self, two: dict[Any, Any]) -> None:
-        for found in result_of(two, jobs.one_breaks_out):
+        for found in result_of(two, jobs.left_by_break):
             assert found == {"batches": 3}
 
 
 class TestTalk:
     def test_all_ranks_learn_of_a_request_after_the_same_update(self, two: dict[Any, Any]) -> None:
-        one, other = result_of(two, jobs.talk)
-        # Wished by rank 1 at its 4th look, sent at that one, learnt two looks later.
-        assert one["learnt"] == other["learnt"] == [0, 0, 0, 0, 0, 15, 0, 0, 0]
+        one, other = result_of(two, jobs.exchanged)
+        # Wished by rank 1 at its 4th look, sent at that one, agreed two looks later.
+        assert one["agreed"] == other["agreed"] == [0, 0, 0, 0, 0, 15, 0, 0, 0]
         assert one["settled"] == other["settled"] == [15, 1]
 
     def test_broadcast_and_all_gather(self, two: dict[Any, Any]) -> None:
-        for found in result_of(two, jobs.talk):
+        for found in result_of(two, jobs.exchanged):
             assert found["broadcast"] == ["of", 0]
             assert found["all_gather"] == [{"rank": 0, "text": ""}, {"rank": 1, "text": "é" * 9}]
             assert found["waits"] == ["agreement", "ranks"]  # no wait outside the ledger
@@ -292,10 +292,10 @@ class TestCheckpoints:
                 assert_close(one, expected)
 
     def test_a_rank_that_cannot_write_is_named_on_all(self, two: dict[Any, Any]) -> None:
-        for said in result_of(two, jobs.cannot_write):
-            assert "step 2 was not written" in said
-            assert "rank 1: No space left on device" in said
-            assert "still there: step-00000001" in said
+        for message in result_of(two, jobs.cannot_write):
+            assert "step 2 was not written" in message
+            assert "rank 1: No space left on device" in message
+            assert "still there: step-00000001" in message
         assert [path.name for path in two["full"].iterdir()] == ["step-00000001"]
 
     def test_a_changed_byte_in_any_file_is_refused(self, two: dict[Any, Any]) -> None:

@@ -23,7 +23,7 @@ import typer
 import headrace as hr
 from headrace.cli import app
 from headrace.testing import Costs, FakeDevice
-from support.places import BENCHMARKS, ROOT
+from support.paths import BENCHMARKS, ROOT
 
 READMES = ("README.md", "README.zh-CN.md")
 DEMO = BENCHMARKS / "results" / "2026-11-16-cpu-demo.txt"

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from headrace.report import write_report
-from support.places import BENCHMARKS
+from support.paths import BENCHMARKS
 from support.report_samples import bench_sample, run_sample, tune_sample
 
 LOOK = BENCHMARKS / "look.py"

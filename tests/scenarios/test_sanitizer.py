@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 
-from support.places import ROOT
+from support.paths import ROOT
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,7 +11,7 @@ import pytest
 
 from headrace.report import render, write_perfetto
 from headrace.runs.records import BenchResult
-from support.places import BENCHMARKS
+from support.paths import BENCHMARKS
 
 RESULTS = BENCHMARKS / "results"
 BENCHES = sorted(RESULTS.glob("*-h200-bench-*.json"))

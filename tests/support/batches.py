@@ -15,18 +15,18 @@ class Pair(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class Record:
+class Sample:
     ids: torch.Tensor
     names: list[str]
     length: int = dataclasses.field(init=False, default=7)
 
 
-class Moves:
+class MovesItself:
     def __init__(self) -> None:
         self.moved_to: Any = None
 
-    def to(self, device: Any) -> Moves:
-        twin = Moves()
+    def to(self, device: Any) -> MovesItself:
+        twin = MovesItself()
         twin.moved_to = device
         return twin
 

@@ -19,8 +19,9 @@ def line() -> int:
     return sys._getframe(1).f_lineno
 
 
-class Training:
-    """A small model with all that a step can change, and its static input."""
+class TrainedModel:
+    """A small model with everything that a step can change (parameters, running means, dropout's
+    random state), and its static input."""
 
     def __init__(self, device: FakeDevice, **options: Any) -> None:
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""States to save, ways to damage a file, and exact comparison of what comes back."""
+"""States to save, ways to damage a file, and exact comparison of loaded states."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from headrace.device import Device
 
 
 def same(one: Any, other: Any) -> bool:
-    """Equal, of the same types all the way down; nan is nan and -0.0 is not 0.0."""
+    """Whether two states are equal, with the same types at every level. NaN equals NaN, and -0.0
+    differs from 0.0."""
     if type(one) is not type(other):
         return False
     if isinstance(one, torch.Tensor):
@@ -76,5 +77,5 @@ DTYPES = [
 ]
 
 
-# The steps that are there, and the one that is saved.
+# The steps of the checkpoints that exist, and the step that is saved.
 SAVES = {"one more": ([1, 2, 3], 4), "the same again": ([1, 2], 2)}

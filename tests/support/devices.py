@@ -1,4 +1,4 @@
-"""Parameters that stand for devices."""
+"""Devices as test parameters."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ def weights(engine: Engine) -> list[torch.Tensor]:
 
 
 def plain_loop(device: Device, batches: list[Any], epochs: int = 1) -> tuple[list[float], Any]:
-    """What the engine is compared with: the loop everybody writes."""
+    """The usual training loop, to compare the engine with. Returns losses and weights."""
     model = make_model(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
     losses = []
@@ -69,7 +69,7 @@ def same(one: list[torch.Tensor], two: list[torch.Tensor]) -> bool:
 
 
 def bad_batches(count: int, *bad: int) -> list[Any]:
-    """Batches of which some have a NaN in them."""
+    """Batches of which those numbered `bad` contain NaN."""
     made = data(count)
     for at in bad:
         made[at] = (made[at][0].clone().index_fill_(1, torch.tensor([0]), math.nan), made[at][1])

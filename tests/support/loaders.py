@@ -1,4 +1,4 @@
-"""Loaders of every kind: with a generator, with a state of their own, ahead of what they yield."""
+"""Loaders of many kinds: with a generator, with their own state, one batch ahead, prefetched."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def pairs() -> TensorDataset:
 
 
 class Augmented(Dataset[Any]):
-    """Draws from all of the host's generators, in whatever process it is."""
+    """Draws from all of the host's generators, in the process that loads."""
 
     def __init__(self) -> None:
         self._pairs = pairs()
@@ -44,7 +44,7 @@ class Augmented(Dataset[Any]):
 
 
 class OwnEpochs:
-    """A loader that keeps its own state, and goes on to its next epoch by itself."""
+    """A loader that keeps its own state, and counts its epochs by itself."""
 
     def __init__(self) -> None:
         self.epoch = self.at = 0
@@ -80,7 +80,7 @@ def augmented() -> DataLoader[Any]:
 
 
 def generated() -> Any:
-    """No DataLoader: a class with a generator, which draws."""
+    """A class that is no DataLoader, whose generator function draws random numbers."""
 
     class Drawn:
         def __iter__(self) -> Iterator[Any]:
@@ -91,8 +91,8 @@ def generated() -> Any:
 
 
 def ahead() -> Any:
-    """One batch ahead of what it gives, to know the last, as a loader prepared by Accelerate is;
-    and with methods for a state that it does not keep."""
+    """A loader that works one batch ahead, as one prepared by Accelerate does to know its last
+    batch. Its `state_dict` raises, since it keeps no state."""
 
     class Ahead:
         def __init__(self) -> None:
@@ -123,7 +123,7 @@ LOADERS = [own_generator, samplers_generator, augmented, generated, ahead, prefe
 
 
 class Stateful:
-    """A loader that keeps its own state: the way `StatefulDataLoader` does."""
+    """A loader that keeps its own state, as `StatefulDataLoader` does."""
 
     def __init__(self, batches: list[Any]) -> None:
         self.batches, self.at = batches, 0

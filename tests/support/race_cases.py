@@ -1,8 +1,8 @@
 """Stream bugs, each with its correct twin.
 
 A case runs with `bug=True`, where the checker must report exactly the race between the lines
-marked FIRST and SECOND, and with `bug=False`, where it must report nothing. Where a bug is that
-a call is missing, the twin has the call.
+marked FIRST and SECOND, and with `bug=False`, where it must report nothing. If the bug is a missing
+call, the twin has the call.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def static_output_overwritten_while_it_is_read_back(device: FakeDevice, bug: boo
 
 @case
 def ordinary_memory_is_only_staged(device: FakeDevice, bug: bool) -> object:
-    # The host stands still while the bytes are taken; they need not have arrived yet.
+    # The host waits while the driver reads the bytes, but they need not have arrived yet.
     compute, transfer = device.current_stream(), device.stream("transfer")
     slot, ready = device.empty((64,), torch.float32), device.event()
     transfer.wait_stream(compute)
@@ -214,7 +214,7 @@ def race_through_scattered_writes(device: FakeDevice, bug: bool) -> object:
 
 @case
 def race_in_a_column_of_a_tall_matrix(device: FakeDevice, bug: bool) -> object:
-    # More pieces than are looked at one by one. The other column's write must not hide this one's.
+    # More pieces than the checker compares. The other column's write must not hide this one's.
     compute, side = device.current_stream(), device.stream("side")
     table = torch.zeros(200_000, 2, device=device.torch_device)
     side.wait_stream(compute)
@@ -570,7 +570,7 @@ def backward_op_reads_what_another_stream_overwrites(device: FakeDevice, bug: bo
 
 @case
 def hook_chooses_the_stream_backward_was_called_under(device: FakeDevice, bug: bool) -> object:
-    # The gradient is made on the forward's stream; the caller's has not waited for it.
+    # The gradient is computed on the forward's stream, and the caller's has not waited for it.
     forward, backward = device.stream("forward"), device.stream("backward")
     weight = on(device, 8).requires_grad_()
     optimizer = torch.optim.SGD([weight], lr=0.1)
@@ -594,8 +594,8 @@ def hook_chooses_the_stream_backward_was_called_under(device: FakeDevice, bug: b
 
 @case
 def backward_of_a_custom_function(device: FakeDevice, bug: bool) -> object:
-    # It runs on its forward's stream too, also where it is the last operation of the loss; and if
-    # backward() fails after it, the caller's stream has not waited for it.
+    # It runs on its forward's stream, too, even as the last operation of the loss. If backward()
+    # fails after it, the caller's stream has not waited for it.
     class Scaled(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, value: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
@@ -662,7 +662,7 @@ def one_unordered_batch_in_a_whole_training_loop(device: FakeDevice, bug: bool) 
         optimizer.step()
         optimizer.zero_grad()
         done.record()
-        # After the race the loop is ordered again, so that one report is all there is.
+        # After the race the loop is ordered again, so that there is only one report.
         compute.wait_event(ready)
     return model
 
@@ -722,7 +722,7 @@ def graphs_loss_read_on_another_stream(device: FakeDevice, bug: bool) -> object:
 
 @case
 def graphs_of_one_pool_at_the_same_time(device: FakeDevice, bug: bool) -> object:
-    # Each has results of its own, but what lies between is the pool's.
+    # Each has its own results, but their other memory is the pool's, which they share.
     compute, side, pool = device.current_stream(), device.stream("side"), device.graph_pool()
     one, two = on(device, 64), on(device, 64)
     side.wait_stream(compute)
@@ -747,7 +747,7 @@ def thread_forgets_to_choose_its_stream(device: FakeDevice, bug: bool) -> object
     compute.wait_stream(device.current_stream())
 
     def load() -> None:
-        # The current stream is each thread's own: a new thread starts on the default one.
+        # Each thread has its own current stream: a new one starts on the default stream.
         with device.use(device.current_stream() if bug else transfer):
             device.copy(slot, pinned(64))  # FIRST
         ready.record(transfer)
@@ -820,7 +820,7 @@ def staging_filled_by_a_thread_nobody_waited_for(device: FakeDevice, bug: bool) 
 
 @case
 def memory_freed_by_a_thread_before_its_copy_is_done(device: FakeDevice, bug: bool) -> object:
-    # The allocator hands memory from thread to thread: one that has waited may let go of it.
+    # The allocator reuses memory across threads: a thread that has waited may free it.
     compute, side = device.current_stream(), device.stream("side")
     lent, host = [on(device, 1000)], pinned(1000)
     side.wait_stream(compute)
@@ -841,6 +841,6 @@ def memory_freed_by_a_thread_before_its_copy_is_done(device: FakeDevice, bug: bo
 
 
 def _wait_without_being_seen(thread: threading.Thread) -> None:
-    """Make the order of the two threads certain here, though nothing in the program does."""
+    """Wait for the thread in a way that the checker does not see: nothing orders the two."""
     while thread.is_alive():
         continue

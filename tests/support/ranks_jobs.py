@@ -1,6 +1,6 @@
-"""What the ranks of `scenarios/test_ranks.py` do, each in a process of its own.
+"""What the ranks of `scenarios/test_ranks.py` do. Each rank is a process.
 
-All of a job's ranks train on the same global batches: a rank takes its share of each one's rows.
+All ranks of a job train on the same global batches: each takes its share of every batch's rows.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from headrace.parallel import Agreement, Ranks, full_state_dict, set_gradient_sy
 from headrace.parallel.models import full_tensor
 
 WIDTH = 6
-ROWS = (7, 4, 1, 5, 2, 6, 3, 7, 2, 1, 5)  # of each global batch: some have fewer than ranks
+# Rows of each global batch. Some batches have fewer rows than there are ranks.
+ROWS = (7, 4, 1, 5, 2, 6, 3, 7, 2, 1, 5)
 
 
 def global_batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Rows, what they should become, and how much each row counts."""
+    """Inputs, targets and a weight for each row."""
     draw = torch.Generator().manual_seed(1)
     return [
         (
@@ -43,7 +44,7 @@ def global_batches() -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
 
 
 def share(batch: tuple[torch.Tensor, ...], rank: int, size: int) -> tuple[torch.Tensor, ...]:
-    """A rank's rows of a batch; if there are none, one that counts for nothing."""
+    """A rank's rows of a batch; if there are none, one row of weight 0."""
     mine = tuple(part[rank::size] for part in batch)
     if len(mine[0]):
         return mine
@@ -69,9 +70,9 @@ def new_model() -> nn.Module:
     )
 
 
-def spread(model: nn.Module, how: str, device: Device) -> nn.Module:
+def wrapped(model: nn.Module, how: str, device: Device) -> nn.Module:
     if how == "ddp":
-        with device.use(device.stream("ddp")):  # as graphs want it
+        with device.use(device.stream("ddp")):  # as captured DDP steps require
             return DistributedDataParallel(model)
     if how == "fsdp":
         from torch.distributed.device_mesh import init_device_mesh
@@ -86,14 +87,14 @@ def spread(model: nn.Module, how: str, device: Device) -> nn.Module:
 
 def new_engine(how: str, where: str = "cpu", **options: Any) -> Engine:
     device = open_device(where)
-    model = spread(new_model().to(device.torch_device), how, device)
+    model = wrapped(new_model().to(device.torch_device), how, device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, fused=True)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.98)
     return Engine(model, optimizer, loss, scheduler=scheduler, device=device, **options)
 
 
 def trained(how: str, options: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Two epochs and an evaluation, and all that they came to."""
+    """Train for two epochs and evaluate. Returns all results."""
     engine = new_engine(how, **options)
     batches = [share(batch, rank, size) for batch in global_batches()]
     results = [engine.epoch(batches) for _ in range(2)]
@@ -114,7 +115,7 @@ def trained(how: str, options: dict[str, Any], rank: int, size: int) -> dict[str
 
 
 def run(rank: int, size: int, folder: str, job: Callable[..., Any], *args: Any) -> None:
-    """A rank of a job: its result goes to a file."""
+    """Run a job as one rank, and write its result to a file."""
     torch.set_num_threads(1)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     dist.init_process_group(
@@ -132,8 +133,8 @@ def training(rank: int, size: int, how: str, options: dict[str, Any]) -> dict[st
     return trained(how, options, rank, size)
 
 
-class Unknown:
-    """A loader that does not know its length."""
+class WithoutLength:
+    """A loader without a length."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
@@ -143,17 +144,17 @@ class Unknown:
 
 
 def uneven(rank: int, size: int, how: str, knows_length: bool, accumulate: int) -> list[float]:
-    """Rank 0 has all batches, the others the first five: then only rank 0's rows are trained on."""
+    """Rank 0 has all batches, the others the first five: after those, only rank 0's rows count."""
     engine = new_engine(how, accumulate=accumulate)
     batches = [share(batch, rank, size) for batch in global_batches()]
     mine = batches if rank == 0 else batches[:5]
-    loader = mine if knows_length else Unknown(mine)
+    loader = mine if knows_length else WithoutLength(mine)
     result = engine.epoch(loader)
     return [*result.losses, engine.evaluate(loader).mean_loss, result.statistics.samples]
 
 
 class Stateful:
-    """A loader that keeps its own state, and does not say that only the rest of it is left."""
+    """A loader that keeps its own state. After a resume its length is still that of an epoch."""
 
     def __init__(self, batches: list[Any], *, knows_length: bool) -> None:
         self._batches, self.at, self.epoch = batches, 0, 0
@@ -181,11 +182,11 @@ class StatefulSized(Stateful):
 def stopped(
     loader: Any, at: int, *, max_steps: int | None = None, seed: int = 0
 ) -> tuple[list[float], Any]:
-    """The losses of a new engine until batch `at`, and its state there."""
+    """Train a new engine up to batch `at`. Returns the losses, and the state there."""
     engine, seen = new_engine("ddp"), []
     torch.manual_seed(seed)
     for info in engine.steps(loader, max_steps=max_steps):
-        seen += [entry.values["loss"] for entry in info.come_back]
+        seen += [entry.values["loss"] for entry in info.arrived]
         if info.batch == at:
             seen += [entry.values["loss"] for entry in engine.settle()]
             stored = copy.deepcopy(engine.state_dict())
@@ -195,14 +196,14 @@ def stopped(
 
 
 def uneven_resumed(rank: int, size: int, kind: str, knows_length: bool) -> dict[str, Any]:
-    """Stopped while all ranks have batches left, when the shorter share ends, and after it."""
+    """Stop before, at and after the batch where the shorter share ends, and resume."""
     batches = [share(batch, rank, size) for batch in global_batches()[:8]]
     mine = batches if rank == 0 else batches[:4]
 
     def loader() -> Any:
         if kind == "stateful":
             return Stateful(mine, knows_length=knows_length)
-        return mine if knows_length else Unknown(mine)
+        return mine if knows_length else WithoutLength(mine)
 
     whole, one = new_engine("ddp"), loader()
     expected = [loss for _ in range(2) for loss in whole.epoch(one).losses]
@@ -217,8 +218,8 @@ def uneven_resumed(rank: int, size: int, kind: str, knows_length: bool) -> dict[
     return found
 
 
-class Told:
-    """A loader that can be told where to begin, and says its whole length all the same."""
+class StartsAt:
+    """A loader with `start_at`. Its length stays that of an epoch."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches, self._first = batches, 0
@@ -235,7 +236,7 @@ class Told:
 
 
 class Noisy:
-    """A loader that draws in this process."""
+    """A loader that draws random numbers in this process."""
 
     def __init__(self, batches: list[Any]) -> None:
         self._batches = batches
@@ -248,11 +249,13 @@ class Noisy:
             yield (rows + 0.1 * torch.randn(rows.shape), *others)
 
 
-LOADERS = {"plain": list, "unknown": Unknown, "told": Told, "noisy": Noisy}
+LOADERS = {"plain": list, "no length": WithoutLength, "start_at": StartsAt, "noisy": Noisy}
 
 
-def gone_on_with(rank: int, size: int, kind: str, at: int, max_steps: int | None) -> dict[str, Any]:
-    """A state after batch `at`, of a pass of `max_steps` updates, gone on with to the end."""
+def stopped_and_resumed(
+    rank: int, size: int, kind: str, at: int, max_steps: int | None
+) -> dict[str, Any]:
+    """Stop after batch `at` of a pass of `max_steps` updates, and resume to the end."""
     mine = [share(batch, rank, size) for batch in global_batches()[:8]]
     loader = LOADERS[kind]
     whole = new_engine("ddp")
@@ -268,7 +271,7 @@ def gone_on_with(rank: int, size: int, kind: str, at: int, max_steps: int | None
 
 
 def one_is_not_finite(rank: int, size: int, how: str) -> dict[str, Any]:
-    """The last rank's share of the second batch has a NaN in it: no rank makes that update."""
+    """The last rank's share of the second batch has a NaN: all ranks skip that update."""
     engine = new_engine(how, on_nonfinite="skip", clip_norm=0.5)
     batches = [share(batch, rank, size) for batch in global_batches()[:4]]
     if rank == size - 1:
@@ -278,40 +281,40 @@ def one_is_not_finite(rank: int, size: int, how: str) -> dict[str, Any]:
     return {"non_finite": result.non_finite, "model": weights, "last": result.losses[-1]}
 
 
-def some_have_none(rank: int, size: int) -> str:
+def some_have_no_batches(rank: int, size: int) -> str:
     engine = new_engine("ddp")
     try:
         engine.epoch(global_batches() if rank == 0 else [])
     except StepError as problem:
         return str(problem)
-    return "nothing was said"
+    return "no error"
 
 
 def inside_a_group(rank: int, size: int, how: str) -> dict[str, Any]:
-    """A state is asked for, and the loop left, after one batch of three."""
+    """Ask for a state, and leave the loop, after the first of a group's three batches."""
     engine = new_engine(how, accumulate=3)
     batches = [share(batch, rank, size) for batch in global_batches()]
-    said = []
+    messages = []
     steps = engine.steps(batches)
     next(steps)
     engine.settle()
     try:
         engine.state_dict()
     except StepError as problem:
-        said.append(str(problem))
+        messages.append(str(problem))
     try:
         engine.leave()
     except StepError as problem:
-        said.append(str(problem))
+        messages.append(str(problem))
     steps.close()
     losses = engine.last_result.losses if engine.last_result is not None else ()
     weights = {name: value.tolist() for name, value in full_state_dict(engine.model).items()}
-    return {"said": said, "updates": engine.updates, "model": weights, "losses": losses}
+    return {"messages": messages, "updates": engine.updates, "model": weights, "losses": losses}
 
 
 def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, bool]:
-    """`accumulate_by="count"` against the loop by hand; ranks but the first have `own` batches, the
-    last of which then stands in for the others. Or the loop is left after a batch."""
+    """Compare `accumulate_by="count"` with a loop by hand. All ranks but the first have `own`
+    batches, and then repeat the last one with weight 0. With `left`, leave after one batch."""
     options: dict[str, Any] = {"accumulate": 3, "accumulate_by": "count", "clip_norm": 0.5}
     engine = new_engine(how, **options)
     batches = [share(batch, rank, size) for batch in global_batches()]
@@ -322,7 +325,7 @@ def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, 
         engine.leave()
         steps.close()
     else:
-        engine.epoch(Unknown(mine))
+        engine.epoch(WithoutLength(mine))
     trained = 1 if left else len(batches)
     hand = new_engine(how)
     training = hand._builder
@@ -346,8 +349,9 @@ def by_count(rank: int, size: int, how: str, own: int, left: bool) -> dict[str, 
     }
 
 
-def one_breaks_out(rank: int, size: int) -> dict[str, Any]:
-    """An error in one rank's loop: nobody is waited for, and what came back is in the result."""
+def left_by_break(rank: int, size: int) -> dict[str, Any]:
+    """Each rank leaves its loop with a `break`: none waits for another, and the result has the
+    values that have arrived."""
     engine = new_engine("ddp")
     batches = [share(batch, rank, size) for batch in global_batches()]
     for number, _ in enumerate(engine.steps(batches)):
@@ -357,18 +361,18 @@ def one_breaks_out(rank: int, size: int) -> dict[str, Any]:
     return {"batches": engine.last_result.statistics.batches}
 
 
-def talk(rank: int, size: int) -> dict[str, Any]:
-    """What the ranks exchange, and when all of them learn what one requests."""
+def exchanged(rank: int, size: int) -> dict[str, Any]:
+    """What collectives return, and after which poll all ranks get what one requests."""
     ranks, device = Ranks.of(dist.group.WORLD), open_device("cpu")
     agreement = Agreement(ranks, device, every=2)
-    learnt = []
+    agreed = []
     for update in range(9):
         request = 15 if rank == 1 and update >= 3 else 0
-        learnt.append(agreement.poll(request, 0)[0])
+        agreed.append(agreement.poll(request, 0)[0])
     return {
         "all_gather": ranks.all_gather({"rank": rank, "text": "é" * rank * 9}, device.ledger),
         "broadcast": ranks.broadcast(["of", rank], device.ledger),
-        "learnt": learnt,
+        "agreed": agreed,
         "settled": agreement.wait(rank, 1 - rank),
         "waits": sorted(reason.reason for reason in device.ledger.statistics().reasons),
     }
@@ -380,7 +384,7 @@ def graphs_refused(rank: int, size: int) -> list[str | None]:
 
 
 def deferred_waits(rank: int, size: int) -> dict[str, int]:
-    """How often the loop's values were summed over ranks: once for ten batches."""
+    """How often values were summed over ranks: once for ten batches."""
     sums: list[int] = []
     plain = Ranks.all_reduce
 
@@ -397,7 +401,7 @@ def deferred_waits(rank: int, size: int) -> dict[str, int]:
 
 
 def on_cuda(rank: int, size: int, how: str, plan: str) -> dict[str, Any]:
-    """Batches of one shape on the GPU, over NCCL: enough of them for a graph to be captured."""
+    """Train on the GPU, over NCCL, on enough batches of one shape to capture a graph."""
     engine = new_engine(how, "cuda", plan=plan, clip_norm=0.5)
     batches = [share(global_batches()[0], rank, size)] * 24
     result = engine.epoch(batches)
@@ -413,7 +417,7 @@ def on_cuda(rank: int, size: int, how: str, plan: str) -> dict[str, Any]:
 
 
 def killed(rank: int, size: int, how: str, options: dict[str, Any], folder: str, at: int) -> None:
-    """Save after `at` batches of the second epoch, go on, and die as if by SIGKILL."""
+    """Save after `at` batches of the second epoch, train on, and die as if by SIGKILL."""
     engine = new_engine(how, **options)
     batches = [share(batch, rank, size) for batch in global_batches()]
     engine.epoch(batches)
@@ -428,7 +432,7 @@ def killed(rank: int, size: int, how: str, options: dict[str, Any], folder: str,
 
 
 def resumed(rank: int, size: int, how: str, options: dict[str, Any], folder: str) -> dict[str, Any]:
-    """Go on from the newest checkpoint, whoever wrote it."""
+    """Resume from the newest checkpoint, whichever ranks wrote it."""
     engine = new_engine(how, **options)
     path = agreed_checkpoint(Path(folder), engine.ranks, engine.device.ledger)
     assert path is not None
@@ -446,12 +450,12 @@ def resumed(rank: int, size: int, how: str, options: dict[str, Any], folder: str
 
 
 def many(rank: int, size: int, jobs: list[tuple[Callable[..., Any], tuple[Any, ...]]]) -> list[Any]:
-    """Several jobs in the same processes, one after the other."""
+    """Run several jobs in the same processes, one after the other."""
     return [job(rank, size, *args) for job, args in jobs]
 
 
 def cannot_write(rank: int, size: int, folder: str) -> str:
-    """Rank 1 cannot write its file: no rank's checkpoint is taken for one."""
+    """Rank 1 cannot write its file: all ranks raise its error."""
     engine = new_engine("ddp")
     writer = CheckpointWriter(engine.device, Path(folder), ranks=engine.ranks)
     writer.save({"engine": engine.state_dict()}, 1, wait=True)
@@ -469,4 +473,4 @@ def cannot_write(rank: int, size: int, folder: str) -> str:
     finally:
         tensor_file.write_tensors = plain
         writer.close()
-    return "nothing was said"
+    return "no error"

@@ -1,4 +1,4 @@
-"""Results as `bench`, `tune` and `train` write them, made up but in proportion to real ones."""
+"""Results as `bench`, `tune` and `train` write them, with made-up but realistic numbers."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def _row(plan: str, steps: int, losses: int, random_: random.Random) -> dict[str
 
 
 def timeline_spans(plan: str, steps: int, random_: random.Random) -> list[dict[str, Any]]:
-    """Kernels with the gaps that the plan leaves, copies, and what the host does meanwhile."""
+    """Kernels with the gaps that the plan leaves, copies, and the host's work beside them."""
     median, busy_ms, kernels = _PACES[plan]
     spans = []
 
@@ -197,7 +197,7 @@ def timeline_spans(plan: str, steps: int, random_: random.Random) -> list[dict[s
 
 
 def tune_sample() -> dict[str, Any]:
-    """A tune result: a start, a winner, one as good, dropped ones, one out of memory."""
+    """A tune result: the start, the winner, an equal one, dropped ones, one out of memory."""
     graph = PRESETS["graph"].to_dict()
 
     def trial(

@@ -23,7 +23,7 @@ def seeded(number: int) -> None:
 
 
 def new(device: Device, plan: str | Plan = "pipeline", **options: Any) -> Engine:
-    """An engine whose model draws dropout's masks."""
+    """An engine whose model has dropout, with seeded generators."""
     seeded(3)
     engine = make_engine(device, plan, deterministic=True, **options)
     seeded(4)
@@ -35,19 +35,20 @@ def losses_of(engine: Engine, loader: Any, epochs: int) -> list[float]:
 
 
 def stopped(engine: Engine, loader: Any, at: int) -> tuple[list[float], Any]:
-    """The losses that came back so far, and the state, after batch `at` of all."""
+    """Train up to batch `at`, counted over epochs. Returns the losses that have arrived, and the
+    state."""
     seen: list[float] = []
     while engine.epochs < at // BATCHES:
         seen += engine.epoch(loader).losses
     if at % BATCHES == 0:
         return seen, copy.deepcopy(engine.state_dict())
     for info in engine.steps(loader):
-        seen += [entry.values["loss"] for entry in info.come_back]
+        seen += [entry.values["loss"] for entry in info.arrived]
         if info.batch + 1 == at % BATCHES:
             return seen, copy.deepcopy(engine.state_dict())
     raise AssertionError("not reached")
 
 
 def pending_in(state: Any) -> list[int]:
-    """The batches whose values a state has, to be reported."""
+    """The batches whose values a state holds because they were not handed out yet."""
     return [step for block in state["deferred"] for step in block["steps"]]

@@ -9,6 +9,6 @@ from headrace.runs import RunFolder
 
 
 def create_many(project: Path, barrier: Any, made: Any) -> None:
-    """Make twenty runs as soon as all processes are here, and put their names into `made`."""
+    """Create twenty runs as soon as all processes have started, and put their names into `made`."""
     barrier.wait()
     made.put([RunFolder.create(project).name for _ in range(20)])

@@ -16,8 +16,8 @@ _DEFINED: list[torch.library.Library] = []  # an operator lives as long as its l
 
 
 def define_missing() -> None:
-    """Define the operators, without kernels, if torchvision is here and its library is of no use.
-    To be called before anything imports torchvision."""
+    """Define the operators, without kernels, if torchvision is installed and its library does not
+    load. Call this before anything imports torchvision."""
     spec = importlib.util.find_spec("torchvision")
     if spec is None or spec.origin is None or _DEFINED:
         return

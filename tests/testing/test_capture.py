@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from headrace.errors import CaptureError
 from headrace.testing import FakeDevice
-from support.captures import Training, line, on, same
+from support.captures import TrainedModel, line, on, same
 
 
 def host_index(value: torch.Tensor) -> object:
@@ -131,7 +131,7 @@ def test_what_is_no_error_goes_through(device: FakeDevice) -> None:
 
 
 def test_an_optimizer_whose_count_of_steps_is_the_hosts(device: FakeDevice) -> None:
-    training = Training(device, fused=False, capturable=False)
+    training = TrainedModel(device, fused=False, capturable=False)
     training.eager(range(1))
     with pytest.raises(CaptureError) as raised:
         device.capture(training.step, device.graph_pool())
@@ -155,9 +155,9 @@ def test_gradients_that_belong_to_the_default_stream(device: FakeDevice) -> None
 
 
 def test_training_goes_on_as_if_nothing_had_been(device: FakeDevice) -> None:
-    undisturbed = Training(device)
+    undisturbed = TrainedModel(device)
     expected = undisturbed.eager(range(8))
-    training = Training(device)
+    training = TrainedModel(device)
     found = training.eager(range(2))
     before = training.state()
     with pytest.raises(CaptureError):

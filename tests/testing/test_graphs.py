@@ -11,12 +11,12 @@ import torch
 
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
 from headrace.testing import Costs, FakeDevice
-from support.captures import Training, line, on, same
+from support.captures import TrainedModel, line, on, same
 
 
 class TestCapture:
     def test_nothing_runs(self, device: FakeDevice) -> None:
-        training = Training(device)
+        training = TrainedModel(device)
         training.eager(range(2))
         before, waits = training.state(), len(device.hidden_waits)
         spans = device.timeline().spans
@@ -129,9 +129,9 @@ class TestCapture:
 class TestReplay:
     @pytest.mark.parametrize("options", [{}, {"fused": False}, {"fused": False, "foreach": True}])
     def test_it_is_the_eager_step(self, device: FakeDevice, options: dict[str, Any]) -> None:
-        eager = Training(device, **options)
+        eager = TrainedModel(device, **options)
         expected = eager.eager(range(8))
-        training = Training(device, **options)
+        training = TrainedModel(device, **options)
         found = training.eager(range(2))
         graph, loss = device.capture(training.step, device.graph_pool())
         for number in range(2, 5):
@@ -283,12 +283,16 @@ class TestWatch:
             torch.nn.functional.dropout(value)
         value.sum().item()
         assert [str(obstacle) for obstacle in found] == [
-            f"the host waits for the device (aten::_local_scalar_dense) at {__file__}:{first}",
-            f"host memory is copied to the device at {__file__}:{first + 2}",
+            f"the host waits for the device (aten::_local_scalar_dense) at {__file__}:{first}: "
+            "keep the value on the device, without .item(), .cpu(), print(), `if tensor:` or a "
+            "boolean mask as index",
+            f"host memory is copied to the device at {__file__}:{first + 2}: make the tensor on "
+            "the device, once and outside the step, or let the loader return it in the "
+            "batch",
         ]
 
     def test_a_step_without_obstacles(self, device: FakeDevice) -> None:
-        training = Training(device)
+        training = TrainedModel(device)
         training.load(0)
         with device.watch() as found:
             training.step()

@@ -19,7 +19,7 @@ from headrace.translation import (
     export,
     export_ctranslate2,
 )
-from support.places import ROOT
+from support.paths import ROOT
 from support.saved_runs import write_run
 
 

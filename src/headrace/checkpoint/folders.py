@@ -33,7 +33,7 @@ FORMAT = "headrace-checkpoint"
 VERSION = 1
 STATE_FILE = "state.json"
 TENSOR_FILE = "tensors.safetensors"
-# Functions that turn the content of an older version into that of the next: {1: _from_1_to_2}.
+# Functions that upgrade the content of a version to the next one: {1: _from_1_to_2}.
 UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 _RANK_FILE = re.compile(r"tensors-\d{5,}-of-\d{5,}\.safetensors")
@@ -268,7 +268,7 @@ def load_checkpoint(
 
     Tensors are on the host, from where `load_state_dict` copies them, or all of them on `device`;
     then the host waits for the copies. With `parts`, weights in a checkpoint of several ranks are
-    `StoredTensor`s, of which each rank reads its part; their bytes are not checked.
+    `StoredTensor`s: each rank reads its part later, and their bytes are not checked.
     """
     path = Path(path)
     try:

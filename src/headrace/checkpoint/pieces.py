@@ -32,7 +32,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """A tensor on the disk, of which `part` reads a part."""
+    """A tensor on the disk. `part` reads a part of it."""
 
     name: str
     shape: Box

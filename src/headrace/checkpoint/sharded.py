@@ -166,7 +166,7 @@ def _write_together(
 
 
 def _written(name: str, digest: FileDigest, state: SharedState) -> dict[str, Any]:
-    """What a rank tells the others about its file."""
+    """The message in which a rank describes its file to the others."""
     whole = [tensor for tensor in state.tensors if tensor not in state.shards]
     return {
         "file": {"name": name, "bytes": digest.nbytes, "sha256": digest.sha256},

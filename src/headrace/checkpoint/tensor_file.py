@@ -44,7 +44,7 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 _LENGTH = struct.Struct("<Q")
 _ALIGNMENT = 8
-_PIECE_BYTES = 16 << 20  # the checksum finds a piece of that size in the CPU's cache
+_CHUNK_BYTES = 16 << 20  # small enough to stay in the CPU's cache from the write to the checksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ def write_tensors(file: DurableFile, tensors: Mapping[str, torch.Tensor]) -> Fil
     checksum = hashlib.sha256(start)
     file.write(start)
     for name in order:
-        for piece in _pieces(tensors[name]):
-            file.write(piece)
-            checksum.update(piece)
+        for chunk in _chunks(tensors[name]):
+            file.write(chunk)
+            checksum.update(chunk)
     return FileDigest(len(start) + end, checksum.hexdigest())
 
 
@@ -113,7 +113,7 @@ def read_tensors(path: Path) -> dict[str, torch.Tensor]:
 
 
 class MappedFile:
-    """A .safetensors file of which parts of tensors are read."""
+    """A .safetensors file, opened to read parts of its tensors."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,8 +147,8 @@ def _explained(path: Path) -> Iterator[None]:
         ) from problem
 
 
-def _pieces(tensor: torch.Tensor) -> Iterator[memoryview]:
+def _chunks(tensor: torch.Tensor) -> Iterator[memoryview]:
     array: Any = tensor.reshape(-1).view(torch.uint8).numpy()
     content = memoryview(array)
-    for start in range(0, len(content), _PIECE_BYTES):
-        yield content[start : start + _PIECE_BYTES]
+    for start in range(0, len(content), _CHUNK_BYTES):
+        yield content[start : start + _CHUNK_BYTES]

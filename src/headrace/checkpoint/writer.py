@@ -65,9 +65,9 @@ class CheckpointWriter:
     ) -> None:
         """Save `state`, as it is at this point of the current stream, as the checkpoint of `step`.
 
-        With `wait`, the checkpoint is on the disk when this returns. `unless_raised` is called
-        after the clones are queued; it may wait for the device, which has work meanwhile. If it
-        raises, nothing is written: check the last losses there.
+        With `wait`, the checkpoint is on the disk when this returns. `unless_raised` is for a check
+        of the last losses, say: it is called after the clones are queued, so that the device has
+        work while it waits. If it raises, nothing is written.
         """
         if self._closed:
             raise ClosedError("a CheckpointWriter was used after its close")
@@ -144,7 +144,7 @@ class CheckpointWriter:
                 job.error = problem
             finally:
                 job.done.set()
-            del job  # its error may refer to all that was to be written
+            del job  # its error may keep the whole state alive
 
     def _write(self, job: _Job, tensors: Mapping[str, torch.Tensor]) -> None:
         step, keep = job.step, self._keep

@@ -41,7 +41,7 @@ class Alignment:
 class Aligned:
     """A loader with as many batches as those of the other ranks.
 
-    `alignment` is that of the batch yielded last. The loader is asked for `limit` batches at most.
+    `alignment` belongs to the batch yielded last. The loader is asked for `limit` batches at most.
     `ended`: in a resumed pass, this rank's loader had ended before; it yields its last batch, to be
     repeated. `state_dict` is the loader's, after the batch yielded last.
     """
@@ -57,7 +57,8 @@ class Aligned:
     ) -> None:
         self._loader, self._ranks, self._ledger = loader, ranks, ledger
         self._limit, self._ended = limit, ended
-        self._own: int | None = 0 if ended else None  # batches of the loader, once it has ended
+        # How many batches this rank's loader has yielded; None until it has ended.
+        self._own_count: int | None = 0 if ended else None
         self._length: int | None = None  # the loader's, if it has one
         self._last: int | None = None  # the index of the epoch's last batch, once it is known
         self.alignment = Alignment(0, ended, False, False)
@@ -69,8 +70,8 @@ class Aligned:
             self.load_state_dict = self._stateful.load_state_dict
 
     def _alignment_of(self, index: int) -> Alignment:
-        own, count = self._own, index + 1
-        found_end = None if own == self._limit else own  # at the limit, it may have more
+        own, count = self._own_count, index + 1
+        found_end = None if own == self._limit else own  # at the limit, the loader may have more
         return Alignment(
             own=count if own is None else min(own, count),
             ended=any(end is not None and count >= end for end in (found_end, self._length)),
@@ -82,25 +83,25 @@ class Aligned:
         self._length = 0 if self._ended else _length(self._loader)
         lengths = self._ranks.all_gather(self._limited(self._length), self._ledger)
         known = [length for length in lengths if length is not None]
-        batches = iter(()) if self._ended else itertools.islice(iter(self._loader), self._limit)
-        own = self._counted(batches)
+        source = iter(()) if self._ended else itertools.islice(iter(self._loader), self._limit)
+        batches = self._counted(source)
         by_batch = len(known) < len(lengths)
         is_needed = by_batch or max(known) > 0 or self._stateful is not None
         repeated = self._load_repeated() if self._ended and is_needed else None
         if by_batch:
-            return self._by_batch(own, repeated)
+            return self._by_batch(batches, repeated)
         length = known[self._ranks.rank]
         self._require_batches(1 if self._ended else length, max(known))
-        return self._by_length(own, repeated, length, max(known))
+        return self._by_length(batches, repeated, length, max(known))
 
     def _limited(self, length: int | None) -> int | None:
         return length if length is None or self._limit is None else min(length, self._limit)
 
     def _load_repeated(self) -> Any:
-        """The batch to repeat, of a loader that had ended before this pass. Its state stays that
-        after its own epoch, as if it had not been asked."""
+        """The batch to repeat, from a loader that had ended before this pass. Afterwards the loader
+        has the state from the end of its epoch again, as if it had not been asked."""
         batch = next(iter(self._loader), None)
-        if self._stateful is not None and batch is None:  # only now it has noticed its end
+        if self._stateful is not None and batch is None:  # it has reached its end only now
             self._state = self._fetched_state = self._stateful.state_dict()
             batch = next(iter(self._loader), None)
         if self._stateful is not None:
@@ -112,10 +113,12 @@ class Aligned:
             )
         return batch
 
-    def _by_length(self, own: Iterator[Any], batch: Any, length: int, count: int) -> Iterator[Any]:
+    def _by_length(
+        self, batches: Iterator[Any], batch: Any, length: int, count: int
+    ) -> Iterator[Any]:
         self._last = count - 1
         for index in range(count):
-            batch = next(own, batch) if self._own is None else batch
+            batch = next(batches, batch) if self._own_count is None else batch
             if batch is None:
                 raise StepError(
                     f"the loader has a length of {length} and yielded no batch: expected a true "
@@ -123,7 +126,7 @@ class Aligned:
                 )
             self._state, self.alignment = self._fetched_state, self._alignment_of(index)
             yield batch
-        more = next(own, None) if self._own is None else None
+        more = next(batches, None) if self._own_count is None else None
         self._state = self._fetched_state
         if count == length and more is not None:
             raise StepError(
@@ -131,13 +134,13 @@ class Aligned:
                 "have ended: expected a true length, or none"
             )
 
-    def _by_batch(self, own: Iterator[Any], repeated: Any) -> Iterator[Any]:
-        following, any_rank = self._next(own, repeated)
+    def _by_batch(self, batches: Iterator[Any], repeated: Any) -> Iterator[Any]:
+        following, any_rank = self._next(batches, repeated)
         self._require_batches(int(following is not None), int(any_rank))
         index = 0
         while any_rank:
             batch, state = following, self._fetched_state
-            following, any_rank = self._next(own, batch)  # one ahead: `batch` may be the last
+            following, any_rank = self._next(batches, batch)  # one ahead: `batch` may be the last
             if not any_rank:
                 self._last = index
             self._state, self.alignment = state, self._alignment_of(index)
@@ -145,9 +148,9 @@ class Aligned:
             index += 1
         self._state = self._fetched_state
 
-    def _next(self, own: Iterator[Any], before: Any) -> tuple[Any, bool]:
+    def _next(self, batches: Iterator[Any], before: Any) -> tuple[Any, bool]:
         """The next batch, or `before` if the loader has ended; and whether any rank's has not."""
-        batch = next(own, None) if self._own is None else None
+        batch = next(batches, None) if self._own_count is None else None
         (any_rank,) = self._ranks.all_reduce_max([int(batch is not None)], self._ledger)
         return (before if batch is None else batch), bool(any_rank)
 
@@ -158,7 +161,7 @@ class Aligned:
             yield batch
             count += 1
         self._note_state()
-        self._own = count
+        self._own_count = count
 
     def _note_state(self) -> None:
         if self._stateful is not None:

@@ -21,14 +21,15 @@ class Cursor:
     """The position of a loader after a batch.
 
     `own` counts the epoch's batches that this rank's loader yielded. `ended`: it has no more, while
-    other ranks' loaders may. `loader` is the loader's own state, if it keeps one. `drawn_from` has
-    the states of the host's random generators before the batch, if it may have drawn from them.
+    other ranks' loaders may. `loader` is the loader's own state, if it keeps one. `rng_before` has
+    the states of the host's random generators before the batch, if the loader may have drawn from
+    them.
     """
 
     own: int
     ended: bool = False
     loader: Any = None
-    drawn_from: dict[str, Any] | None = None
+    rng_before: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +53,9 @@ class Batches(Protocol):
 
     def __next__(self) -> Fetched: ...
 
-    def has_more(self, ask: Callable[[], bool]) -> bool:
-        """Whether another batch, or an error, follows. If nothing was fetched ahead, the loader is
-        asked only if `ask()`; if it is not asked, the answer is yes."""
+    def has_more(self, must_know: Callable[[], bool]) -> bool:
+        """Whether another batch, or an error, follows. If nothing was fetched ahead, only the
+        loader knows: it is asked if `must_know()` is true, and otherwise the answer is True."""
         ...
 
 
@@ -81,7 +82,7 @@ class Feed:
         """Begin the loader. Returns its position."""
         self._iterator = iter(self._prefetcher).begin()
         start = self._start
-        return Cursor(start.own, start.ended, self._iterator.loader_state, start.drawn_from)
+        return Cursor(start.own, start.ended, self._iterator.loader_state, start.rng_before)
 
     def __iter__(self) -> Iterator[Fetched]:
         return self
@@ -90,37 +91,40 @@ class Feed:
         assert self._iterator is not None
         index = self._next
         try:
-            slot = self._iterator.take()
+            prefetched = self._iterator.take()
         except StopIteration:
             if index - self._first != self._limit:  # at the limit, the loader may have more
                 self.end_state = self._iterator.loader_state
             raise
         self._next = index + 1
-        alignment, before = slot.alignment, self._start.own
+        alignment, before = prefetched.alignment, self._start.own
         weightless = ends_epoch = ended = False
         if alignment is None:
             own = before + index + 1 - self._first
         else:
             own, ended = before + alignment.own, alignment.ended
             weightless, ends_epoch = alignment.weightless, alignment.ends_epoch
-        cursor = Cursor(own, ended, slot.loader_state, slot.drawn_from)
+        cursor = Cursor(own, ended, prefetched.loader_state, prefetched.rng_before)
         self._last = cursor
-        samples = 0 if weightless else slot.samples
-        return Fetched(index, slot.batch, slot.nbytes, samples, cursor, weightless, ends_epoch)
+        samples = 0 if weightless else prefetched.samples
+        return Fetched(
+            index, prefetched.batch, prefetched.nbytes, samples, cursor, weightless, ends_epoch
+        )
 
-    def has_more(self, ask: Callable[[], bool]) -> bool:
+    def has_more(self, must_know: Callable[[], bool]) -> bool:
         assert self._iterator is not None
-        return self._iterator.has_more(ask)
+        return self._iterator.has_more(must_know)
 
     def is_ahead_of(self, trained: Cursor) -> bool:
-        """Whether a batch was handed out after the last one `trained` on."""
+        """Whether a batch was handed out after the last one trained on, whose cursor is
+        `trained`."""
         return self._last is not None and self._last is not trained
 
     def drawn_ahead(self, trained: Cursor) -> list[dict[str, Any]]:
-        """The states of the host's generators before each batch that was fetched after the last one
-        `trained` on, and before the loader's end."""
+        """The states of the host's generators before each batch that was fetched and not trained
+        on, and before the loader's end. `trained` is the cursor of the last batch trained on."""
         assert self._iterator is not None
-        handed_out = [self._last.drawn_from] if self._last and self.is_ahead_of(trained) else []
+        handed_out = [self._last.rng_before] if self._last and self.is_ahead_of(trained) else []
         return [
             *(states for states in handed_out if states is not None),
             *self._iterator.drawn_ahead(),
@@ -128,9 +132,9 @@ class Feed:
         ]
 
     @property
-    def failed_drawn_from(self) -> dict[str, Any] | None:
+    def rng_before_failed(self) -> dict[str, Any] | None:
         """The states of the host's generators before a batch that drew from them and failed."""
-        return None if self._iterator is None else self._iterator.failed_drawn_from
+        return None if self._iterator is None else self._iterator.rng_before_failed
 
     def close(self) -> None:
         if self._iterator is not None:
@@ -153,5 +157,5 @@ class BlockingCopies:
         self._count += 1
         return fetched
 
-    def has_more(self, ask: Callable[[], bool]) -> bool:
-        return self._batches.has_more(ask)
+    def has_more(self, must_know: Callable[[], bool]) -> bool:
+        return self._batches.has_more(must_know)

@@ -4,17 +4,17 @@
     transfer  ..[copy N+1][copy N+2][copy N+3]..      one stream
     compute   ..[ step N-1 ][  step N  ][ step N+1 ]..    the caller's
 
-A slot is the memory of one batch, allocated on the stream that will read it. It is freed and reused
-in that stream's order, so a batch may be kept for as long as its user likes. Three edges prevent
-races:
+A slot is the device memory of one batch, allocated on the stream that will read it. It is freed
+and reused in that stream's order, so the caller may keep a batch as long as it likes. Three edges
+prevent races:
 
 - The copy waits for the work that the reading stream had queued when the memory was allocated: that
   work may still use those bytes.
 - The reading stream waits for the copy.
 - A pinned staging buffer is reused only after the copy's event.
 
-The calling thread does all of this. A thread of its own would compete with the training loop for
-the GIL; to load in parallel, use DataLoader workers.
+The calling thread does all of this. A separate thread would compete with the training loop for the
+GIL; to load in parallel, use DataLoader workers.
 """
 
 from __future__ import annotations
@@ -56,9 +56,9 @@ def prefetch(
 
     `depth` is how many batches are copied ahead of the one in use; with 0 each is copied when the
     loop asks for it. The loader may be any iterable, and its batches may be nested; each `for` loop
-    starts it anew. With `pin=False` batches are not staged in pinned memory: the host waits for
+    begins a new pass. With `pin=False` batches are not staged in pinned memory: the host waits for
     each copy from pageable memory. If the loader produces no batch for `loader_timeout` seconds, a
-    `LoaderError` is raised; 0 waits for ever.
+    `LoaderError` is raised; 0 waits forever.
 
     The result has the loader's length and its public attributes (`dataset`, `sampler`,
     `batch_size`, `set_epoch` and so on), so libraries can use it in the loader's place. If the
@@ -128,7 +128,7 @@ class Prefetcher:
         return [] if self.loader_rng is None else [*self.loader_rng.to_replay]
 
     def __getattr__(self, name: str) -> Any:
-        """The loader's public attributes, where this class has none of that name."""
+        """The loader's public attributes, unless this class has one of that name."""
         # Not `self.loader`: while `copy` or `pickle` make an object it has none, and this would
         # recurse.
         if "loader" not in self.__dict__ or name.startswith("_"):
@@ -170,17 +170,17 @@ class StatefulPrefetcher(Prefetcher):
 
 
 @dataclass(slots=True)
-class Slot:
-    """A batch that was fetched. `ready` passes when its copy is done; None if nothing was copied.
-    `loader_state` is the loader's own after the batch; `drawn_from` has the random states before
-    it."""
+class Prefetched:
+    """A batch that was fetched. The event `ready` passes when its copy is done; None if nothing was
+    copied. `loader_state` is the loader's own state after the batch, `rng_before` has the random
+    states before it."""
 
     batch: Any
     ready: Event | None
     nbytes: int
     samples: int
     loader_state: Any = None
-    drawn_from: dict[str, Any] | None = None
+    rng_before: dict[str, Any] | None = None
     alignment: Alignment | None = None
 
 
@@ -189,14 +189,14 @@ class PrefetchIterator:
 
     It begins with the first batch, not with `iter()`, which some libraries call only to see whether
     it works. `close`, or dropping the iterator, releases the loader and all batches at once.
-    `loader_state` is the loader's own after the batch handed out last, or after the end.
+    `loader_state` is the loader's own state after the batch handed out last, or after the end.
     """
 
     def __init__(self, settings: Prefetcher) -> None:
         self._settings = settings
         self._device = settings.device
         self._owner = settings.owner or settings.device.current_stream()
-        self._slots: deque[Slot] = deque()
+        self._ahead: deque[Prefetched] = deque()  # fetched and not yet handed out
         self._source: Source | None = None
         self._error: BaseException | None = None
         self._pulled = 0
@@ -205,10 +205,10 @@ class PrefetchIterator:
         self._sender = Sender(
             self._device, self._owner, pin=settings.pin, runs_on_owner=settings.runs_on_owner
         )
-        self._uncopied_drawn_from: dict[str, Any] | None = None
-        self._end_drawn_from: dict[str, Any] | None = None
+        self._rng_before_uncopied: dict[str, Any] | None = None
+        self._rng_before_end: dict[str, Any] | None = None
         #: The states of the host's generators before a batch that drew from them and then failed.
-        self.failed_drawn_from: dict[str, Any] | None = None
+        self.rng_before_failed: dict[str, Any] | None = None
         self._has_begun = self.keeps_state = False
         self.loader_state: Any = None
         self._end_state: Any = None
@@ -231,15 +231,15 @@ class PrefetchIterator:
     def __next__(self) -> Any:
         return self.take().batch
 
-    def take(self) -> Slot:
-        """The next batch as a `Slot`. Raises `StopIteration` at the end."""
+    def take(self) -> Prefetched:
+        """The next batch. Raises `StopIteration` at the end."""
         if not self._has_begun:
             self.begin()
-        while self._source is not None and len(self._slots) <= self._settings.depth:
-            if self._source.gave_last and self._slots:
+        while self._source is not None and len(self._ahead) <= self._settings.depth:
+            if self._source.gave_last and self._ahead:
                 break  # as in a plain loop, the loader ends after its last batch was used
             self._pull()
-        if not self._slots:
+        if not self._ahead:
             self.close()
             if self._error is not None:
                 # As in a plain loop, the batches before the error have been handed out.
@@ -250,35 +250,36 @@ class PrefetchIterator:
                     del error  # its traceback would keep this frame alive, and so the loader
             self.loader_state = self._end_state
             raise StopIteration
-        slot = self._slots.popleft()
-        if slot.ready is not None:
-            self._hand_over(slot)
-        if self._source is not None and not self._slots:
+        prefetched = self._ahead.popleft()
+        if prefetched.ready is not None:
+            self._hand_over(prefetched)
+        if self._source is not None and not self._ahead:
             self._source.release_end_flag()
-        self.loader_state = slot.loader_state
-        return slot
+        self.loader_state = prefetched.loader_state
+        return prefetched
 
-    def has_more(self, ask: Callable[[], bool]) -> bool:
-        """Whether another batch, or an error, follows. With a depth of 0 nothing was fetched ahead:
-        then the loader is asked only if `ask()`; if it is not asked, the answer is yes."""
-        if not self._slots and self._source is not None and ask():
+    def has_more(self, must_know: Callable[[], bool]) -> bool:
+        """Whether another batch, or an error, follows. With a depth of 0 nothing was fetched ahead,
+        and only the loader knows: it is asked if `must_know()` is true, and otherwise the answer is
+        True."""
+        if not self._ahead and self._source is not None and must_know():
             self._pull()
-        return bool(self._slots) or self._source is not None or self._error is not None
+        return bool(self._ahead) or self._source is not None or self._error is not None
 
     def drawn_ahead(self) -> list[dict[str, Any]]:
         """The states of the host's generators before each batch that was fetched and not yet handed
         out, and before the end."""
-        waiting = (slot.drawn_from for slot in self._slots)
-        found = [*waiting, self._uncopied_drawn_from, self._end_drawn_from]
+        waiting = (prefetched.rng_before for prefetched in self._ahead)
+        found = [*waiting, self._rng_before_uncopied, self._rng_before_end]
         return [states for states in found if states is not None]
 
     def close(self) -> None:
         """Drop the fetched batches and the loader's iterator."""
-        while self._slots:
-            slot = self._slots.popleft()
-            if slot.ready is not None:
+        while self._ahead:
+            prefetched = self._ahead.popleft()
+            if prefetched.ready is not None:
                 # The owner gets the memory back, and must not reuse it before the copy is done.
-                self._owner.wait_event(slot.ready)
+                self._owner.wait_event(prefetched.ready)
         self._has_begun = True  # so that it cannot begin any more
         source, self._source = self._source, None
         if source is not None:
@@ -296,22 +297,22 @@ class PrefetchIterator:
             with self._device.ledger.waiting("data"):
                 batch = next(source)
         except StopIteration:
-            self._end_state, self._end_drawn_from = source.state, source.drawn_from
+            self._end_state, self._rng_before_end = source.state, source.rng_before
             self._source = None
             return
         except BaseException as problem:
-            self.failed_drawn_from = source.failed_drawn_from(problem)
+            self.rng_before_failed = source.rng_before_failed(problem)
             self._end_with(problem)
             return
         try:
-            slot = self._copy(batch)
+            prefetched = self._copy(batch)
         except BaseException as problem:
-            self._uncopied_drawn_from = source.drawn_from
+            self._rng_before_uncopied = source.rng_before
             self._end_with(problem)
             return
-        slot.loader_state, slot.drawn_from = source.state, source.drawn_from
-        slot.alignment = source.alignment
-        self._slots.append(slot)
+        prefetched.loader_state, prefetched.rng_before = source.state, source.rng_before
+        prefetched.alignment = source.alignment
+        self._ahead.append(prefetched)
         self._pulled += 1
 
     def _end_with(self, problem: BaseException) -> None:
@@ -322,14 +323,14 @@ class PrefetchIterator:
         if source is not None:
             source.close()
 
-    def _copy(self, batch: Any) -> Slot:
+    def _copy(self, batch: Any) -> Prefetched:
         leaves, cache = flatten_batch(batch), self._settings.cache
         nbytes, samples = measure_leaves(leaves)
         kept = None if cache is None else cache.find(batch)
         if kept is not None:
-            return Slot(kept, None, nbytes, samples)
+            return Prefetched(kept, None, nbytes, samples)
         if not self._device.asynchronous:
-            return Slot(self._moved(batch, leaves), None, nbytes, samples)
+            return Prefetched(self._moved(batch, leaves), None, nbytes, samples)
         ready = self._free_event()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
         arriving, was_copied = self._sender.send(leaves, transfer, ready)
@@ -345,7 +346,7 @@ class PrefetchIterator:
             raise
         if cache is not None:
             cache.keep(batch, on_device)
-        return Slot(on_device, ready if was_copied else None, nbytes, samples)
+        return Prefetched(on_device, ready if was_copied else None, nbytes, samples)
 
     def _moved(self, batch: Any, leaves: list[Any]) -> Any:
         """The batch on a device that needs no copies: itself, if all of its tensors are there."""
@@ -371,13 +372,13 @@ class PrefetchIterator:
         handed out by then; but a staging buffer, if there is one, still waits for the event."""
         return self._settings.depth < _MAX_COPIES and not self._sender.staged
 
-    def _hand_over(self, slot: Slot) -> None:
-        assert slot.ready is not None
+    def _hand_over(self, prefetched: Prefetched) -> None:
+        assert prefetched.ready is not None
         reader = self._settings.owner or self._device.current_stream()
-        reader.wait_event(slot.ready)
+        reader.wait_event(prefetched.ready)
         if reader is not self._owner:
             # The loop has switched to another stream than the one that owns the memory.
-            for tensor in batch_tensors(slot.batch):
+            for tensor in batch_tensors(prefetched.batch):
                 self._device.record_stream(tensor, reader)
 
 
@@ -394,7 +395,7 @@ class _StatefulIterator(PrefetchIterator):
             self._note()
         return self
 
-    def take(self) -> Slot:
+    def take(self) -> Prefetched:
         try:
             return super().take()
         finally:

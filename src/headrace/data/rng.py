@@ -1,4 +1,4 @@
-"""The states of random generators: reading them, and going back to them."""
+"""Reads and restores the states of random generators."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def host_rng_states() -> dict[str, Any]:
 
 
 def have_drawn(since: dict[str, Any]) -> bool:
-    """Whether anything was drawn from the host's generators since those `host_rng_states()`."""
+    """Whether anything was drawn from the host's generators since `host_rng_states()` returned
+    `since`."""
     now = host_rng_states()
     same = (now["python"], now["numpy"] is None) == (since["python"], since["numpy"] is None)
     if same and now["numpy"] is not None:
@@ -76,7 +77,7 @@ def rng_states(device: Device) -> dict[str, Any]:
 
 
 def set_host_rng_states(states: dict[str, Any]) -> None:
-    """Go back to `host_rng_states()`, which may have been stored as JSON in between."""
+    """Restore what `host_rng_states()` returned, also if it was stored as JSON in between."""
     torch.set_rng_state(states["host"].to("cpu"))
     random.setstate(_as_tuples(states["python"]))
     if states["numpy"] is not None:
@@ -84,7 +85,7 @@ def set_host_rng_states(states: dict[str, Any]) -> None:
 
 
 def set_rng_states(device: Device, states: dict[str, Any]) -> None:
-    """Go back to `rng_states()`, or seed all generators if `states` has a `seed`."""
+    """Restore what `rng_states()` returned, or seed all generators if `states` has a `seed`."""
     if "seed" in states:
         torch.manual_seed(states["seed"])
         random.seed(states["seed"])

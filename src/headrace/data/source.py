@@ -39,12 +39,12 @@ _END = object()
 
 
 class LoaderRng:
-    """The host's random generators as one pass over `loader` draws from them.
+    """The states of the host's random generators from which one pass over `loader` draws.
 
-    In a resumed pass, `to_replay` has the states before each batch that was fetched then and not
-    trained on: those batches are drawn from the same states again. `last` is the state before the
-    last batch that was trained on. `on_begin` is called when the loader has begun, which may draw,
-    too.
+    In a resumed pass, `to_replay` has the states before each batch that the interrupted pass
+    fetched and did not train on: those batches are drawn from the same states again. `last` has the
+    states before the last batch trained on. `on_begin` is called when the loader has begun, since
+    beginning may draw, too.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Source:
     """One pass over a loader.
 
     `state` is the loader's `state_dict()` after the batch that `__next__` returned last, or after
-    the end; None if the loader keeps no state. `drawn_from` has the states of the host's generators
+    the end; None if the loader keeps no state. `rng_before` has the states of the host's generators
     before that batch, if it may have drawn from them; call `note_rng` before each `__next__`.
     """
 
@@ -99,7 +99,7 @@ class Source:
         self.alignment: Alignment | None = None
         self._end_flag = EndFlag.of(loader)
         self._rng = rng
-        self.drawn_from: dict[str, Any] | None = None
+        self.rng_before: dict[str, Any] | None = None
         skipping = loader if isinstance(loader, Skipping) else None
         self._iterator: Any = iter(loader if skipping is None else skipping.loader)
         if timeout_s:
@@ -114,14 +114,14 @@ class Source:
             raise
 
     def note_rng(self) -> None:
-        """Set `drawn_from` for the next batch."""
+        """Set `rng_before` for the next batch."""
         if self._rng is not None:
-            self.drawn_from = self._rng.before_next()
+            self.rng_before = self._rng.before_next()
 
-    def failed_drawn_from(self, problem: BaseException) -> dict[str, Any] | None:
-        """After an error in `__next__`: `drawn_from`, if the failed batch has drawn anything. After
+    def rng_before_failed(self, problem: BaseException) -> dict[str, Any] | None:
+        """After an error in `__next__`: `rng_before`, if the failed batch has drawn anything. After
         Ctrl-C that is assumed, since the loader's thread may still be drawing."""
-        before = self.drawn_from
+        before = self.rng_before
         if before is None or (self._rng is not None and self._rng.to_replay):
             return None  # a batch that is replayed stays in `to_replay`
         return before if not isinstance(problem, Exception) or have_drawn(before) else None
@@ -150,7 +150,7 @@ class Source:
         return self._end_flag is not None and self._end_flag.held_back
 
     def release_end_flag(self) -> None:
-        """Call this when the last batch is handed out: the loader's end flag is raised then."""
+        """Call this when the last batch is handed out: the loader's end flag is set then."""
         if self._end_flag is not None:
             self._end_flag.release()
 
@@ -168,7 +168,7 @@ class Source:
 class EndFlag:
     """The flag `end_of_dataloader` of a loader prepared by Accelerate.
 
-    The loader raises it when it yields its last batch, and Accelerate's gradient accumulation reads
+    The loader sets it when it yields its last batch, and Accelerate's gradient accumulation reads
     it in the training loop. The loop may be several batches behind, so the flag is held back until
     the last batch is handed out.
     """
@@ -215,7 +215,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
 class ResumedLoader:
     """A loader that begins in the middle of an epoch.
 
-    It has no length, since the loader's own is that of a whole epoch. It has the loader's
+    It has no length, since the loader's length is that of a whole epoch. It has the loader's
     `state_dict`, if there is one.
     """
 
@@ -253,12 +253,12 @@ class Skipping:
         self.drop(iterator)
         return iterator
 
-    def drop(self, iterator: Any, drawn_from: dict[str, Any] | None = None) -> None:
+    def drop(self, iterator: Any, rng_before_last: dict[str, Any] | None = None) -> None:
         """Load the skipped batches and drop them, with progress in the log.
 
-        The last one is drawn from the states `drawn_from`: a loader that is one batch ahead, as
-        Accelerate's is, makes the first batch that is not dropped while it yields the last one that
-        is, and that batch must come out as it did before.
+        `rng_before_last` has the states of the host's generators before the last of them. A loader
+        that works one batch ahead, as Accelerate's does, makes the first batch to train on while it
+        yields the last one to drop. That batch must come out as it did before.
         """
         log.warning(
             "the loader has no state_dict() and no start_at(): to resume, the first %d batches of "
@@ -267,7 +267,7 @@ class Skipping:
         )
         logged_at = self._clock()
         for done in range(self._count):
-            states = drawn_from if done == self._count - 1 else None
+            states = rng_before_last if done == self._count - 1 else None
             try:
                 with nullcontext() if states is None else drawing_from(states):
                     next(iterator)
@@ -282,13 +282,13 @@ class Skipping:
 
 
 def first_of(loader: Iterable[Any], limit: int) -> Iterable[Any]:
-    """The first `limit` batches of a loader, which is asked for no more."""
+    """The first `limit` batches of a loader. It is asked for no more than these."""
     return loader.first(limit) if isinstance(loader, Skipping) else First(loader, limit)
 
 
 class First:
-    """The first `limit` batches of a loader. It is asked for no more: they would be prefetched and
-    lost."""
+    """The first `limit` batches of a loader. It is asked for no more, because prefetched batches
+    beyond the limit would be lost."""
 
     def __init__(self, loader: Iterable[Any], limit: int) -> None:
         self._loader, self._limit = loader, limit

@@ -36,8 +36,8 @@ class Sender:
         if host and len(host) == len(leaves):  # the common case
             return self._copy(host, transfer, ready), True
         copied = {id(leaf) for leaf in host}
-        # First what may raise: after an error, nobody would wait for a copy that was started.
-        others = iter([self._other(leaf) for leaf in leaves if id(leaf) not in copied])
+        # Move these first, since that may raise: then nobody would wait for a copy under way.
+        others = iter([self._move_other(leaf) for leaf in leaves if id(leaf) not in copied])
         copies = iter(self._copy(host, transfer, ready) if host else [])
         arriving = [next(copies if id(leaf) in copied else others) for leaf in leaves]
         return arriving, bool(host)
@@ -53,9 +53,10 @@ class Sender:
             )
         return is_plain_tensor(leaf)
 
-    def _other(self, leaf: Any) -> Any:
-        there = isinstance(leaf, torch.Tensor) and self._device.holds(leaf)
-        return self._pass_through(leaf) if there else self._move_object(leaf)
+    def _move_other(self, leaf: Any) -> Any:
+        """A leaf that is not a plain host tensor, on the device."""
+        is_there = isinstance(leaf, torch.Tensor) and self._device.holds(leaf)
+        return self._pass_through(leaf) if is_there else self._move_object(leaf)
 
     def _copy(
         self, sources: list[torch.Tensor], transfer: Stream, ready: Event

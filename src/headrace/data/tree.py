@@ -14,12 +14,11 @@ from typing import Any
 
 import torch
 
-_CONTAINERS = (dict, list, tuple)
 _TENSORS = {torch.Tensor}
 
 
 def is_plain_tensor(leaf: object) -> bool:
-    """Whether it is an ordinary dense tensor, which a copy of its bytes reproduces.
+    """Whether a leaf is an ordinary dense tensor, which a copy of its bytes reproduces.
 
     Subclasses, sparse and quantized tensors, and those in an autograd graph need `.to()`.
     """
@@ -32,14 +31,10 @@ def is_plain_tensor(leaf: object) -> bool:
     )
 
 
-def is_movable(leaf: object) -> bool:
-    """Whether it is a tensor or has a `.to()` of its own."""
-    return isinstance(leaf, torch.Tensor) or callable(getattr(leaf, "to", None))
-
-
-def moves_itself(leaf: object) -> bool:
-    """Whether it is a leaf: a tensor, or an object with `.to()`, even if it is a container."""
-    return is_movable(leaf) and type(leaf) not in _CONTAINERS
+def moves_itself(part: object) -> bool:
+    """Whether a part of a batch is a leaf: a tensor, or an object with `.to()`, even if it is also
+    a container."""
+    return isinstance(part, torch.Tensor) or callable(getattr(part, "to", None))
 
 
 def batch_leaves(batch: Any) -> Iterator[Any]:
@@ -72,10 +67,8 @@ def rebuild_batch(batch: Any, new_leaves: Iterable[Any]) -> Any:
 
 
 def measure_leaves(leaves: Iterable[Any]) -> tuple[int, int]:
-    """The bytes of a batch's tensors, and the number of its samples.
-
-    That is the size of the first dimension of the first tensor that has one, or 1.
-    """
+    """The bytes of a batch's tensors, and the number of its samples: the size of the first
+    dimension of the first tensor that has one, or 1."""
     nbytes = samples = 0
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from headrace.device.base import Device, Event, MemoryFigures, Result, Stream
 from headrace.device.determinism import deterministic_kernels
-from headrace.device.graph import Graph, Obstacle
+from headrace.device.graph import Graph, Obstacle, host_copy, host_wait
 from headrace.device.ledger import Ledger, LedgerStatistics, WaitStatistics
 from headrace.device.opening import available_devices, open_device
 from headrace.device.pinned import PinnedBuffer, PinnedPool
@@ -48,6 +48,8 @@ __all__ = [
     "WaitStatistics",
     "available_devices",
     "deterministic_kernels",
+    "host_copy",
+    "host_wait",
     "open_device",
     "pack_spans",
     "unpack_spans",

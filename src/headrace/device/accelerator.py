@@ -12,7 +12,6 @@ import torch
 
 from headrace.device.base import Device, Event, MemoryFigures, Stream
 from headrace.device.ledger import Ledger
-from headrace.errors import DeviceError
 
 # By process, not by Device object. PyTorch takes streams from a pool of 32 for each priority; after
 # those, two streams are the same one. And memory freed on one stream is not reused on another.
@@ -107,11 +106,7 @@ class AcceleratorDevice(Device):
                 raw = self._module.Stream(device=self.torch_device, priority=priority)
                 known = _streams[(self.torch_device, name)] = (raw, priority)
         raw, made_with = known
-        if made_with != priority:
-            raise DeviceError(
-                f"stream {name!r} was made with priority {made_with}; "
-                f"it was asked for with {priority}"
-            )
+        self._require_priority(name, made_with, priority)
         return self._wrap(raw, name, priority)
 
     def current_stream(self) -> AcceleratorStream:
@@ -132,13 +127,8 @@ class AcceleratorDevice(Device):
         # Not every vendor's module has `default_stream`.
         found = getattr(self._module, "default_stream", self._module.current_stream)
         default = found(self.torch_device)
-        with _streams_lock:
-            known = {
-                name: raw
-                for (where, name), (raw, _) in _streams.items()
-                if where == self.torch_device
-            }
-        return {name: bool(raw.query()) for name, raw in ({"default": default} | known).items()}
+        streams = {"default": default, **dict(self.named_streams())}
+        return {name: bool(raw.query()) for name, raw in streams.items()}
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == "cpu" and tensor.is_pinned()

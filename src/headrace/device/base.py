@@ -140,7 +140,7 @@ class Device(abc.ABC):
     """One device: its streams, events, pinned memory and copies, and the ledger of host waits.
 
     `torch_device` is the device's name for PyTorch: `model.to(device.torch_device)`. A device may
-    be used from any thread; each thread has a current stream of its own.
+    be used from any thread; each thread has its own current stream.
     """
 
     #: Whether work runs while the host goes on. On the CPU, every call returns with its work done.
@@ -166,6 +166,14 @@ class Device(abc.ABC):
         stream with another priority is an error.
         """
 
+    def _require_priority(self, name: str, made_with: int, priority: int) -> None:
+        """Raise if an existing stream is asked for with another priority than its own."""
+        if made_with != priority:
+            raise DeviceError(
+                f"stream {name!r} was made with priority {made_with}; "
+                f"it was asked for with {priority}"
+            )
+
     @abc.abstractmethod
     def current_stream(self) -> Stream:
         """The stream to which this thread's work goes now."""
@@ -177,7 +185,7 @@ class Device(abc.ABC):
     def switch(self, stream: Stream) -> object:
         """Send this thread's work to `stream`. Returns a value for `switch_back`, which undoes it.
 
-        For code that cannot be a `with` block; else take `use`.
+        For code that cannot be a `with` block; otherwise use `use`.
         """
         self.require_own("a stream", stream.device)
         return self._switch(stream)
@@ -226,10 +234,9 @@ class Device(abc.ABC):
     def copy(
         self, destination: torch.Tensor, source: torch.Tensor, *, known_pinned: bool = False
     ) -> None:
-        """Copy `source` into `destination` on the current stream. The host does not wait.
-
-        If the host's memory is not pinned, the host does wait; a warning says so once, and what to
-        do. Pass `known_pinned` to skip that check in a loop.
+        """Copy `source` into `destination` on the current stream. The host does not wait, unless
+        the host's memory is not pinned: then a warning says once what to do. `known_pinned` skips
+        the check for that, which takes time in a loop.
         """
         if self.asynchronous and not known_pinned:
             for tensor in (source, destination):
@@ -268,7 +275,7 @@ class Device(abc.ABC):
     def memory(self) -> MemoryFigures: ...
 
     def peak_memory(self) -> int:
-        """The most bytes allocated at once since `reset_peak_memory`; 0 on the CPU."""
+        """The largest number of bytes allocated at once since `reset_peak_memory`; 0 on the CPU."""
         return 0
 
     def reset_peak_memory(self) -> None:

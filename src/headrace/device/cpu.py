@@ -11,7 +11,6 @@ import torch
 from headrace.device.base import Device, Event, MemoryFigures, Stream
 from headrace.device.ledger import Ledger
 from headrace.device.trace import Trace
-from headrace.errors import DeviceError
 
 
 class CpuStream(Stream):
@@ -73,11 +72,7 @@ class CpuDevice(Device):
 
     def stream(self, name: str, *, priority: int = 0) -> CpuStream:
         stream = self._streams.setdefault(name, CpuStream(self, name, priority))
-        if stream.priority != priority:
-            raise DeviceError(
-                f"stream {name!r} was made with priority {stream.priority}; "
-                f"it was asked for with {priority}"
-            )
+        self._require_priority(name, stream.priority, priority)
         return stream
 
     def current_stream(self) -> Stream:

@@ -14,7 +14,7 @@ import torch
 from headrace.device import kineto
 from headrace.device.accelerator import AcceleratorDevice, AcceleratorStream
 from headrace.device.base import Result, Stream
-from headrace.device.graph import Graph, Obstacle
+from headrace.device.graph import Graph, Obstacle, host_wait
 from headrace.device.host_activity import HostActivity
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
@@ -36,8 +36,8 @@ class _StreamId(NamedTuple):
 class CudaPool:
     """Memory that graphs share.
 
-    A pool of PyTorch's ends with its last graph, and capturing into it then is an internal error of
-    PyTorch. So this takes a new one then.
+    PyTorch closes a pool with its last graph, and fails with an internal error if a later graph is
+    captured into it. So the next graph gets a new pool of PyTorch's.
     """
 
     #: Whether this process has made any.
@@ -161,10 +161,10 @@ class CudaDevice(AcceleratorDevice):
             trace.missing = "another profiler is running in this process"
             yield
             return
-        with kineto.profiled(graphs=CudaPool.made) as records:
+        with kineto.profiled(graphs=CudaPool.made) as activities:
             streams = self._mark_streams()
             yield
-        found = kineto.device_work(records.found, self._index, streams)
+        found = kineto.device_work(activities, self._index, streams)
         if found is None:
             trace.missing = "PyTorch's profiler recorded no kernel (does CUPTI work here?)"
         else:
@@ -261,8 +261,8 @@ class CudaDevice(AcceleratorDevice):
 
     def _warm_up_capture(self) -> None:
         """Make cuBLAS allocate its workspace for the capture stream outside any graph's pool. It
-        keeps the workspace for good, so the pool could never be freed. Backward runs in a thread of
-        its own, with a workspace of its own."""
+        keeps the workspace for good, so the pool could never be freed. Backward runs in another
+        thread, which has its own workspace: so this runs a backward, too."""
         with self.use(self.stream("capture")):
             matrix = torch.ones(8, 8, device=self.torch_device, requires_grad=True)
             (matrix @ matrix).sum().backward()
@@ -282,11 +282,7 @@ class CudaDevice(AcceleratorDevice):
         for warning in caught:
             text = str(warning.message)
             if "synchronizing CUDA operation" in text:
-                found.append(
-                    Obstacle(
-                        "the host waits for the device", Site(warning.filename, warning.lineno)
-                    )
-                )
+                found.append(host_wait(Site(warning.filename, warning.lineno)))
             elif "debug mode" not in text:
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno

@@ -27,10 +27,41 @@ class Graph(abc.ABC):
 
 @dataclass(frozen=True, slots=True)
 class Obstacle:
-    """Something in a step that a graph could not repeat, such as a host wait, and its line."""
+    """Something in a step that a graph could not repeat, its line, and what to do about it."""
 
     what: str
     site: Site | None
+    remedy: str
 
     def __str__(self) -> str:
-        return self.what if self.site is None else f"{self.what} at {self.site}"
+        where = "" if self.site is None else f" at {self.site}"
+        return f"{self.what}{where}: {self.remedy}"
+
+
+def host_wait(site: Site, operation: str = "") -> Obstacle:
+    """A line at which the host waits for the device, in `operation` if that is known."""
+    return Obstacle(
+        f"the host waits for the device{f' ({operation})' if operation else ''}",
+        site,
+        "keep the value on the device, without .item(), .cpu(), print(), `if tensor:` or a "
+        "boolean mask as index",
+    )
+
+
+def host_copy(site: Site) -> Obstacle:
+    """A line that copies host memory to the device."""
+    return Obstacle(
+        "host memory is copied to the device",
+        site,
+        "make the tensor on the device, once and outside the step, or let the loader "
+        "return it in the batch",
+    )
+
+
+def host_draw(generator: str) -> Obstacle:
+    """Random numbers drawn from a generator of the host."""
+    return Obstacle(
+        f"the step draws random numbers from {generator}, on the host",
+        None,
+        "draw them on the device (torch.rand(…, device=…)), or in the loader",
+    )

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.device.graph import Obstacle
+from headrace.device.graph import Obstacle, host_copy, host_draw
 from headrace.source_lines import users_line
 
 if TYPE_CHECKING:
@@ -39,9 +39,7 @@ class HostActivity(TorchDispatchMode):
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
         for name, state in _rng_states().items():
             if not _same(state, self._rng_before.get(name, state)):
-                self._found.append(
-                    Obstacle(f"the step draws random numbers from {name}, on the host", None)
-                )
+                self._found.append(host_draw(name))
 
     def __torch_dispatch__(
         self,
@@ -54,7 +52,7 @@ class HostActivity(TorchDispatchMode):
         if func._schema.name in _COPIES:
             source = args[1] if func._schema.name == "aten::copy_" else args[0]
             if source.is_cpu and self._device.holds(result):
-                self._found.append(Obstacle("host memory is copied to the device", users_line()))
+                self._found.append(host_copy(users_line()))
         return result
 
 

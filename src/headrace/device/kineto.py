@@ -1,4 +1,4 @@
-"""Kernels and copies on a device as spans, from the records of PyTorch's profiler (Kineto)."""
+"""Kernels and copies on a device as spans, from the activities that PyTorch's profiler records."""
 
 from __future__ import annotations
 
@@ -13,17 +13,18 @@ import torch
 from headrace.device.timeline import Kind, Span
 
 _autograd: Any = torch.autograd  # its type stubs lack the private names used here
-# A kernel that no model uses. The profiler has stream numbers of its own: one marker is launched on
-# each named stream in turn, and their order in the records maps numbers to names.
+# A kernel that no model uses. The profiler numbers streams in its own way. So one marker is
+# launched on each named stream in turn, and their order in the activities maps numbers to names.
 MARKER = "spin_kernel"
 _LAUNCHES = ("LaunchKernel", "GraphLaunch", "MemcpyAsync", "MemsetAsync")
-# Records on the GPU's lanes that are not work: waits, and the user's own ranges.
+# Activities on the GPU's lanes that are not work: waits, and the user's own ranges.
 _NO_WORK = ("cuda_sync", "gpu_user_annotation", "overhead")
 
 
 @dataclass(frozen=True, slots=True)
-class Record:
-    """One record of the profiler. `stream` is CUPTI's number of the stream."""
+class Activity:
+    """One kernel, copy or call of the driver, as Kineto (PyTorch's profiler) recorded it. `stream`
+    is CUPTI's number of the stream."""
 
     name: str
     on_device: bool
@@ -31,14 +32,7 @@ class Record:
     stream: int
     start_ns: int
     end_ns: int
-    activity: str = ""
-
-
-class Records:
-    """The profiler's records; `profiled` fills them when its block has ended."""
-
-    def __init__(self) -> None:
-        self.found: list[Record] = []
+    activity_type: str = ""
 
 
 def is_profiling() -> bool:
@@ -47,39 +41,40 @@ def is_profiling() -> bool:
 
 
 @contextmanager
-def profiled(*, graphs: bool) -> Iterator[Records]:
-    """Run the block under the profiler. It records device activity only, since records of host
-    operators would slow it down. `graphs`: whether any graph has been captured."""
+def profiled(*, graphs: bool) -> Iterator[list[Activity]]:
+    """Run the block under the profiler. When it has ended, the list has the device's activities and
+    the calls that launched them. Host operators are left out, since recording them would slow the
+    block down. `graphs`: whether any graph has been captured."""
     if graphs:
         # CUPTI must not shut down between a graph's capture and its replay.
         os.environ.setdefault("TEARDOWN_CUPTI", "0")
         os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-    records = Records()
+    activities: list[Activity] = []
     profile = torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CUDA],
         acc_events=True,  # else PyTorch warns about several cycles; there is one
     )
     profile.start()
     try:
-        yield records
+        yield activities
     finally:
         profile.stop()
     raw: Any = profile.profiler
     if raw is not None and raw.kineto_results is not None:
-        records.found = [_record(event) for event in raw.kineto_results.events()]
+        activities += map(_activity, raw.kineto_results.events())
 
 
-def _record(event: Any) -> Record:
+def _activity(event: Any) -> Activity:
     start_ns = event.start_ns()
-    activity = getattr(event, "activity_type", None)
-    return Record(
+    activity_type = getattr(event, "activity_type", None)
+    return Activity(
         name=event.name(),
         on_device=event.device_type() != _autograd.DeviceType.CPU,
         device=event.device_index(),
         stream=event.device_resource_id(),
         start_ns=start_ns,
         end_ns=start_ns + event.duration_ns(),
-        activity="" if activity is None else str(activity()),
+        activity_type="" if activity_type is None else str(activity_type()),
     )
 
 
@@ -93,41 +88,43 @@ class DeviceWork:
 
 
 def device_work(
-    records: Sequence[Record], device: int, streams: Sequence[str]
+    activities: Sequence[Activity], device: int, streams: Sequence[str]
 ) -> DeviceWork | None:
     """What ran on a device, after the markers on each of `streams`, in that order. None if the
     markers are missing: then the profiler records nothing here.
     """
     on_device = sorted(
         (
-            record
-            for record in records
-            if record.on_device and record.device == device and record.activity not in _NO_WORK
+            activity
+            for activity in activities
+            if activity.on_device
+            and activity.device == device
+            and activity.activity_type not in _NO_WORK
         ),
-        key=lambda record: record.start_ns,
+        key=lambda activity: activity.start_ns,
     )
-    markers = [record for record in on_device if MARKER in record.name][: len(streams)]
+    markers = [activity for activity in on_device if MARKER in activity.name][: len(streams)]
     if len(markers) < len(streams):
         return None
-    names = {record.stream: name for record, name in zip(markers, streams, strict=True)}
+    names = {activity.stream: name for activity, name in zip(markers, streams, strict=True)}
     from_ns = markers[-1].end_ns
     launches = sum(
-        not record.on_device and any(word in record.name for word in _LAUNCHES)
-        for record in records
+        not activity.on_device and any(word in activity.name for word in _LAUNCHES)
+        for activity in activities
     )
     spans = [
         Span(
-            names.get(record.stream, f"stream {record.stream}"),
-            record.name,
-            _kind(record),
-            record.start_ns,
-            record.end_ns,
+            names.get(activity.stream, f"stream {activity.stream}"),
+            activity.name,
+            _kind(activity),
+            activity.start_ns,
+            activity.end_ns,
         )
-        for record in on_device
-        if record.start_ns >= from_ns
+        for activity in on_device
+        if activity.start_ns >= from_ns
     ]
     return DeviceWork(spans, launches - len(markers), from_ns)
 
 
-def _kind(record: Record) -> Kind:
-    return "copy" if record.name.lower().startswith(("memcpy", "copy")) else "kernel"
+def _kind(activity: Activity) -> Kind:
+    return "copy" if activity.name.lower().startswith(("memcpy", "copy")) else "kernel"

@@ -11,7 +11,7 @@ class SensorReading:
     """One reading; None for what the driver does not measure.
 
     `use_share` is the share of the driver's last sampling period (up to a second) in which anything
-    ran: 1 does not mean that the device was fully used. Memory is that of all processes together.
+    ran: 1 does not mean that the device was fully used. Memory counts all processes together.
     """
 
     use_share: float | None = None

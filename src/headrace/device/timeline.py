@@ -162,9 +162,9 @@ def _unpack_span(span: Any, tables: list[Any]) -> Any:
     if not isinstance(span, list) or len(span) != 5:
         return span
     found: dict[str, Any] = {"start_ns": span[3], "end_ns": span[4]}
-    for name, table, place in zip(_TABLES, tables, span, strict=False):
-        is_place = isinstance(place, int) and isinstance(table, list) and 0 <= place < len(table)
-        if not is_place:
+    for name, table, index in zip(_TABLES, tables, span, strict=False):
+        is_index = isinstance(index, int) and isinstance(table, list) and 0 <= index < len(table)
+        if not is_index:
             return span
-        found[name] = table[place]
+        found[name] = table[index]
     return found

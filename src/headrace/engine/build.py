@@ -172,7 +172,7 @@ class ModelStepBuilder:
             CompiledLoss(self._loss, device) if compiles else self._loss,
             user_loss=self._loss,
             precision=plan.precision,
-            spread=spread != "plain",
+            distributed=spread != "plain",
         )
         update = Update(
             device,
@@ -336,7 +336,7 @@ def _feed(
         runs_on_owner=lanes.forward is lanes.caller,
         cache=options.cache,
         loader_timeout=options.loader_timeout,
-        loader_rng=start.draws,
+        loader_rng=start.loader_rng,
     )
     return Feed(prefetcher, first=start.first, start=start.cursor, limit=limit)
 
@@ -345,9 +345,8 @@ def _recorder(
     options: PassOptions, lanes: Lanes, start: Start, parts: StepParts | None
 ) -> Recorder:
     device, plan, ranks = options.device, options.plan, options.ranks
-    scalars: Any = DeferredScalars(device, plan.deferred_every, stream=lanes.losses, ranks=ranks)
-    if ranks.several:
-        scalars = SummedScalars(scalars, device)
+    kind = SummedScalars if ranks.several else DeferredScalars
+    scalars = kind(device, plan.deferred_every, stream=lanes.losses, ranks=ranks)
     pending = start.pending
     if parts is None or parts.update.guard is None:
         return Recorder(scalars, lanes, restored=pending, loss=start.loss)

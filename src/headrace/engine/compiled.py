@@ -91,7 +91,7 @@ class CompiledLoss:
             except Exception as error:
                 if not _is_compiler_error(error):
                     raise
-                # Keep only its text: its traceback holds what the step had computed so far.
+                # Keep only its text: its traceback keeps alive what the step has computed so far.
                 problem = _first_line(error)
                 self._device.set_random_state(random_state)
             else:

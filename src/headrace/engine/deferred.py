@@ -1,7 +1,7 @@
 """Deferred values: losses and metrics that the host reads late and never waits for.
 
-A loss stays on the device. Every few steps the values gathered there are copied to pinned memory,
-on a stream of their own. The host reads them when the copy is done, and does not wait for that:
+A loss stays on the device. Every few steps the values collected there are copied to pinned memory,
+on a separate stream. The host reads them once the copy is done, and never waits for it:
 
     compute   [step 1][step 2]..[step 10][step 11]..
     losses                        [copy 1–10]           the host reads them some steps later
@@ -87,7 +87,7 @@ class DeferredScalars:
         block = self._filling
         if block is not None and type(values) is dict and block.add_single(step, values):
             return
-        # A dict nearly always: asking for any Mapping is slower.
+        # Check for a dict first: nearly all values are one, and the check for Mapping is slower.
         named = values if isinstance(values, (dict, Mapping)) else {"loss": values}
         tensors, numbers = [], {}
         for name, value in named.items():
@@ -102,9 +102,9 @@ class DeferredScalars:
                 numbers[name] = float(value)
         self.send_full()
         block = self._filling
-        if block is None or not block.layout.fits(numbers, tensors):
+        if block is None or not block.columns.fits(numbers, tensors):
             self.flush()
-            block = self._filling = self._take_block(_Layout.of(numbers, tensors))
+            block = self._filling = self._take_block(_Columns.of(numbers, tensors))
         block.add(step, numbers, tensors)
 
     def send_full(self) -> None:
@@ -129,7 +129,7 @@ class DeferredScalars:
         """The values that have arrived since the last call. Never blocks."""
         if not self._in_flight and not self._arrived_values:
             return []
-        self.awaits()
+        self.has_outstanding()
         arrived = list(self._arrived_values)
         self._arrived_values.clear()
         return arrived
@@ -142,11 +142,13 @@ class DeferredScalars:
             self._collect()
         return self.ready()
 
-    def awaits(self) -> bool:
+    def has_outstanding(self) -> bool:
         """Whether some values have not arrived yet. Never blocks."""
         while self._in_flight and self._in_flight[0].has_arrived():
             self._collect()
         return bool(self._in_flight) or self._filling is not None
+
+    awaits = has_outstanding  # the older name
 
     @property
     def pending(self) -> int:
@@ -179,39 +181,30 @@ class DeferredScalars:
         self._arrived_values.extend(block.read())  # if this raises, the block stays in flight
         self._idle.append(self._in_flight.popleft())
 
-    def _take_block(self, layout: _Layout) -> _Block:
+    def _take_block(self, columns: _Columns) -> _Block:
         while self._in_flight and self._in_flight[0].has_arrived():
             self._collect()
         if len(self._in_flight) == _MAX_BLOCKS:
             self._in_flight[0].wait("deferred_full")
             self._collect()
         for index, block in enumerate(self._idle):
-            if block.layout == layout:
+            if block.columns == columns:
                 return self._idle.pop(index)
-        for block in self._idle:  # another layout is rare: not worth keeping
+        for block in self._idle:  # other columns are rare: these blocks are not worth keeping
             block.release()
         self._idle.clear()
-        return _Block(self._device, self._every, layout)
+        return _Block(self._device, self._every, columns)
 
 
-class SummedScalars:
+class SummedScalars(DeferredScalars):
     """Deferred scalars of several ranks: each value is the mean over all of them, by weight."""
 
-    def __init__(self, scalars: DeferredScalars, device: Device) -> None:
-        self._scalars, self._device = scalars, device
+    def add(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
+        named = values if isinstance(values, Mapping) else {"loss": values}
+        super().add(step, _weighted(named, self._device))
 
-    def add(self, step: int, values: Mapping[str, Scalar]) -> None:
-        self._scalars.add(step, _weighted(values, self._device))
-
-    @property
-    def is_full(self) -> bool:
-        return self._scalars.is_full
-
-    def ready(self) -> list[DeferredValues]:
-        return [_means(summed) for summed in self._scalars.ready()]
-
-    def drain(self, reason: str = "losses") -> list[DeferredValues]:
-        return [_means(summed) for summed in self._scalars.drain(reason)]
+    def ready(self) -> list[DeferredValues]:  # `drain` returns these, too
+        return [_means(summed) for summed in super().ready()]
 
     def state(self) -> list[dict[str, Any]]:
         if self.pending:
@@ -220,22 +213,6 @@ class SummedScalars:
                 "engine.settle() on all ranks before engine.state_dict()"
             )
         return []
-
-    @property
-    def pending(self) -> int:
-        return self._scalars.pending
-
-    def awaits(self) -> bool:
-        return self._scalars.awaits()
-
-    def flush(self) -> None:
-        self._scalars.flush()
-
-    def abandon(self) -> None:
-        self._scalars.abandon()
-
-    def close(self) -> None:
-        self._scalars.close()
 
 
 def state_of_values(entries: Iterable[DeferredValues]) -> list[dict[str, Any]]:
@@ -287,22 +264,22 @@ def _means(summed: DeferredValues) -> DeferredValues:
 
 
 @dataclass(frozen=True, slots=True)
-class _Layout:
-    """The names of the values that are read from the device, and their dtypes."""
+class _Columns:
+    """The columns of a block: the names and dtypes of the values that are read from the device."""
 
     names: tuple[str, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
-    def of(cls, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> _Layout:
+    def of(cls, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> _Columns:
         names = tuple(name for name, number in numbers.items() if number is _ON_DEVICE)
         return cls(names, tuple(tensor.dtype for tensor in tensors))
 
     def fits(self, numbers: Mapping[str, float], tensors: list[torch.Tensor]) -> bool:
-        """Whether these values have this layout. The order of names counts, too."""
-        if len(tensors) == len(numbers) == 1 and len(self.names) == 1:  # a loss alone, mostly
+        """Whether these values have the same columns, in the same order."""
+        if len(tensors) == len(numbers) == 1 and len(self.names) == 1:  # usually just the loss
             return self.names[0] in numbers and self.dtypes[0] == tensors[0].dtype
-        return self == _Layout.of(numbers, tensors)
+        return self == _Columns.of(numbers, tensors)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -317,9 +294,9 @@ class _Block:
     It is filled again only after the host has read it. So the next writes need no edge to the copy.
     """
 
-    def __init__(self, device: Device, every: int, layout: _Layout) -> None:
+    def __init__(self, device: Device, every: int, columns: _Columns) -> None:
         self._device = device
-        self.layout = layout
+        self.columns = columns
         self.entries: list[tuple[int, dict[str, float]]] = []
         self._on_device: torch.Tensor | None = None
         self._on_host: torch.Tensor | None = None
@@ -327,20 +304,21 @@ class _Block:
         self._filled, self._arrived = device.event(), device.event()
         self._sum: AllReduce | None = None
         self._rows: list[torch.Tensor] = []
-        #: The name of the value if the layout has only one, and then each entry's numbers.
-        self._only_name = layout.names[0] if len(layout.names) == 1 else None
+        #: If there is only one column: its name, and the numbers of each entry.
+        self._only_name = columns.names[0] if len(columns.names) == 1 else None
         self._only_numbers = {} if self._only_name is None else {self._only_name: _ON_DEVICE}
-        if layout.names:
-            shape = (every, len(layout.names))
-            self._on_device = device.empty(shape, layout.dtype)
+        if columns.names:
+            shape = (every, len(columns.names))
+            self._on_device = device.empty(shape, columns.dtype)
             # Views of the rows, made once. If there is one value, its rows are 0-dim.
             single = self._on_device.view(-1) if shape[1] == 1 else self._on_device
             self._rows = list(single.unbind(0))
-            self._buffer = device.pinned.take(math.prod(shape) * layout.dtype.itemsize)
-            self._on_host = self._buffer.view(shape, layout.dtype)
+            self._buffer = device.pinned.take(math.prod(shape) * columns.dtype.itemsize)
+            self._on_host = self._buffer.view(shape, columns.dtype)
 
     def add_single(self, step: int, values: dict[str, Scalar]) -> bool:
-        """A faster `add` for a single tensor, usually the loss. Returns False if unusable."""
+        """A faster `add` for a single tensor, usually the loss. Returns False, and adds nothing, if
+        the values are anything else."""
         row = len(self.entries)
         if len(values) != 1 or self._only_name not in values or row == len(self._rows):
             return False
@@ -348,7 +326,7 @@ class _Block:
         if (
             not isinstance(value, torch.Tensor)
             or value.dim()
-            or value.dtype != self.layout.dtypes[0]
+            or value.dtype != self.columns.dtypes[0]
         ):
             return False
         self._rows[row].copy_(value.detach())
@@ -416,7 +394,7 @@ class _Block:
             # No host wait: this is pinned memory, and the copy to it is done.
             rows = self._device.read_host(self._on_host[: len(self.entries)])
         arrived = [
-            DeferredValues(step, named | dict(zip(self.layout.names, row, strict=True)))
+            DeferredValues(step, named | dict(zip(self.columns.names, row, strict=True)))
             for (step, named), row in zip(self.entries, rows, strict=True)
         ]
         self.entries = []
@@ -427,7 +405,7 @@ class _Block:
         return {
             "steps": [step for step, _ in self.entries],
             "numbers": [numbers for _, numbers in self.entries],
-            "names": list(self.layout.names),
+            "names": list(self.columns.names),
             "rows": None if self._on_device is None else self._on_device[:count],
         }
 

@@ -27,12 +27,12 @@ class Ema:
         self._model = model
         self.weights: list[torch.Tensor] = [p for p in model.parameters() if p.is_floating_point()]
         self._is_sharded = any(map(is_sharded, self.weights))
-        self.averages = [weight.detach().clone() for weight in self._locals()]
+        self.averages = [weight.detach().clone() for weight in self._local_weights()]
 
     @torch.no_grad()
     def update(self) -> None:
         """Move the averages towards the weights. The engine calls it after each update."""
-        torch._foreach_lerp_(self.averages, self._locals(), 1 - self.decay)
+        torch._foreach_lerp_(self.averages, self._local_weights(), 1 - self.decay)
 
     def state(self) -> list[torch.Tensor]:
         """The averages, sharded as the weights are."""
@@ -44,7 +44,7 @@ class Ema:
     @contextmanager
     def applied(self) -> Iterator[torch.nn.Module]:
         """Inside the block the model has the averaged weights; after it, its own weights again."""
-        own = [weight.detach().clone() for weight in self._locals()]
+        own = [weight.detach().clone() for weight in self._local_weights()]
         self._set(self.averages)
         try:
             yield self._model
@@ -54,9 +54,9 @@ class Ema:
     @torch.no_grad()
     def _set(self, values: list[torch.Tensor]) -> None:
         reshard(self._model)
-        torch._foreach_copy_(self._locals(), values)
+        torch._foreach_copy_(self._local_weights(), values)
 
-    def _locals(self) -> list[torch.Tensor]:
+    def _local_weights(self) -> list[torch.Tensor]:
         """This rank's parts of the weights. Looked up each time, because FSDP2 may move them when
         it first runs (it does in PyTorch 2.9)."""
         return local_shards(self.weights) if self._is_sharded else self.weights

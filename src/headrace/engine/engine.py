@@ -196,7 +196,7 @@ class Engine:
         self._non_finite = NonFiniteWatch(policy, device)
         self._running: Pass | None = None
         self._open_steps: weakref.ref[Steps] | None = None
-        self._place = PositionTracker(device)
+        self._tracker = PositionTracker(device)
         self._iterators = UsedIterators()
         self._cache: BatchCache | None = None
         self._apply_plan()
@@ -245,7 +245,7 @@ class Engine:
         the batches that it has already trained on (docs/faults.md). If the loader already starts at
         a later batch, give its number as `first_batch`.
 
-        `max_steps` ends the epoch after so many optimizer updates, counted from this call. If the
+        `max_steps` ends the epoch after that many optimizer updates, counted from this call. If the
         loader or the loss function raises, `last_result` has the batches trained on before that.
         """
         run = self._begin_pass(loader, max_steps, first_batch)
@@ -286,7 +286,7 @@ class Engine:
             with self._keeping_result(run, loader), closing(iter(run)) as steps:
                 while self._advance(run, steps):
                     # Also around a `break`: the update of the last group may follow it.
-                    with run.stages.lanes.given_back():
+                    with run.stages.lanes.yielding_to_caller():
                         yield run.progress
                 self._require_batches(run, loader, max_steps)
         except GeneratorExit:
@@ -308,20 +308,20 @@ class Engine:
     def state_dict(self) -> dict[str, Any]:
         """Everything that a new process needs to continue exactly here: model, optimizer,
         scheduler, scaler, averages, gradients of an open group, random states, the decision of
-        `graphs="auto"`, the ledger, values not yet reported, and the place in the epoch (how many
-        batches were trained on, and the loader's own state after them, if it has one).
+        `graphs="auto"`, the ledger, values not yet reported, and the position in the epoch (how
+        many batches were trained on, and the loader's own state after them, if it has one).
 
         Call it outside a loop, between two batches of `steps()`, in `on_step` or in `on_error`. The
         tensors are the live ones, not copies: copy them before training continues.
         """
         builder = self._stateful_builder()
-        position = self._place.position(self.epochs, self._running)
+        position = self._tracker.position(self.epochs, self._running)
         return stored_state.state_of(
             builder.parts,
             builder.schedule,
             builder.graphs,
             position,
-            left_out=self._non_finite.skipped,
+            skipped_updates=self._non_finite.skipped,
         )
 
     def load_state_dict(self, state: dict[str, Any]) -> int:
@@ -332,9 +332,9 @@ class Engine:
         state = stored_state.upgrade(state)
         stored_state.restore(state, builder.parts, builder.schedule, builder.graphs)
         with stored_state.mismatch_as_step_error():
-            own = self._place.checked(stored_state.for_rank(state, self.ranks))
+            own = self._tracker.checked(stored_state.for_rank(state, self.ranks))
             self._non_finite.skipped, self.epochs = int(own["left_out"]), own["epoch"]
-            return self._place.restore(own)
+            return self._tracker.restore(own)
 
     @torch.no_grad()
     def evaluate(self, loader: Iterable[Any]) -> EpochResult:
@@ -433,10 +433,10 @@ class Engine:
         loader = unwrap_prefetcher(loader)
         set_loader_epoch(loader, self.epochs)
         try:
-            loader, start = self._place.begin(loader, first)
+            loader, start = self._tracker.begin(loader, first)
             return self._open(loader, max_steps, start)
         except BaseException:
-            self._place.cancel()
+            self._tracker.cancel()
             raise
 
     def _open(self, loader: Iterable[Any], max_steps: int | None, start: Start) -> Pass:
@@ -518,7 +518,7 @@ class Engine:
             self._running = None
             if run.has_trained:  # also after a `break`: an iterator's other batches may be gone
                 self._iterators.note(loader)
-            self._place.end(run, failed=failed)
+            self._tracker.end(run, failed=failed)
             if run.ended:
                 self.last_result = self._result_of(run)
 

@@ -27,7 +27,7 @@ _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 class Forward:
     """Computes a batch's loss. `user_loss` is the loss function as the user wrote it; `loss` is the
-    same function or its compiled form. `spread`: the model is wrapped in DDP or FSDP2."""
+    same function or its compiled form. `distributed`: the model is wrapped in DDP or FSDP2."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class Forward:
         *,
         user_loss: LossFunction,
         precision: str | None,
-        spread: bool,
+        distributed: bool,
     ) -> None:
         self._device, self.model, self._optimizer = device, model, optimizer
         self.loss, self._user_loss, self._precision = loss, user_loss, precision
         self._name = f"the loss function {describe_function(user_loss)}"
-        self._spread = spread
+        self._distributed = distributed
         self._batches_to_watch = 0
 
     def watch(self, batches: int) -> None:
@@ -58,9 +58,9 @@ class Forward:
         return LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
 
     def __call__(self, batch: Any, *, averages: bool = True) -> LossOutput:
-        """Compute the loss. Its backward `averages` gradients over ranks, or only adds them up on
-        this rank."""
-        if self._spread:
+        """Compute the loss. `averages`: its backward averages gradients over ranks, instead of only
+        adding them up on this rank."""
+        if self._distributed:
             set_gradient_sync(self.model, averages)
         with autocast(self._device, self._precision):
             if self._batches_to_watch:

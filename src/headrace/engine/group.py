@@ -63,7 +63,7 @@ class Group:
         self.keeps_gradients = False
         self.reached: set[int] = set()
 
-    # --- where the group stands -------------------------------------------------------------------
+    # --- how far the group is ---------------------------------------------------------------------
 
     @property
     def standing(self) -> Standing:
@@ -111,7 +111,7 @@ class Group:
 
     def decide_averaging(self, *, ends_epoch: bool) -> bool:
         """Decide whether the next backward averages gradients over ranks: only a group's last one
-        does. `averaged` keeps the answer, because a group that ends early needs it still."""
+        does. `averaged` keeps the answer, because a group that ends early needs it later."""
         self.averaged = ends_epoch or self.count + 1 >= self.size
         return self.averaged
 
@@ -135,13 +135,14 @@ class Group:
         self.phase = Phase.CLEAN
 
     def end_step(self) -> None:
-        """A graph has replayed backward and update at once."""
+        """A graph has replayed a whole step: backward and update."""
         self.updates += 1
         self.phase = Phase.CLEAN
 
     def join_split_batch(self) -> None:
         """After the last part of a split batch: divide the batch's gradients by the total weight of
-        its parts. No other gradients may be in place. By weight, `divide` does it for the group."""
+        its parts. The parameters must hold no other gradients. By weight, `divide` does this for
+        the whole group."""
         self.has_split_batch = True
         self.split_batches += 1
         if self.by_weight:
@@ -218,7 +219,8 @@ class Group:
             parameter.grad = None if gradient is None else gradient.to(parameter.device, copy=True)
 
     def _accumulated(self, parameter: torch.Tensor) -> torch.Tensor | None:
-        """A parameter's gradient so far; None if no batch reached it, even if zeros are kept."""
+        """A parameter's gradient so far. None if no batch of the group reached it, also where
+        `keeps_gradients` keeps zeros in its place."""
         only_zeros = self.keeps_gradients and id(parameter) not in self.reached
         return None if only_zeros else parameter.grad
 

@@ -43,7 +43,7 @@ class GroupWeight:
     # --- over ranks -------------------------------------------------------------------------------
 
     def start_total(self) -> None:
-        """Begin to sum the weight over all ranks, beside the backward of the group's last batch."""
+        """Start to sum the weight over all ranks, beside the backward of the group's last batch."""
         if self._ranks.several and self.value is not None:
             self._total = self._ranks.all_reduce(self.value)
 

@@ -50,8 +50,8 @@ def require_halvable(model: torch.nn.Module, plan: Plan) -> None:
 
 
 @dataclass(slots=True)
-class _TrainedPart:
-    """A part of a batch that was trained on, and its weight in the batch's means."""
+class _TrainedSlice:
+    """A slice of a batch that was trained on, and its weight in the batch's means."""
 
     loss: LossOutput
     weight: Scalar
@@ -72,12 +72,12 @@ class HalvingStep:
             weight = None if group.weight.value is None else group.weight.value.clone()
             seen = None if guard is None else guard.snapshot()
         try:
-            trained = self._train_parts(fetched.batch, rows=None, batch_rows=None)
+            trained = self._train_slices(fetched.batch, rows=None, batch_rows=None)
         except BaseException:  # leave the group as it was, without this batch
             self._put_gradients_back(earlier)
             with lanes.on(lanes.backward):
                 group.weight.set(weight)
-                if guard is not None:
+                if guard is not None and seen is not None:
                     guard.restore(seen)
             raise
         if len(trained) > 1:
@@ -99,10 +99,10 @@ class HalvingStep:
     def recover(self, counted: Standing) -> bool:
         return self._eager.recover(counted)
 
-    def _train_parts(
+    def _train_slices(
         self, batch: Any, *, rows: int | None, batch_rows: int | None
-    ) -> list[_TrainedPart]:
-        """Gather the gradients of `batch`, in halves if it does not fit. It has `rows` of the
+    ) -> list[_TrainedSlice]:
+        """Accumulate the gradients of `batch`, in halves if it does not fit. It has `rows` of the
         `batch_rows` rows of the whole batch; None if it is the whole batch."""
         parts, lanes = self._parts, self._lanes
         share = None if rows is None or batch_rows is None else rows / batch_rows
@@ -116,12 +116,12 @@ class HalvingStep:
                 parts.backward(loss, share)
             lanes.backward_to_forward()
         except torch.OutOfMemoryError as found:
-            # Keep only its text: its traceback holds all that the step had allocated so far.
+            # Keep only its text: its traceback keeps alive what the step has allocated so far.
             problem = str(found)
         if not problem:
             self._add_gradients_back(earlier)
             weight = share if share is not None and not loss.weighted else loss.weight
-            return [_TrainedPart(_detached(loss), weight)]
+            return [_TrainedSlice(_detached(loss), weight)]
         loss = None  # type: ignore[assignment]
         self._put_gradients_back(earlier)
         halves = split(batch)
@@ -136,12 +136,12 @@ class HalvingStep:
         parts.device.release_unused()
         total = batch_rows or sum(count for count, _ in halves)
         return [
-            part
+            trained
             for count, half in halves
-            for part in self._train_parts(half, rows=count, batch_rows=total)
+            for trained in self._train_slices(half, rows=count, batch_rows=total)
         ]
 
-    # --- gradients of earlier batches and parts -------------------------------------------------
+    # --- gradients of earlier batches and slices -------------------------------------------------
 
     def _set_gradients_aside(self) -> list[torch.Tensor | None] | None:
         """Take the gradients away, so that a backward that fails cannot leave them half summed.
@@ -181,9 +181,8 @@ def split(batch: Any) -> list[tuple[int, Any]] | None:
     leaves = flatten_batch(batch)
     tensors = [leaf for leaf in leaves if is_plain_tensor(leaf) and leaf.dim() > 0]
     counts = {len(tensor) for tensor in tensors}
-    movable = [leaf for leaf in leaves if not is_plain_tensor(leaf)]
     rows = counts.pop() if len(counts) == 1 else 0
-    if rows < 2 or movable:
+    if rows < 2 or not all(map(is_plain_tensor, leaves)):
         return None
     middle = (rows + 1) // 2
     halves = []
@@ -201,16 +200,16 @@ def _detached(loss: LossOutput) -> LossOutput:
     return LossOutput(loss.loss.detach(), loss.weight, loss.weighted, values)
 
 
-def _combined(trained: list[_TrainedPart]) -> LossOutput:
+def _combined(trained: list[_TrainedSlice]) -> LossOutput:
     """What the whole batch would have reported: means by weight, and the sum of the weights."""
     first = trained[0].loss
-    total = sum(part.weight for part in trained)
+    total = sum(one.weight for one in trained)
     values: dict[str, Scalar] = {}
     for name in first.values:
         if name == "weight":
             values[name] = total
         else:
-            values[name] = sum(part.loss.values[name] * part.weight for part in trained) / total
+            values[name] = sum(one.loss.values[name] * one.weight for one in trained) / total
     loss = values["loss"]
     assert isinstance(loss, torch.Tensor)
     return LossOutput(loss, total if first.weighted else 1, first.weighted, values)

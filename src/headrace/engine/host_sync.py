@@ -8,11 +8,11 @@ from headrace.plan import Plan
 
 
 class HostSync:
-    """A run-ahead window that also makes the host wait, as the plan's `sync` says. `last` is the
-    stream on which a step ends."""
+    """A run-ahead window that also makes the host wait, as the plan's `sync` says. `stream` is the
+    one on which a step ends."""
 
-    def __init__(self, window: RunAhead, device: Device, plan: Plan, last: Stream) -> None:
-        self._window, self._device, self._last_stream = window, device, last
+    def __init__(self, window: RunAhead, device: Device, plan: Plan, stream: Stream) -> None:
+        self._window, self._device, self._stream = window, device, stream
         self._by_event = plan.sync == "event"
         self._every = 1 if plan.sync == "batch" else plan.sync_every
         self._events: list[Event] = []
@@ -37,7 +37,7 @@ class HostSync:
     def _record_event(self) -> None:
         """Record an event for this batch, and drop those that have passed. Never blocks."""
         event = self._device.event()
-        event.record(self._last_stream)
+        event.record(self._stream)
         self._events = [earlier for earlier in self._events if not earlier.query()]
         self._events.append(event)
 
@@ -46,5 +46,5 @@ class HostSync:
             self._device.wait(self._events[-1], "sync")
             self._events.clear()
         else:
-            self._device.synchronize("sync", self._last_stream)
+            self._device.synchronize("sync", self._stream)
         self._synchronized = self._batches

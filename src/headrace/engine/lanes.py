@@ -1,4 +1,4 @@
-"""The lanes of a plan: which stream runs each part of a step, and the edges between them.
+"""The lanes of a plan: the streams that run each part of a step, and the edges between them.
 
 pipeline      transfer | the caller's stream (forward, backward, update) | losses
 baseline, interval, event
@@ -20,10 +20,13 @@ _ON_CALLERS_STREAM = nullcontext()
 class Lanes:
     """The streams of one pass over a loader, ordered among themselves and with the caller's stream.
 
-    With `split`, backward and update have a stream of their own, and four edges order a batch:
-    forward after its transfer, backward after its forward, the next forward after this update, and
-    a new transfer after the backward that read its memory before. The prefetcher makes the first
-    and the last: a transfer waits for the forward stream, which has waited for the update.
+    With `split`, backward and update have their own stream, and four edges order a batch:
+
+    - Its forward waits for its transfer (`PrefetchIterator`).
+    - Its backward waits for its forward (`forward_to_backward`).
+    - The next forward waits for its update (`backward_to_forward`).
+    - A new transfer waits before it reuses the batch's memory (`Sender`): it waits for the forward
+      stream, which has waited for the update.
     """
 
     def __init__(self, device: Device, plan: Plan, *, split: bool, annotate: bool = False) -> None:
@@ -55,25 +58,25 @@ class Lanes:
         with self.on(stream), self._device.annotate(name):
             yield
 
-    def take_over(self) -> None:
+    def wait_for_caller(self) -> None:
         """Make the engine's streams wait for the caller's stream."""
-        for stream in self._own():
+        for stream in self._engine_streams():
             stream.wait_stream(self.caller)
 
-    def give_back(self) -> None:
+    def make_caller_wait(self) -> None:
         """Make the caller's stream wait for the engine's streams."""
-        for stream in self._own():
+        for stream in self._engine_streams():
             self.caller.wait_stream(stream)
 
     @contextmanager
-    def given_back(self) -> Iterator[None]:
+    def yielding_to_caller(self) -> Iterator[None]:
         """Inside the block the caller may read the state and launch work on its stream. The
         engine's streams wait for that work."""
-        self.give_back()
+        self.make_caller_wait()
         try:
             yield
         finally:
-            self.take_over()
+            self.wait_for_caller()
 
     def forward_to_backward(self) -> None:
         """The edge from a batch's forward to its backward."""
@@ -87,5 +90,5 @@ class Lanes:
             self._updated.record(self.backward)
             self.forward.wait_event(self._updated)
 
-    def _own(self) -> set[Stream]:
+    def _engine_streams(self) -> set[Stream]:
         return {self.forward, self.backward} - {self.caller}

@@ -2,7 +2,8 @@
 
     for each batch    feed → step → recorder → progress
 
-However a pass ends, launched batches are finished and their values arrive.
+However a pass ends, the device finishes the batches that were launched, and their values arrive.
+With several ranks, a rank that leaves the loop alone loses values that were not summed yet.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """Who hears of progress, in this order: the scheduler (after an update), the watch for
-    non-finite values, and the user's callbacks."""
+    """What the loop calls after a batch, in this order: the scheduler (after an update), the watch
+    for non-finite values, and the user's callbacks."""
 
     schedule: Schedule | None
     non_finite: NonFiniteWatch
@@ -95,12 +96,12 @@ class Pass:
                 window.launched(lanes.backward)
                 if updated:
                     self._step_schedule()
-                if batches.has_more(recorder.awaits):
+                if batches.has_more(recorder.has_outstanding):
                     self._hand_out()
                 else:  # the last progress has the last values
                     self._finish()
                 if self._observers.on_step is not None:
-                    with lanes.given_back():
+                    with lanes.yielding_to_caller():
                         self._observers.on_step(self.progress)
                 yield self.progress
                 if self.ended:  # `leave` was called
@@ -127,7 +128,7 @@ class Pass:
         device.ledger.start_epoch()
         device.reset_peak_memory()
         self.tally.begin()
-        stages.lanes.take_over()
+        stages.lanes.wait_for_caller()
         self.progress = replace(self.progress, cursor=stages.feed.begin())
 
     def _step_schedule(self) -> None:
@@ -139,7 +140,7 @@ class Pass:
         """Hand out the values that have arrived. `check` looks for non-finite ones first: if that
         ends the run, none has been handed out, and a stored state still has them."""
         recorder, observers = self.stages.recorder, self._observers
-        if not recorder.has_news():
+        if not recorder.has_new_values():
             if self.progress.arrived:
                 self.progress = replace(self.progress, arrived=())
             return
@@ -148,7 +149,7 @@ class Pass:
             observers.non_finite.check(unseen, self.progress.epoch)
         self.progress = replace(self.progress, arrived=recorder.hand_out())
         if observers.on_values is not None:
-            with self.stages.lanes.given_back():
+            with self.stages.lanes.yielding_to_caller():
                 for entry in self.progress.arrived:
                     observers.on_values(entry.step, entry.values)
 
@@ -189,7 +190,7 @@ class Pass:
             with stages.lanes.on(stages.lanes.forward):
                 whole = stages.step.recover(self.progress.standing)
             if whole and on_error is not None and not stages.ranks.several:
-                with stages.lanes.given_back():
+                with stages.lanes.yielding_to_caller():
                     on_error(problem)
             raise
 
@@ -203,14 +204,14 @@ class Pass:
         except BaseException as problem:
             by_break = isinstance(problem, GeneratorExit)
             if self.ended:
-                self.stages.lanes.give_back()
+                self.stages.lanes.make_caller_wait()
             elif self.stages.ranks.several:
                 self._end_this_rank(by_break)
             else:
                 self._end(failed=not by_break)
             raise
         if self.ended:
-            self.stages.lanes.give_back()
+            self.stages.lanes.make_caller_wait()
         else:
             self._end()
 
@@ -243,7 +244,7 @@ class Pass:
 
     def _close(self) -> None:
         self.stages.recorder.close()
-        self.stages.lanes.give_back()
+        self.stages.lanes.make_caller_wait()
         self.tally.end()
         self.ended = True
 

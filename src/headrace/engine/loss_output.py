@@ -17,8 +17,8 @@ class LossOutput:
     """What a loss function has returned for a batch.
 
     `loss` is a mean. `weight` is how many samples or tokens it is a mean over; 1 if the function
-    returned none, and then `weighted` is False. `values` is all that it returned. `counts` is False
-    for a stand-in: the batch that this rank repeats because only other ranks have more.
+    returned none, and then `weighted` is False. `values` has everything it returned. `counts` is
+    False for a weightless batch, which this rank repeats because only other ranks have more.
     """
 
     loss: torch.Tensor

@@ -2,7 +2,7 @@
 
 A loss function is often cut out of a training loop. If `backward()`, `optimizer.step()` or
 `scaler.scale(loss)` stay in it, the model trains twice, or on gradients that are 65,536 times too
-large, mostly without any error. Only the first calls are watched, so later ones cost nothing.
+large, usually without any error. Only the first calls are watched, so later ones cost nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def call_watched(
         _refuse_backward(calls, before, _loss_in(returned), user_loss)
         _refuse_scaled(calls, _loss_in(returned), device, user_loss)
     except StepError:
-        for parameter, gradient, _ in before:  # the user may go on with another engine
+        for parameter, gradient, _ in before:  # the user may continue with another engine
             parameter.grad = gradient
         raise
     except Exception as problem:

@@ -171,9 +171,9 @@ class UpdateGuard:
         """What it has found in the group so far, for `restore`."""
         return self._bad.clone()
 
-    def restore(self, snapshot: torch.Tensor | None) -> None:
-        """Forget what it has found in the group since `snapshot`; None: all of it."""
-        self._bad.zero_() if snapshot is None else self._bad.copy_(snapshot)
+    def restore(self, snapshot: torch.Tensor) -> None:
+        """Forget what it has found in the group since `snapshot`."""
+        self._bad.copy_(snapshot)
 
     def forget(self) -> None:
         """Forget what it has found in the group."""

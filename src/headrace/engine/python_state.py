@@ -2,8 +2,8 @@
 
 A replayed graph runs no Python. A number that the loss function reads from a closure, a global, a
 default argument or an object would stay what it was at capture. A tensor that it stores for the
-next batch would never be read again. So these values are found once, by following what the loss
-function's code names, and compared before each batch:
+next batch would be ignored: the graph reads the one from the capture. So these values are found
+once, by following what the loss function's code names, and compared before each batch:
 
     def loss(model, batch):
         out, h = model(batch.x, state["h"])      # `state` is in the closure, "h" among its keys
@@ -42,7 +42,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from headrace.device import Device
 from headrace.source_lines import Site, is_user_code
 
-_LARGE = 1000  # of longer containers only the length is compared
+_LARGE = 1000  # containers with more items are compared by length only
 _MAX_DEPTH = 12
 _CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), Enum)
 _COMPARED_BY_VALUE = (numpy.generic, torch.dtype, torch.device, types.MethodType, PurePath, range)

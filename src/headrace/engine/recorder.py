@@ -11,7 +11,6 @@ from headrace.engine.deferred import (
     DeferredScalars,
     DeferredValues,
     Scalar,
-    SummedScalars,
     state_of_values,
 )
 from headrace.engine.lanes import Lanes
@@ -26,7 +25,7 @@ class Recorder:
 
     def __init__(
         self,
-        scalars: DeferredScalars | SummedScalars,
+        scalars: DeferredScalars,
         lanes: Lanes,
         *,
         restored: tuple[DeferredValues, ...] = (),
@@ -45,7 +44,8 @@ class Recorder:
             self._add(launched.fetched.index, launched.values)
 
     def send(self) -> None:
-        """Start the copy to the host if enough values were pushed. Count the batch first."""
+        """Start the copy to the host if enough values were pushed. Call it after the batch was
+        counted as trained on: if the copy raises, the batch still counts."""
         if self._scalars.is_full:
             self.flush()
 
@@ -53,12 +53,13 @@ class Recorder:
         """Call at the end of a pass. `values` are what the update of a last partial group adds to
         the values of its last batch: nothing here, since these updates are not guarded."""
 
-    def awaits(self) -> bool:
+    def has_outstanding(self) -> bool:
         """Whether some values have not arrived yet. Never blocks."""
-        return self._scalars.awaits()
+        return self._scalars.has_outstanding()
 
-    def has_news(self) -> bool:
-        """Whether values have arrived that were not handed out yet. Never blocks."""
+    def has_new_values(self) -> bool:
+        """Collect the values that have arrived. Returns whether some were not handed out yet. Never
+        blocks."""
         self.entries += self._scalars.ready()
         return len(self.entries) > self._handed_out
 
@@ -92,7 +93,7 @@ class Recorder:
 
     @property
     def pending(self) -> int:
-        """Batches whose values have not arrived."""
+        """Batches whose values were pushed and not collected by `has_new_values` or `drain` yet."""
         return self._scalars.pending
 
     def state(self) -> list[dict[str, Any]]:
@@ -113,9 +114,9 @@ class Recorder:
 
 
 class HoldingRecorder(Recorder):
-    """A recorder for guarded updates. There a batch's values say whether its update was left out.
-    So the last batch of an open group is held back until the group's update is launched, or another
-    batch has joined the group. `held` is such a batch from a stored state."""
+    """A recorder for guarded updates, where a batch's values say whether its update was skipped.
+    So it holds the last batch of an open group back until the group's update is launched, or until
+    another batch joins the group. `held` is such a batch from a stored state."""
 
     def __init__(self, *args: Any, held: DeferredValues | None = None, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -141,8 +142,8 @@ class HoldingRecorder(Recorder):
             self._held = index, {**earlier, **values}
             self._send_held()
 
-    def awaits(self) -> bool:
-        return super().awaits() or self._held is not None
+    def has_outstanding(self) -> bool:
+        return super().has_outstanding() or self._held is not None
 
     @property
     def pending(self) -> int:

@@ -1,8 +1,8 @@
-"""Where an engine stands in its epochs, and how a restored engine gets there again.
+"""An engine's position in its epochs, and how a restored engine returns to it.
 
 A loader that keeps its own state loads that state. A loader or sampler with `start_at` begins at
-the right batch. With any other loader, the batches before it are loaded and dropped; that takes
-time, and the log says so.
+the next batch to train on. With any other loader, the batches before that one are loaded and
+dropped; this takes time, and the log says so.
 
 A resumed epoch draws the same random numbers as an uninterrupted one. For that, generators are set
 
@@ -48,18 +48,18 @@ log = logging.getLogger("headrace")
 class Start:
     """Where in its epoch a pass begins. `first` is the number of the loader's next batch, and
     `cursor` is the loader's position before it. `pending` are values of earlier batches that were
-    not handed out yet, `loss` is the sum of those that were. `draws` are the random draws to
-    repeat."""
+    not handed out yet, `loss` is the sum of those that were. `loader_rng` has the random states
+    from which the loader draws again."""
 
     first: int = 0
     cursor: Cursor = Cursor(0)  # noqa: RUF009 - frozen
     pending: tuple[DeferredValues, ...] = ()
     loss: WeightedSum = EMPTY_SUM
-    draws: LoaderRng | None = None
+    loader_rng: LoaderRng | None = None
 
 
 class PositionTracker:
-    """Knows where an engine stands in its epochs, also after a state was loaded."""
+    """Tracks an engine's position in its epochs, also after a state was loaded."""
 
     def __init__(self, device: Device) -> None:
         self._device = device
@@ -119,8 +119,8 @@ class PositionTracker:
         if state is not None and state["random_at_start"] is not None:
             set_rng_states(self._device, state["random_at_start"])
         self._generators = generators_of(loader)
-        # A loader's own state may lack its sampler's generator: that of Accelerate's does. If it
-        # has it, the loader sets the generator again later.
+        # The state of Accelerate's loaders lacks their sampler's generator, so it is set here. A
+        # loader whose state has it sets it again later.
         if state is not None and (state["generators"] or state["loader"] is None):
             self._set_loader_generators(
                 state["generators"], begun=state["random_at_start"] is not None
@@ -129,8 +129,8 @@ class PositionTracker:
         self._generators_at_start = generator_states(self._generators)
         if state is None:
             begin = first or 0
-            return loader, Start(begin, Cursor(begin), draws=LoaderRng(loader))
-        draws = LoaderRng(
+            return loader, Start(begin, Cursor(begin), loader_rng=LoaderRng(loader))
+        loader_rng = LoaderRng(
             loader, state["drawn_ahead"], state["drawn_last"], on_begin=self._restore_random
         )
         own = state["batch"] if state["own_batch"] is None else state["own_batch"]
@@ -142,10 +142,10 @@ class PositionTracker:
             own = first
         return loader, Start(
             state["batch"],
-            Cursor(own, state["share_ended"], state["loader"], draws.last),
+            Cursor(own, state["share_ended"], state["loader"], loader_rng.last),
             pending=tuple(values_of_state(state["deferred"], self._device)),
             loss=WeightedSum(*state["epoch_loss"]),
-            draws=draws,
+            loader_rng=loader_rng,
         )
 
     def end(self, run: Pass, *, failed: bool) -> None:
@@ -201,7 +201,7 @@ class PositionTracker:
         feed, recorder, progress = run.stages.feed, run.stages.recorder, run.progress
         if not feed.has_begun:
             return self._position_before_pass(epoch)
-        cursor, failed = progress.cursor, feed.failed_drawn_from
+        cursor, failed = progress.cursor, feed.rng_before_failed
         ahead = feed.drawn_ahead(cursor)
         if failed is not None and feed.is_ahead_of(cursor):
             ahead = [*ahead, failed]
@@ -220,7 +220,7 @@ class PositionTracker:
             random_at_start=self._random_at_start,
             generators=self._generators_at_start,
             drawn_ahead=ahead,
-            drawn_last=cursor.drawn_from,
+            drawn_last=cursor.rng_before,
         )
 
     def _position_before_pass(self, epoch: int) -> Position:

@@ -50,7 +50,7 @@ class RunAhead:
         self._bytes_in_flight += self._admitted_bytes
 
     def finish(self) -> None:
-        """Call after the last step. A window waits for nothing here; `HostSync` may."""
+        """Call after the last step. `RunAhead` waits for nothing here; `HostSync` does."""
 
     @property
     def in_flight(self) -> int:

@@ -18,7 +18,7 @@ from headrace.engine.deferred import DeferredValues, Scalar
 
 
 class Standing(NamedTuple):
-    """Where the optimizer stands: all its updates, including those of a restored state, and the
+    """How far the optimizer is: all its updates, including those of a restored state, and the
     batches in the open accumulation group."""
 
     updates: int = 0
@@ -51,8 +51,8 @@ class Progress:
     host since the last `Progress`. They belong to earlier batches, because the loop does not wait
     for values; only the last `Progress` comes when all of them have arrived.
 
-    The other two are for stored states. `cursor`: where the loader stood after the last batch.
-    `standing`: where the optimizer stood.
+    The other two are for stored states. `cursor`: the loader's position after the last batch.
+    `standing`: how far the optimizer was then.
     """
 
     epoch: int
@@ -94,8 +94,8 @@ class Step(Protocol):
 
     def recover(self, counted: Standing) -> bool:
         """After an error: drop incomplete gradients, so that they cannot leak into the next group.
-        Returns whether the state is still exactly the one at `counted`, so that it may be
-        stored."""
+        `counted` is the standing after the last batch that counts as trained on. Returns whether
+        the state is still exactly that one, so that it may be stored."""
         ...
 
 

@@ -164,7 +164,7 @@ class StepTracer(TorchDispatchMode):
             return False
         node = torch._C._current_autograd_node()
         if node is None:
-            return not self._in_backward  # in backward, what no autograd node runs is the engine's
+            return not self._in_backward  # in backward, work outside any node is the engine's own
         # A group's first batch adds its gradients up by other operations than the later ones.
         return not node.name().endswith("AccumulateGrad")
 

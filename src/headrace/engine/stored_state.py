@@ -1,4 +1,4 @@
-"""An engine's state: all it needs to continue as if never interrupted, as values and tensors."""
+"""An engine's state: values and tensors with which it continues as if never interrupted."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def state_of(
     schedule: Schedule | None,
     graphs: StepGraphs | None,
     position: Position,
-    left_out: int,
+    skipped_updates: int,
 ) -> dict[str, Any]:
-    """The state between two batches. `left_out` counts updates left out because they were not
+    """The state between two batches. `skipped_updates` counts updates skipped because they were not
     finite. Tensors are the live ones: copy them before training continues."""
     ema, scaler = parts.update.ema, parts.update.scaler
 
@@ -57,7 +57,7 @@ def state_of(
         "loader": per_rank(position.loader),
         "deferred": position.deferred,
         "epoch_loss": position.epoch_loss,
-        "left_out": left_out,
+        "left_out": skipped_updates,
         "random_at_start": per_rank(position.random_at_start),
         "generators": per_rank(position.generators),
         "drawn_ahead": per_rank(position.drawn_ahead),
@@ -75,14 +75,14 @@ def state_of(
 
 
 def _step_state(parts: StepParts) -> dict[str, Any]:
-    """The accumulation group's state, and what clipping and the guard know of it. After an error
-    (a phase other than clean) the guard's notes on the failed group are not stored."""
+    """The accumulation group's state, with the gradients outside the optimizer and the guard's
+    state. After an error, what the guard found in the failed group is not stored."""
     group, clipping, guard = parts.group, parts.update.clipping, parts.update.guard
-    begun = group.phase is Phase.CLEAN
+    failed = group.phase is not Phase.CLEAN
     return {
         **group.state_dict(),
         "outside": {} if clipping is None else clipping.gradients_outside(),
-        "gate": None if guard is None else guard.state_dict(with_group=begun),
+        "gate": None if guard is None else guard.state_dict(with_group=not failed),
     }
 
 
@@ -97,7 +97,7 @@ def _restore_step(state: dict[str, Any], parts: StepParts) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where in its epochs an engine stands.
+    """An engine's position in its epochs.
 
     `batch` counts the epoch's batches *trained on*, `own_batch` those of them that this rank's
     loader gave (None: all). `share_ended` says that this rank's loader has no more. `loader` is the
@@ -183,16 +183,16 @@ def _restore(
                 f"{name}: this engine has {has}, the stored state has {had}: expected both to have "
                 "one, or neither"
             )
-    begun = state["step"]["in_group"]
-    if begun >= group.size:
+    in_group = state["step"]["in_group"]
+    if in_group >= group.size:
         raise StepError(
-            f"the stored state is {begun} batches into a group: accumulate = {group.size}, "
-            f"expected the value it was stored with, which is above {begun}"
+            f"the stored state is {in_group} batches into a group: accumulate = {group.size}, "
+            f"expected the value it was stored with, which is above {in_group}"
         )
     divided_by = state["step"].get("divided_by")
-    if begun and divided_by != group.divided_by:
+    if in_group and divided_by != group.divided_by:
         raise StepError(
-            f"the stored state is {begun} batches into a group accumulated by "
+            f"the stored state is {in_group} batches into a group accumulated by "
             f"{_accumulated_by(divided_by)}, and this engine accumulates by "
             f"{_accumulated_by(group.divided_by)}: expected "
             "the same accumulate and accumulate_by, or a state taken right after an update"

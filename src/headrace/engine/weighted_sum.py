@@ -22,10 +22,10 @@ class WeightedSum:
         total, weight = self.total, self.weight
         for entry in entries:
             if name in entry.values:
-                share = entry.values.get("weight", 1.0)
+                batch_weight = entry.values.get("weight", 1.0)
                 # The loss of a batch of weight 0 is often 0/0.
-                total += entry.values[name] * share if share else 0.0
-                weight += share
+                total += entry.values[name] * batch_weight if batch_weight else 0.0
+                weight += batch_weight
         return WeightedSum(total, weight)
 
     @property

@@ -1,8 +1,8 @@
 """Several processes that train one model.
 
 In go the processes that torchrun started and a model wrapped by DDP or sharded by FSDP2. Out come
-`Ranks`, with their collectives, and what a wrapped model needs that a plain one does not. A process
-on its own uses `SINGLE`, which has the same methods and sends nothing.
+`Ranks`, with their collectives, and what a wrapped model needs that a plain one does not. A single
+process uses `SINGLE`, which has the same methods and sends nothing.
 """
 
 from __future__ import annotations

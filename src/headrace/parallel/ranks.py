@@ -1,8 +1,8 @@
 """The processes that train together, and their collectives.
 
 Tensors on the device are reduced in the process group that the gradients use. The hosts exchange
-JSON through a gloo group of their own. Every wait of the host for other ranks is in the ledger. A
-process on its own is rank 0 of 1: its collectives return at once and send nothing.
+JSON through a separate gloo group. Every wait of the host for other ranks is in the ledger. A
+single process is rank 0 of 1: its collectives return at once and send nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch.distributed as dist
 from headrace.device import Device, Ledger
 
 Value = TypeVar("Value")
-# Updates between two exchanges of requests. A request takes effect after two of them at most. With
-# many ranks an exchange takes longer, since it goes round a ring: so they exchange less often.
+# Updates between two exchanges of requests. A request takes effect within two of these intervals.
+# With many ranks an exchange takes longer, since it goes round a ring: so they exchange less often.
 _EXCHANGE_EVERY = 4
 _RANKS_PER_UPDATE = 16
 
@@ -55,7 +55,7 @@ class AllReduce:
 class Ranks:
     """This process, `rank` of `size`, among those that train together.
 
-    `group` is PyTorch's process group, None for a process on its own. All ranks must call the same
+    `group` is PyTorch's process group, None for a single process. All ranks must call the same
     methods in the same order.
     """
 
@@ -88,11 +88,11 @@ class Ranks:
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether the device averages gradients by itself, without the host."""
+        """Whether NCCL averages the gradients, on the device and without the host."""
         return self.group is not None and "nccl" in str(dist.get_backend_config(self.group))
 
     def with_own_group(self) -> Ranks:
-        """The same ranks with a host group of their own, for use in another thread."""
+        """The same ranks with a separate host group, for use in another thread."""
         return Ranks(self.group, timeout_s=self._timeout_s) if self.several else self
 
     # --- on the device ----------------------------------------------------------------------------
@@ -146,9 +146,9 @@ class Ranks:
         """Rank 0's value, on all ranks. The other ranks' `value` is ignored."""
         return self.all_gather(value if self.is_first else None, ledger, reason)[0]  # type: ignore[return-value]
 
-    def barrier(self, ledger: Ledger, reason: str = "ranks") -> None:
+    def barrier(self, ledger: Ledger) -> None:
         """Wait until all ranks have called this."""
-        self.all_reduce_max([0], ledger, reason)
+        self.all_reduce_max([0], ledger)
 
     def _new_group(self) -> Any:
         members = dist.get_process_group_ranks(self.group)
@@ -175,8 +175,8 @@ class Agreement:
             stop, save = agreement.poll(signal_number, save_is_due)
 
     A request is a number, 0 for none; the largest of all ranks counts. The exchange runs in the
-    background: a rank waits only if another is several updates behind. A process on its own gets
-    its own requests back at once.
+    background: a rank waits only if another is several updates behind. A single process
+    gets its own requests back at once.
     """
 
     def __init__(self, ranks: Ranks, device: Device, every: int | None = None) -> None:

@@ -44,7 +44,7 @@ _NAMING_S = 2.0
 
 
 def is_launched() -> bool:
-    """Whether torchrun or the like started this process, be it as the only one."""
+    """Whether torchrun or the like started this process, even if it is the only one."""
     return {"RANK", "WORLD_SIZE"} <= os.environ.keys()
 
 

@@ -1,10 +1,14 @@
 """Backward on the fake device: each node on its forward's stream, as PyTorch's engine does it.
 
-On an accelerator the engine runs a backward operation on the stream its forward operation ran on,
-whatever stream `backward()` was called under; makes each node's stream wait for the streams of
-the nodes that feed it; adds up gradients that meet on the stream of the node they meet at; and
-makes the caller's stream wait for all of them at the end. Here the CPU engine does the
-arithmetic, and hooks on each node report when it begins and ends.
+On an accelerator the engine
+
+- runs a backward operation on the stream of its forward operation, whichever stream was current
+  when `backward()` was called;
+- makes each node's stream wait for the streams of the nodes that feed it;
+- adds up gradients that meet, on the stream of the node where they meet;
+- makes the caller's stream wait for all of these streams at the end.
+
+Here the CPU engine does the arithmetic, and hooks on each node report when it begins and ends.
 """
 
 from __future__ import annotations
@@ -56,7 +60,7 @@ class _Arrival:
 
     clock: Clock = field(default_factory=dict)
     time_ns: int = 0
-    #: Where those streams stood, if they are being captured.
+    #: The positions of those streams, if they are being captured.
     marks: list[graphs.Mark] = field(default_factory=list)
 
     def add(self, stream: FakeStream) -> _Arrival:
@@ -159,7 +163,7 @@ def notice(operation: str, inputs: Sequence[torch.Tensor]) -> None:
             del run.sums[index]
             run.summing_for = consumer
             _join(run.stream_of(consumer), run.arrivals[consumer.number][position])
-            _record(inputs, run.stream_of(consumer))
+            _record_stream(inputs, run.stream_of(consumer))
             return
 
 
@@ -214,13 +218,13 @@ def _join(stream: FakeStream, arrival: _Arrival) -> None:
         stream.actor.time_ns = max(stream.actor.time_ns, arrival.time_ns)
 
 
-def _record(gradients: Sequence[torch.Tensor | None], stream: FakeStream) -> None:
+def _record_stream(gradients: Sequence[torch.Tensor | None], stream: FakeStream) -> None:
     """As the engine does, keep a gradient's memory until the stream that uses it is done."""
     with torch._C.DisableTorchFunction():
         for gradient in gradients:
-            known = None if gradient is None else stream.device.checker.storage_of(gradient)
-            if known is not None:
-                known.recorded.add(stream.actor.number)
+            tracked = None if gradient is None else stream.device.checker.storage_of(gradient)
+            if tracked is not None:
+                tracked.recorded_streams.add(stream.actor.number)
 
 
 def _begins(gradients: Sequence[torch.Tensor | None]) -> None:
@@ -231,7 +235,7 @@ def _begins(gradients: Sequence[torch.Tensor | None]) -> None:
     forward = _running()
     assert forward is not None
     _begin(run, forward)
-    _record(gradients, run.stream_of(forward))
+    _record_stream(gradients, run.stream_of(forward))
 
 
 def _ends(made: Sequence[torch.Tensor | None], gradients: object) -> None:

@@ -26,7 +26,7 @@ Clock = dict[int, int]
 # to 512 bytes: memory freed in one pool is never handed out in the other.
 _SMALL_POOL_BYTES = 1 << 20
 _ROUNDING_BYTES = 512
-# A program that never orders its streams leaves freed blocks pending for ever. The newest are
+# A program that never orders its streams leaves freed blocks pending forever. The newest are
 # enough to report it.
 _MAX_FREED = 1000
 
@@ -65,8 +65,8 @@ class Actor:
 
 @dataclass(slots=True)
 class Storage:
-    """A tracked tensor storage. `home` is "device", "pinned", or "pool" for the stand-in of a graph
-    pool's memory."""
+    """A tracked tensor storage. `home` is "device", "pinned", or "pool" for the tensor that
+    represents a graph pool's memory. `recorded_streams` are those of `record_stream`."""
 
     home: str
     owner: Actor
@@ -75,7 +75,7 @@ class Storage:
     dtype: torch.dtype
     nbytes: int
     entries: Entries = field(default_factory=Entries)
-    recorded: set[int] = field(default_factory=set)
+    recorded_streams: set[int] = field(default_factory=set)
     #: Allocated in a capture: any stream may use it first, and it is never handed out again.
     pooled: bool = False
 
@@ -129,8 +129,8 @@ class Checker:
 
     def on_device(self, tensor: torch.Tensor) -> bool:
         """Whether the tensor lies in device memory."""
-        record = self.storage_of(tensor)
-        return record is not None and record.home == "device"
+        tracked = self.storage_of(tensor)
+        return tracked is not None and tracked.home == "device"
 
     def track(
         self, tensor: torch.Tensor, home: str, owner: Actor, site: Site, *, pooled: bool = False
@@ -147,40 +147,40 @@ class Checker:
                 f"fake out of memory: tried to allocate {nbytes:,} bytes; {self.device_bytes:,} of "
                 f"{self.limit_bytes:,} are in use"
             )
-        record = Storage(home, owner, site, tensor.shape, tensor.dtype, nbytes, pooled=pooled)
-        self._storages[key] = record
+        tracked = Storage(home, owner, site, tensor.shape, tensor.dtype, nbytes, pooled=pooled)
+        self._storages[key] = tracked
         weakref.finalize(storage, self._freed_storage, key).atexit = False
         if home == "device":
             self.device_bytes += nbytes
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
         if home == "device" and not pooled:
             whole = Layout.whole(nbytes)
-            record.entries = Entries(self._take_freed(owner, nbytes, whole))
+            tracked.entries = Entries(self._take_freed(owner, nbytes, whole))
             # New memory is safe for the stream it was allocated on. For other streams it is not:
             # earlier work of the owner may still use these bytes.
             allocation = Access(site, owner.name, "allocation", writes=True)
             tick = owner.clock[owner.number]
-            record.entries.add(Entry(owner.number, tick, whole, allocation))
-        return record
+            tracked.entries.add(Entry(owner.number, tick, whole, allocation))
+        return tracked
 
     def _freed_storage(self, key: int) -> None:
-        record = self._storages.pop(key)
-        if record.home != "device":
+        tracked = self._storages.pop(key)
+        if tracked.home != "device":
             return
-        self.device_bytes -= record.nbytes
-        if record.pooled:
+        self.device_bytes -= tracked.nbytes
+        if tracked.pooled:
             return
         pending = [
             entry
-            for entry in self._unknown(record.owner, record.entries.all())
-            if entry.actor != record.owner.number and entry.actor not in record.recorded
+            for entry in self._unknown(tracked.owner, tracked.entries.all())
+            if entry.actor != tracked.owner.number and entry.actor not in tracked.recorded_streams
         ]
         host = self._this_host()
         if host is not None:  # work that this thread has waited for is over
             pending = self._unknown(host, pending)
         if pending:
-            blocks = self._freed.setdefault(record.owner.number, [])
-            blocks.append(_FreedBlock(record.nbytes, pending))
+            blocks = self._freed.setdefault(tracked.owner.number, [])
+            blocks.append(_FreedBlock(tracked.nbytes, pending))
             del blocks[:-_MAX_FREED]
 
     def _take_freed(self, owner: Actor, nbytes: int, whole: Layout) -> list[Entry]:
@@ -208,36 +208,36 @@ class Checker:
     def touch(self, tensor: torch.Tensor, actor: Actor, access: Access) -> None:
         """Check one access against all earlier ones to the same bytes, and record it."""
         storage = tensor.untyped_storage()
-        record = self._storages.get(storage._cdata)
-        if record is None:
+        tracked = self._storages.get(storage._cdata)
+        if tracked is None:
             return
-        if storage.nbytes() != record.nbytes:
-            self._count_resized(record, storage.nbytes())
+        if storage.nbytes() != tracked.nbytes:
+            self._count_resized(tracked, storage.nbytes())
         layout, clock = Layout.of(tensor), actor.clock
-        for entry in record.entries.near(layout):
+        for entry in tracked.entries.near(layout):
             ordered = clock.get(entry.actor, 0) >= entry.tick
             conflict = access.writes or entry.access.writes
             if conflict and not ordered and layout.overlaps(entry.layout):
-                self._report(record, entry, access)
-            # An access that is ordered after this one is also ordered after `entry`: drop it.
+                self._report(tracked, entry, access)
+            # Later accesses need only be ordered after this one: drop `entry`.
             if (access.writes or (ordered and not entry.access.writes)) and layout.covers(
                 entry.layout
             ):
-                record.entries.remove(entry)
-        record.entries.add(Entry(actor.number, clock[actor.number], layout, access))
+                tracked.entries.remove(entry)
+        tracked.entries.add(Entry(actor.number, clock[actor.number], layout, access))
 
-    def _count_resized(self, record: Storage, nbytes: int) -> None:
+    def _count_resized(self, tracked: Storage, nbytes: int) -> None:
         """`out=` and `resize_` change a storage's size in place."""
-        if record.home == "device":
-            self.device_bytes += nbytes - record.nbytes
+        if tracked.home == "device":
+            self.device_bytes += nbytes - tracked.nbytes
             self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-        record.nbytes = nbytes
+        tracked.nbytes = nbytes
 
-    def _report(self, record: Storage, entry: Entry, access: Access) -> None:
+    def _report(self, tracked: Storage, entry: Entry, access: Access) -> None:
         first, second = entry.access, access
         if entry.of_previous_owner:
             kind = "reuse"
-            second = Access(record.allocated_at, record.owner.name, "allocation", writes=True)
+            second = Access(tracked.allocated_at, tracked.owner.name, "allocation", writes=True)
         else:
             kind = "-".join("write" if one.writes else "read" for one in (first, second))
         # A loop repeats the same race at every step: report it once.
@@ -245,7 +245,7 @@ class Checker:
         if key not in self._reported:
             self._reported.add(key)
             missing = missing_call(kind, first, second)
-            self.races.append(Race(kind, str(record), first, second, missing))
+            self.races.append(Race(kind, str(tracked), first, second, missing))
 
 
 def _rounded(nbytes: int) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from headrace.device import host_copy
 from headrace.testing import autograd, operators
 from headrace.testing.checker import storage_key
 from headrace.testing.operators import Operation, tensors
@@ -171,7 +172,7 @@ class DispatchMode(TorchDispatchMode):
             device.operation(stream, "copy h2d", "copy", writes=tensors(into))
         if device.call.storing_number:
             return  # a GPU writes the number with a kernel
-        device.note_obstacle("host memory is copied to the device")
+        device.note_obstacle(host_copy)
         if not pinned:
             # The driver has read the bytes when the call returns. With non_blocking they need not
             # have arrived: the host has waited, and still nothing is ordered.

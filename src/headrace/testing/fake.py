@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import partial
 from typing import Literal
 
 import torch
@@ -24,6 +25,7 @@ from headrace.device import (
     Stream,
     Timeline,
     Trace,
+    host_wait,
 )
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
 from headrace.source_lines import Site, users_line
@@ -119,7 +121,7 @@ class FakeDevice(host_threads.Hosts):
             mode.__enter__()  # type: ignore[no-untyped-call]
         self._thread.modes = [*getattr(self._thread, "modes", []), modes]
 
-    def follows_this_thread(self) -> bool:
+    def watches_this_thread(self) -> bool:
         return bool(getattr(self._thread, "modes", None))
 
     def exit_modes(self) -> None:
@@ -181,11 +183,7 @@ class FakeDevice(host_threads.Hosts):
             if name not in self._streams:
                 self._streams[name] = FakeStream(self, name, priority)
         stream = self._streams[name]
-        if stream.priority != priority:
-            raise DeviceError(
-                f"stream {name!r} was made with priority {stream.priority}; "
-                f"it was asked for with {priority}"
-            )
+        self._require_priority(name, stream.priority, priority)
         return stream
 
     def current_stream(self) -> FakeStream:
@@ -197,8 +195,8 @@ class FakeDevice(host_threads.Hosts):
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
-            record = self.checker.storage_of(tensor)
-        return record is not None and record.home == "pinned"
+            tracked = self.checker.storage_of(tensor)
+        return tracked is not None and tracked.home == "pinned"
 
     def holds(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
@@ -207,10 +205,10 @@ class FakeDevice(host_threads.Hosts):
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:
         assert isinstance(stream, FakeStream)
         with torch._C.DisableTorchFunction(), self.lock:
-            record = self.checker.storage_of(tensor)
-            if record is None or record.home != "device":
+            tracked = self.checker.storage_of(tensor)
+            if tracked is None or tracked.home != "device":
                 raise DeviceError(f"record_stream: the tensor is not on {self}")
-            record.recorded.add(stream.actor.number)
+            tracked.recorded_streams.add(stream.actor.number)
 
     def memory(self) -> MemoryFigures:
         used, peak = self.checker.device_bytes, self.checker.peak_device_bytes
@@ -256,7 +254,7 @@ class FakeDevice(host_threads.Hosts):
                     self.host_waits(dict(actor.clock), actor.time_ns, "synchronize device")
 
     def graph_pool(self) -> object:
-        return graphs.Pool(self)
+        return graphs.GraphPool(self)
 
     def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
         return graphs.capture(self, work, pool)
@@ -282,7 +280,7 @@ class FakeDevice(host_threads.Hosts):
 
     # --- for the modes and autograd ---------------------------------------------------------------
 
-    def host_knows(self, clock: Clock, passes_ns: int) -> bool:
+    def host_queries(self, clock: Clock, passes_ns: int) -> bool:
         """Query whether work is done. If so, this host is ordered after it, as by a wait."""
         host = self.host()
         host.time_ns += round(self.costs.query_us * _NS_PER_US)
@@ -302,16 +300,16 @@ class FakeDevice(host_threads.Hosts):
         """Let the host wait for a stream because of a call that does not look like a wait. With
         `orders=False` it loses the time but is not ordered after the stream's work."""
         graphs.refuse(self, operation, stream)
-        self.note_obstacle(f"the host waits for the device ({operation})")
+        self.note_obstacle(partial(host_wait, operation=operation))
         with self.lock:
             self.hidden_waits.append(HiddenWait(calling_site(), operation))
             clock = dict(stream.actor.clock) if orders else {}
             self.host_waits(clock, stream.actor.time_ns, operation)
 
-    def note_obstacle(self, what: str) -> None:
-        """Tell `watch` about something that a graph could not repeat."""
+    def note_obstacle(self, describe: Callable[[Site], Obstacle]) -> None:
+        """In a block of `watch`: add the obstacle that `describe` makes of the user's line."""
         if self.call.obstacles is not None:
-            self.call.obstacles.append(Obstacle(what, users_line()))
+            self.call.obstacles.append(describe(users_line()))
 
     def choose(self, stream: FakeStream | None) -> FakeStream | None:
         """Make `stream` this thread's current one; None: autograd's, or else the default stream.
@@ -336,7 +334,7 @@ class FakeDevice(host_threads.Hosts):
         outside of any call."""
         fresh = self.call.changed(named=None, inside=None, moving=None, storing_number=False)
         with fresh:
-            if self.follows_this_thread() and not FunctionMode.is_on(self):
+            if self.watches_this_thread() and not FunctionMode.is_on(self):
                 with FunctionMode(self):
                     yield
             else:

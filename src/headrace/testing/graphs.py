@@ -32,7 +32,7 @@ _COPY = torch.ops.aten.copy_.default
 _GARBAGE = 0xFF
 
 
-class Pool:
+class GraphPool:
     """Memory that several graphs share, so they may not run at the same time: every replay writes
     `memory`, and two replays without an order between them race on it."""
 
@@ -80,7 +80,7 @@ class Tape:
 
     device: FakeDevice
     origin: FakeStream
-    pool: Pool
+    pool: GraphPool
     launches: list[Launch] = field(default_factory=list)
     arithmetic: list[_Arithmetic] = field(default_factory=list)
     over: bool = False
@@ -252,9 +252,9 @@ class FakeGraph(Graph):
 
 
 def capture(device: FakeDevice, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
-    if not isinstance(pool, Pool) or pool.device is not device:
+    if not isinstance(pool, GraphPool) or pool.device is not device:
         raise DeviceMismatchError(f"capture on {device} expects a pool from its graph_pool()")
-    if not device.follows_this_thread():
+    if not device.watches_this_thread():
         raise DeviceError(f"{device} captures only inside its `with device:` block")
     stream = device.stream("capture")
     if stream.tape is not None:

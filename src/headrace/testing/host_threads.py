@@ -70,7 +70,7 @@ class Hosts(Device):
             return everyone
 
     def launch(self, actor: Actor) -> None:
-        """Order a stream's next operation after all that this host thread is ordered after."""
+        """Order a stream's next operation after what this host thread is ordered after."""
         join(actor.clock, self.host().clock)
 
 
@@ -80,7 +80,7 @@ def _start(thread: threading.Thread) -> None:
     ]
     run = thread.run
 
-    def run_followed() -> None:
+    def run_watched() -> None:
         hosts = []
         for device, clock, time_ns in begin:
             hosts.append(device.adopt_thread(f"host thread {thread.name!r}", clock, time_ns))
@@ -92,7 +92,7 @@ def _start(thread: threading.Thread) -> None:
                 device.exit_modes()
             thread._headrace_hosts = hosts  # type: ignore[attr-defined]
 
-    thread.run = run_followed  # type: ignore[method-assign]
+    thread.run = run_watched  # type: ignore[method-assign]
     patches.originals["start"](thread)
 
 

@@ -8,20 +8,20 @@ from typing import NamedTuple
 
 import torch
 
-# A tensor in more pieces than this is taken as one stretch from its first byte to its last.
+# A tensor in more pieces than this is taken as one piece, from its first byte to its last.
 _MAX_RUNS = 100_000
 
 
 class Layout(NamedTuple):
     """A strided tensor's place in its storage, in bytes: `low` inclusive, `high` exclusive.
 
-    It consists of pieces of `stretch` bytes that lie together, repeated along `outer`: a (size,
+    A tensor consists of pieces of `piece_bytes` adjacent bytes, repeated along `outer`: a (size,
     stride in bytes) for each dimension, the largest stride first. A contiguous tensor is one piece.
     """
 
     low: int
     high: int
-    stretch: int
+    piece_bytes: int
     outer: tuple[tuple[int, int], ...] = ()
 
     @classmethod
@@ -39,14 +39,14 @@ class Layout(NamedTuple):
             key=lambda dim: -dim[1],
         )
         high = low + sum((size - 1) * stride for size, stride in outer) + itemsize
-        stretch = itemsize
-        while outer and outer[-1][1] == stretch:
-            stretch *= outer.pop()[0]
-        return cls(low, high, stretch, tuple(outer))
+        piece_bytes = itemsize
+        while outer and outer[-1][1] == piece_bytes:
+            piece_bytes *= outer.pop()[0]
+        return cls(low, high, piece_bytes, tuple(outer))
 
     @classmethod
     def whole(cls, nbytes: int, low: int = 0) -> Layout:
-        """One piece of so many bytes."""
+        """One piece of `nbytes` bytes."""
         return cls(low, low + nbytes, nbytes)
 
     def covers(self, other: Layout) -> bool:
@@ -65,30 +65,30 @@ class Layout(NamedTuple):
         if self._interleaves(other):
             return False
         mine, theirs = self.runs, other.runs
-        at = beside = 0
-        while at < len(mine) and beside < len(theirs):
-            if mine[at][1] <= theirs[beside][0]:
-                at += 1
-            elif theirs[beside][1] <= mine[at][0]:
-                beside += 1
+        i = j = 0
+        while i < len(mine) and j < len(theirs):
+            if mine[i][1] <= theirs[j][0]:
+                i += 1
+            elif theirs[j][1] <= mine[i][0]:
+                j += 1
             else:
                 return True
         return False
 
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """The covered bytes as (start, end) stretches in order."""
+        """The covered bytes as (start, end) ranges, in order."""
         return _runs(self)
 
     def _is_exact(self) -> bool:
         return math.prod(size for size, _ in self.outer) <= _MAX_RUNS
 
     def _interleaves(self, other: Layout) -> bool:
-        """Whether the pieces of the two certainly lie between each other, as two columns of one
-        matrix do: all pieces of each lie at the same place within a period that both share."""
+        """Whether the pieces of the two certainly alternate, as those of two columns of one matrix
+        do: within a period that both share, each has its pieces at one offset only."""
         period = math.gcd(*(stride for _, stride in (*self.outer, *other.outer)))
         ahead = (other.low - self.low) % period if period else 0
-        return self.stretch <= ahead and ahead + other.stretch <= period
+        return self.piece_bytes <= ahead and ahead + other.piece_bytes <= period
 
 
 @lru_cache(maxsize=8)  # few: one may hold 100,000 runs
@@ -103,7 +103,7 @@ def _runs(layout: Layout) -> tuple[tuple[int, int], ...]:
     merged: list[tuple[int, int]] = []
     for start in sorted(starts):
         if merged and start <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], start + layout.stretch))
+            merged[-1] = (merged[-1][0], max(merged[-1][1], start + layout.piece_bytes))
         else:
-            merged.append((start, start + layout.stretch))
+            merged.append((start, start + layout.piece_bytes))
     return tuple(merged)

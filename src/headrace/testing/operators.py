@@ -27,7 +27,7 @@ METADATA_ONLY = (
     *("detach_", "set_", "resize_", "resize_as_", "rename_"),
 )
 # Arguments that an operator writes although its schema does not say so.
-_UNSAID_WRITES = dict.fromkeys(
+_UNDECLARED_WRITES = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
     ("running_mean", "running_var"),
 )
@@ -109,19 +109,19 @@ class Operation:
         writes: list[torch.Tensor] = []
         if self._facts.only_for_shape:
             return reads, writes
-        unsaid = self._unsaid_writes()
+        undeclared = self._undeclared_writes()
         for position, name, written in self._facts.arguments:
             value = self.argument(position, name)
             if value is None:
                 continue
-            if written or name in unsaid:
+            if written or name in undeclared:
                 writes += tensors(value)
             elif written is False:
                 reads += tensors(value)
         return reads, writes
 
-    def _unsaid_writes(self) -> tuple[str, ...]:
-        names = _UNSAID_WRITES.get(self.short, ())
+    def _undeclared_writes(self) -> tuple[str, ...]:
+        names = _UNDECLARED_WRITES.get(self.short, ())
         if names:
             for position, argument in enumerate(self.func._schema.arguments):
                 if argument.name == "training" and not self.argument(position, "training"):

@@ -22,13 +22,13 @@ class FakeStream(Stream):
         self.tape: graphs.Tape | None = None
 
     def mark(self) -> graphs.Mark | None:
-        """Where the stream stands, if it is being captured."""
+        """The stream's position in its capture; None if it is not being captured."""
         return None if self.tape is None else self.tape.mark(self)
 
     def query(self) -> bool:
         graphs.refuse(self.device, "stream.query()", self)
         with self.device.lock:
-            return self.device.host_knows(dict(self.actor.clock), self.actor.time_ns)
+            return self.device.host_queries(dict(self.actor.clock), self.actor.time_ns)
 
     def _wait_event(self, event: Event) -> None:
         assert isinstance(event, FakeEvent)
@@ -71,7 +71,7 @@ class FakeEvent(Event):
     def _query(self) -> bool:
         self._refuse_captured("event.query()")
         with self.device.lock:
-            return self.device.host_knows(self.clock, self.passes_ns)
+            return self.device.host_queries(self.clock, self.passes_ns)
 
     def _synchronize(self) -> None:
         self._refuse_captured("a wait for an event")

@@ -1,0 +1,37 @@
+"""Copies and random draws on the host, each with its line and what to do about it."""
+
+from __future__ import annotations
+
+import random
+
+import numpy
+import torch
+
+from headrace.device import Obstacle, open_device
+from headrace.device.host_activity import HostActivity
+
+
+def test_it_names_copies_from_host_memory_and_draws_on_the_host() -> None:
+    found: list[Obstacle] = []
+    host, result = torch.ones(3), torch.zeros(3)
+    with HostActivity(open_device("cpu"), found):
+        result.copy_(host)
+        random.random()
+        torch.rand(2)
+        numpy.random.rand()
+    copy, *draws = found
+    assert copy.site is not None
+    assert copy.site.file == __file__
+    assert str(copy).startswith(f"host memory is copied to the device at {copy.site}: make ")
+    assert [str(draw) for draw in draws] == [
+        f"the step draws random numbers from {generator}, on the host: draw them on the device "
+        "(torch.rand(…, device=…)), or in the loader"
+        for generator in ("torch's CPU generator", "the random module", "numpy.random")
+    ]
+
+
+def test_work_on_the_device_alone_is_no_obstacle() -> None:
+    found: list[Obstacle] = []
+    with HostActivity(open_device("cpu"), found):
+        torch.ones(3).mul(2).sum()
+    assert found == []
