@@ -535,7 +535,7 @@ def test_ddp_is_watched_after_its_first_steps(
         precision=None,
         distributed=False,
     )
-    parts = replace(engine._builder.parts, forward=forward, spread="ddp", ranks=NcclRanks())
+    parts = replace(engine._builder.parts, forward=forward, parallelism="ddp", ranks=NcclRanks())
     graphs = StepGraphs(parts, GRAPH)
     batch = tuple(part.to(fake_device.torch_device) for part in data(1)[0])
     fetched = Fetched(0, batch, nbytes=0, samples=1, cursor=Cursor(1))

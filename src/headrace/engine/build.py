@@ -1,8 +1,8 @@
 """Builds the stages of a pass from the plan and the engine's options.
 
-No other module looks at options. A step builder makes the step: `ModelStepBuilder` one that trains
-a model, `UserStepBuilder` one that calls the user's own. `open_pass` puts feed, step, run-ahead
-window and recorder together.
+Only this module decides, by the options, which stages a pass has. A step builder makes the step:
+`ModelStepBuilder` one that trains a model, `UserStepBuilder` one that calls the user's own.
+`open_pass` puts feed, step, run-ahead window and recorder together.
 """
 
 from __future__ import annotations

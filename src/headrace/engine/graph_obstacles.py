@@ -67,12 +67,12 @@ def state_obstacle(state: StepState) -> str | None:
 
 def _distributed_obstacle(parts: StepParts) -> str | None:
     """PyTorch can capture DDP's steps, over NCCL and after a warm-up, but no FSDP2 step."""
-    if parts.spread == "fsdp":
+    if parts.parallelism == "fsdp":
         return (
             "FSDP2 gathers and frees weights from the host during a step, which no graph can "
             "repeat: use DDP, or a plan with graphs = off"
         )
-    if parts.spread == "ddp":
+    if parts.parallelism == "ddp":
         if not parts.ranks.uses_nccl:
             return (
                 "DDP's gradients are averaged by the hosts, not on the device: initialize the "

@@ -9,13 +9,13 @@
         ...
         return {"d_loss": d.detach(), "g_loss": g.detach()}
 
-The first calls with a shape run as they are written. Two of them are watched; if they did the same,
-the next call is captured, and later ones are replays. A step that no graph can repeat goes on
-running as it is written, and the log says why, once.
+The first calls with a shape run eagerly, and two of them are watched. If both did the same, the
+next call is captured, and later ones are replays. A step that no graph can repeat always runs eagerly;
+the log says why, once.
 
-Gradients may cross from call to call (an update every n-th batch). Python's `p.grad` is then an
-input of the step like any other: a graph belongs to the gradients, None or tensors, that were there
-when it was captured, and after a replay `p.grad` is what it was after the capture.
+Gradients may stay from call to call (an update every n-th batch). `p.grad` is then an input of the
+step, like the batch: each graph belongs to the gradients, None or tensors, that it was captured
+with. After a replay, `p.grad` is what it was after the capture.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             return None
 
     def _graph_for(self, key: Hashable, call: Any) -> CapturedWork[_Outcome] | None:
-        """The graph for this call, captured now if it is due; None: run the step as written."""
+        """The graph for this call, captured now if it is due; None: run the step eagerly."""
         if not self._watch.has_agreed(hash(key)):
             return None
         graph_key = (key, self._gradient_key(key))
@@ -276,7 +276,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         return tuple(0 if p.grad is None else p.grad.data_ptr() for p in self._parameters)
 
     def _run_watched(self, key: Hashable, call: Any) -> Returned:
-        """Run the step as written, and look for what no graph could repeat."""
+        """Run the step eagerly, and look for what no graph could repeat."""
         device, (args, kwargs) = self._device, call
         tracer = StepTracer(device, caller=GraphedFunction._run_watched.__code__)
         entry = _Gradients(self._parameters)
@@ -327,8 +327,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
     def _capture(
         self, key: Hashable, graph_key: Hashable, call: Any
     ) -> CapturedWork[_Outcome] | None:
-        """Capture the step on this call. Returns None if it must run as written once more, because
-        it creates something that stays, such as the optimizer's state of a parameter."""
+        """Capture the step on this call. Returns None if it must run eagerly once more, because it
+        creates something that stays, such as the optimizer's state of a parameter."""
         state, values = self._state, self._values
         assert state is not None
         assert values is not None
@@ -407,7 +407,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         return self._addresses is not None and addresses(state, state.tensors()) != self._addresses
 
     def _give_up(self, why: str) -> None:
-        """Stop capturing for good: later calls run as written. Log why."""
+        """Stop capturing for good: run all later calls eagerly. Log why."""
         self._why_eager = why
         self._drop_graphs()
         warn_not_captured(self._device, self._plan_name, why)
@@ -427,7 +427,7 @@ def graphed(
     shapes: int = 16,
     after: int = 2,
 ) -> GraphedFunction[Arguments, Returned]:
-    """`step` as graphs: call the result in its place.
+    """Capture a training step of your own as graphs. Call what this returns instead of `step`.
 
     The step may do anything that runs on the device: several models and optimizers, several
     backward passes, `zero_grad`, random numbers, averages of weights. Its arguments are the batch
@@ -437,7 +437,7 @@ def graphed(
     - `modules`, `optimizers`: what the step uses. Found by looking at the step's code, unless
       given.
     - `shapes`: how many graphs there are at most; the least used is dropped.
-    - `after`: how many calls with a shape run as written before it is captured.
+    - `after`: how many calls with a shape run eagerly before it is captured.
 
     You may keep what a call returns: a replay returns copies. `report()` of the result says what
     was captured, or why not; `close()` frees the graphs.

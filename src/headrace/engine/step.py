@@ -48,7 +48,7 @@ class StepParts:
     group: Group
     update: Update
     ranks: Ranks
-    spread: Parallelism
+    parallelism: Parallelism
 
     @property
     def model(self) -> torch.nn.Module:

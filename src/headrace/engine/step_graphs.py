@@ -102,7 +102,7 @@ class StepGraphs:
         self._timing = GraphTiming() if plan.graphs == "auto" else None
         # Watch only after the warm-up, when steps are like those to come. The first batch compiles.
         compiles = isinstance(parts.forward.loss, CompiledLoss)
-        warm_up = (_DDP_WARM_UP_STEPS if parts.spread == "ddp" else 0) + compiles
+        warm_up = (_DDP_WARM_UP_STEPS if parts.parallelism == "ddp" else 0) + compiles
         self._watch_after = plan.graph_after + warm_up
         self._watch = StepWatch(max(self._watch_after - 1, 1 + compiles), self._watch_after)
         after = self._watch_after + (TIMED_STEPS if self._timing is not None else 0)
