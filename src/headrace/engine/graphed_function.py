@@ -10,8 +10,8 @@
         return {"d_loss": d.detach(), "g_loss": g.detach()}
 
 The first calls with a shape run eagerly, and two of them are watched. If both did the same, the
-next call is captured, and later ones are replays. A step that no graph can repeat always runs eagerly;
-the log says why, once.
+next call is captured, and later ones are replays. A step that no graph can repeat always runs
+eagerly; the log says why, once.
 
 Gradients may stay from call to call (an update every n-th batch). `p.grad` is then an input of the
 step, like the batch: each graph belongs to the gradients, None or tensors, that it was captured
