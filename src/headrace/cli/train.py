@@ -18,13 +18,15 @@ from headrace.cli.options import (
 from headrace.cli.settings import with_settings
 from headrace.errors import TranslationError
 from headrace.runs import RunFolder
-from headrace.translation import SECTIONS, TrainSettings, stored_values
+from headrace.translation import CHANGED_BY_RESUME, SECTIONS, TrainSettings, stored_values
 
 EXAMPLE = """\
 Examples:
 $ headrace train --preset tiny --epochs 5        # the built-in corpus
 $ headrace train corpus.tsv --src de --trg en    # your own sentence pairs
+$ headrace train corpus.tsv --time-limit 30m     # the best model of half an hour
 $ headrace train --resume runs/train/exp         # continue an interrupted run
+$ headrace train --resume runs/train/exp --epochs 20  # train a finished one on
 $ torchrun --nproc-per-node 8 -m headrace train  # on 8 GPUs
 """
 
@@ -33,18 +35,35 @@ $ torchrun --nproc-per-node 8 -m headrace train  # on 8 GPUs
 def train(
     context: typer.Context,
     data: Data = None,
+    data_option: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="The same as DATA. Repeatable.", show_default=False),
+    ] = None,
     project: Annotated[Path, typer.Option(help="Folder for new runs.")] = Path("runs/train"),
     name: Annotated[
         str | None, typer.Option(help="Name of the run.", show_default="exp, exp2, …")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue this run. Takes no other settings.")
+        Path | None,
+        typer.Option(
+            help="Continue this run. Of its settings, --epochs, --time-limit, --patience and "
+            "--samples may be changed."
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Read the settings below from this YAML file.")
     ] = None,
     cache: Cache = None,
     quiet: Quiet = False,
+    time_limit: Annotated[
+        str | None,
+        typer.Option(
+            help="Stop training after this time, such as 90s, 30m or 2h, and score the model. "
+            "Counts from the start of this command; 0: no limit.",
+            show_default="no limit",
+            rich_help_panel="Training",
+        ),
+    ] = None,
     **given: Any,
 ) -> None:
     """Train a translation model and score it on the test set.
@@ -57,6 +76,11 @@ def train(
     from headrace.translation import Trainer
 
     given = {key: value for key, value in given.items() if is_typed(context, key)}
+    if time_limit is not None:
+        given["time_limit"] = time_limit
+    if data and data_option:
+        raise typer.BadParameter("expected the files once: as DATA or as --data", param_hint="DATA")
+    data = data or data_option
     if data:
         given["data"] = tuple(str(path.absolute()) for path in data)
     if "weights" in given:
@@ -68,6 +92,7 @@ def train(
                 "them to set the batch size; leave out the other"
             )
         if resume is not None:
+            changes = {key: given.pop(key) for key in CHANGED_BY_RESUME if key in given}
             others = {"name": name, "config": config, **given}
             elsewhere = project if is_typed(context, "project") else None
             require_resume_alone(resume, elsewhere, others, TranslationError)
@@ -79,7 +104,7 @@ def train(
         common: dict[str, Any] = {"cache": cache, "quiet": quiet, "ranks": ranks}
         with usage_errors():
             if resume is not None:
-                trainer = Trainer.resume(resume, **common)
+                trainer = Trainer.resume(resume, changes=changes, **common)
             else:
                 trainer = Trainer.create(settings, project=project, name=name, **common)
         result = trainer.run()
