@@ -12,7 +12,13 @@ from headrace.errors import TranslationError
 from headrace.testing import FakeDevice
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
-from headrace.translation.run_size import FirstBatches, about, choose_preset, estimated_seconds
+from headrace.translation.run_size import (
+    FirstBatches,
+    about,
+    choose_preset,
+    estimated_seconds,
+    preset_of_weights,
+)
 from headrace.translation.settings import time_text
 from support.trainers import SMALL
 
@@ -35,6 +41,14 @@ def test_a_run_says_its_preset_and_stores_it(
     said = " ".join(capfd.readouterr().err.split())
     assert "CPU and 196 pairs: preset tiny, 0.0 M parameters; about 1 second for 2 epochs" in said
     assert yaml.safe_load(trainer.folder.config.read_text())["preset"] == "tiny"
+
+
+def test_weights_to_start_from_bring_their_preset(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("preset: small\n")
+    for weights in (tmp_path, tmp_path / "weights" / "best.safetensors"):
+        assert preset_of_weights(str(weights)) == "small"
+    assert preset_of_weights(None) is None
+    assert preset_of_weights(str(tmp_path / "model.safetensors")) is None
 
 
 def test_a_model_needs_a_chosen_preset() -> None:

@@ -230,7 +230,7 @@ class TestEndings:
 
     @pytest.mark.parametrize(
         ("valid_sentences", "said"),
-        [(4, "no better validation BLEU than 0.00, of epoch 1, in the last 1 epoch (--patience)"),
+        [(4, "no better validation BLEU than 0.00 of epoch 1 in the last 1 epoch (--patience)"),
          (0, "no better validation loss than ")],
     )  # fmt: skip
     def test_patience(

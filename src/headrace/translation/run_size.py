@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from headrace.device import Device
 from headrace.translation.build import RunParts
+from headrace.translation.settings import TrainSettings
 
 # On a GPU: the smallest preset whose corpora are at least this large wins. A larger model learns
 # the sentences of a small corpus by heart.
@@ -35,6 +37,17 @@ def choose_preset(device: Device, pairs: int) -> str:
     if not device.asynchronous:
         return "tiny"
     return next(preset for least, preset in reversed(_GPU_PRESETS) if pairs >= least)
+
+
+def preset_of_weights(weights: str | None) -> str | None:
+    """The preset of the run whose weights these are: its folder, or a file in it. None if there is
+    no such run."""
+    if weights is None:
+        return None
+    path = Path(weights)
+    config = (path if path.is_dir() else path.parent.parent) / "config.yaml"
+    preset = TrainSettings.read(config).preset if config.is_file() else "auto"
+    return None if preset == "auto" else preset
 
 
 def estimated_seconds(parts: RunParts) -> float:

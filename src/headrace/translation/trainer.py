@@ -80,6 +80,7 @@ from headrace.translation.run_size import (
     choose_preset,
     estimated_seconds,
     parameter_count,
+    preset_of_weights,
 )
 from headrace.translation.saved_model import (
     TrainedModel,
@@ -216,7 +217,7 @@ class Trainer:
                     if is_done(settings, engine):
                         log.warning("%s", _nothing_to_do(parts, folder))
                         return stored
-                    checkpoints.reopen(path)
+                    checkpoints.reopen(path, new_patience=stored.ended_early != TIME_LIMIT)
                 if self._is_changed:
                     self._write_config(settings)
                 metrics.rewind(engine.updates, partial(will_be_rewritten, engine.epochs))
@@ -259,10 +260,11 @@ class Trainer:
         return data
 
     def _choose_preset(self, data: Prepared) -> TrainSettings:
-        """The settings with a preset for this device and corpus. `config.yaml` gets it, too, so
-        that the run keeps it wherever it is resumed."""
+        """The settings with the preset of the weights to start from, or else one for this device
+        and corpus. `config.yaml` gets it, too, so that the run keeps it wherever it is resumed."""
         device = open_device(rank_device(self.settings.device))
-        preset = choose_preset(device, len(data.splits["train"]))
+        preset = preset_of_weights(self.settings.weights)
+        preset = preset or choose_preset(device, len(data.splits["train"]))
         preset = self._ranks.broadcast(preset, Ledger())
         self.settings = self.settings.replace(preset=preset)
         self._write_config(self.settings)
@@ -297,8 +299,11 @@ def _choice(parts: RunParts) -> str:
     settings = parts.settings
     pairs, count = len(parts.data.splits["train"]), settings.epochs
     limit = f", at most {time_text(settings.time_limit)}" if settings.time_limit else ""
+    reason = f"{parts.device.description()} and {pairs:,} pairs"
+    if preset_of_weights(settings.weights) is not None:
+        reason = f"weights of {settings.weights}"
     return (
-        f"{parts.device.description()} and {pairs:,} pairs: preset {settings.preset}, "
+        f"{reason}: preset {settings.preset}, "
         f"{parameter_count(parts) / 1e6:.1f} M parameters; {about(estimated_seconds(parts))} for "
         f"{count:,} epoch{'' if count == 1 else 's'}{limit}"
     )
@@ -392,10 +397,12 @@ class TrainingLoop:
             return None
         bleu, likelihood = best["value"]
         score = (
-            f"BLEU than {bleu:.2f}" if settings.valid_sentences else f"loss than {-likelihood:.4f}"
+            f"BLEU than {bleu:.2f}"
+            if settings.valid_sentences
+            else f"loss than {-likelihood:.4f} (without label smoothing)"
         )
         self._observers.progress.final(
-            f"stopping early: no better validation {score}, of epoch {best['epoch'] + 1}, in the "
+            f"stopping early: no better validation {score} of epoch {best['epoch'] + 1} in the "
             f"last {waited:,} epoch{'' if waited == 1 else 's'} (--patience)"
         )
         return Ending(early=PATIENCE)
@@ -418,7 +425,7 @@ class TrainingLoop:
     def _end_by_time(self) -> Ending:
         self._observers.progress.final(
             f"the time limit of {time_text(self._parts.settings.time_limit)} is reached after "
-            f"{self._parts.engine.updates:,} updates"
+            f"{self._parts.engine.updates:,} updates; {_how_to_resume(self._checkpoints.folder)}"
         )
         return Ending(early=TIME_LIMIT)
 
@@ -469,7 +476,7 @@ class TrainingLoop:
                 # The report then counts the same updates as the terminal.
                 self._write_step_metrics(None)
                 return Ending(signal=_signal_name(stop))
-            if late:
+            if late and info.batch + 1 < batches:  # else the epoch ends now anyway
                 # Before the pass ends: only then can the checkpoint continue within the epoch.
                 observers.watchdog.pause()
                 validation = self._validate()
@@ -671,15 +678,16 @@ class Checkpoints:
         except HeadraceError as other:  # not raised: the error that ended the loop matters more
             log.warning("%s", other)
 
-    def reopen(self, path: Path | None) -> None:
-        """Make a finished run unfinished. Its patience begins anew. `path` is the checkpoint that
-        it continues from; without one this is an error."""
+    def reopen(self, path: Path | None, *, new_patience: bool) -> None:
+        """Make a finished run unfinished, with or without counting its patience anew. `path` is the
+        checkpoint that it continues from; without one this is an error."""
         if path is None:
             raise TranslationError(
                 f"{self.folder.state}: has no checkpoint from which this finished run could "
                 f"continue; to train from its weights: headrace train --weights {self.folder.path}"
             )
-        self.weight_files.count_from(self.parts.engine.epochs)
+        if new_patience:
+            self.weight_files.count_from(self.parts.engine.epochs)
         if self.parts.ranks.is_first:
             remove_result(self.folder)
 
