@@ -282,7 +282,7 @@ def test_samples_are_shown_and_stored_and_change_nothing(
         for source, reference, translation in found[-1] or []:
             assert f"    {source}\n  = {reference}\n  > {translation}".rstrip() in said
     page = result.folder.report.read_text()
-    assert "After each epoch" in page
+    assert "By epoch" in page
     assert all(text in page for text in ("<dt>epoch 1</dt>", "<dt>epoch 2</dt>"))
 
 
