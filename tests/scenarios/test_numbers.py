@@ -182,7 +182,7 @@ class TestPrecision:
         with FakeDevice() as device:
             comparing = LossComparison(work, device, as_set, [], seed=0, tolerance=0.01)
             made = work.make(device, seed=0)
-            why = comparing._why_within(strict, made, compiled=False, bare=False)
+            why = comparing._why_within(strict, made, compiled=False, without_dropout=False)
         assert why == "fp32 instead of float32 as PyTorch is set"
 
 

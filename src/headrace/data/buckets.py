@@ -304,8 +304,8 @@ def _grow(search: _Line | _Grid, limit: int, enough: float = 0) -> None:
 
 
 def _ticks(lengths: IntArray, limit: int) -> IntArray:
-    """The distinct lengths; if they are more than `limit`, so many of them, with about the same
-    number of tokens between neighbours."""
+    """At most `limit` of the distinct lengths: all of them, or a choice with about the same number
+    of tokens between neighbours."""
     values, counts = np.unique(lengths, return_counts=True)
     upto = np.cumsum(values * counts)
     at = np.searchsorted(upto, upto[-1] / limit * np.arange(1, limit))

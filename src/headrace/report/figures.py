@@ -111,7 +111,9 @@ def plain(value: object) -> str:
 
 
 def watts(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:,.0f} W"
+    if value is None:
+        return _UNKNOWN
+    return f"{value:,.0f} W" if abs(value) < 1e15 else f"{number(value)} W"
 
 
 def listed(names: Sequence[str]) -> str:

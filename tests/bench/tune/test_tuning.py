@@ -199,7 +199,7 @@ class TestMeasuring:
         assert found.ms_per_step is None
         assert str(found.failed).startswith("launched one by one, not as a graph: ")
 
-    def test_let_go_and_measured_again(self) -> None:
+    def test_released_and_measured_again(self) -> None:
         with FakeDevice(costs=FREE) as fake, self.measurer(fake, made_up(fake)) as measurer:
             measurer.release(candidate("graph"))  # never measured: nothing to do
             first = measurer.measure(candidate("graph"), 10)

@@ -112,8 +112,8 @@ class StoredTimeline:
     spans: tuple[Span, ...] = ()
 
     @classmethod
-    def unpack_spans(cls, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The stored mapping with a mapping for each span; files hold them as `packed` does."""
+    def unpacked(cls, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The stored mapping with a mapping for each span; files hold them as `pack_spans` does."""
         return unpack_spans(stored)
 
     def invalid(self) -> Invalid | None:
