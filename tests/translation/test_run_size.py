@@ -72,8 +72,8 @@ def test_the_estimate_grows_with_epochs_and_ends_with_max_steps(corpus: Path) ->
 @pytest.mark.parametrize(
     ("seconds", "words"),
     [
-        (0.1, "about 1 second"), (80, "about 80 seconds"), (170, "about 3 minutes"),
-        (15 * 3600, "about 15 hours"), (3 * 86_400, "about 3 days"),
+        (0.1, "about 1 second"), (17, "about 17 seconds"), (78, "about 80 seconds"),
+        (170, "about 3 minutes"), (15 * 3600, "about 15 hours"), (3 * 86_400, "about 3 days"),
     ],
 )  # fmt: skip
 def test_times_in_words(seconds: float, words: str) -> None:

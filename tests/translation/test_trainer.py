@@ -436,7 +436,7 @@ class TestCommands:
         for arguments in (
             ("train", tmp_path / "none.tsv", "--project", tmp_path / "no"),
             ("train", "--resume", tmp_path),
-            ("train", "--resume", trained, "--epochs", "3"),
+            ("train", "--resume", trained, "--lr", "3"),
             ("train", "--epochs", "0"),
             ("translate", trained, "--weights", "worst"),
             ("evaluate", trained, "--split", "nonsense"),

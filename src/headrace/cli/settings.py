@@ -19,27 +19,22 @@ def with_settings(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace the `**given` of a command by an option for each field that is not a parameter.
 
-    `panels` maps the title of each help panel to its fields. A parameter with the name of a field
-    in a panel is shown there. An option that was not given has the field's default;
-    `options.is_typed` says whether it was given.
+    `panels` maps the title of each help panel to its fields. An option that was not given has the
+    field's default; `options.is_typed` says whether it was given.
     """
 
     def decorate(command: Callable[..., None]) -> Callable[..., None]:
         own = typing.get_type_hints(command, include_extras=True)
-        written = {
-            name: parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=own[name])
+        parameters = [
+            parameter.replace(kind=Parameter.KEYWORD_ONLY, annotation=own[name])
             for name, parameter in signature(command).parameters.items()
             if parameter.kind is not Parameter.VAR_KEYWORD
-        }
-        panel_of = {name: title for title, names in panels.items() for name in names}
-        parameters = [one for name, one in written.items() if name not in panel_of]
+        ]
         hints = typing.get_type_hints(settings)
         for field in dataclasses.fields(settings):
-            if field.name in panel_of:
-                parameters.append(
-                    written.get(field.name)
-                    or _parameter(field, hints[field.name], panel_of[field.name])
-                )
+            if field.name not in own:
+                panel = next(title for title, names in panels.items() if field.name in names)
+                parameters.append(_parameter(field, hints[field.name], panel))
         # Typer reads the options from the signature.
         command.__signature__ = signature(command).replace(parameters=parameters)  # type: ignore[attr-defined]
         command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
@@ -54,6 +49,8 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str) -> Paramete
     if typing.get_origin(hint) in (typing.Literal, tuple):  # a list is text with commas
         hint = str
     default = None if field.default == () else field.default
+    if field.metadata.get("as_text"):  # such as 30m: the settings read it
+        hint, default = str, None
     flag = f"--{field.name.replace('_', '-')}"
     if hint is bool:
         flag = f"{flag}/--no-{flag[2:]}"

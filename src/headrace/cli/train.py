@@ -24,9 +24,9 @@ EXAMPLE = """\
 Examples:
 $ headrace train --preset tiny --epochs 5        # the built-in corpus
 $ headrace train corpus.tsv --src de --trg en    # your own sentence pairs
-$ headrace train corpus.tsv --time-limit 30m     # the best model of half an hour
+$ headrace train corpus.tsv --time-limit 30m     # train for half an hour
 $ headrace train --resume runs/train/exp         # continue an interrupted run
-$ headrace train --resume runs/train/exp --epochs 20  # train a finished one on
+$ headrace train --resume runs/train/exp --epochs 20  # more epochs
 $ torchrun --nproc-per-node 8 -m headrace train  # on 8 GPUs
 """
 
@@ -55,15 +55,6 @@ def train(
     ] = None,
     cache: Cache = None,
     quiet: Quiet = False,
-    time_limit: Annotated[
-        str | None,
-        typer.Option(
-            help="Stop training after this time, such as 90s, 30m or 2h, and score the model. "
-            "Counts from the start of this command; 0: no limit.",
-            show_default="no limit",
-            rich_help_panel="Training",
-        ),
-    ] = None,
     **given: Any,
 ) -> None:
     """Train a translation model and score it on the test set.
@@ -76,8 +67,6 @@ def train(
     from headrace.translation import Trainer
 
     given = {key: value for key, value in given.items() if is_typed(context, key)}
-    if time_limit is not None:
-        given["time_limit"] = time_limit
     if data and data_option:
         raise typer.BadParameter("expected the files once: as DATA or as --data", param_hint="DATA")
     data = data or data_option

@@ -79,6 +79,8 @@ def about(seconds: float) -> str:
     units = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
     unit, unit_s = next((one for one in units if seconds >= 1.5 * one[1]), units[-1])
     count = max(1, round(seconds / unit_s))
+    if unit == "second" and count > 20:
+        count = round(count, -1)
     return f"about {count:,} {unit}{'' if count == 1 else 's'}"
 
 

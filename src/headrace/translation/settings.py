@@ -106,12 +106,16 @@ class TrainSettings(Checked):
     max_steps: int | None = whole(
         None, 1, _MAX_COUNT, "Stop after this many optimizer steps.", unset="no limit"
     )
-    time_limit: float = number(
-        0.0,
-        0,
-        1e9,
-        "Stop training after this time, such as 90s, 30m or 2h, and score the model.",
-        unset="no limit",
+    time_limit: float = dataclasses.field(
+        default=0.0,
+        metadata={
+            "low": 0,
+            "high": 1e9,
+            "meaning": "Stop training after this time, such as 90s, 30m or 2h, and score the "
+            "model. Counts from the start of this command; 0: no limit.",
+            "unset": "no limit",
+            "as_text": True,
+        },
     )
     patience: int = whole(
         0,
