@@ -410,7 +410,8 @@ class TrainingLoop:
     def _requested_end(self) -> Ending | None:
         """The end that a signal or the time limit asks for, between two epochs. If one rank
         received a signal, all stop."""
-        number, late = self._agreement.wait(self._stop.number, self._is_late())
+        # The requests of `poll`, in its order: `wait` also returns those that are on their way.
+        number, _, late = self._agreement.wait(self._stop.number, 0, self._is_late())
         if number:
             return Ending(signal=_signal_name(number))
         return self._end_by_time() if late else None
