@@ -87,8 +87,8 @@ def _summary(run: TrainingRun) -> Summary:
         final = run.finished.scores
         value, label = score(final.bleu), f"BLEU, chrF {score(final.chrf)}"
         headline = f"BLEU {score(final.bleu)} after {counted(len(run.epochs), 'epoch')}, {done}"
-        if run.finished.ended_early is not None:
-            sentences.append(_EARLY.get(run.finished.ended_early, ""))
+        if run.finished.ended_early in _EARLY:
+            sentences.append(_EARLY[run.finished.ended_early])
     else:
         sentences.append(f"Continue with: headrace train --resume {run.path}")
         headline = (
