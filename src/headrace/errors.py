@@ -117,7 +117,7 @@ class StepError(HeadraceError):
 
 class NonFiniteError(StepError):
     """A batch's loss, or the gradients of an update, were NaN or infinite, and `on_nonfinite` ends
-    the run for it. `epoch` and `batch` say where."""
+    the run for it. `epoch` and `batch` say where, from 0; the message counts from 1."""
 
     def __init__(self, message: str, *, epoch: int, batch: int) -> None:
         super().__init__(message)

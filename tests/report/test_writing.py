@@ -540,6 +540,9 @@ class TestRuns:
         page = Page(render(run_sample(tmp_path / "exp")))
         assert "BLEU 47.0 after 8 epochs, 4,000 updates" in page.words
         assert "我有三本书。" in page.words
+        learned = " ".join(f"epoch {n} He has {n} cats." for n in (1, 3, 5, 6, 8))
+        assert f"他有两只猫。 reference He has two cats. {learned}" in page.words
+        assert "train, epoch so far" in page.words  # its step lines are of an older version
         assert "GPU busy 95 %" in page.words
         assert str(tmp_path / "exp" / "weights" / "best.safetensors") in page.words
         assert len(page.having("line-chart")) == 5 + 6  # two of losses, BLEU, speed, waits; sensors
@@ -551,12 +554,13 @@ class TestRuns:
         assert "Not finished: 800 updates so far" in page.words
         assert f"headrace train --resume {run}" in page.words
         assert "No profiler window was recorded" in page.words
-        assert "There are none before the run is finished." in page.words
+        assert "By epoch" in page.words
 
     def test_a_run_that_only_began(self, tmp_path: Path) -> None:
         (tmp_path / "config.yaml").write_text("preset: tiny\n")
         page = Page(render(tmp_path))
         assert "Not begun: nothing measured yet" in page.words
+        assert "There are none before the run is finished." in page.words
         assert len(page.having("empty")) == 9
 
     def test_wrong_lines_are_named(self, tmp_path: Path) -> None:

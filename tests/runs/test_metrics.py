@@ -234,3 +234,20 @@ def test_tensorboard_that_is_missing_is_said_so(
     monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
     with pytest.raises(RunError, match=r"not installed .*\(pip install tensorboard\)"):
         MetricsLog(path, tmp_path / "events")
+
+
+def test_sample_translations_are_text_in_tensorboard(path: Path, tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    samples = [["三|四", "three or four", "three"]]
+    with MetricsLog(path, tmp_path / "events") as metrics:
+        metrics.write("epoch", 40, epoch=1, loss=2.0, samples=samples)
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    events: Any = accumulator.EventAccumulator(str(tmp_path / "events"))
+    events.Reload()
+    (event,) = events.Tensors("epoch/samples/text_summary")
+    assert event.step == 40
+    assert event.tensor_proto.string_val[0].decode() == (
+        "after epoch 2\n\n| source | reference | translation |\n| --- | --- | --- |\n"
+        "| 三\\|四 | three or four | three |"
+    )
+    assert next(read_metrics(path))["samples"] == samples

@@ -247,6 +247,40 @@ def test_the_head_comes_again_now_and_then_and_when_columns_change() -> None:
     assert heads == [0, 26, 52, 58]
 
 
+def test_validation_is_in_the_row_of_its_own_epoch_only() -> None:
+    watched = Watched(width=120)
+    with watched.progress as progress:
+        watched.epoch_begins(0, 480)
+        watched.train(480)
+        progress.epoch_ends(result(), {"valid_loss": 2.5, "bleu": 27.3})
+        watched.epoch_begins(1, 480)
+        watched.train(480)
+        head, row, live = (watched.screen()[at].split() for at in (0, 1, -1))
+        at = head.index("valid")
+        assert (row[at : at + 2], live[at : at + 2]) == (["2.5000", "27.30"], ["-", "-"])
+        progress.epoch_ends(result(1), {"valid_loss": 2.0, "bleu": 30.0})
+        assert watched.screen()[2].split()[at : at + 2] == ["2.0000", "30.00"]
+
+
+def test_the_loss_shown_is_that_of_recent_batches() -> None:
+    watched = Watched(1)
+    with watched.progress:
+        watched.epoch_begins(0, 1000)
+        for loss in [9.0] * 500 + [2.0] * 50:
+            watched.clock.now_s += 1
+            watched.batch(loss=loss)
+        assert watched.live_line()[3] == "2.0000"
+
+
+def test_details_are_cut_to_the_terminal_and_whole_elsewhere() -> None:
+    line = "  > " + "翻译" * 30
+    for terminal, expected in ((True, "  > " + "翻译" * 5 + "翻…"), (False, line)):
+        watched = Watched(width=30, terminal=terminal)
+        with watched.progress as progress:
+            progress.details([line])
+        assert watched.screen()[0] == expected if terminal else watched.written == f"{line}\n"
+
+
 # --- time left ------------------------------------------------------------------------------------
 
 
@@ -303,6 +337,27 @@ def test_time_left_of_a_run_that_was_resumed_near_its_last_batch() -> None:
         watched.epoch_begins(3, 100, first_batch=60, limit=20)
         watched.train(10, 1.0)
         assert left(watched) == "0:10"
+
+
+def test_time_left_is_steady_after_a_resume() -> None:
+    """The first batches are slow; the run was at one batch a second before, with 40 s between."""
+    watched = Watched(3)
+    with watched.progress as progress:
+        progress.expect(1.0, 1800.0, 40.0)
+        watched.epoch_begins(1, 100, first_batch=50)
+        assert left(watched) == "3:50"  # 150 batches, two validations
+        watched.train(1, 6.0)
+        assert left(watched) == "4:19"
+        watched.train(40, 1.0)
+        assert left(watched) == "3:09"
+
+
+def test_time_left_ends_with_the_time_limit() -> None:
+    watched = Watched(10, ends_at_s=1060.0)
+    with watched.progress:
+        watched.epoch_begins(0, 100)
+        watched.train(20, 1.0)
+        assert left(watched) == "0:40"
 
 
 def test_time_spent_on_something_else_is_not_held_against_the_batches() -> None:

@@ -53,7 +53,7 @@ class TestNonFinite:
         assert result.non_finite == (8,)
         assert len(result.losses) == 16
         assert result.waits["non_finite"].count == 0  # nothing was read back
-        assert f"loss not finite at batch 8 of epoch 0{'; its' if accumulate == 1 else ''}" in (
+        assert f"loss not finite at batch 9 of epoch 1{'; its' if accumulate == 1 else ''}" in (
             caplog.text
         )
         assert engine.updates == 16 // accumulate
@@ -78,12 +78,12 @@ class TestNonFinite:
         before = weights(engine)
         engine.epoch(data(3))
         assert same(weights(engine), before)
-        assert "a gradient not finite at batch 2 of epoch 0; its update is skipped" in caplog.text
+        assert "a gradient not finite at batch 3 of epoch 1; its update is skipped" in caplog.text
 
     @pytest.mark.parametrize("plan", ["baseline", "pipeline", "graph"])
     def test_stop_names_the_batch(self, device: Device, plan: str) -> None:
         engine = make_engine(device, plan, on_nonfinite="stop")
-        with pytest.raises(NonFiniteError, match="loss not finite at batch 8 of epoch 0") as caught:
+        with pytest.raises(NonFiniteError, match="loss not finite at batch 9 of epoch 1") as caught:
             engine.epoch(bad_batches(100, 8))
         assert (caught.value.epoch, caught.value.batch) == (0, 8)
         assert engine.last_result is not None
@@ -97,7 +97,7 @@ class TestNonFinite:
         options = {"model": make_model(device, 0.0), "deterministic": True}
         engine = make_engine(device, plan, on_nonfinite="tolerate:2", **options)
         batches = bad_batches(60, 3, 5, 9)
-        with pytest.raises(NonFiniteError, match="at batch 9 of epoch 0; 2 such updates were"):
+        with pytest.raises(NonFiniteError, match="at batch 10 of epoch 1; 2 such updates were"):
             engine.epoch(batches)
         other = make_engine(device, plan, model=make_model(device, 0.0), deterministic=True)
         other.epoch([batches[at] for at in (0, 1, 2, 4, 6, 7, 8)])
@@ -116,7 +116,7 @@ class TestNonFinite:
 
     def test_fp16_too_ends_after_so_many(self, device: Device) -> None:
         engine = make_engine(device, precision="fp16", on_nonfinite="tolerate:2")
-        with pytest.raises(NonFiniteError, match="at batch 9 of epoch 0; 2 such updates were"):
+        with pytest.raises(NonFiniteError, match="at batch 10 of epoch 1; 2 such updates were"):
             engine.epoch(bad_batches(60, 3, 5, 9))
         assert all(torch.isfinite(weight).all() for weight in weights(engine))
 
@@ -131,7 +131,7 @@ class TestNonFinite:
         other = make_engine(device, on_nonfinite="tolerate:1")
         other.load_state_dict(copy.deepcopy(engine.state_dict()))
         before = weights(other)
-        with pytest.raises(NonFiniteError, match="at batch 0 of epoch 1; 1 such updates were"):
+        with pytest.raises(NonFiniteError, match="at batch 1 of epoch 2; 1 such updates were"):
             other.epoch(bad_batches(1, 0))  # one too many: no update any more
         assert same(weights(other), before)
 

@@ -249,7 +249,7 @@ class TestLosses:
         trainer = new(corpus, tmp_path, "run")
         with monkeypatch.context() as patch:
             self.nan_at(patch, 8)
-            with pytest.raises(NonFiniteError, match="loss not finite at batch 7 of epoch 0"):
+            with pytest.raises(NonFiniteError, match="loss not finite at batch 8 of epoch 1"):
                 trainer.run()
         assert resumed(trainer.folder.path, corpus) == whole
 
@@ -278,7 +278,7 @@ class TestLosses:
         self.nan_at(monkeypatch, 8)
         result = new(corpus, tmp_path, "run", on_nonfinite="skip").run()
         assert result.scores is not None
-        assert "loss not finite at batch 7 of epoch 0; its update is skipped" in caplog.text
+        assert "loss not finite at batch 8 of epoch 1; its update is skipped" in caplog.text
         epochs = [line for line in read_metrics(result.folder.metrics) if line["kind"] == "epoch"]
         assert all(math.isfinite(line["loss"]) for line in epochs)
 

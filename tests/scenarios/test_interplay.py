@@ -166,7 +166,7 @@ class TestNonFiniteCounts:
         stored = copy.deepcopy(engine.state_dict())
         other = fresh()
         other.load_state_dict(stored)
-        with pytest.raises(NonFiniteError, match="at batch 4 of epoch 1"):
+        with pytest.raises(NonFiniteError, match="at batch 5 of epoch 2"):
             other.epoch(bad_batches(20, 4))
         other.load_state_dict(stored)  # back again, in the same engine: as many are left
         assert other.epoch(data(4)).statistics.batches == 4
@@ -183,7 +183,7 @@ class TestNonFiniteCounts:
         )
         result = engine.epoch(bad_batches(6, 5))
         assert len(result.losses) == 6
-        with pytest.raises(NonFiniteError, match="loss not finite at batch 5 of epoch 1; 1 such"):
+        with pytest.raises(NonFiniteError, match="loss not finite at batch 6 of epoch 2; 1 such"):
             engine.epoch(bad_batches(6, 5))
 
 

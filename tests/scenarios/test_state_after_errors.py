@@ -96,7 +96,7 @@ class TestAfterAnError:
         assert seen + pending_in(stored) == list(range(stored["batch"]))
         other = new(device, model=make_model(device, 0.0), on_nonfinite="stop")
         other.load_state_dict(stored)
-        with pytest.raises(NonFiniteError, match="batch 12 of epoch 0"):
+        with pytest.raises(NonFiniteError, match="batch 13 of epoch 1"):
             other.epoch(bad_batches(60, 12))
 
     def test_a_loss_that_ended_the_callers_loop_ends_it_once(self, device: Device) -> None:
@@ -308,7 +308,7 @@ class TestGates:
             steps.close()
         other = made()
         other.load_state_dict(stored)
-        with pytest.raises(NonFiniteError, match="batch 3 of epoch 0; 1 such"):
+        with pytest.raises(NonFiniteError, match="batch 4 of epoch 1; 1 such"):
             other.epoch(batches)
 
     def test_fp16_counts_from_the_state_on(self) -> None:

@@ -266,7 +266,9 @@ def run_sample(folder: Path, *, steps: int = 4000, gpu: bool = True, finished: b
                           "valid_loss": loss + 0.2, "bleu": 48 * step / steps, "replays": every,
                           "tokens_per_s": 209_000.0, "data_wait_share": 0.004,
                           "host_blocked_share": 0.71, "peak_memory_bytes": 5_300_000_000,
-                          "waits": {"run_ahead": every, "data": every}})  # fmt: skip
+                          "waits": {"run_ahead": every, "data": every},
+                          "samples": [["他有两只猫。", "He has two cats.",
+                                       f"He has {step // every} cats."]]})  # fmt: skip
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (folder / "metrics.jsonl").write_text(text)
     if finished:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -56,6 +57,11 @@ def everything_in(run: Path) -> dict[str, tuple[int, str]]:
         for path in sorted(run.rglob("*"))
         if path.is_file() and "lock" not in path.name
     }
+
+
+@pytest.fixture(scope="module")
+def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return new(corpus, tmp_path_factory.mktemp("runs"), "run").run().folder.path
 
 
 class TestResume:
@@ -153,6 +159,7 @@ class TestResume:
         said = capfd.readouterr().err
         assert f"stopped by {number.name} after 5 updates" in said
         assert "headrace train --resume" in said
+        assert "Not finished: 5 updates so far" in stopped.folder.report.read_text()
         found = Trainer.resume(stopped.folder.path, cache=corpus / "cache", quiet=True).run()
         assert weights_of(found.folder.path) == weights_of(expected.folder.path)
 
@@ -169,11 +176,121 @@ class TestResume:
         assert weights_of(one.folder.path) == weights_of(other.folder.path)
 
 
+class TestEndings:
+    """A run that ends early or trains on leaves the weights of one that did neither."""
+
+    def resume(self, run: Path, corpus: Path, **changes: Any) -> TrainResult:
+        resumed = Trainer.resume(run, changes=changes, cache=corpus / "cache", quiet=True)
+        return resumed.run()
+
+    def test_more_epochs_for_a_finished_run(
+        self, trained: Path, corpus: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        one = new(corpus, tmp_path, "one", epochs=1, average_last=2).run()
+        run = one.folder.path
+        unchanged = everything_in(run)
+        assert self.resume(run, corpus, epochs=1) == one
+        assert "finished after 1 epochs, and --epochs 1 asks for no more" in caplog.text
+        assert everything_in(run) == unchanged
+        two = self.resume(run, corpus, epochs=2)
+        assert weights_of(run) == weights_of(trained)
+        assert [entry["epoch"] for entry in epochs(two)] == [0, 1]
+        assert TrainSettings.read(two.folder.config).epochs == 2
+        for folder in (run / "state").iterdir():
+            shutil.rmtree(folder)
+        with pytest.raises(TranslationError, match="has no checkpoint from which this finished"):
+            self.resume(run, corpus, epochs=3)
+
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    def test_a_time_limit_ends_the_run_with_scores_and_it_can_train_on(
+        self,
+        trained: Path,
+        corpus: Path,
+        tmp_path: Path,
+        capfd: pytest.CaptureFixture[str],
+        accumulate: int,
+    ) -> None:
+        options = {"accumulate": accumulate, "valid_sentences": 4 if accumulate == 1 else 0}
+        short = new(corpus, tmp_path, "short", time_limit=1e-3, **options).run()
+        run = short.folder.path
+        assert (short.stopped, short.ended_early) == (None, "time limit")
+        assert short.scores is not None
+        assert "the time limit of 0.001s is reached after 1 updates" in capfd.readouterr().err
+        assert [entry["epoch"] for entry in epochs(short)] == [0]
+        assert "The time limit ended it before its last epoch" in short.folder.report.read_text()
+        again = self.resume(run, corpus)  # the limit counts anew
+        assert again.ended_early == "time limit"
+        whole = self.resume(run, corpus, time_limit=0)
+        assert (whole.ended_early, [entry["epoch"] for entry in epochs(whole)]) == (None, [0, 1])
+        if accumulate == 1:
+            assert weights_of(run) == weights_of(trained)
+        else:
+            never_stopped = new(corpus, tmp_path, "never stopped", **options).run()
+            assert weights_of(run) == weights_of(never_stopped.folder.path)
+
+    @pytest.mark.parametrize(
+        ("valid_sentences", "said"),
+        [(4, "no better validation BLEU than 0.00 of epoch 1 in the last 1 epoch (--patience)"),
+         (0, "no better validation loss than ")],
+    )  # fmt: skip
+    def test_patience(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        capfd: pytest.CaptureFixture[str],
+        valid_sentences: int,
+        said: str,
+    ) -> None:
+        options = {"lr": 0.0, "epochs": 9, "patience": 1, "valid_sentences": valid_sentences}
+        stuck = new(corpus, tmp_path, "stuck", **options).run()
+        assert stuck.ended_early == "patience"
+        assert len(epochs(stuck)) == 2
+        assert said in capfd.readouterr().err
+        if not valid_sentences:
+            return
+        assert self.resume(stuck.folder.path, corpus) == stuck  # it is finished
+        assert len(epochs(self.resume(stuck.folder.path, corpus, epochs=10))) == 3
+
+    def test_other_settings_cannot_be_changed(self, trained: Path, corpus: Path) -> None:
+        with pytest.raises(TranslationError, match="unknown key 'lr'"):
+            self.resume(trained, corpus, lr=0.1)
+
+
+def test_samples_are_shown_and_stored_and_change_nothing(
+    trained: Path, corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """`trained` has the default, three; its validation translates four sentences anyway."""
+    default = [
+        line["samples"]
+        for line in read_metrics(trained / "metrics.jsonl")
+        if "bleu" in line and "epoch" in line
+    ]
+    for count, valid_sentences in ((0, 4), (2, 0)):
+        settings = TrainSettings.from_dict(
+            SMALL
+            | {"data": str(corpus / "pairs.tsv"), "samples": count, "tensorboard": False}
+            | {"valid_sentences": valid_sentences}
+        )
+        result = Trainer.create(
+            settings, project=tmp_path, name=str(count), cache=corpus / "cache"
+        ).run()
+        assert weights_of(result.folder.path) == weights_of(trained)
+        lines = [line for line in read_metrics(result.folder.metrics) if line["kind"] == "epoch"]
+        found = [line.get("samples") for line in lines]
+        assert found == ([None, None] if count == 0 else [one[:count] for one in default])
+        said = capfd.readouterr().err
+        for source, reference, translation in found[-1] or []:
+            assert f"    {source}\n  = {reference}\n  > {translation}".rstrip() in said
+    page = result.folder.report.read_text()
+    assert "By epoch" in page
+    assert all(text in page for text in ("<dt>epoch 1</dt>", "<dt>epoch 2</dt>"))
+
+
 def epochs(result: TrainResult) -> list[dict[str, Any]]:
     """The epoch metrics of a run, without those that depend on time."""
     lines = [json.loads(line) for line in result.folder.metrics.read_text().splitlines()]
-    kept = ("step", "epoch", "loss", "valid_loss", "bleu")
-    return [{name: line[name] for name in kept} for line in lines if line["kind"] == "epoch"]
+    kept = ("step", "epoch", "loss", "valid_loss", "bleu", "samples")
+    return [{name: line.get(name) for name in kept} for line in lines if line["kind"] == "epoch"]
 
 
 class TestRun:
@@ -244,11 +361,6 @@ class TestSettings:
         )
 
 
-@pytest.fixture(scope="module")
-def trained(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return new(corpus, tmp_path_factory.mktemp("runs"), "run").run().folder.path
-
-
 class TestCommands:
     def invoke(self, *arguments: object, stdin: str | None = None) -> Any:
         return CliRunner().invoke(app, [str(word) for word in arguments], input=stdin)
@@ -257,13 +369,22 @@ class TestCommands:
         config = tmp_path / "small.yaml"
         config.write_text(yaml.safe_dump({**SMALL, "epochs": 5}), encoding="utf-8")
         found = self.invoke(
-            *("train", corpus / "pairs.tsv", "--config", config, "--epochs", 1, "--quiet"),
+            *("train", "--data", corpus / "pairs.tsv", "--config", config, "--quiet"),
+            *("--epochs", 1, "--time-limit", "1h"),
             *("--project", tmp_path / "runs", "--cache", corpus / "cache"),
         )
         assert found.exit_code == 0, found.output
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
         stored = yaml.safe_load((tmp_path / "runs" / "exp" / "config.yaml").read_text())
         assert (stored["epochs"], stored["width"]) == (1, 16)  # flags override the file
+        assert (stored["data"], stored["time_limit"]) == ([str(corpus / "pairs.tsv")], 3600.0)
+        again = self.invoke(
+            *("train", "--resume", tmp_path / "runs" / "exp", "--epochs", 2, "--time-limit", 0),
+            *("--cache", corpus / "cache"),
+        )
+        assert again.exit_code == 0, again.output
+        lines = read_metrics(tmp_path / "runs" / "exp" / "metrics.jsonl")
+        assert [line["epoch"] for line in lines if line["kind"] == "epoch"] == [0, 1]
 
     def test_translate(self, trained: Path, tmp_path: Path) -> None:
         told = self.invoke("translate", trained, "one and two or three", "four and one or zero")
@@ -315,7 +436,7 @@ class TestCommands:
         for arguments in (
             ("train", tmp_path / "none.tsv", "--project", tmp_path / "no"),
             ("train", "--resume", tmp_path),
-            ("train", "--resume", trained, "--epochs", "3"),
+            ("train", "--resume", trained, "--lr", "3"),
             ("train", "--epochs", "0"),
             ("translate", trained, "--weights", "worst"),
             ("evaluate", trained, "--split", "nonsense"),
@@ -353,6 +474,7 @@ class TestCommands:
         [
             (["--tokens", 100, "--sentences", 5], "--tokens 100 and --sentences 5: expected one"),
             (["--src", "xx"], "src = 'xx' and trg = 'en': the built-in corpus is"),
+            (["--time-limit", "soon"], "time_limit = 'soon': expected seconds, or a time such as"),
         ],
     )
     def test_invalid_settings_leave_no_folder(
@@ -412,11 +534,11 @@ def test_a_moved_run_folder_still_translates(corpus: Path, tmp_path: Path) -> No
     assert model.translate([""]) == [""]
 
 
-def test_memory_is_flat_over_5000_steps(
+def test_memory_is_flat_over_2000_steps(
     corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "many.tsv").write_text(
-        "".join(f"{n} and {n % 7}\t{n} und {n % 7}\n" for n in range(5200)), encoding="utf-8"
+        "".join(f"{n} and {n % 7}\t{n} und {n % 7}\n" for n in range(2100)), encoding="utf-8"
     )
     process, count = psutil.Process(), EpochLoss.add_arrived
     resident: list[int] = []
@@ -431,8 +553,8 @@ def test_memory_is_flat_over_5000_steps(
     trainer = Trainer.create(
         TrainSettings.from_dict(settings), project=tmp_path, cache=tmp_path / "cache", quiet=True
     )
-    assert trainer.run().updates >= 5000
-    assert resident[5000] - resident[1000] < 20e6
+    assert trainer.run().updates >= 2000
+    assert resident[2000] - resident[500] < 8e6
 
 
 @pytest.mark.parametrize(

@@ -48,6 +48,8 @@ def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str) -> Paramete
     if typing.get_origin(hint) in (typing.Literal, tuple):  # a list is text with commas
         hint = str
     default = None if field.default == () else field.default
+    if field.metadata.get("as_text"):  # such as 30m: the settings read it
+        hint, default = str, None
     flag = f"--{field.name.replace('_', '-')}"
     if hint is bool:
         flag = f"{flag}/--no-{flag[2:]}"

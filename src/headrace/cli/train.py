@@ -17,13 +17,15 @@ from headrace.cli.options import (
 from headrace.cli.settings import with_settings
 from headrace.errors import TranslationError, usage_errors
 from headrace.runs import RunFolder
-from headrace.translation import SECTIONS, TrainSettings, stored_values
+from headrace.translation import CHANGED_BY_RESUME, SECTIONS, TrainSettings, stored_values
 
 EXAMPLE = """\
 Examples:
 $ headrace train --preset tiny --epochs 5        # the built-in corpus
 $ headrace train corpus.tsv --src de --trg en    # your own sentence pairs
+$ headrace train corpus.tsv --time-limit 30m     # train for half an hour
 $ headrace train --resume runs/train/exp         # continue an interrupted run
+$ headrace train --resume runs/train/exp --epochs 20  # more epochs
 $ torchrun --nproc-per-node 8 -m headrace train  # on 8 GPUs
 """
 
@@ -32,12 +34,20 @@ $ torchrun --nproc-per-node 8 -m headrace train  # on 8 GPUs
 def train(
     context: typer.Context,
     data: Data = None,
+    data_option: Annotated[
+        list[Path] | None,
+        typer.Option("--data", help="The same as DATA. Repeatable.", show_default=False),
+    ] = None,
     project: Annotated[Path, typer.Option(help="Folder for new runs.")] = Path("runs/train"),
     name: Annotated[
         str | None, typer.Option(help="Name of the run.", show_default="exp, exp2, …")
     ] = None,
     resume: Annotated[
-        Path | None, typer.Option(help="Continue this run. Takes no other settings.")
+        Path | None,
+        typer.Option(
+            help="Continue this run. Of its settings, --epochs, --time-limit, --patience and "
+            "--samples may be changed."
+        ),
     ] = None,
     config: Annotated[
         Path | None, typer.Option(help="Read the settings below from this YAML file.")
@@ -56,6 +66,9 @@ def train(
     from headrace.translation import Trainer
 
     given = {key: value for key, value in given.items() if is_typed(context, key)}
+    if data and data_option:
+        raise typer.BadParameter("expected the files once: as DATA or as --data", param_hint="DATA")
+    data = data or data_option
     if data:
         given["data"] = tuple(str(path.absolute()) for path in data)
     if "weights" in given:
@@ -67,6 +80,7 @@ def train(
                 "them to set the batch size; leave out the other"
             )
         if resume is not None:
+            changes = {key: given.pop(key) for key in CHANGED_BY_RESUME if key in given}
             others = {"name": name, "config": config, **given}
             elsewhere = project if is_typed(context, "project") else None
             require_resume_alone(resume, elsewhere, others, TranslationError)
@@ -78,7 +92,7 @@ def train(
         common: dict[str, Any] = {"cache": cache, "quiet": quiet, "ranks": ranks}
         with usage_errors():
             if resume is not None:
-                trainer = Trainer.resume(resume, **common)
+                trainer = Trainer.resume(resume, changes=changes, **common)
             else:
                 trainer = Trainer.create(settings, project=project, name=name, **common)
         if ranks.several:

@@ -85,7 +85,7 @@ class NonFiniteWatch:
         if not entry.non_finite and not skipped:
             return
         what = f"{', '.join(entry.non_finite) or 'a gradient'} not finite"
-        where = f"batch {entry.step} of epoch {epoch}"
+        where = f"batch {entry.step + 1} of epoch {epoch + 1}"
         # An infinite metric is not an error, nor is the loss of an empty batch (weight 0): 0/0.
         bad_loss = "loss" in entry.non_finite and entry.values.get("weight") != 0
         bad, max_skipped = skipped or bad_loss, self._policy.max_skipped

@@ -198,13 +198,16 @@ class Agreement:
         return agreed
 
     def wait(self, *requests: int) -> tuple[int, ...]:
-        """At the end of an epoch, wait for all ranks. Returns everything that they request."""
+        """At the end of an epoch, wait for all ranks. Returns everything that they request.
+
+        The requests are those of `poll`, in the same order: one may still be on its way.
+        """
         if not self._ranks.several:
             return requests
         self._polls = 0
         before = self._finish_exchange() or (0,) * len(requests)
         now = self._ranks.all_reduce_max(requests, self._ledger, "agreement")
-        return tuple(map(max, before, now))
+        return tuple(max(pair) for pair in zip(before, now, strict=True))
 
     def _finish_exchange(self) -> tuple[int, ...] | None:
         exchange, self._exchange = self._exchange, None

@@ -24,6 +24,11 @@ from headrace.report.thinning import Point, evenly_spaced
 from headrace.runs.records import EpochLine, TrainingRun
 
 _MAX_EPOCHS = 100
+_MAX_SAMPLED_EPOCHS = 5
+_EARLY = {
+    "time limit": "The time limit ended it before its last epoch; --resume trains on.",
+    "patience": "It ended early, because its validation score did not get better (--patience).",
+}
 _REASON_LOOKS = 8
 _SENSORS = (NVML, CPU_CORES, WORKER_CORES, GPU_MEMORY, POWER, HOST_MEMORY)
 _UPDATES = Axis("update", low=0.0)
@@ -56,6 +61,7 @@ def train_page(run: TrainingRun, source: str) -> str:
         "use": use,
         "gpu": _gpu(run),
         "examples": run.finished.examples if run.finished is not None else (),
+        "samples": _samples(run),
         "src": str(settings.get("src", "")),
         "trg": str(settings.get("trg", "")),
         "epochs": _epochs_table(run, _COLUMNS) if run.epochs else None,
@@ -81,6 +87,8 @@ def _summary(run: TrainingRun) -> Summary:
         final = run.finished.scores
         value, label = score(final.bleu), f"BLEU, chrF {score(final.chrf)}"
         headline = f"BLEU {score(final.bleu)} after {counted(len(run.epochs), 'epoch')}, {done}"
+        if run.finished.ended_early in _EARLY:
+            sentences.append(_EARLY[run.finished.ended_early])
     else:
         sentences.append(f"Continue with: headrace train --resume {run.path}")
         headline = (
@@ -129,9 +137,10 @@ def _stats(run: TrainingRun) -> list[Stat]:
 
 def _losses(run: TrainingRun) -> dict[str, Any] | None:
     running = [(float(line.step), line.loss) for line in run.steps if line.loss is not None]
+    is_recent = all(line.mean_loss is not None for line in run.steps)
     valid = _points(run, "valid_loss")
     lines = [
-        Line("train, mean of the epoch so far", running, 0, 1.5),
+        Line(f"train, {'recent batches' if is_recent else 'epoch so far'}", running, 0, 1.5),
         Line("train, whole epoch", _points(run, "loss"), 2, dots=True),
         Line("validation", valid, 1, dots=True),
     ]
@@ -165,6 +174,25 @@ def _timed(run: TrainingRun, line: Line) -> list[Point]:
     points = [line.points[at] for at in evenly_spaced(len(line.points), 2000)]
     found = [(run.seconds_at(round(step)), value) for step, value in points]
     return [(at, value) for at, value in found if at is not None]
+
+
+def _samples(run: TrainingRun) -> list[dict[str, Any]]:
+    """The held-out sentences that were translated after each epoch, with their translations after
+    some of the epochs: the first, the last, and others between."""
+    epochs = [epoch for epoch in run.epochs if epoch.samples]
+    if not epochs:
+        return []
+    chosen = [epochs[at] for at in evenly_spaced(len(epochs), _MAX_SAMPLED_EPOCHS)]
+    found: list[dict[str, Any]] = []
+    for source, reference, _ in chosen[-1].samples or ():
+        translations = [
+            (f"epoch {epoch.epoch + 1}", one[2])
+            for epoch in chosen
+            for one in epoch.samples or ()
+            if one[:2] == (source, reference)
+        ]
+        found.append({"source": source, "reference": reference, "translations": translations})
+    return found
 
 
 def _bleu(run: TrainingRun) -> LineChart | None:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from headrace.runs.metrics import MetricsLog, NoMetrics, read_metrics
     from headrace.runs.monitor import Monitor, UseSample
     from headrace.runs.progress_line import Gauges, ProgressLine
+    from headrace.runs.recent_loss import RecentLoss
     from headrace.runs.signals import StopRequests, ignore_foreign_sigterm
     from headrace.runs.status_line import StatusLine
     from headrace.runs.usage_log import UsageLog
@@ -29,6 +30,7 @@ _HOMES = {
     "Monitor": "monitor",
     "NoMetrics": "metrics",
     "ProgressLine": "progress_line",
+    "RecentLoss": "recent_loss",
     "RunFolder": "folder",
     "StatusLine": "status_line",
     "StopRequests": "signals",
@@ -52,6 +54,7 @@ __all__ = [
     "Monitor",
     "NoMetrics",
     "ProgressLine",
+    "RecentLoss",
     "RunFolder",
     "StatusLine",
     "StopRequests",

@@ -96,6 +96,10 @@ class Display:
         """Print the values of a finished epoch, and a note."""
         self.print("  ".join(filter(None, (plain_text(values), note))))
 
+    def print_detail(self, text: str) -> None:
+        """Print a line that may be cut."""
+        self.print(text)
+
     def print(self, text: str, style: str = "") -> None:
         """Print lines. May be called from any thread, and in a forked process."""
         self.console.file.write(f"{self._printable(text)}\n")
@@ -186,6 +190,12 @@ class LiveDisplay(Display):
             return
         with self._lock:
             self.console.print(Text(self._printable(text), style), soft_wrap=True)
+
+    def print_detail(self, text: str) -> None:
+        with self._lock:
+            line = Text(self._printable(text).replace("\n", " "), "dim")
+            line.truncate(max(0, self.console.width - _FREE_CELLS), overflow="ellipsis")
+            self.console.print(line, soft_wrap=True)
 
     def _print(self, line: Text) -> None:
         line.truncate(max(0, self.console.width - _FREE_CELLS), overflow="crop")

@@ -6,7 +6,7 @@ import json
 import logging
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -161,7 +161,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 class _Events:
-    """Writes numbers as TensorBoard events. It starts the writer, a thread, when it is needed."""
+    """Writes numbers, and sample translations as text, as TensorBoard events. It starts the writer,
+    a thread, when it is needed."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -181,6 +182,8 @@ class _Events:
         for name, number in _numbers(content):
             if name not in ("step", "epoch", "at_s"):
                 self._open().add_scalar(f"{kind}/{name}", number, step)
+        if samples := content.get("samples"):
+            self._open().add_text(f"{kind}/samples", _markdown(samples, content), step)
 
     def rewind(self, step: int) -> None:
         """Make TensorBoard hide the events from `step` on that were written so far."""
@@ -196,6 +199,16 @@ class _Events:
         if self._writer is None:
             self._writer = self._new_writer(str(self._folder), purge_step=self._purge_step)
         return self._writer
+
+
+def _markdown(samples: Sequence[Sequence[str]], content: Mapping[str, Any]) -> str:
+    """A table of sample translations. Epochs are stored from 0 and shown from 1."""
+    epoch = content.get("epoch")
+    title = f"after epoch {epoch + 1}\n\n" if isinstance(epoch, int) else ""
+    rows = [("source", "reference", "translation"), ("---", "---", "---"), *samples]
+    return title + "\n".join(
+        f"| {' | '.join(text.replace('|', chr(92) + '|') for text in row)} |" for row in rows
+    )
 
 
 def _numbers(content: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, int | float]]:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from headrace.runs.recent_loss import RecentLoss
 from headrace.runs.status_line import StatusLine
 
 if TYPE_CHECKING:
@@ -42,9 +43,11 @@ class ProgressLine(StatusLine):
             progress.status("validating")
             progress.epoch_ends(result, {"valid_loss": 3.1, "bleu": 27.3})
 
-    A status stays until the next batch; its time does not count in the rate of the batches. With
-    `quiet` the last epoch is shown, too. `gauges` is called whenever a line is drawn, not for
-    every batch. Drawing takes at most one per cent of the loop's time.
+    During an epoch the loss is that of recent batches; the epoch's own line has its mean. A status
+    stays until the next batch; its time does not count in the rate of the batches. With `quiet` the
+    last epoch is shown, too. `gauges` is called whenever a line is drawn, not for every batch.
+    Drawing takes at most one per cent of the loop's time. `ends_at_s`, on the same clock, is when
+    the run will be stopped.
     """
 
     def __init__(
@@ -57,20 +60,27 @@ class ProgressLine(StatusLine):
         log_level: int = logging.INFO,
         clock: Callable[[], float] = time.monotonic,
         every_s: float = 10.0,
+        ends_at_s: float | None = None,
     ) -> None:
         super().__init__(quiet, console, log_level=log_level, clock=clock, every_s=every_s)
-        self._total_epochs, self._gauges = total_epochs, gauges
+        self._total_epochs, self._gauges, self._ends_at_s = total_epochs, gauges, ends_at_s
         self._last_batch_s = clock()
         self._epoch = _Epoch(0, None, 0, None, self._last_batch_s)
         self._rates = _RecentRates(self._last_batch_s)
         self._batches_before: int | None = None  # of the epoch before
         self._between_s = 0.0  # from an epoch's last batch to the next one's beginning
-        self._scores: dict[str, Any] = {}  # the latest validation
+        self._recent_loss = RecentLoss()
         self._hidden_epoch: tuple[dict[str, Any], str] | None = None  # the last one, by `quiet`
 
     def __exit__(self, *exception: object) -> None:
         self._print_hidden_epoch()
         super().__exit__(*exception)
+
+    def expect(self, batches_per_s: float, tokens_per_s: float, between_s: float) -> None:
+        """Call this before a resumed run begins, with the rates of its earlier part and the time
+        between its epochs: the time left then counts with them, until they are measured again."""
+        self._rates.assume(batches_per_s, tokens_per_s)
+        self._between_s = between_s
 
     def epoch_begins(
         self, epoch: int, batches: int | None, *, first_batch: int = 0, limit: int | None = None
@@ -97,7 +107,10 @@ class ProgressLine(StatusLine):
         epoch = self._epoch
         epoch.done = progress.batch + 1
         for arrived in progress.arrived:
-            epoch.add(arrived.values.get("loss"), arrived.values.get("weight"))
+            loss, tokens = arrived.values.get("loss"), arrived.values.get("weight")
+            epoch.tokens += tokens or 0.0
+            if loss is not None:
+                self._recent_loss.add(loss, 1.0 if tokens is None else tokens)
         now_s = self._clock()
         if self._stage is not None:
             self._rates.skipped_s += now_s - self._status_since_s
@@ -123,8 +136,6 @@ class ProgressLine(StatusLine):
         self._batches_before = self._epoch.done
         self._between_s = self._clock() - self._last_batch_s
         self._rates.record(self._last_batch_s, self._epoch.trained, self._epoch.tokens)
-        for key in extra.keys() & {"valid_loss", "bleu"}:
-            self._scores[_EXTRA_COLUMNS[key]] = extra[key]
         statistics = result.statistics
         gauges = Gauges(
             statistics.peak_memory_bytes or None,
@@ -135,6 +146,8 @@ class ProgressLine(StatusLine):
         values = self._values(
             gauges, result.mean_loss, statistics.weight_per_s, statistics.elapsed_s
         )
+        for key in extra.keys() & {"valid_loss", "bleu"}:
+            values[_EXTRA_COLUMNS[key]] = extra[key]
         others = [f"{key} {_text(extra[key])}" for key in extra if key not in _EXTRA_COLUMNS]
         if self._quiet:
             self._hidden_epoch = (values, "  ".join(others))
@@ -155,7 +168,10 @@ class ProgressLine(StatusLine):
         epoch = self._epoch
         _, tokens_per_s = self._rates.per_second()
         values = self._values(
-            self._gauges(), epoch.mean_loss(), tokens_per_s, self._last_batch_s - epoch.begun_s
+            self._gauges(),
+            self._recent_loss.mean,
+            tokens_per_s,
+            self._last_batch_s - epoch.begun_s,
         )
         self._display.show_values(values, epoch.done, epoch.batches)
 
@@ -165,7 +181,6 @@ class ProgressLine(StatusLine):
         """The value of each column; None if it is not known."""
         epoch = self._epoch
         return {
-            **self._scores,
             "epoch": _of(epoch.number + 1, self._total_epochs),
             "mem": gauges.memory_bytes,
             "tok/s": tokens_per_s,
@@ -194,12 +209,15 @@ class ProgressLine(StatusLine):
         epoch_ends = (min(in_epoch, left) > 0) + math.ceil(
             max(0, left - in_epoch) / max(1, per_epoch)
         )
-        return left / batches_per_s + epoch_ends * self._between_s
+        left_s = left / batches_per_s + epoch_ends * self._between_s
+        if self._ends_at_s is not None:
+            left_s = min(left_s, max(0.0, self._ends_at_s - self._last_batch_s))
+        return left_s
 
 
 @dataclass(slots=True)
 class _Epoch:
-    """The current epoch: its length, and its sums so far."""
+    """The current epoch: its length, and how far it is."""
 
     number: int
     batches: int | None
@@ -208,8 +226,6 @@ class _Epoch:
     begun_s: float
     done: int = 0
     tokens: float = 0.0
-    loss_sum: float = 0.0
-    weight: float = 0.0
 
     def __post_init__(self) -> None:
         self.done = self.first_batch
@@ -218,16 +234,6 @@ class _Epoch:
     def trained(self) -> int:
         """Batches trained on by this process, which may have resumed the epoch."""
         return self.done - self.first_batch
-
-    def add(self, loss: float | None, tokens: float | None) -> None:
-        weight = 1.0 if tokens is None else tokens
-        self.tokens += tokens or 0.0
-        if loss is not None and weight:  # the loss of a batch without tokens is 0/0
-            self.loss_sum += loss * weight
-            self.weight += weight
-
-    def mean_loss(self) -> float | None:
-        return self.loss_sum / self.weight if self.weight else None
 
 
 class _RecentRates:
@@ -238,8 +244,15 @@ class _RecentRates:
 
     def __init__(self, now_s: float) -> None:
         self.skipped_s = 0.0
-        self._earlier_epochs = (0, 0.0)  # batches, tokens
-        self._records = deque([(now_s, 0, 0.0)])
+        self._earlier_epochs = (0.0, 0.0)  # batches, tokens
+        self._records = deque([(now_s, 0.0, 0.0)])
+
+    def assume(self, batches_per_s: float, tokens_per_s: float) -> None:
+        """Begin as if the last half minute had had these rates."""
+        begun_s = self._records[-1][0]
+        self._records.clear()
+        for ago_s in range(round(_RECENT_S), -1, -1):
+            self._records.append((begun_s - ago_s, -ago_s * batches_per_s, -ago_s * tokens_per_s))
 
     def begin_epoch(self, now_s: float) -> None:
         _, batches, tokens = self._records[-1]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -95,6 +95,11 @@ class StatusLine:
         else:
             style = "yellow" if level < logging.ERROR else "bold red"
             self._display.print(f"{logging.getLevelName(level).lower()}: {text}", style)
+
+    def details(self, lines: Iterable[str]) -> None:
+        """Print lines that explain the line before. On a terminal each is cut to its width."""
+        for line in () if self._quiet else lines:
+            self._display.print_detail(line)
 
     def final(self, text: str) -> None:
         """Print a line even if `quiet`, and remove the live line: the process may end now."""

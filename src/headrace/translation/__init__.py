@@ -30,10 +30,16 @@ if TYPE_CHECKING:
     from headrace.translation.result import TrainResult, stored_result
     from headrace.translation.saved_model import LengthCounts, TrainedModel
     from headrace.translation.score import Scores
-    from headrace.translation.settings import SECTIONS, TrainSettings, stored_values
+    from headrace.translation.settings import (
+        CHANGED_BY_RESUME,
+        SECTIONS,
+        TrainSettings,
+        stored_values,
+    )
     from headrace.translation.trainer import Trainer
 
 _HOMES = {
+    "CHANGED_BY_RESUME": "settings",
     "EOS": "model",
     "MODEL_PRESETS": "model",
     "SECTIONS": "settings",
@@ -63,6 +69,7 @@ _HOMES = {
 }
 
 __all__ = [
+    "CHANGED_BY_RESUME",
     "EOS",
     "MODEL_PRESETS",
     "SECTIONS",

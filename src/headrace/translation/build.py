@@ -51,7 +51,7 @@ class RunParts:
 
 def check_settings(settings: TrainSettings) -> None:
     """Raise the errors of `build_run` that can be found without the corpus."""
-    settings.model()
+    (settings.replace(preset="tiny") if settings.preset == "auto" else settings).model()
     check_policies(settings, effective_plan(Plan.of(settings.plan)))
     open_device(rank_device(settings.device))
     if settings.weights is not None and not Path(settings.weights).exists():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from headrace.device import Device
 from headrace.engine import Engine, Progress
@@ -20,6 +21,7 @@ from headrace.runs import (
     RunFolder,
     UsageLog,
     Watchdog,
+    read_metrics,
     silent_console,
 )
 from headrace.translation.settings import TrainSettings
@@ -43,7 +45,7 @@ class Observers:
         batches, if it is not None."""
         self.progress.epoch_begins(epoch, batches, first_batch=first_batch, limit=limit)
         self.gauges.epoch_begins(self.device, self.monitor)
-        self.watchdog.progress(f"began epoch {epoch} at batch {first_batch}")
+        self.watchdog.progress(f"began epoch {epoch + 1} at batch {first_batch + 1}")
 
     def on_step(
         self, info: Progress, updates: int, *, left_in_run: int, left_in_epoch: int
@@ -87,12 +89,27 @@ def _read_gauges(device: Device, monitor: UsageLog, begun_ns: int) -> Gauges:
 
 
 def new_progress(
-    settings: TrainSettings, ranks: Ranks, quiet: bool, gauges: EpochGauges
+    settings: TrainSettings,
+    ranks: Ranks,
+    quiet: bool,
+    gauges: EpochGauges,
+    ends_at_s: float | None,
 ) -> ProgressLine:
     epochs = settings.epochs
     if ranks.is_first:
-        return ProgressLine(epochs, quiet, gauges=gauges)
+        return ProgressLine(epochs, quiet, gauges=gauges, ends_at_s=ends_at_s)
     return ProgressLine(epochs, quiet=True, console=silent_console())
+
+
+def expect_earlier_rates(progress: ProgressLine, metrics: Path, tokens_per_batch: float) -> None:
+    """Tell the progress line of a resumed run how fast its earlier part was, as its metrics say."""
+    tokens_per_s = validation_s = 0.0
+    for line in read_metrics(metrics):
+        if line.get("kind") in ("step", "epoch"):
+            tokens_per_s = line.get("tokens_per_s") or tokens_per_s
+            validation_s = line.get("validation_s") or validation_s
+    if tokens_per_s and tokens_per_batch:
+        progress.expect(tokens_per_s / tokens_per_batch, tokens_per_s, validation_s)
 
 
 def new_metrics(settings: TrainSettings, ranks: Ranks, folder: RunFolder) -> MetricsLog | NoMetrics:

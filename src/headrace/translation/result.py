@@ -14,8 +14,9 @@ from headrace.runs.records import FinishedRun, Scores
 class TrainResult:
     """The result of `Trainer.run`.
 
-    `stopped` names the signal that stopped the run, or is None if it is finished. `examples` are
-    (source, reference, translation) of sentences that the model was not trained on.
+    `stopped` names the signal that stopped the run, or is None if it is finished. `ended_early` is
+    "time limit" or "patience" if that ended it before its last epoch. `examples` are (source,
+    reference, translation) of sentences that the model was not trained on.
     """
 
     folder: RunFolder
@@ -23,11 +24,12 @@ class TrainResult:
     updates: int
     scores: Scores | None = None
     examples: list[tuple[str, str, str]] = field(default_factory=list)
+    ended_early: str | None = None
 
     def store(self) -> None:
         """Write `result.json`, which marks the run as finished."""
         assert self.scores is not None
-        stored = FinishedRun(self.updates, self.scores, tuple(self.examples))
+        stored = FinishedRun(self.updates, self.scores, tuple(self.examples), self.ended_early)
         stored.write(_result_file(self.folder))
 
 
@@ -44,7 +46,12 @@ def stored_result(folder: RunFolder) -> TrainResult | None:
             "--resume to score the run again"
         ) from problem
     examples = [(src, trg, found) for src, trg, found in stored.examples]
-    return TrainResult(folder, None, stored.updates, stored.scores, examples)
+    return TrainResult(folder, None, stored.updates, stored.scores, examples, stored.ended_early)
+
+
+def remove_result(folder: RunFolder) -> None:
+    """Mark a finished run as unfinished, because it trains on."""
+    _result_file(folder).unlink(missing_ok=True)
 
 
 def _result_file(folder: RunFolder) -> Path:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
 
 _MAX_COUNT = 1 << 40
 _BY_PRESET = "set by --preset"
+_TIME = re.compile(r"(?:(\d+\.?\d*)h)?(?:(\d+\.?\d*)m)?(?:(\d+\.?\d*)s?)?")
+#: The settings that `--resume` may change.
+CHANGED_BY_RESUME = ("epochs", "time_limit", "patience", "samples")
 #: A run folder's copy of its plan file.
 PLAN_FILE = "plan.yaml"
 
@@ -75,8 +79,9 @@ class TrainSettings(Checked):
     )
     seed: int = whole(0, 0, 1 << 62, "Random seed for weights, batch order and dropout.")
     # --- model
-    preset: Literal["tiny", "small", "base", "big"] = choice(
-        "base", "Model size: tiny, small, base or big."
+    preset: Literal["tiny", "small", "base", "big", "auto"] = choice(
+        "auto",
+        "Model size: tiny, small, base, big, or auto: chosen by device and corpus size.",
     )
     width: int | None = whole(None, 2, 1 << 16, "Model width (d_model).", unset=_BY_PRESET)
     heads: int | None = whole(None, 1, 1024, "Attention heads.", unset=_BY_PRESET)
@@ -100,6 +105,23 @@ class TrainSettings(Checked):
     epochs: int = whole(10, 1, _MAX_COUNT, "Number of epochs.")
     max_steps: int | None = whole(
         None, 1, _MAX_COUNT, "Stop after this many optimizer steps.", unset="no limit"
+    )
+    time_limit: float = dataclasses.field(
+        default=0.0,
+        metadata={
+            "low": 0,
+            "high": 1e9,
+            "meaning": "Stop training after this time, such as 90s, 30m or 2h, and score the "
+            "model. Counts from the start of this command; 0: no limit.",
+            "unset": "no limit",
+            "as_text": True,
+        },
+    )
+    patience: int = whole(
+        0,
+        0,
+        _MAX_COUNT,
+        "Stop after this many epochs without a better validation score; 0: never.",
     )
     lr: float = number(7e-4, 0, 1e3, "Peak learning rate.")
     schedule: Literal["inverse_sqrt", "noam", "constant"] = choice(
@@ -158,6 +180,9 @@ class TrainSettings(Checked):
     valid_sentences: int = whole(
         200, 0, _MAX_COUNT, "Validation sentences to translate after each epoch, for BLEU; 0: none."
     )
+    samples: int = whole(
+        3, 0, 100, "Held-out sentences whose translations are shown after each epoch; 0: none."
+    )
     beam: int = whole(3, 1, 1000, "Beam size for the final translation of the test set.")
     # --- logging
     tensorboard: bool = choice(True, "Write TensorBoard events beside metrics.jsonl.")
@@ -177,6 +202,8 @@ class TrainSettings(Checked):
             raise TranslationError(
                 f"{where}: data = {quoted(data)}: expected a path, or a list of them"
             )
+        if isinstance(limit := given.get("time_limit"), str):
+            given["time_limit"] = _seconds(limit, where)
         return cls.from_values(given, where)
 
     @classmethod
@@ -200,11 +227,19 @@ class TrainSettings(Checked):
     but = replace  # its older name
 
     def model(self) -> ModelSettings:
-        """The settings of the model: the preset, with what was changed."""
+        """The settings of the model: the preset, with what was changed.
+
+        Raises if the preset is "auto": the trainer chooses one when it has read the corpus.
+        """
         from headrace.translation.model import (
             ModelSettings,
         )  # late, because --help must not import PyTorch
 
+        if self.preset == "auto":
+            raise TranslationError(
+                "preset = auto: is chosen when a run starts, and this one has not; expected tiny, "
+                "small, base or big"
+            )
         preset = ModelSettings.preset(self.preset)
         changes: dict[str, Any] = {"norm": self.norm, "tied": self.tied}
         for name in ("width", "heads", "inner", "dropout"):
@@ -236,6 +271,25 @@ def resolve_precision(wanted: str, device: Device) -> str:
     return "bf16" if device.has_fast_bf16() else "fp32"
 
 
+def _seconds(text: str, where: str) -> float:
+    """The seconds of a time such as "90", "90s", "30m", "1.5h" or "1h30m"."""
+    if not text.strip() or (found := _TIME.fullmatch(text.strip())) is None:
+        raise TranslationError(
+            f"{where}: time_limit = {quoted(text)}: expected seconds, or a time such as 90s, 30m, "
+            "2h or 1h30m"
+        )
+    hours, minutes, seconds = (float(part or 0) for part in found.groups())
+    return 3600 * hours + 60 * minutes + seconds
+
+
+def time_text(seconds: float) -> str:
+    """Seconds as `time_limit` takes them, such as "1h30m"."""
+    hours, rest = divmod(seconds, 3600)
+    minutes, rest = divmod(rest, 60)
+    parts = ((hours, "h"), (minutes, "m"), (rest, "s"))
+    return "".join(f"{count:g}{unit}" for count, unit in parts if count) or "0s"
+
+
 def _plain(value: Any) -> Any:
     return list(value) if isinstance(value, tuple) else value
 
@@ -251,14 +305,14 @@ SECTIONS = {
         *("preset", "width", "heads", "layers", "inner", "dropout", "norm", "tied", "weights"),
     ),
     "Training": (
-        *("epochs", "max_steps", "lr", "schedule", "warmup", "weight_decay", "smoothing"),
-        *("clip_norm", "accumulate", "ema", "average_last"),
+        *("epochs", "max_steps", "time_limit", "patience", "lr", "schedule", "warmup"),
+        *("weight_decay", "smoothing", "clip_norm", "accumulate", "ema", "average_last"),
     ),
     "Execution": ("plan", "precision", "device", "deterministic", "parallel", "rank_timeout"),
     "Fault tolerance": (
         *("on_nonfinite", "on_oom", "hang_after", "hang_abort", "grace", "stop_code"),
         *("save_every", "keep"),
     ),
-    "Evaluation": ("valid_sentences", "beam"),
+    "Evaluation": ("valid_sentences", "samples", "beam"),
     "Logging": ("tensorboard", "monitor"),
 }

@@ -6,9 +6,9 @@
 A run depends only on its settings, which include the seed. It may be killed at any moment:
 `Trainer.resume(folder).run()` continues with the batch after the last checkpoint.
 
-Read this file from top to bottom. `Trainer.run` prepares the corpus, builds the run (`build.py`),
-opens observers and the checkpoint writer, restores the last checkpoint, trains with a
-`TrainingLoop`, and scores the best weights.
+Read this file from top to bottom. `Trainer.run` prepares the corpus, chooses a preset if none was
+given, builds the run (`build.py`), opens observers and the checkpoint writer, restores the last
+checkpoint, trains with a `TrainingLoop`, and scores the best weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,7 @@ from typing import Any
 from headrace.atomic_files import replace_file
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
 from headrace.data import end_workers, loader_error
-from headrace.device import Ledger
+from headrace.device import Ledger, open_device
 from headrace.engine import DeferredValues, Engine, EpochResult
 from headrace.errors import (
     CheckpointError,
@@ -40,17 +40,26 @@ from headrace.errors import (
     StepError,
     TranslationError,
 )
-from headrace.parallel import SINGLE, Agreement, Ranks, kill_children, parallelism_of
+from headrace.parallel import (
+    SINGLE,
+    Agreement,
+    Ranks,
+    kill_children,
+    parallelism_of,
+    rank_device,
+)
 from headrace.report import try_report
 from headrace.runs import (
     MetricsLog,
     NoMetrics,
     ProgressLine,
+    RecentLoss,
     RunFolder,
     StopRequests,
     shared_folder,
 )
 from headrace.runs.records import EpochLine, StepLine
+from headrace.schema import refuse_unknown
 from headrace.translation.build import RunParts, build_run, check_settings
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
@@ -58,24 +67,40 @@ from headrace.translation.observers import (
     EpochGauges,
     Observers,
     batches_left,
+    expect_earlier_rates,
     new_metrics,
     new_monitor,
     new_progress,
     new_watchdog,
 )
-from headrace.translation.result import TrainResult, stored_result
+from headrace.translation.result import TrainResult, remove_result, stored_result
+from headrace.translation.run_size import (
+    FirstBatches,
+    about,
+    choose_preset,
+    estimated_seconds,
+    parameter_count,
+    preset_of_weights,
+)
 from headrace.translation.saved_model import (
     TrainedModel,
     save_vocabularies,
     score_on_ranks,
     unsharded_copy,
 )
-from headrace.translation.settings import PLAN_FILE, TrainSettings, is_plan_file
+from headrace.translation.settings import (
+    CHANGED_BY_RESUME,
+    PLAN_FILE,
+    TrainSettings,
+    is_plan_file,
+    time_text,
+)
 from headrace.translation.weights import WeightFiles, load_weights
 
 log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0
 _EXAMPLES = 8
+_SHORT_RUN_S = 60.0
 # What loading a checkpoint of another model raises, or of something else altogether.
 _CHECKPOINT_MISMATCH = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, StepError)
 # A run can be resumed after these. Any other error is a bug, or its settings are wrong.
@@ -93,9 +118,11 @@ class Trainer:
         cache: Path | None = None,
         quiet: bool = False,
         ranks: Ranks = SINGLE,
+        is_changed: bool = False,
     ) -> None:
         self.settings, self.folder = settings, folder
         self._cache, self._quiet, self._ranks = cache, quiet, ranks
+        self._is_changed = is_changed  # `config.yaml` has other settings
 
     @classmethod
     def create(
@@ -123,24 +150,35 @@ class Trainer:
         cls,
         run: Path,
         *,
+        changes: Mapping[str, Any] | None = None,
         cache: Path | None = None,
         quiet: bool = False,
         ranks: Ranks = SINGLE,
     ) -> Trainer:
         """Open the run in this folder. `run` then continues from its last checkpoint, or starts
-        over if it has none."""
+        over if it has none.
+
+        `changes` are new values for settings in `CHANGED_BY_RESUME`, such as more `epochs` for a
+        finished run. `run` stores them in `config.yaml`.
+        """
         folder = RunFolder.open(run)
         settings = TrainSettings.read(folder.config)
-        return cls(settings, folder, cache=cache, quiet=quiet, ranks=ranks)
+        refuse_unknown(changes or {}, list(CHANGED_BY_RESUME), "changes", TranslationError)
+        settings = TrainSettings.from_dict(settings.to_dict() | dict(changes or {}))
+        return cls(
+            settings, folder, cache=cache, quiet=quiet, ranks=ranks, is_changed=bool(changes)
+        )
 
     def run(self) -> TrainResult:
-        """Train to the end, or until a signal asks to stop. Does nothing if the run is finished."""
-        settings, folder, ranks = self.settings, self.folder, self._ranks
+        """Train to the end, until a signal asks to stop, or until the time limit or the patience
+        is over. Does nothing if the run is finished."""
+        folder, ranks = self.folder, self._ranks
+        limit_s = self.settings.time_limit
+        ends_at_s = time.monotonic() + limit_s if limit_s else None
         stored = stored_result(folder)
-        if stored is not None:
+        if stored is not None and not self._is_changed and stored.ended_early != TIME_LIMIT:
             log.warning(
-                "%s: this run is finished; to train further from its weights: "
-                "headrace train --weights %s",
+                "%s: this run is finished; for more epochs: headrace train --resume %s --epochs N",
                 folder.path,
                 folder.path,
             )
@@ -149,14 +187,18 @@ class Trainer:
         checkpoints: Checkpoints  # made below; the engine uses it when a step fails
         with (
             folder.locked() if ranks.is_first else nullcontext(),
-            new_progress(settings, ranks, self._quiet, gauges) as progress,
+            new_progress(self.settings, ranks, self._quiet, gauges, ends_at_s) as progress,
         ):
             # No StopRequests yet: nothing is worth saving, and Ctrl-C ends the run at once.
             data = self._prepare(progress)
+            is_automatic = self.settings.preset == "auto"
+            settings = self._choose_preset(data) if is_automatic else self.settings
             parts = build_run(
                 settings, data, ranks, on_error=lambda error: checkpoints.rescue(error)
             )
             engine, device = parts.engine, parts.device
+            if is_automatic:
+                progress.message(_choice(parts))
             progress.message(f"{_description(parts)}; {folder.path}")
             on_overdue = partial(exit_after_grace, settings.grace, folder, progress.final)
             with (
@@ -171,23 +213,34 @@ class Trainer:
                 )
                 checkpoints = Checkpoints(parts, folder, writer, weight_files, losses)
                 path, first_batch = checkpoints.restore()
+                if stored is not None:
+                    if is_done(settings, engine):
+                        log.warning("%s", _nothing_to_do(parts, folder))
+                        return stored
+                    checkpoints.reopen(path, new_patience=stored.ended_early != TIME_LIMIT)
+                if self._is_changed:
+                    self._write_config(settings)
                 metrics.rewind(engine.updates, partial(will_be_rewritten, engine.epochs))
                 if path is not None:
                     progress.message(
-                        f"resuming from {path}: epoch {engine.epochs + 1}, batch {first_batch:,}"
+                        f"resuming from {path}: epoch {engine.epochs + 1}, "
+                        f"batch {first_batch + 1:,}"
                     )
+                    expect_earlier_rates(progress, folder.metrics, _tokens_per_batch(parts))
                 with new_monitor(settings, ranks, folder, metrics, engine) as monitor:
                     observers = Observers(device, progress, gauges, metrics, watchdog, monitor)
-                    loop = TrainingLoop(parts, checkpoints, weight_files, losses, observers, stop)
-                    stopped = loop.train(first_batch)
-                if stopped is None:
-                    result = _score(parts, folder, weight_files, progress, metrics)
+                    loop = TrainingLoop(
+                        parts, checkpoints, weight_files, losses, observers, stop, ends_at_s
+                    )
+                    ending = loop.train(first_batch)
+                if ending.signal is None:
+                    result = _score(parts, folder, weight_files, progress, metrics, ending.early)
                     _close_unneeded(writer)
                 else:
                     writer.close()
-                    result = TrainResult(folder, stopped, engine.updates)
+                    result = TrainResult(folder, ending.signal, engine.updates)
                     progress.final(
-                        f"stopped by {stopped} after {engine.updates:,} updates; "
+                        f"stopped by {ending.signal} after {engine.updates:,} updates; "
                         f"{_how_to_resume(folder)}"
                     )
         if ranks.is_first:
@@ -205,6 +258,22 @@ class Trainer:
         if self._ranks.is_first:
             self._ranks.barrier(ledger)
         return data
+
+    def _choose_preset(self, data: Prepared) -> TrainSettings:
+        """The settings with the preset of the weights to start from, or else one for this device
+        and corpus. `config.yaml` gets it, too, so that the run keeps it wherever it is resumed."""
+        device = open_device(rank_device(self.settings.device))
+        preset = preset_of_weights(self.settings.weights)
+        preset = preset or choose_preset(device, len(data.splits["train"]))
+        preset = self._ranks.broadcast(preset, Ledger())
+        self.settings = self.settings.replace(preset=preset)
+        self._write_config(self.settings)
+        return self.settings
+
+    def _write_config(self, settings: TrainSettings) -> None:
+        if self._ranks.is_first:
+            plan = PLAN_FILE if is_plan_file(settings.plan) else settings.plan
+            self.folder.write_config(settings.to_dict() | {"plan": plan})
 
 
 def _new_folder(
@@ -225,20 +294,70 @@ def _new_folder(
     return shared_folder(Path(ranks.broadcast(str(path), Ledger())))
 
 
+def _choice(parts: RunParts) -> str:
+    """Which preset was chosen and why, and how long the run will take."""
+    settings = parts.settings
+    pairs, count = len(parts.data.splits["train"]), settings.epochs
+    limit = f", at most {time_text(settings.time_limit)}" if settings.time_limit else ""
+    reason = f"{parts.device.description()} and {pairs:,} pairs"
+    if preset_of_weights(settings.weights) is not None:
+        reason = f"weights of {settings.weights}"
+    return (
+        f"{reason}: preset {settings.preset}, "
+        f"{parameter_count(parts) / 1e6:.1f} M parameters; {about(estimated_seconds(parts))} for "
+        f"{count:,} epoch{'' if count == 1 else 's'}{limit}"
+    )
+
+
 def _description(parts: RunParts) -> str:
     settings, ranks, plan = parts.settings, parts.ranks, parts.plan
-    parameters = sum(p.numel() for p in parts.model.parameters())
     batches = parts.loader.sampler.batches
     on_ranks = f", {ranks.size} ranks ({settings.parallel})" if ranks.several else ""
     return (
-        f"{settings.preset} model, {parameters / 1e6:.1f} M parameters, plan "
+        f"{settings.preset} model, {parameter_count(parts) / 1e6:.1f} M parameters, plan "
         f"{plan.name} ({plan.precision}) on {parts.device.description()}{on_ranks}; "
         f"{len(batches):,} batches per epoch, {batches.shapes} shapes, "
         f"{batches.padding_share:.1%} padding"
     )
 
 
+def _tokens_per_batch(parts: RunParts) -> float:
+    """Target tokens that a batch trains on, in the mean: all but bos."""
+    train = parts.data.splits["train"]
+    return (train.tokens[1] - len(train)) / max(1, len(parts.loader.sampler.batches))
+
+
+def is_done(settings: TrainSettings, engine: Engine) -> bool:
+    """Whether all epochs or updates of a run have been trained."""
+    return engine.epochs >= settings.epochs or _updates_left(settings, engine) == 0
+
+
+def _updates_left(settings: TrainSettings, engine: Engine) -> int | None:
+    limit = settings.max_steps
+    return None if limit is None else max(0, limit - engine.updates)
+
+
+def _nothing_to_do(parts: RunParts, folder: RunFolder) -> str:
+    settings, engine = parts.settings, parts.engine
+    if engine.epochs >= settings.epochs:
+        return (
+            f"{folder.path}: this run is finished after {engine.epochs:,} epochs, and --epochs "
+            f"{settings.epochs:,} asks for no more; expected a larger number"
+        )
+    return f"{folder.path}: this run is finished: max_steps = {settings.max_steps:,} is reached"
+
+
 # --- training -------------------------------------------------------------------------------------
+
+TIME_LIMIT, PATIENCE = "time limit", "patience"
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How training ended: by a signal, early by `TIME_LIMIT` or `PATIENCE`, or with all done."""
+
+    signal: str | None = None
+    early: str | None = None
 
 
 class TrainingLoop:
@@ -252,38 +371,71 @@ class TrainingLoop:
         losses: EpochLoss,
         observers: Observers,
         stop: StopRequests,
+        ends_at_s: float | None = None,
     ) -> None:
         self._parts, self._checkpoints, self._weight_files = parts, checkpoints, weight_files
         self._losses, self._observers, self._stop = losses, observers, stop
+        self._ends_at_s = ends_at_s
         self._agreement = Agreement(parts.ranks, parts.device)
+        # Under a plan with graphs, the first batches capture them.
+        self._first_batches = FirstBatches(skip=5 if parts.plan.graphs == "off" else 100)
+        self._has_trained = False
 
-    def train(self, first_batch: int) -> str | None:
-        """Train to the end, starting at `first_batch` of the current epoch.
-
-        Returns the name of the signal that stopped training, or None if it is done.
-        """
-        while not self._is_done():
-            # If one rank received a signal, all stop.
-            (number,) = self._agreement.wait(self._stop.number)
-            stopped = _signal_name(number) or self._epoch(first_batch)
-            if stopped is not None:
-                return stopped
+    def train(self, first_batch: int) -> Ending:
+        """Train to the end, starting at `first_batch` of the current epoch."""
+        while not is_done(self._parts.settings, self._parts.engine):
+            ending = self._out_of_patience() or self._requested_end() or self._epoch(first_batch)
+            if ending is not None:
+                return ending
             first_batch = 0
-        return None
+        return Ending()
 
-    def _is_done(self) -> bool:
-        return self._parts.engine.epochs >= self._parts.settings.epochs or self._updates_left() == 0
+    def _out_of_patience(self) -> Ending | None:
+        settings, best = self._parts.settings, self._weight_files.best
+        waited = self._weight_files.epochs_without_better(self._parts.engine.epochs - 1)
+        if not settings.patience or waited < settings.patience:
+            return None
+        bleu, likelihood = best["value"]
+        score = (
+            f"BLEU than {bleu:.2f}"
+            if settings.valid_sentences
+            else f"loss than {-likelihood:.4f} (without label smoothing)"
+        )
+        self._observers.progress.final(
+            f"stopping early: no better validation {score} of epoch {best['epoch'] + 1} in the "
+            f"last {waited:,} epoch{'' if waited == 1 else 's'} (--patience)"
+        )
+        return Ending(early=PATIENCE)
 
-    def _updates_left(self) -> int | None:
-        limit = self._parts.settings.max_steps
-        return None if limit is None else max(0, limit - self._parts.engine.updates)
+    def _requested_end(self) -> Ending | None:
+        """The end that a signal or the time limit asks for, between two epochs. If one rank
+        received a signal, all stop."""
+        # The requests of `poll`, in its order: `wait` also returns those that are on their way.
+        number, _, late = self._agreement.wait(self._stop.number, 0, self._is_late())
+        if number:
+            return Ending(signal=_signal_name(number))
+        return self._end_by_time() if late else None
 
-    def _epoch(self, first_batch: int) -> str | None:
-        """Train one epoch. Returns the name of the signal that stopped it early, or None."""
+    def _is_late(self) -> int:
+        """1 if the time limit is over, on the first rank. At least one batch is trained on: else
+        there would be no weights to score."""
+        if self._ends_at_s is None or not (self._has_trained and self._parts.ranks.is_first):
+            return 0
+        return int(time.monotonic() >= self._ends_at_s)
+
+    def _end_by_time(self) -> Ending:
+        self._observers.progress.final(
+            f"the time limit of {time_text(self._parts.settings.time_limit)} is reached after "
+            f"{self._parts.engine.updates:,} updates; {_how_to_resume(self._checkpoints.folder)}"
+        )
+        return Ending(early=TIME_LIMIT)
+
+    def _epoch(self, first_batch: int) -> Ending | None:
+        """Train one epoch. Returns what ended it before its last batch, or None."""
         settings, ranks = self._parts.settings, self._parts.ranks
         engine, loader = self._parts.engine, self._parts.loader
         losses, observers = self._losses, self._observers
-        epoch, left = engine.epochs, self._updates_left()
+        epoch, left = engine.epochs, _updates_left(settings, engine)
         loader.sampler.set_epoch(epoch)
         loader.sampler.start_at(first_batch)
         if first_batch == 0:
@@ -294,31 +446,44 @@ class TrainingLoop:
         observers.epoch_begins(epoch, batches, first_batch=first_batch, limit=limit)
         saved_at = written_at = time.monotonic()
         written_weight: float | None = None
+        validation: Validation | None = None  # set if the time limit ends the epoch
         for info in engine.steps(loader, first_batch=first_batch, max_steps=left):
-            observers.watchdog.progress(f"batch {info.batch} of epoch {epoch}")
+            self._has_trained = True
+            observers.watchdog.progress(f"batch {info.batch + 1} of epoch {epoch + 1}")
             losses.add_arrived(info.arrived)
             if written_weight is None:  # restored values do not count for this run's speed
                 written_weight = losses.weight
+            left_in_run = batches_left(settings, engine, batches, info.batch)
             observers.on_step(
                 info,
                 engine.updates,
-                left_in_run=batches_left(settings, engine, batches, info.batch),
+                left_in_run=left_in_run,
                 left_in_epoch=batches - info.batch - 1,
             )
             now = time.monotonic()
+            self._say_measured_time(now, left_in_run)
             if now - written_at > _STEP_METRICS_EVERY_S:
                 self._write_step_metrics((losses.weight - written_weight) / (now - written_at))
                 written_at, written_weight = now, losses.weight
             if ranks.several and not engine.is_between_updates:
                 continue  # several ranks can only save between two updates
             due = ranks.is_first and now - saved_at > settings.save_every
-            stop, save = self._agreement.poll(self._stop.number, int(due))
+            stop, save, late = self._agreement.poll(self._stop.number, int(due), self._is_late())
             if stop or save:
                 self._checkpoints.save()
                 saved_at = time.monotonic()
             if stop:
                 engine.leave()
-                return _signal_name(stop)
+                # The report then counts the same updates as the terminal.
+                self._write_step_metrics(None)
+                return Ending(signal=_signal_name(stop))
+            if late and info.batch + 1 < batches:  # else the epoch ends now anyway
+                # Before the pass ends: only then can the checkpoint continue within the epoch.
+                observers.watchdog.pause()
+                validation = self._validate()
+                self._keep(epoch, validation)
+                engine.leave()
+                break
         observers.steps_end(engine.updates)
         result = engine.last_result
         assert result is not None
@@ -326,21 +491,45 @@ class TrainingLoop:
         losses.reset(*loss_at_start)
         for loss, weight in zip(result.losses, result.weights, strict=True):
             losses.add(loss, weight)
-        self._end_epoch(result)
+        if validation is not None:
+            self._write_epoch(result, validation)
+            return self._end_by_time()
+        validation = self._validate()
+        self._write_epoch(result, validation)
+        self._keep(epoch, validation)
         return None
 
-    def _write_step_metrics(self, tokens_per_s: float) -> None:
-        engine, observers = self._parts.engine, self._observers
-        line = StepLine(engine.updates, engine.epochs, self._losses.mean, tokens_per_s)
+    def _say_measured_time(self, now_s: float, batches: int) -> None:
+        """Say how long the other `batches` take, once, if it is worth saying."""
+        batch_s = self._first_batches.on_batch(now_s)
+        if batch_s is not None and batches * batch_s >= _SHORT_RUN_S:
+            self._observers.progress.message(
+                f"measured over the first batches: {about(batches * batch_s)} of training left, "
+                "without validation"
+            )
+
+    def _write_step_metrics(self, tokens_per_s: float | None) -> None:
+        engine, losses, observers = self._parts.engine, self._losses, self._observers
+        line = StepLine(
+            engine.updates, engine.epochs, losses.recent.mean, tokens_per_s, losses.mean
+        )
         observers.metrics.write("step", line.step, **line.values())
         observers.monitor.write(engine.updates)
 
-    def _end_epoch(self, result: EpochResult) -> None:
-        """Validate, write the epoch's metrics, and save its weights and a checkpoint."""
+    def _validate(self) -> Validation:
+        self._observers.progress.status("validating")
+        return _validate(self._parts)
+
+    def _keep(self, epoch: int, validation: Validation) -> None:
+        """Save the weights that were validated, and a checkpoint."""
+        with _averaged_weights(self._parts.engine):
+            self._weight_files.keep(epoch, validation.scores)
+        self._checkpoints.save()
+
+    def _write_epoch(self, result: EpochResult, validation: Validation) -> None:
+        """Write and show an epoch's metrics and sample translations."""
         engine, progress = self._parts.engine, self._observers.progress
-        progress.status("validating")
-        scores = _validate(self._parts)
-        statistics = result.statistics
+        scores, statistics = validation.scores, result.statistics
         line = EpochLine(
             engine.updates,
             epoch=result.epoch,
@@ -351,23 +540,26 @@ class TrainingLoop:
             peak_memory_bytes=statistics.peak_memory_bytes,
             waits={wait.reason: wait.count for wait in result.waits.reasons},
             replays=statistics.replays,
+            validation_s=validation.seconds,
+            samples=validation.samples or None,
             **scores,
         )
         self._observers.metrics.write("epoch", line.step, **line.values())
         # The mean over the whole epoch, including the part before a resume.
         result = replace(result, mean_loss=self._losses.mean)
         progress.epoch_ends(result, {k: v for k, v in scores.items() if k != "valid_nll"})
-        with _averaged_weights(engine):
-            self._weight_files.keep(result.epoch, scores)
-        self._checkpoints.save()
+        for source, reference, found in validation.samples:
+            progress.details((f"    {source}", f"  = {reference}", f"  > {found}"))
 
 
 @dataclass
 class EpochLoss:
-    """Sums of loss and weight over the epoch so far, including the part before a resume."""
+    """Sums of loss and weight over the epoch so far, including the part before a resume. `recent`
+    has the last batches of this process."""
 
     loss: float = 0.0
     weight: float = 0.0
+    recent: RecentLoss = field(default_factory=RecentLoss)
 
     @property
     def mean(self) -> float:
@@ -376,6 +568,8 @@ class EpochLoss:
     def add_arrived(self, arrived: Iterable[DeferredValues]) -> None:
         for entry in arrived:
             self.add(entry.values["loss"], entry.values["weight"])
+            if math.isfinite(entry.values["loss"]):
+                self.recent.add(entry.values["loss"], entry.values["weight"])
 
     def add(self, loss: float, weight: float) -> None:
         if math.isfinite(loss):  # the engine reports the others
@@ -390,16 +584,36 @@ def _signal_name(number: int) -> str | None:
     return signal.Signals(number).name if number else None
 
 
-def _validate(parts: RunParts) -> dict[str, float]:
-    """The loss on all of valid, and BLEU on a sample of it. With an EMA, its weights are used."""
+@dataclass(frozen=True)
+class Validation:
+    """Scores of the current weights, and (source, reference, translation) of some sentences."""
+
+    scores: dict[str, float]
+    samples: tuple[tuple[str, ...], ...]
+    seconds: float
+
+
+def _validate(parts: RunParts) -> Validation:
+    """The loss on all of valid, and BLEU on the first sentences of it. With an EMA, its weights are
+    used. Neither random states nor the model's mode change."""
+    begun_s = time.monotonic()
+    settings, ranks = parts.settings, parts.ranks
     with _averaged_weights(parts.engine):
         result = parts.engine.evaluate(parts.valid_loader)
-        found = {"valid_loss": result.mean_loss, "valid_nll": result.metrics["nll"]}
-        sample = parts.data.texts("valid")[: parts.settings.valid_sentences]
-        if sample:
-            scores, _ = score_on_ranks(_trained_model(parts), sample, 1, parts.ranks)
-            found["bleu"] = scores.bleu
-    return found
+        scores = {"valid_loss": result.mean_loss, "valid_nll": result.metrics["nll"]}
+        pairs = parts.data.texts("valid")
+        found: list[str] = []
+        if pairs and (settings.valid_sentences or settings.samples):
+            model = _trained_model(parts)
+            if scored := pairs[: settings.valid_sentences]:
+                on_sample, found = score_on_ranks(model, scored, 1, ranks)
+                scores["bleu"] = on_sample.bleu
+            others = [source for source, _ in pairs[len(found) : settings.samples]]
+            found = [*found, *(model.translate(others, beam=1) if others else ())]
+    samples = zip(pairs[: settings.samples], found, strict=False)
+    return Validation(
+        scores, tuple((*pair, text) for pair, text in samples), time.monotonic() - begun_s
+    )
 
 
 def _averaged_weights(engine: Engine) -> AbstractContextManager[object]:
@@ -465,6 +679,19 @@ class Checkpoints:
         except HeadraceError as other:  # not raised: the error that ended the loop matters more
             log.warning("%s", other)
 
+    def reopen(self, path: Path | None, *, new_patience: bool) -> None:
+        """Make a finished run unfinished, with or without counting its patience anew. `path` is the
+        checkpoint that it continues from; without one this is an error."""
+        if path is None:
+            raise TranslationError(
+                f"{self.folder.state}: has no checkpoint from which this finished run could "
+                f"continue; to train from its weights: headrace train --weights {self.folder.path}"
+            )
+        if new_patience:
+            self.weight_files.count_from(self.parts.engine.epochs)
+        if self.parts.ranks.is_first:
+            remove_result(self.folder)
+
     def restore(self) -> tuple[Path | None, int]:
         """Load the last checkpoint, if there is one. Returns its path and the next batch of the
         current epoch."""
@@ -508,6 +735,7 @@ def _score(
     weight_files: WeightFiles,
     progress: ProgressLine,
     metrics: MetricsLog | NoMetrics,
+    ended_early: str | None,
 ) -> TrainResult:
     """Translate the test split with the best weights and store the scores."""
     parts.engine.close()
@@ -526,7 +754,7 @@ def _score(
         signature=scores.bleu_signature,
     )
     examples = [(*pair, text) for pair, text in zip(pairs, translations, strict=True)]
-    result = TrainResult(folder, None, updates, scores, examples[:_EXAMPLES])
+    result = TrainResult(folder, None, updates, scores, examples[:_EXAMPLES], ended_early)
     if parts.ranks.is_first:
         result.store()
     return result

@@ -43,6 +43,17 @@ class WeightFiles:
             for old in self._epoch_files()[: -self.average_last] if self.ranks.is_first else ():
                 old.unlink()
 
+    def epochs_without_better(self, epoch: int) -> int:
+        """How many epochs, up to `epoch`, have not been better than the best one."""
+        if not self.best:
+            return 0
+        return epoch - max(int(self.best["epoch"]), int(self.best.get("counted_from", 0)) - 1)
+
+    def count_from(self, epoch: int) -> None:
+        """Count the epochs without a better one from `epoch` on: a finished run trains on."""
+        if self.best:
+            self.best["counted_from"] = epoch
+
     def final_weights(self) -> str:
         """The name of the weights to score: "best", or "averaged", which it writes first."""
         name = "best"

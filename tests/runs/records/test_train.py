@@ -16,7 +16,7 @@ def test_lines_come_back_from_the_metrics(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("preset: tiny\n")
     lines = [
         StepLine(10, 0, 4.5, 900.0),
-        EpochLine(20, 0, 4.0, 910.0, waits={"data": 20}, bleu=1.5),
+        EpochLine(20, 0, 4.0, 910.0, waits={"data": 20}, bleu=1.5, samples=(("书", "book", "a"),)),
         StepLine(30, 1, float("nan"), 900.0),
     ]
     with MetricsLog(tmp_path / "metrics.jsonl") as metrics:
@@ -25,7 +25,7 @@ def test_lines_come_back_from_the_metrics(tmp_path: Path) -> None:
     run = TrainingRun.read(tmp_path)
     assert run.steps == (lines[0],)  # a loss that is not finite is not drawn
     assert run.epochs == (lines[1],)
-    assert run.updates == 20
+    assert run.updates == 30
     assert run.finished is None
 
 

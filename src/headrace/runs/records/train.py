@@ -37,16 +37,22 @@ class MetricsLine:
 
 @dataclass(frozen=True, slots=True)
 class StepLine(MetricsLine):
-    """Some updates of an epoch. `loss` is the mean of the epoch so far."""
+    """Some updates of an epoch. `loss` is the mean of recent batches, `mean_loss` of the epoch so
+    far. A line without `mean_loss` is an older one: its `loss` is that of the epoch so far."""
 
     epoch: int = 0
     loss: float | None = None
     tokens_per_s: float | None = None
+    mean_loss: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class EpochLine(MetricsLine):
-    """A whole epoch. `waits` counts the host's waits by reason."""
+    """A whole epoch, or the part that was trained before a time limit.
+
+    `waits` counts the host's waits by reason. `samples` are (source, reference, translation) of
+    held-out sentences, translated after this epoch.
+    """
 
     epoch: int = 0
     loss: float | None = None
@@ -59,6 +65,11 @@ class EpochLine(MetricsLine):
     valid_loss: float | None = None
     valid_nll: float | None = None
     bleu: float | None = None
+    validation_s: float | None = None
+    samples: tuple[tuple[str, ...], ...] | None = None
+
+    def invalid(self) -> Invalid | None:
+        return _invalid_triple("samples", self.samples or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +107,16 @@ class Scores:
 @dataclass(frozen=True, slots=True)
 class FinishedRun:
     """The `result.json` of a finished run. `examples` are (source, reference, translation) of
-    sentences that the model was not trained on."""
+    sentences that the model was not trained on. `ended_early` is "time limit" or "patience", if
+    that ended the run before its last epoch."""
 
     updates: int
     scores: Scores
     examples: tuple[tuple[str, ...], ...] = ()
+    ended_early: str | None = None
 
     def invalid(self) -> Invalid | None:
-        for index, example in enumerate(self.examples):
-            if len(example) != 3:
-                expected = "source, reference and translation"
-                return Invalid(f"examples[{index}]", list(example), expected)
-        return None
+        return _invalid_triple("examples", self.examples)
 
     def write(self, path: Path) -> None:
         """Write the JSON file."""
@@ -122,8 +131,8 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """Everything in a run folder. `weights` are file names and sizes in bytes; `finished` is
-    None until the run is finished."""
+    """Everything in a run folder. `updates` is how many updates the run has made, `weights` are
+    file names and sizes in bytes, and `finished` is None until the run is finished."""
 
     path: Path
     settings: dict[str, Any]
@@ -133,6 +142,7 @@ class TrainingRun:
     busy: BusyLine | None = None
     finished: FinishedRun | None = None
     weights: tuple[tuple[str, int], ...] = ()
+    updates: int = 0
 
     @classmethod
     def read(cls, path: Path) -> TrainingRun:
@@ -154,12 +164,8 @@ class TrainingRun:
                 (str(file.relative_to(path)), file.stat().st_size)
                 for file in sorted(folder.weights.glob("*.safetensors"))
             ),
+            updates=max((line.step for one in lines.values() for line in one), default=0),
         )
-
-    @property
-    def updates(self) -> int:
-        """How many updates the run has made so far."""
-        return max((line.step for line in (*self.steps, *self.epochs)), default=0)
 
     def seconds_at(self, step: int) -> float | None:
         """When a step was done, interpolated between the monitor's samples; else None."""
@@ -174,6 +180,13 @@ class TrainingRun:
         after = self.uses[at]
         part = (step - before.step) / (after.step - before.step)
         return before.at_s + part * (after.at_s - before.at_s)
+
+
+def _invalid_triple(name: str, found: tuple[tuple[str, ...], ...]) -> Invalid | None:
+    for index, one in enumerate(found):
+        if len(one) != 3:
+            return Invalid(f"{name}[{index}]", list(one), "source, reference and translation")
+    return None
 
 
 _LINES: dict[str, type[Any]] = {

@@ -1,0 +1,103 @@
+"""How large a model should be for a device and a corpus, and how long its training takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from headrace.device import Device
+from headrace.translation.build import RunParts
+from headrace.translation.settings import TrainSettings
+
+# On a GPU: the smallest preset whose corpora are at least this large wins. A larger model learns
+# the sentences of a small corpus by heart.
+_GPU_PRESETS = ((0, "tiny"), (20_000, "small"), (200_000, "base"), (10_000_000, "big"))
+
+
+@dataclass(frozen=True)
+class _Rates:
+    """What was measured on a device: seconds to launch the kernels of one layer for a batch, and
+    seconds of compute for one target token and one million parameters."""
+
+    launch_s: float
+    compute_s: float
+
+
+# From benchmarks/results/: 2026-11-16-cpu-demo.txt, on two cores that other programs used too;
+# 2026-11-15-h200-bench-30x60-bf16.json (launches) and -256x64-bf16.json (compute, under `graph`).
+_CPU, _CPU_THREADS = _Rates(5e-3, 2e-4), 2
+_GPU = _Rates(5e-3, 44e-9)
+
+
+def choose_preset(device: Device, pairs: int) -> str:
+    """The model preset for a corpus of so many training pairs. On a CPU always the smallest: the
+    others take hours."""
+    if not device.asynchronous:
+        return "tiny"
+    return next(preset for least, preset in reversed(_GPU_PRESETS) if pairs >= least)
+
+
+def preset_of_weights(weights: str | None) -> str | None:
+    """The preset of the run whose weights these are: its folder, or a file in it. None if there is
+    no such run."""
+    if weights is None:
+        return None
+    path = Path(weights)
+    config = (path if path.is_dir() else path.parent.parent) / "config.yaml"
+    preset = TrainSettings.read(config).preset if config.is_file() else "auto"
+    return None if preset == "auto" else preset
+
+
+def estimated_seconds(parts: RunParts) -> float:
+    """Roughly how long the run trains, from rates that were measured on other machines."""
+    settings, model = parts.settings, parts.settings.model()
+    batches = len(parts.loader.sampler.batches)
+    tokens = parts.data.splits["train"].tokens[1] / max(1, batches) / parts.ranks.size
+    millions = parameter_count(parts) / 1e6
+    layers = model.encoder_layers + model.decoder_layers
+    if parts.device.asynchronous:  # computes while the host launches
+        launch_s = _GPU.launch_s * layers if parts.plan.graphs == "off" else 0.0
+        batch_s = max(launch_s, _GPU.compute_s * tokens * millions)
+    else:
+        threads = min(16, torch.get_num_threads())
+        compute_s = _CPU.compute_s * tokens * millions * _CPU_THREADS / threads
+        batch_s = _CPU.launch_s * layers + compute_s
+    total = batches * settings.epochs
+    if settings.max_steps is not None:
+        total = min(total, settings.max_steps * settings.accumulate)
+    return total * batch_s
+
+
+def parameter_count(parts: RunParts) -> int:
+    return sum(p.numel() for p in parts.model.parameters())
+
+
+def about(seconds: float) -> str:
+    """A time in words: "about 40 seconds", "about 3 minutes", "about 15 hours"."""
+    units = (("day", 86_400), ("hour", 3600), ("minute", 60), ("second", 1))
+    unit, unit_s = next((one for one in units if seconds >= 1.5 * one[1]), units[-1])
+    count = max(1, round(seconds / unit_s))
+    if unit == "second" and count > 20:
+        count = round(count, -1)
+    return f"about {count:,} {unit}{'' if count == 1 else 's'}"
+
+
+class FirstBatches:
+    """Measures seconds per batch over the first batches of a run. `skip` of them come before: they
+    warm up or capture graphs."""
+
+    def __init__(self, skip: int, measured: int = 20) -> None:
+        self._skip, self._measured = skip, measured
+        self._batches = 0
+        self._begun_s = 0.0
+
+    def on_batch(self, now_s: float) -> float | None:
+        """Call this after each batch. Returns the measured seconds per batch, once."""
+        self._batches += 1
+        if self._batches == self._skip:
+            self._begun_s = now_s
+        if self._batches == self._skip + self._measured:
+            return (now_s - self._begun_s) / self._measured
+        return None

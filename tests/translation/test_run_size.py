@@ -1,0 +1,102 @@
+"""Which preset a run gets, and how long it is said to take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from headrace.device import open_device
+from headrace.errors import TranslationError
+from headrace.testing import FakeDevice
+from headrace.translation import Trainer, TrainSettings, prepared_for
+from headrace.translation.build import build_run
+from headrace.translation.run_size import (
+    FirstBatches,
+    about,
+    choose_preset,
+    estimated_seconds,
+    preset_of_weights,
+)
+from headrace.translation.settings import time_text
+from support.trainers import SMALL
+
+
+def test_the_preset_follows_device_and_corpus() -> None:
+    assert {choose_preset(open_device("cpu"), pairs) for pairs in (10, 10**8)} == {"tiny"}
+    with FakeDevice() as device:
+        chosen = [choose_preset(device, n) for n in (0, 19_999, 20_000, 200_000, 10_000_000)]
+    assert chosen == ["tiny", "tiny", "small", "base", "big"]
+
+
+def test_a_run_says_its_preset_and_stores_it(
+    corpus: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    values = SMALL | {"data": str(corpus / "pairs.tsv"), "preset": "auto", "max_steps": 1}
+    settings = TrainSettings.from_dict(values)
+    trainer = Trainer.create(settings, project=tmp_path, cache=corpus / "cache")
+    assert TrainSettings.read(trainer.folder.config).preset == "auto"
+    trainer.run()
+    said = " ".join(capfd.readouterr().err.split())
+    assert "CPU and 196 pairs: preset tiny, 0.0 M parameters; about 1 second for 2 epochs" in said
+    assert yaml.safe_load(trainer.folder.config.read_text())["preset"] == "tiny"
+
+
+def test_weights_to_start_from_bring_their_preset(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("preset: small\n")
+    for weights in (tmp_path, tmp_path / "weights" / "best.safetensors"):
+        assert preset_of_weights(str(weights)) == "small"
+    assert preset_of_weights(None) is None
+    assert preset_of_weights(str(tmp_path / "model.safetensors")) is None
+
+
+def test_a_model_needs_a_chosen_preset() -> None:
+    assert TrainSettings().preset == "auto"
+    with pytest.raises(TranslationError, match="preset = auto: is chosen when a run starts"):
+        TrainSettings().model()
+
+
+def test_the_estimate_grows_with_epochs_and_ends_with_max_steps(corpus: Path) -> None:
+    def seconds(**changes: object) -> float:
+        values = SMALL | {"data": str(corpus / "pairs.tsv"), **changes}
+        settings = TrainSettings.from_dict(values)
+        return estimated_seconds(build_run(settings, prepared_for(settings, corpus / "cache")))
+
+    once = seconds(epochs=1)
+    assert seconds(epochs=10) == pytest.approx(10 * once)
+    assert seconds(epochs=10, max_steps=13) == pytest.approx(once)  # 13 batches are an epoch
+    assert seconds(epochs=1, inner=4096) > once
+
+
+@pytest.mark.parametrize(
+    ("seconds", "words"),
+    [
+        (0.1, "about 1 second"), (17, "about 17 seconds"), (78, "about 80 seconds"),
+        (170, "about 3 minutes"), (15 * 3600, "about 15 hours"), (3 * 86_400, "about 3 days"),
+    ],
+)  # fmt: skip
+def test_times_in_words(seconds: float, words: str) -> None:
+    assert about(seconds) == words
+
+
+def test_the_first_batches_are_measured_once_after_warming_up() -> None:
+    first = FirstBatches(skip=2, measured=3)
+    clock = [10.0, 20.0, 20.5, 21.0, 21.5, 22.0]
+    assert [first.on_batch(now) for now in clock] == [None, None, None, None, 0.5, None]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90", 90), ("90s", 90), ("30m", 1800), ("1.5h", 5400), ("1h30m", 5400), (60, 60), ("0", 0)],
+)
+def test_time_limits_are_read(text: object, seconds: float) -> None:
+    settings = TrainSettings.from_dict({"time_limit": text})
+    assert settings.time_limit == seconds
+    assert TrainSettings.from_dict({"time_limit": time_text(seconds)}) == settings
+
+
+@pytest.mark.parametrize("text", ["soon", "", "5x", "m", "-5", "1.2.3m"])
+def test_time_limits_that_are_refused(text: str) -> None:
+    with pytest.raises(TranslationError, match="expected seconds, or a time such as 90s, 30m"):
+        TrainSettings.from_dict({"time_limit": text})
