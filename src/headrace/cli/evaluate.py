@@ -66,6 +66,7 @@ def evaluate(
         prepared = prepared_for(settings, cache)
         split = split or ("test" if "test" in prepared.splits else "valid")
         pairs = prepared.texts(split)
+        typer.echo(prepared.describe_novelty(split))
     with StatusLine(quiet, log_level=logging.WARNING) as line:
         show = partial(line.status, f"translating {split}")
         scores, _ = model.score(pairs, beam=beam, lowercase=lowercase, watch=show)

@@ -51,7 +51,7 @@ def prepare(
         max_length=max_length,
         skip_bad=skip_bad,
     )
-    with StatusLine(quiet, log_level=logging.WARNING) as line:
+    with StatusLine(quiet, log_level=logging.INFO) as line:
         found = prepared_for(settings, cache, line.status)
     if not quiet:
         typer.echo(found.table())

@@ -39,7 +39,7 @@ def choose_held_out(train: Sequence[Pair]) -> tuple[list[Pair], set[Pair]]:
     if len(groups) == len(train):  # the usual corpus: no sentence occurs twice
         chosen = sorted(range(len(train)), key=digests.__getitem__)[:wanted]
     else:
-        chosen = _choose_groups(groups, digests, wanted, max_pairs)
+        chosen = _choose_groups(train, groups, digests, wanted, max_pairs)
     if chosen:
         return [train[at] for at in sorted(chosen, key=digests.__getitem__)], set()
     return _cut_out(train, digests, wanted, max_pairs)
@@ -80,14 +80,15 @@ def _groups(pairs: Sequence[Pair]) -> list[list[int]]:
 
 
 def _choose_groups(
-    groups: list[list[int]], digests: Sequence[bytes], wanted: int, max_pairs: int
+    train: Sequence[Pair],
+    groups: list[list[int]],
+    digests: Sequence[bytes],
+    wanted: int,
+    max_pairs: int,
 ) -> list[int]:
-    """Whole groups, together about `wanted` pairs.
-
-    A group stands where its smallest digest does: a group of ten is drawn ten times as often as a
-    single pair, so each pair is as likely to be held out as any other.
-    """
-    keyed = [(min(digests[at] for at in group), group) for group in groups]
+    """Whole groups, together about `wanted` pairs, in the order of one digest each: so each pair is
+    as likely to be held out as any other."""
+    keyed = [(digests[min(group, key=train.__getitem__)], group) for group in groups]
     most = max(1, int(wanted * _MAX_GROUP_SHARE))
     chosen: list[int] = []
     for _, group in sorted(keyed):

@@ -7,6 +7,7 @@ survive: U+2581, with which SentencePiece marks spaces, is decoded as a space.
 from __future__ import annotations
 
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -24,8 +25,10 @@ _RESERVED = 4 + 256
 # characters are spelled in bytes.
 _COVERAGE = 0.9995
 _MAX_SENTENCES = 1_000_000
-# Longer sentences are cut: the time of SentencePiece grows with the square of a line's length.
+# The time of SentencePiece grows with the square of a line's length if the line repeats itself. So
+# all lines are cut to so many characters, and lines that compress to a quarter to far fewer.
 _MAX_CHARACTERS = 2_000
+_MAX_REPETITIVE_CHARACTERS = 100
 #: No piece has more characters. SentencePiece's own default.
 MAX_PIECE_LENGTH = 16
 _OPTIONS = {
@@ -86,7 +89,7 @@ class Vocabulary:
         text = text[:: -(-len(text) // _MAX_SENTENCES) or 1]
         if not text:
             raise CorpusError("no text to train a vocabulary on; expected sentences")
-        text = _without_rare_characters([line[:_MAX_CHARACTERS] for line in text], size)
+        text = _without_rare_characters([_shortened(line) for line in text], size)
         for _ in range(3):
             try:
                 return cls(train_model(text, {**_OPTIONS, "vocab_size": size}))
@@ -146,6 +149,16 @@ class Vocabulary:
         except UnicodeDecodeError as problem:
             raise CorpusError(f"the vocabulary has pieces that are not text ({problem})") from None
         return texts
+
+
+def _shortened(line: str) -> str:
+    """The line without what would keep SentencePiece busy for minutes."""
+    if len(line) <= _MAX_REPETITIVE_CHARACTERS:
+        return line
+    line = line[:_MAX_CHARACTERS]
+    content = line.encode(errors="replace")
+    is_repetitive = len(zlib.compress(content, 1)) * 4 < len(content)
+    return line[:_MAX_REPETITIVE_CHARACTERS] if is_repetitive else line
 
 
 def _without_rare_characters(text: list[str], size: int) -> list[str]:
