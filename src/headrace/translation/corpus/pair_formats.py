@@ -174,13 +174,16 @@ def _find_columns(path: Path, begin: bytes, sides: Sides, format_: str) -> Colum
         return Columns(delimiter, 0, 1, 2, False, quoted, (sides.src, sides.trg))
     first, width = [cell.strip() for cell in rows[0]], len(rows[0])
     named = sides.find_in(first)
-    if named is not None and not _is_repeated(rows, named):
+    if named is not None and not all(_is_repeated(rows, at) for at in named):
         names = first[named[0]], first[named[1]]
         return Columns(delimiter, *named, width, True, quoted, names)
     header_error = CorpusError(
         f"{path}:1: has the columns {', '.join(map(repr, first[:8]))}; expected {sides}"
     )
-    if named is None and any(sides.side_of(name) and len(name) < 4 for name in first):
+    if any(
+        sides.side_of(name) and len(name) < 4 and not _is_repeated(rows, at)
+        for at, name in enumerate(first)
+    ):
         raise header_error
     src, trg = 0, 1
     if width > 2:
@@ -199,9 +202,9 @@ def _find_columns(path: Path, begin: bytes, sides: Sides, format_: str) -> Colum
     return Columns(delimiter, src, trg, max(2, width), False, quoted, (sides.src, sides.trg))
 
 
-def _is_repeated(rows: list[list[str]], columns: tuple[int, int]) -> bool:
-    """Whether the second row has the same cells as the first: language codes, and no header."""
-    return len(rows) > 1 and all(at < len(rows[1]) and rows[0][at] == rows[1][at] for at in columns)
+def _is_repeated(rows: list[list[str]], column: int) -> bool:
+    """Whether the second row has the same cell as the first: a language code, and no heading."""
+    return len(rows) > 1 and column < len(rows[1]) and rows[0][column] == rows[1][column]
 
 
 def _has_sentences(
