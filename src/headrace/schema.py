@@ -98,6 +98,8 @@ def require_regular_file(path: Path, error: type[HeadraceError]) -> int:
         status = path.stat()
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from problem
+    except ValueError as problem:  # a NUL
+        raise error(f"{str(path)!r}: cannot be read ({problem})") from problem
     if stat.S_ISREG(status.st_mode):
         return status.st_size
     if stat.S_ISDIR(status.st_mode):
@@ -120,12 +122,12 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
     key stands in a mapping twice."""
     import yaml
 
+    size = require_regular_file(Path(path), error)
+    if size > _MAX_YAML_BYTES:
+        raise error(f"{path}: has {size:,} bytes; expected at most {_MAX_YAML_BYTES:,}")
     try:
-        size = require_regular_file(Path(path), error)
-        if size > _MAX_YAML_BYTES:
-            raise error(f"{path}: has {size:,} bytes; expected at most {_MAX_YAML_BYTES:,}")
         text = Path(path).read_text(encoding="utf-8-sig")
-        _refuse_repeated_keys(yaml.compose(text, Loader=yaml.SafeLoader), str(path), error)
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
         content = yaml.safe_load(text)
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from problem
@@ -137,10 +139,11 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
         raise error(f"{path}{line}: is not YAML ({problem.problem})") from problem
     except yaml.YAMLError as problem:
         raise error(f"{path}: is not YAML ({' '.join(str(problem).split())})") from problem
-    except ValueError as problem:  # an impossible date or number, or a NUL in the path
+    except ValueError as problem:  # an impossible date or number
         raise error(f"{path}: has a value that cannot be read ({problem})") from problem
     except RecursionError as problem:
         raise error(f"{path}: is nested too deeply") from problem
+    _refuse_repeated_keys(root, str(path), error)
     return mapping(content, str(path), error)
 
 
@@ -173,11 +176,11 @@ def read_json(
     path: str | Path, error: type[HeadraceError], *, max_bytes: int | None = 1 << 30
 ) -> Fields:
     """The mapping in a JSON file. Raises `error`, with file and line, if there is none."""
+    path = Path(path)
+    size = require_regular_file(path, error)
+    if max_bytes is not None and size > max_bytes:
+        raise error(f"{path}: has {size:,} bytes; expected at most {max_bytes:,}")
     try:
-        path = Path(path)
-        size = require_regular_file(path, error)
-        if max_bytes is not None and size > max_bytes:
-            raise error(f"{path}: has {size:,} bytes; expected at most {max_bytes:,}")
         content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from problem
