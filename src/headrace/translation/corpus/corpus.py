@@ -17,7 +17,7 @@ from pathlib import Path
 
 from headrace.errors import CorpusError
 from headrace.text_table import text_table
-from headrace.translation.corpus.held_out import choose_held_out, shared_sentences
+from headrace.translation.corpus.held_out import choose_held_out, count_shared
 from headrace.translation.corpus.languages import Sides
 from headrace.translation.corpus.pair_files import OnProgress, Pair, PairFiles, find_pair_files
 from headrace.translation.corpus.pair_formats import read_records, recognize
@@ -149,9 +149,9 @@ def split_corpus(
 ) -> Corpus:
     """Remove duplicates and overlap from train, and hold out a valid split if there is none."""
     unique = dict.fromkeys(splits["train"])
-    elsewhere = [pair for split in ("valid", "test") for pair in splits.get(split, ())]
-    given = set(elsewhere)
-    train = [pair for pair in unique if pair not in given]
+    given = {split: pairs for split, pairs in splits.items() if split != "train"}
+    elsewhere = {pair for pairs in given.values() for pair in pairs}
+    train = [pair for pair in unique if pair not in elsewhere]
     duplicates = len(splits["train"]) - len(unique)
     overlap = len(unique) - len(train)
     held: list[Pair] = []
@@ -173,6 +173,8 @@ def split_corpus(
     if not train or not splits["valid"]:
         raise CorpusError(f"{where}: {_explain_empty(counts['train'])}")
     splits = {**splits, "train": train}
+    in_train, shared = count_shared(train, given)
+    shared["train"] = in_train
     ordered = [split for split in ("train", "valid", "test") if split in splits]
     return Corpus(
         {split: splits[split] for split in ordered},
@@ -180,9 +182,7 @@ def split_corpus(
             split: dataclasses.replace(
                 counts[split],
                 identical=sum(src == trg for src, trg in splits[split]),
-                shared=sum(
-                    shared_sentences(splits[split], elsewhere if split == "train" else train)
-                ),
+                shared=shared.get(split, 0),  # a valid split that was held out shares nothing
                 pairs=len(splits[split]),
             )
             for split in ordered

@@ -9,8 +9,9 @@ group, and whole groups are held out.
 from __future__ import annotations
 
 import hashlib
+import heapq
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from headrace.translation.corpus.pair_files import Pair
 
@@ -35,23 +36,29 @@ def choose_held_out(train: Sequence[Pair]) -> tuple[list[Pair], set[Pair]]:
     wanted = min(MAX_PAIRS, max(1, round(len(train) * SHARE)))
     max_pairs = max(wanted, int(len(train) * _MAX_LOSS_SHARE))
     digests = [_digest(pair) for pair in train]
-    groups = _groups(train)
-    if len(groups) == len(train):  # the usual corpus: no sentence occurs twice
-        chosen = sorted(range(len(train)), key=digests.__getitem__)[:wanted]
+    if all(len({pair[side] for pair in train}) == len(train) for side in (0, 1)):
+        # The usual corpus: no sentence occurs twice.
+        chosen = heapq.nsmallest(wanted, range(len(train)), key=digests.__getitem__)
     else:
-        chosen = _choose_groups(train, groups, digests, wanted, max_pairs)
+        chosen = _choose_groups(train, _groups(train), digests, wanted, max_pairs)
     if chosen:
         return [train[at] for at in sorted(chosen, key=digests.__getitem__)], set()
     return _cut_out(train, digests, wanted, max_pairs)
 
 
-def shared_sentences(pairs: Iterable[Pair], others: Iterable[Pair]) -> list[bool]:
-    """For each of `pairs`, whether its source or its target also stands in `others`."""
-    sources, targets = set(), set()
-    for src, trg in others:
-        sources.add(src)
-        targets.add(trg)
-    return [src in sources or trg in targets for src, trg in pairs]
+def count_shared(
+    train: Iterable[Pair], scored: Mapping[str, Sequence[Pair]]
+) -> tuple[int, dict[str, int]]:
+    """How many pairs of train have a source or a target that stands in a scored split, and of each
+    scored split how many have one that stands in train."""
+    sources = {src for pairs in scored.values() for src, _ in pairs}
+    targets = {trg for pairs in scored.values() for _, trg in pairs}
+    in_train = [pair for pair in train if pair[0] in sources or pair[1] in targets]
+    seen_sources, seen_targets = {src for src, _ in in_train}, {trg for _, trg in in_train}
+    return len(in_train), {
+        split: sum(src in seen_sources or trg in seen_targets for src, trg in pairs)
+        for split, pairs in scored.items()
+    }
 
 
 def _digest(pair: Pair) -> bytes:

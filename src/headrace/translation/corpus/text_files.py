@@ -133,12 +133,14 @@ def whole_text(path: Path) -> bytes:
 
 
 def _lines_of(file: Any) -> Iterator[Any]:
-    while line := file.readline(MAX_LINE_BYTES + 1):
-        newline = "\n" if isinstance(line, str) else b"\n"
-        rest = line
-        while len(rest) > MAX_LINE_BYTES and not rest.endswith(newline):
-            rest = file.readline(MAX_LINE_BYTES + 1)
-        yield line.rstrip("\r\n" if isinstance(line, str) else b"\r\n")
+    readline, limit = file.readline, MAX_LINE_BYTES + 1
+    ends: Any = "\r\n" if isinstance(file, io.TextIOBase) else b"\r\n"
+    while line := readline(limit):
+        if len(line) == limit:  # read on to the end of the line
+            rest = line
+            while len(rest) == limit and not rest.endswith(ends[1:]):
+                rest = readline(limit)
+        yield line.rstrip(ends)
 
 
 def _open(path: Path) -> io.BufferedReader:
