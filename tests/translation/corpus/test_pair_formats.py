@@ -219,6 +219,8 @@ def test_columns_are_told_apart_by_their_script(tmp_path: Path) -> None:
     assert pairs_in(path, src="zh", trg="en") == [("嗨。", "Hi."), ("你跑。", "Run.")]
     assert said(path, "zh", "en") == "TSV without a header, column 2 is zh, column 1 is en"
     assert pairs_in(path, src="en", trg="zh") == [("Hi.", "嗨。"), ("Run.", "你跑。")]
+    texts = put(tmp_path / "a.txt", "Hi.\nRun.\n"), put(tmp_path / "b.txt", "嗨。\n你跑。\n")
+    assert pairs_in(*texts, src="zh", trg="en") == [("嗨。", "Hi."), ("你跑。", "Run.")]
 
 
 def test_what_is_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -78,6 +78,7 @@ class Recognized:
     files: PairFiles
     format: str
     columns: Columns | None = None
+    names: tuple[str, str] = ("src", "trg")
 
     def __str__(self) -> str:
         """What is read, in words: "reading my.csv: CSV with a header, columns en and zh"."""
@@ -85,7 +86,7 @@ class Recognized:
         kind = {
             "json": "a JSON list",
             "jsonl": "JSON lines",
-            "text": "two text files",
+            "text": f"two text files, the first is {self.names[0]}, the second {self.names[1]}",
             "table": str(self.columns),
         }[self.format]
         return f"reading {self.files}: {kind}" + (f" ({', '.join(packed)})" if packed else "")
@@ -95,7 +96,10 @@ def recognize(files: PairFiles, sides: Sides) -> Recognized:
     """Look at the beginning of a file. Raises if it holds no pairs in a known format."""
     begins = [head(path) for path in files.paths]
     if files.format == "text":
-        return Recognized(files, "text")
+        samples = [_sample(begin) for begin in begins]
+        if sides.are_swapped(list(zip(*samples, strict=False))):
+            files = PairFiles(files.paths[::-1], "text")
+        return Recognized(files, "text", names=(sides.src, sides.trg))
     path, begin, format_ = files.paths[0], begins[0], files.format
     if format_ == "unknown":
         format_ = _guess(path, begin, sides)

@@ -30,7 +30,7 @@ def train_model(text: Sequence[str], options: Mapping[str, Any]) -> bytes:
         return _train(text, options)
     request = json.dumps({"text": list(text), "options": dict(options)}).encode()
     with subprocess.Popen(  # noqa: S603
-        [sys.executable, "-P", __file__],
+        [sys.executable, "-P", __file__, str(os.getpid())],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -63,6 +63,8 @@ def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
     with suppress(OSError, AttributeError):  # Linux only: end when the parent does
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    if os.getppid() != int(sys.argv[1]):  # it ended before that call
+        sys.exit("the parent process is gone")
     request = json.load(sys.stdin.buffer)
     try:
         model = _train(request["text"], request["options"])
