@@ -55,6 +55,10 @@ def test_a_corpus_that_is_one_group_gives_up_a_few_pairs() -> None:
     held, lost = choose_held_out(chain)
     assert len(held) == 8
     assert 8 <= len(lost) <= 16
+    singles = [(f"x{n}", f"y{n}") for n in range(3)]  # they would be too few
+    more, _ = choose_held_out(chain + singles)
+    assert len(more) == 8
+    assert set(singles) <= set(more)
     assert count_shared(set(chain) - set(held) - lost, {"valid": held})[0] == 0
 
 

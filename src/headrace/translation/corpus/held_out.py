@@ -41,9 +41,12 @@ def choose_held_out(train: Sequence[Pair]) -> tuple[list[Pair], set[Pair]]:
         chosen = heapq.nsmallest(wanted, range(len(train)), key=digests.__getitem__)
     else:
         chosen = _choose_groups(train, _groups(train), digests, wanted, max_pairs)
-    if chosen:
-        return [train[at] for at in sorted(chosen, key=digests.__getitem__)], set()
-    return _cut_out(train, digests, wanted, max_pairs)
+    held = [train[at] for at in sorted(chosen, key=digests.__getitem__)]
+    if 2 * len(held) < wanted:
+        cut_out, relatives = _cut_out(train, digests, wanted, max_pairs)
+        if len(cut_out) > len(held):
+            return cut_out, relatives
+    return held, set()
 
 
 def count_shared(
@@ -115,7 +118,8 @@ def _choose_groups(
 def _cut_out(
     train: Sequence[Pair], digests: Sequence[bytes], wanted: int, max_pairs: int
 ) -> tuple[list[Pair], set[Pair]]:
-    """Single pairs with few relatives, and these relatives. For corpora that are one group."""
+    """Single pairs that share their sentences with few others, and these others. For corpora in
+    which almost all pairs are in one group."""
     uses = [Counter(pair[side] for pair in train) for side in (0, 1)]
     related: list[dict[str, list[Pair]]] = [defaultdict(list), defaultdict(list)]
     for pair in train:
