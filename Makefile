@@ -1,4 +1,4 @@
-# The whole of it: `make demo` to see it run, `make test` to test it, `make check` before a commit.
+# `make demo` trains a small model, `make test` runs the tests, `make check` before a commit.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,15 +8,15 @@ STAMP := $(VENV)/.installed
 
 install: $(STAMP)
 
-# torch comes first, at its pinned version: asked for by a range it would bring whatever build is
-# newest. Everything after it finds it already there.
+# torch is installed first, at its pinned version. The second command would otherwise install the
+# newest build that its version range allows.
 $(STAMP): pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet -c constraints.txt "setuptools>=77" torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,foreign]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt --no-build-isolation -e ".[dev,foreign,export]"
 	touch $@
 
-# Trains the built-in translation task on whatever is here, a GPU or two CPU cores.
+# Trains on the built-in corpus, with a GPU or on two CPU cores.
 demo: $(STAMP)
 	$(BIN)/headrace train --config demo.yaml --project runs/demo
 

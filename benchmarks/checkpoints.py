@@ -1,10 +1,10 @@
-"""What a checkpoint costs a running loop: the first, and the ones after it.
+"""What a checkpoint costs a running loop: the first one, and later ones.
 
     python benchmarks/checkpoints.py [--out results.json]
 
-A Transformer (base) is trained under `graph` in turns of as many steps as a checkpoint takes to be
-written; into every other turn falls one. What that turn takes longer than the turns beside it is
-all that a checkpoint costs: the loop's stop, memory traffic and the CPU time of writing.
+A Transformer base trains under `graph`, in turns that are as long as writing a checkpoint takes.
+Every other turn saves a checkpoint. How much longer it takes than its neighbours is the whole cost:
+the pause of the loop, memory traffic and the CPU time of writing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from headrace.engine import Engine
 
 
 class Turns:
-    """An endless loop of an engine's, walked a number of steps at a time."""
+    """An engine's endless loop, which runs some steps at a time."""
 
     def __init__(self, work: Work, device: Device, plan: str) -> None:
         model, optimizer = work.fresh(device.torch_device)
@@ -49,7 +49,7 @@ class Turns:
         """Milliseconds of a turn, and of the save at its beginning."""
         self.device.synchronize("bench")
         began = time.perf_counter()
-        self.walk(10)  # the device has some steps to do, as it has in a run
+        self.walk(10)  # the device has queued steps, as in a real run
         before = time.perf_counter()
         if writer is not None:
             writer.save(
@@ -93,7 +93,7 @@ def measure(turns: Turns, folder: Path, steps: int, checkpoints: int) -> dict[st
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
-    parser.add_argument("--steps", type=int, help="of a turn")
+    parser.add_argument("--steps", type=int, help="steps per turn")
     parser.add_argument("--checkpoints", type=int, default=6)
     arguments = parser.parse_args()
     device = open_device("auto")

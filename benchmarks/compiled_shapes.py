@@ -2,11 +2,12 @@
 
     python benchmarks/compiled_shapes.py [--out results.json] [--tokens 27000] [--quick]
 
-The Transformer base of `headrace train` on batches as lengths in buckets give them: a shape has one
-length of source and target and as many sentences as make `--tokens` target tokens. `max` compiles
-the first shape as it is and the second with dynamic sizes, which all others use; each shape is then
-captured as a graph of its own. Both plans train every shape in turn, in one process. Needs a GPU
-and, with the compiler's cache empty, some four minutes; `--device cpu` only shows that it runs.
+It trains the Transformer base of `headrace train` on batches like those of length buckets: a shape
+has one source length, one target length, and enough sentences for `--tokens` target tokens. `max`
+compiles the first shape as it is and the second with dynamic sizes; all others use that code. Then
+each shape is captured as a graph of its own. Both plans train every shape in turns, in one process.
+It needs a GPU and, with an empty compiler cache, some four minutes. `--device cpu` only shows that
+the script runs.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def train(engine: Engine, batches: list[Batch], steps: int) -> None:
 
 
 def first_steps(engine: Engine, shapes: dict[str, list[Batch]]) -> dict[str, dict[str, Any]]:
-    """Each shape's first batches: what became of its compilation, and how long it all took."""
+    """Train on each shape's first batches: was it compiled, and how long did that take?"""
     found: dict[str, dict[str, Any]] = {}
     for name, batches in shapes.items():
         before, start = engine.compiled, time.perf_counter()
@@ -87,7 +88,7 @@ def first_steps(engine: Engine, shapes: dict[str, list[Batch]]) -> dict[str, dic
 def compare(
     engines: dict[str, Engine], shapes: dict[str, list[Batch]], device: Device, steps: int
 ) -> dict[str, dict[str, Any]]:
-    """Milliseconds a step of each plan on each shape, in turns."""
+    """Milliseconds per step of each plan on each shape, in turns."""
 
     def way(engine: Engine, batches: list[Batch]) -> Callable[[int], object]:
         return lambda count: train(engine, batches, count)
@@ -117,8 +118,8 @@ def compare(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
-    parser.add_argument("--tokens", type=int, default=27_000, help="target tokens a batch")
-    parser.add_argument("--steps", type=int, default=8, help="steps of a turn")
+    parser.add_argument("--tokens", type=int, default=27_000, help="target tokens per batch")
+    parser.add_argument("--steps", type=int, default=8, help="steps per turn")
     parser.add_argument("--quick", action="store_true", help="a tiny model, 1,000 tokens")
     parser.add_argument("--device", default="cuda")
     arguments = parser.parse_args()

@@ -1,9 +1,10 @@
-"""The eager plans on this machine's GPU: speed against data that is already there, waits, memory.
+"""The eager plans on this machine's GPU: speed, compared with resident data, waits and memory.
 
     python benchmarks/engine.py [--out results.json] [--soak-steps 20000]
 
-"resident" is the limit: the same model on batches that lie on the GPU, its loss never read. Each
-plan is fed from pinned host batches (baseline and interval from pageable ones, as they prescribe).
+"resident" is the limit: the same model on batches that are already on the GPU, and no loss is read.
+Each plan gets batches in pinned host memory; baseline and interval, which do not pin, get pageable
+ones.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def resident(work: Work, device: Device, precision: str) -> Callable[[int], obje
 
 
 class Planned:
-    """A work under a plan, as a way to be timed; `result` is the last epoch's."""
+    """A workload under a plan, as a function to be timed; `result` is the last epoch's."""
 
     def __init__(self, work: Work, device: Device, plan: Plan, precision: str) -> None:
         model, optimizer = work.fresh(device.torch_device)
@@ -63,14 +64,14 @@ class Planned:
 
 
 def compare(work: Work, device: Device, precision: str, steps: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds a step, device waits a step and peak memory of every plan."""
+    """Milliseconds per step, device waits per step and peak memory of every plan."""
     planned = {name: Planned(work, device, Plan.preset(name), precision) for name in PLANS}
     ways = {"resident": resident(work, device, precision), **planned}
     rows = interleaved_ms(ways, device, steps=steps, repeats=repeats)
     limits = rows["resident"]["all"]
     for name, way in planned.items():
         waits, row = way.result.waits, rows[name]
-        # Each repeat against the resident one beside it: the CPU's speed drifts.
+        # Each repeat is compared with its resident neighbour: the CPU's speed drifts.
         over = [ms / limit - 1 for ms, limit in zip(row["all"], limits, strict=True)]
         row["over resident %"] = round(statistics.median(over) * 100, 2)
         row["waits a step"] = round(waits.device_waits() / steps, 3)
@@ -81,8 +82,8 @@ def compare(work: Work, device: Device, precision: str, steps: int, repeats: int
 
 
 def close_to_resident(work: Work, device: Device, precision: str) -> dict[str, Any]:
-    """`pipeline` against data already there, in many turns: where launching is nearly the
-    limit, the CPU's speed drifts by more than what is looked for."""
+    """`pipeline` compared with resident data, in many turns: where launching is nearly the limit,
+    the CPU's speed drifts by more than the difference to be measured."""
     ways = {
         "resident": resident(work, device, precision),
         "pipeline": Planned(work, device, Plan.preset("pipeline"), precision),
@@ -118,7 +119,7 @@ def same_losses(work: Work, device: Device, precision: str, steps: int = 8) -> d
 
 
 def memory_over_plain(work: Work, device: Device, precision: str) -> dict[str, float]:
-    """Peak device memory of the pipeline over a plain loop's on the same stream, in batches."""
+    """How many batches more the pipeline's peak memory is than a plain loop's on one stream."""
     batch_bytes = sum(part.numel() * part.element_size() for part in work.batches[0])
     model, optimizer = work.fresh(device.torch_device)
     engine = Engine(

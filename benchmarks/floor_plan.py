@@ -1,6 +1,6 @@
-"""The plan of the house: rooms, imports, fields, and the calls that one batch makes.
+"""The structure of the package: rooms, imports, fields, and the calls that one batch makes.
 
-    python benchmarks/floor_plan.py [--package CHECKOUT/src/headrace] [--classes Loop,TrainingStep]
+    python benchmarks/floor_plan.py [--package CHECKOUT/src/headrace] [--classes Pass,EagerStep]
         [--flags Group.phase,…] [--no-trace] [--out results.json]
 
 Every figure but the last six is read from the source text, so an older checkout can be measured
@@ -20,7 +20,7 @@ chain           the longest path along edges; its length is the number of rooms 
                 alone, "rooms and ground files" at all.
 chain within    the longest path of modules in one room along imports at the top level of a file.
 a room          An `__init__` adds nothing to the length. The room's own face is left out. "that
-                runs": without imports whose names stand in annotations alone.
+                runs": without imports whose names are only in annotations.
 field           a name assigned as `self.name` in any method, or declared in the class body with an
                 annotation or in `__slots__`; those of base classes in the package included.
 rebound         a field assigned as `self.name` in a method other than `__init__`, `__post_init__`
@@ -43,8 +43,8 @@ foreign set     a place (function and field) that sets a field of an object of t
                 the object's class and its bases are defined in other modules than the code that
                 sets it, and that code is no method of the object. Of all twenty batches.
 call back       a place (caller and callee) where a method, or a closure over `self`, is called from
-                another module, by code that is no method of the same object, while a method of that
-                very object is on the stack: the object was handed down, and is entered again from
+                another module, by code that is no method of the same object, while a method of the
+                same object is on the stack: the object was passed down and is entered again from
                 below. Of all twenty batches.
 """
 
@@ -65,11 +65,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-CLASSES = "Loop,TrainingStep"
-FLAGS = (
-    "Loop._is_whole,Loop._failed,Loop._is_void,Loop._counted,"
-    "TrainingStep._torn,TrainingStep._gathering,TrainingStep._unclear,Group.phase"
-)
+CLASSES = "Pass,EagerStep"
+FLAGS = "Group.phase"
 MAKING = ("__init__", "__post_init__", "__new__")
 COMPREHENSIONS = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
 BEFORE, TRACED = 30, 20
@@ -88,7 +85,7 @@ class Module:
 
     @property
     def unit(self) -> str:
-        """Its room, or itself where it stands at the top."""
+        """Its room; a file at the top level is its own."""
         return unit_of(self.name)
 
 
@@ -295,7 +292,7 @@ def _names_of(kind: str, tree: ast.Module) -> set[str]:
     found = {"_".join(words), words[-1]}
     is_kind = re.compile(rf"\b{kind}\b(?!\[)")
 
-    def told(target: ast.AST, source: str) -> None:
+    def note(target: ast.AST, source: str) -> None:
         if is_kind.search(source):
             found.add(ast.unparse(target).rpartition(".")[2])
 
@@ -304,10 +301,10 @@ def _names_of(kind: str, tree: ast.Module) -> set[str]:
             if is_kind.search(ast.unparse(node.annotation)):
                 found.add(node.arg)
         elif isinstance(node, ast.AnnAssign):
-            told(node.target, ast.unparse(node.annotation))
+            note(node.target, ast.unparse(node.annotation))
         elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
             for target in node.targets:
-                told(target, ast.unparse(node.value.func))
+                note(target, ast.unparse(node.value.func))
     return found | {f"_{name}" for name in found}
 
 
@@ -469,7 +466,7 @@ def _object_of(frame: FrameType) -> object | None:
 
 
 def trace(package: str) -> dict[str, Any]:
-    """Train with the package's engine, and say what a steady batch called."""
+    """Train with the package's engine. Returns what a steady batch called."""
     import torch
     from works import mlp
 
@@ -615,9 +612,9 @@ def main(arguments: list[str] | None = None) -> None:
     for name in ("foreign sets", "calls back"):
         for place in found.get("batch", {}).get(name, ()):
             print(f"{name}: {place}")
-    told = header("floor_plan.py")
-    told["command"] = told["command"].replace(str(asked.package), "CHECKOUT/src/headrace")
-    save(asked.out, {**told, "at": measured_at(asked.package), "figures": rows, **found})
+    stored = header("floor_plan.py")
+    stored["command"] = stored["command"].replace(str(asked.package), "CHECKOUT/src/headrace")
+    save(asked.out, {**stored, "at": measured_at(asked.package), "figures": rows, **found})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Runs the GPU tests, PyTorch's stream sanitizer included, and keeps what each gave.
+"""Runs the GPU tests, PyTorch's stream sanitizer included, and records the outcome of each.
 
     python benchmarks/gpu_tests.py [--out results.json]
 
-CI has no GPU: what can only be seen on one is run by hand, and its result is committed.
+CI has no GPU. So these tests are run by hand, and the result is committed.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ ROOT = Path(__file__).resolve().parent.parent
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument(
-        "--out", type=Path, help="every test's outcome goes here, as JSON (failures beside it)"
+        "--out",
+        type=Path,
+        help="write every test's outcome to this JSON file, and failures to files beside it",
     )
     arguments = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "4", "-rA", "--timeout", "110"]

@@ -2,9 +2,9 @@
 
     python benchmarks/graphs.py [--out results.json] [--corpus lengths.npz ...] [--parts ...]
 
-Speed is against `baseline` in the same run, and against the GPU's own busy time: the union of all
-kernel and copy times that the profiler sees. A corpus is a file of two arrays of lengths, `src`
-and `trg`, one of each a sentence pair: token ids are drawn, lengths are real.
+Speed is compared with `baseline` in the same run, and with the GPU's busy time: the union of all
+kernel and copy times that the profiler sees. A corpus is a file with two arrays, `src` and `trg`:
+the lengths of each sentence pair. The lengths are real, the token ids are random.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RAGGED = ("baseline", "pipeline", "graph")
 
 
 def busy_ms(way: Callable[[int], object], device: Device, steps: int = 10) -> float:
-    """Milliseconds a step in which the GPU does anything at all."""
+    """Milliseconds per step in which the GPU runs a kernel or a copy."""
     with device.trace() as trace:
         way(steps)
     window = BusyWindow.of(trace, steps)
@@ -63,7 +63,7 @@ def speed(
     peers: bool = False,
     steps: int,
 ) -> None:
-    """Every plan, and other ways to train, in turn; then the plans' busy time, by the profiler."""
+    """Time every plan and peer in turns; then measure the plans' busy time with the profiler."""
     planned = {name: Planned(work, device, Plan.preset(name), precision) for name in plans}
     ways: dict[str, Callable[[int], object]] = dict(planned)
     if peers:
@@ -98,7 +98,7 @@ class WithoutDropout(Translator):
 
 
 def same_losses(work: Work, device: Device, precision: str, steps: int = 20) -> dict[str, Any]:
-    """`graph` against `pipeline`, bit for bit, with dropout; `max` against it without."""
+    """Compare the losses of `graph` with `pipeline`, bit for bit, and of `max`, without dropout."""
     bare = Work(work.name, WithoutDropout, work.loss, work.batches)
     found: dict[str, tuple[float, ...]] = {}
     for name, of, plan in (
@@ -130,7 +130,7 @@ def same_losses(work: Work, device: Device, precision: str, steps: int = 20) -> 
 
 
 def real_lengths(path: Path, sentences: int = SENTENCES) -> tuple[Work, dict[str, Any]]:
-    """A corpus' own lengths in batches of one bucket each; token ids are drawn."""
+    """Batches with the lengths of a corpus, one bucket per batch; token ids are random."""
     stored = numpy.load(path)
     lengths = numpy.stack([stored["src"], stored["trg"]], axis=1)
     buckets = Buckets.choose(lengths, max_buckets=16)
@@ -169,7 +169,7 @@ def every_shape(work: Work, times: int = 4) -> list[Any]:
 
 
 def ragged(path: Path, device: Device, precision: str, keep: Callable[[Any], None]) -> None:
-    """Tokens a second over real lengths; memory with all shapes captured against eager."""
+    """Tokens per second on real lengths, and memory with all shapes captured and without."""
     work, figures = real_lengths(path)
     rows: dict[str, Any] = {}
     for name in ("pipeline", "graph"):  # one after the other: each alone in memory

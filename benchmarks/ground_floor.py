@@ -1,9 +1,9 @@
-"""What the ground floor costs on this machine.
+"""What the lowest layer costs on this machine.
 
     python benchmarks/ground_floor.py [--out results.json]
 
-Times a ledger entry, an import, and switches and waits at the seam, and takes `headrace doctor`'s
-measurements.
+Times a ledger entry, the import of Headrace, and stream switches and waits of a device. It also
+runs the measurements of `headrace doctor`.
 """
 
 from __future__ import annotations

@@ -2,10 +2,10 @@
 
     python benchmarks/kills.py --kills 100 --out kills.json
 
-Each life of a run is ended at a moment drawn from the first three quarters of what an undisturbed
-one takes: a resumed run is shorter, so its end is reached, too. It is resumed, killed again, and so
-on until it ends; then all that it leaves must be that of a run that nobody disturbed: weights bit
-for bit, losses and scores. No process may be left behind, and no lock.
+Each process is killed at a random moment within the first three quarters of an uninterrupted run's
+time; since a resumed run is shorter, kills also happen near the end. The run is resumed and killed
+until it finishes. Then its weights (bit for bit), losses and scores must be those of an
+uninterrupted run. No process and no lock may be left behind.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ WAYS: list[dict[str, Any]] = [
     {"plan": "streams4", "workers": 2, "dropout": 0.3, "average_last": 2},
     {"plan": "graph", "workers": 0, "on_nonfinite": "tolerate:3"},
 ]
-# One in so many is killed while Python still starts; all others once the run has its folder.
+# One in so many is killed while Python still starts, all others after the run has its folder.
 EARLY = 10
 
 
 @dataclass
 class Tally:
-    """What was seen of one way to run."""
+    """The results of one configuration."""
 
     kills: int = 0
     runs: int = 0
@@ -66,7 +66,7 @@ class Tally:
 
 
 class Killing:
-    """Runs of one way, in a folder of its own."""
+    """The runs of one configuration, in a folder of their own."""
 
     def __init__(self, folder: Path, way: dict[str, Any], draw: random.Random) -> None:
         self.folder, self.way, self.draw = folder, way, draw
@@ -77,7 +77,7 @@ class Killing:
         self.children: list[psutil.Process] = []
 
     def new(self, name: str) -> Path:
-        """A run that has its folder and has not begun."""
+        """A new run that has its folder and has not started."""
         from headrace.translation import Trainer, TrainSettings
 
         settings = TrainSettings.from_dict({**SETTINGS, **self.way, "data": str(self.corpus)})
@@ -103,7 +103,7 @@ class Killing:
         return run, time.monotonic() - begun
 
     def when_locked(self, run: Path, process: subprocess.Popen[bytes]) -> float:
-        """Wait until the process has begun to work on the run."""
+        """Wait until the process has started the run."""
         mark = f"process {process.pid} ".encode()
         while process.poll() is None:
             lock = run / ".lock"
@@ -125,11 +125,13 @@ class Killing:
         return self.tally
 
     def life(self, run: Path, seconds: float, *, may_kill: bool) -> bool:
-        """One process's life. Whether it came to the end of the run."""
+        """Run one process and kill it. Returns whether it finished the run first."""
         process = self.start(run)
         early = self.draw.randrange(EARLY) == 0
         begun = time.monotonic() if early else self.when_locked(run, process)
-        moment = self.draw.uniform(0, 0.75 * seconds)  # most lives begin in the midst of the run
+        moment = self.draw.uniform(
+            0, 0.75 * seconds
+        )  # most processes start in the middle of the run
         if may_kill:
             try:
                 process.wait(timeout=max(0.0, begun + moment - time.monotonic()))
@@ -162,8 +164,8 @@ def corpus() -> str:
 
 
 def left_by(run: Path) -> dict[str, Any]:
-    """What a finished run leaves, without what depends on the clock: every file of weights, every
-    epoch's losses and scores, the last result."""
+    """What a finished run wrote, except what depends on the clock: all weight files, the losses and
+    scores of every epoch, and the result."""
     found: dict[str, Any] = {
         path.name: hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted((run / "weights").glob("*.safetensors"))
@@ -181,7 +183,7 @@ def left_by(run: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=100, help="in all")
+    parser.add_argument("--kills", type=int, default=100, help="number of kills")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
     arguments = parser.parse_args()

@@ -55,13 +55,13 @@ def opened(
     """Opens the page in a context of its own. Whatever it logs or requests is a finding."""
     context = browser.new_context(accept_downloads=True, **options)
     page = context.new_page()
-    said: list[str] = []
-    page.on("console", lambda message: said.append(f"console: {message.text}"))
-    page.on("pageerror", lambda error: said.append(f"error: {error}"))
+    problems: list[str] = []
+    page.on("console", lambda message: problems.append(f"console: {message.text}"))
+    page.on("pageerror", lambda error: problems.append(f"error: {error}"))
     page.on(
         "request",
         lambda request: (
-            said.append(f"asked for {request.url[:80]}")
+            problems.append(f"asked for {request.url[:80]}")
             if request.url != file.absolute().as_uri() and not request.url.startswith("blob:")
             else None
         ),
@@ -69,7 +69,7 @@ def opened(
     page.goto(file.absolute().as_uri())
     page.wait_for_timeout(150)
     yield page
-    findings.none(said, where)
+    findings.none(problems, where)
     context.close()
 
 

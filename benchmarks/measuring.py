@@ -1,4 +1,4 @@
-"""How benchmarks measure: ways interleaved in one process, medians, and the spread beside them."""
+"""How benchmarks measure: functions that take turns in one process, medians and spreads."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def interleaved_ms(
     repeats: int,
     warm_up: int = 10,
 ) -> dict[str, dict[str, Any]]:
-    """Milliseconds a step of each way: all are run in turn, repeats times.
+    """Milliseconds per step of each way to train: all run in turns, `repeats` times.
 
-    A way is a function of the number of steps. Between two readings of the clock the device is
-    synchronised, so that all of a way's work is in its time. "cpu" is what this process' threads
-    took of the CPU for a step, in milliseconds too.
+    A way is a function of the number of steps. The device is synchronised before each reading of
+    the clock, so that the time includes all queued work. "cpu" is the CPU time of this process'
+    threads per step, in milliseconds.
     """
     for way in ways.values():
         way(warm_up)
@@ -55,11 +55,11 @@ def interleaved_ms(
 
 
 def header(script: str) -> dict[str, Any]:
-    """What a stored result must say of itself."""
-    told = [word for word in sys.argv[1:] if word != "--out" and not word.endswith(".json")]
+    """The command, date and versions that every stored result has."""
+    arguments = [word for word in sys.argv[1:] if word != "--out" and not word.endswith(".json")]
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
-        "command": " ".join(["python", f"benchmarks/{script}", *told]),
+        "command": " ".join(["python", f"benchmarks/{script}", *arguments]),
         "date": datetime.date.today().isoformat(),
         "python": sys.version.split()[0],
         "torch": torch.__version__,

@@ -1,8 +1,8 @@
-"""What watching costs: the monitor's share of a core, and a step's time before and after a trace.
+"""What monitoring costs: the monitor's share of a core, and a step's time before and after a trace.
 
     python benchmarks/monitor.py [--out results.json]
 
-The profiler is known to leave something behind in a process; the last figure says how much.
+After a profiler has run, a process launches kernels more slowly; the last figure says how much.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from headrace.runs import BusyWindow, Monitor
 def sampling(device: Device, seconds: float = 10.0) -> dict[str, Any]:
     """The CPU time of an otherwise idle process that is monitored, as a share of a core."""
     with Monitor(device):
-        time.sleep(1.0)  # what is loaded at first is not what sampling costs
+        time.sleep(1.0)  # loading modules is not part of the cost of sampling
     began_s = time.process_time()
     with Monitor(device) as monitor:
         time.sleep(seconds)

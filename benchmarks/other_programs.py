@@ -4,11 +4,11 @@
 
 lstm    the word_language_model of PyTorch's examples: two LSTM layers, truncated backpropagation
         through time, its state carried in three ways
-dcgan   the DCGAN of PyTorch's examples: two models, two optimizers, a step of one's own
+dcgan   the DCGAN of PyTorch's examples: two models, two optimizers, through `Engine.from_step`
 
-"by hand" is the loop of the example, with pinned batches copied ahead of use and the losses read
-every tenth step. Losses are compared with deterministic kernels; times are taken with the usual
-ones, all ways in turns.
+"by hand" is the loop of the example, with batches prefetched from pinned memory and the losses read
+every tenth step. Losses are compared with deterministic kernels; times are measured with the usual
+ones, in turns.
 """
 
 from __future__ import annotations
@@ -224,11 +224,11 @@ def dcgan(device: Device, steps: int, repeats: int) -> dict[str, Any]:
     rows: dict[str, Any] = {}
     with deterministic_kernels(True):
         expected = gan_by_hand(device)(batches)
-        for plan in ("baseline", "pipeline"):
+        for plan in ("baseline", "pipeline", "graph"):
             engine = hr.Engine.from_step(gan_step(device), plan=plan, device=device)
             rows[plan] = {"same losses": list(engine.epoch(batches).losses) == expected}
     ways = {"by hand": many(gan_by_hand(device), batches)}
-    for plan in ("baseline", "pipeline"):
+    for plan in ("baseline", "pipeline", "graph"):
         engine = hr.Engine.from_step(gan_step(device), plan=plan, device=device)
         ways[plan] = many(engine.epoch, batches)
     ways["by hand, again"] = many(gan_by_hand(device), batches)
@@ -243,7 +243,7 @@ def dcgan(device: Device, steps: int, repeats: int) -> dict[str, Any]:
 
 
 def many(train: Callable[[list[Any]], object], batches: list[Any]) -> Callable[[int], object]:
-    """Train on so many batches, in one epoch."""
+    """Train on that many batches, in one epoch."""
     return lambda steps: train(list(itertools.islice(itertools.cycle(batches), steps)))
 
 

@@ -1,14 +1,14 @@
-"""What the engine costs the host over a hand-written loop that does the same.
+"""How much more CPU time the engine takes than a hand-written loop that does the same.
 
     python benchmarks/overhead.py [--out results.json]
 
-The loop written by hand has the pipeline plan's parts in it: pinned batches copied ahead on a
-stream of their own, losses gathered on the device and read back ten at a time, a bounded run-ahead.
-On the CPU neither has anything to overlap, and both only keep their losses.
+The loop by hand does what the plan `pipeline` does: it copies pinned batches ahead on a separate
+stream, collects losses on the device, reads them ten at a time, and limits its run-ahead. On the
+CPU nothing overlaps in either loop, and both only keep their losses.
 
-Each turn of the engine, an epoch of `--steps`, is compared with the turns by hand before and after
-it, since a CPU's speed drifts. What counts is the CPU time of all of the process' threads; wall
-time is beside it. Epochs of 4 steps tell what beginning and ending one costs, apart from its steps.
+Each turn of the engine, an epoch of `--steps` steps, is compared with the turns by hand before and
+after it, since a CPU's speed drifts. The CPU time of all threads of the process counts; wall time
+is reported, too. Epochs of 4 steps show what starting and ending an epoch costs without its steps.
 """
 
 from __future__ import annotations
@@ -127,8 +127,8 @@ def through_the_engine(work: Work, device: Device) -> Callable[[int], object]:
 
 
 def difference(found: dict[str, Any], kind: str) -> tuple[float, float]:
-    """Milliseconds a step by which the engine takes more than its neighbours by hand, and by which
-    these differ: medians over repeats."""
+    """Milliseconds per step by which the engine is slower than its neighbours by hand, and by which
+    these differ from each other: medians over repeats."""
     turns = zip(*(found[way][kind] for way in ("by hand", "engine", "by hand again")), strict=True)
     more, noise = zip(*((b - (a + c) / 2, c - a) for a, b, c in turns), strict=True)
     return statistics.median(more), abs(statistics.median(noise))
@@ -152,7 +152,7 @@ def main() -> None:
         ways = {
             "by hand": by_hand(work, device),
             "engine": through_the_engine(work, device),
-            "by hand again": by_hand(work, device),  # the same twice: how far noise goes
+            "by hand again": by_hand(work, device),  # the same loop twice shows the noise
         }
         found = interleaved_ms(
             ways, device, steps=arguments.steps, repeats=arguments.repeats, warm_up=20

@@ -1,7 +1,7 @@
-"""The same work through other ways to train: plain loops, Lightning, Accelerate.
+"""Other ways to train the same workload: plain loops, Lightning, Accelerate.
 
 Each is a function of (work, device, precision) that returns a way: a function of the number of
-steps. All have the same model, optimizer and batches; pinned where the way allows it.
+steps. All have the same model, optimizer and batches, in pinned memory where possible.
 """
 
 from __future__ import annotations

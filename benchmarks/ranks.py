@@ -1,11 +1,11 @@
-"""Training under DDP and FSDP2 on this machine: losses against the plain engine's, the cost of
-being wrapped, graphs under DDP, and how long an all-reduce takes.
+"""Training under DDP and FSDP2 on this machine: losses compared with the plain engine's, the cost
+of wrapping a model, graphs under DDP, and how long an all-reduce takes.
 
     python benchmarks/ranks.py [--out results.json]
     torchrun --nproc-per-node N benchmarks/ranks.py [--out results.json]
 
-With one process nothing is exchanged: what is measured is what the wrapping itself costs, and that
-NCCL works under every plan. Each rank trains on its share of the same global batches.
+With one process nothing is exchanged: the script then measures the cost of the wrapping itself, and
+shows that NCCL works under every plan. Each rank trains on its share of the same global batches.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def new_engine(way: str, device: Device) -> Engine:
 
 
 def trained(way: str, device: Device, mine: list[Any], epochs: int) -> dict[str, Any]:
-    """Every loss, and what became of the plan."""
+    """Every loss, and whether the step was captured."""
     engine = new_engine(way, device)
     results = [engine.epoch(mine) for _ in range(epochs)]
     weights = (full_tensor(parameter.detach()) for parameter in engine.model.parameters())
@@ -119,7 +119,7 @@ def trained(way: str, device: Device, mine: list[Any], epochs: int) -> dict[str,
 
 
 def compared(device: Device, mine: list[Any], epochs: int = 4) -> dict[str, Any]:
-    """Each way's losses against the plain engine's on all rows: exact with one rank."""
+    """Compare losses with the plain engine's on all rows: exactly, with one rank."""
     rows = {way: trained(way, device, mine, epochs) for way in WAYS if is_possible(way)}
     expected = trained("plain pipeline", device, batches(0, 1), epochs)["losses"]
     for row in rows.values():

@@ -1,10 +1,9 @@
-"""How far ahead the host is to be under `graph`: time and CPU time of a step by the run-ahead.
+"""How far ahead the host should be under `graph`: wall and CPU time of a step by run-ahead.
 
     python benchmarks/run_ahead.py [--out results.json]
 
-The driver takes a few thousand kernels at a time. A host that launches more graphs than that waits
-inside the launch, awake, and keeps a core busy; one that waits for an event of an earlier step
-sleeps. Needs a GPU.
+The driver's queue holds a few thousand kernels. If the host launches more, the launch busy-waits
+and occupies a core. A host that waits for an event of an earlier step sleeps. This needs a GPU.
 """
 
 from __future__ import annotations

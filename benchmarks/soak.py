@@ -2,9 +2,9 @@
 
     python benchmarks/soak.py --out soak.json         # 20,000 steps each on a GPU, 2,000 on a CPU
 
-Batches of two shapes, with checkpoints written meanwhile and updates gated against losses that are
-not finite: all that a long run has. Device memory that PyTorch has reserved must be the same at the
-first mark and at the end, and every loss must be reported once, in order.
+The run has batches of two shapes, writes checkpoints, and skips updates whose loss is not finite.
+PyTorch's reserved device memory must be the same at the mark and at the end, and every loss must be
+reported once, in order.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def soak(
     with CheckpointWriter(device, folder) as writer:
         for info in engine.steps(itertools.islice(itertools.cycle(host), steps)):
             reported += [entry.step for entry in info.come_back]
-            # One before the mark: a checkpoint needs the memory of what it saves once more.
+            # One checkpoint before the mark: it needs its own memory for the cloned state.
             if (info.batch + 1) % (steps // CHECKPOINTS) == 0 or info.batch + 1 == mark // 2:
                 writer.save(engine.state_dict(), engine.updates)
             if info.batch + 1 in (mark, steps):
@@ -74,8 +74,8 @@ def soak(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, help="of each plan")
-    parser.add_argument("--mark", type=int, help="the step whose memory the last one's must equal")
+    parser.add_argument("--steps", type=int, help="steps of each plan")
+    parser.add_argument("--mark", type=int, help="the step whose memory is compared with the end")
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
     arguments = parser.parse_args()
     device = open_device("auto")

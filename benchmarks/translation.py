@@ -1,13 +1,13 @@
-"""The trainer on real corpora: tokens a second under several plans, and BLEU after minutes.
+"""The trainer on real corpora: tokens per second under several plans, and BLEU after minutes.
 
     python benchmarks/translation.py --data FOLDER [--cache FOLDER] [--parts speed …] [--out FILE]
 
 FOLDER holds `multi30k` (train, val and test_2016_flickr, .en and .de) and `3am` (train, val and
-test, .en and .zh). Every figure is of a `headrace` command, which is kept beside it: `speed` trains
-`base` on batches of 30 sentences under three plans, `tokens` on batches of some 25,000 target
-tokens, `multi30k` and `3am` train to the end and score what was never seen. Rates are of the second
-half of a run, when all graphs have been captured. The first two train on Multi30k four times over,
-each copy numbered: a corpus of 116,000 pairs, made on the way.
+test, .en and .zh). Every figure is stored with its `headrace` command. `speed` trains `base` on
+batches of 30 sentences under three plans, `tokens` on batches of some 25,000 target tokens;
+`multi30k` and `3am` train to the end and score on the test set. Rates are from the second half of a
+run, when all graphs are captured. The first two parts train on four numbered copies of Multi30k,
+116,000 pairs, which the script creates.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SPEED = "--preset base --vocabulary 32000 --src en --trg de --valid-sentences 0 
 
 
 def headrace(*words: str | Path, limit_s: float) -> tuple[str, str, float]:
-    """Run a command. Returns it as one would type it, what it printed, and its seconds."""
+    """Run a command. Returns the command line, its output, and the seconds it took."""
     command = [str(word) for word in words]
     begun = time.monotonic()
     run = subprocess.run(
@@ -50,7 +50,7 @@ def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
 
 
 def rate_of(run: Path) -> dict[str, Any]:
-    """Real target tokens a second once all is warm, and what the host waited for then."""
+    """Target tokens per second after the warm-up, without padding, and the host's waits."""
     epochs = metrics(run, "epoch")
     lines = epochs if len(epochs) > 2 else metrics(run, "step")
     warm = [line for line in lines if line["step"] > epochs[-1]["step"] / 2]
@@ -70,13 +70,13 @@ def measured(name: str, runs: Path, *words: str | Path) -> dict[str, Any]:
     command, text, seconds = headrace(
         "train", *words, "--project", runs, "--name", name, limit_s=240
     )
-    said = re.search(r"(\d[\d,]*) batches per epoch, (\d+) shapes, ([\d.]+)% padding", text)
+    found = re.search(r"(\d[\d,]*) batches per epoch, (\d+) shapes, ([\d.]+)% padding", text)
     row = {**rate_of(runs / name), "seconds": round(seconds, 1), "command": command}
-    return row | ({"padding %": float(said[3])} if said else {})
+    return row | ({"padding %": float(found[3])} if found else {})
 
 
 def speed(data: Path, runs: Path, cache: Path) -> dict[str, Any]:
-    """30 sentences a batch, real lengths."""
+    """30 sentences per batch, with real lengths."""
     rows = {}
     for plan, steps in {"baseline": 500, "graph": 3500}.items():
         rows[plan] = measured(
@@ -89,7 +89,7 @@ def speed(data: Path, runs: Path, cache: Path) -> dict[str, Any]:
 
 
 def tokens(data: Path, runs: Path, cache: Path) -> dict[str, Any]:
-    """Some 25,000 target tokens a batch, padding not counted."""
+    """Some 25,000 target tokens per batch, padding not counted."""
     row = measured(
         "tokens-max", runs, four(data), *SPEED.split(), "--cache", cache, "--tokens", "29500",
         "--shapes", "12", "--plan", "max", "--epochs", "5",
@@ -98,7 +98,7 @@ def tokens(data: Path, runs: Path, cache: Path) -> dict[str, Any]:
 
 
 def four(data: Path) -> Path:
-    """Multi30k four times over. A hundred of its held-out pairs are enough here."""
+    """Four copies of Multi30k. A hundred of its held-out pairs are enough here."""
     corpus = data / "four"
     if not corpus.exists():
         corpus.mkdir()
@@ -149,17 +149,19 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=Path("build/runs"))
     parser.add_argument("--parts", nargs="+", default=["speed", "tokens", "multi30k", "3am"])
     parser.add_argument("--out", type=Path)
-    told = parser.parse_args()
+    arguments = parser.parse_args()
     result: dict[str, Any] = header("translation.py")
-    for part in told.parts:
+    for part in arguments.parts:
         if part in ("speed", "tokens"):
-            rows = {"speed": speed, "tokens": tokens}[part](told.data, told.runs, told.cache)
+            rows = {"speed": speed, "tokens": tokens}[part](
+                arguments.data, arguments.runs, arguments.cache
+            )
             print(table({name: _short(row) for name, row in rows.items()}))
             result[part] = rows
         else:
-            result[part] = quality(part, told.data, told.runs, told.cache)
+            result[part] = quality(part, arguments.data, arguments.runs, arguments.cache)
             print(table({part: _short(result[part])}), result[part]["evaluate printed"])
-        save(told.out, result)
+        save(arguments.out, result)
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:

@@ -1,11 +1,11 @@
-"""Two versions of Headrace on the same work, in turns: is the newer one slower?
+"""Two versions of Headrace on the same workload, in turns: is the newer one slower?
 
     python benchmarks/two_versions.py OLD/src [--out results.json] [--plans graph,max] [--rounds 3]
 
-The built-in translation work (30 × 60, Transformer base, bf16) is trained under each plan by a
-process of its own for each version, one after the other, `--rounds` times. Each process compiles,
-captures and warms up first, then times epochs of `--steps` steps; the medians over a round's epochs
-are compared. Losses of the first epoch must be equal to the bit where the plan promises it.
+For each plan, each version trains the built-in workload `translation` (30 × 60, Transformer base,
+bf16) in its own process, one after the other, `--rounds` times. Each process compiles, captures and
+warms up first, then times epochs of `--steps` steps; the medians of each round are compared. The
+losses of the first epoch must be equal bit for bit where the plan promises it.
 """
 
 from __future__ import annotations

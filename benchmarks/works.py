@@ -1,8 +1,8 @@
-"""The works that benchmarks run: a model, an optimizer, a loss and host batches.
+"""The workloads of the benchmarks: a model, an optimizer, a loss and host batches.
 
 transformer   encoder-decoder, 512/8/6+6/2048, vocabulary 32,000, dropout 0.1
 resnet50      torchvision's, 224 × 224 images
-mlp           three layers: a step too short to hide anything
+mlp           three layers: steps too short to hide any overhead
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class Work:
 class Translator(nn.Module):
     """`nn.Transformer` around two embeddings, without its read-backs.
 
-    Given a mask and no `is_causal`, `nn.Transformer` reads the mask back to see whether it is
-    causal, and so waits for the device in each layer: it is told instead.
+    Given a mask and no `is_causal`, `nn.Transformer` reads the mask back in each layer to see
+    whether it is causal, and waits for the device. So this model passes `is_causal`.
     """
 
     def __init__(self, vocabulary: int = 32_000, width: int = 512, layers: int = 6) -> None:

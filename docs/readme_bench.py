@@ -1,8 +1,8 @@
-"""Writes the `headrace bench` output in both READMEs anew, from the committed result it names.
+"""Updates the `headrace bench` output in both READMEs from the committed result that it names.
 
     python docs/readme_bench.py
 
-A block to be written follows a line such as `<!-- bench: RESULT.json -->`. The tables of waits and
+Such a block follows a line like `<!-- bench: RESULT.json -->`. The tables of waits and
 streams are left out; docs/bench.md has them.
 """
 

@@ -129,6 +129,8 @@ def test_a_plan_file_has_a_plan_and_a_loader(tmp_path: Path) -> None:
         ("plan: event\nloader: {workers: -1}\n", "plan.yaml: loader: workers = -1: expected"),
         ("plan: event\nloader: 4\n", "plan.yaml: loader: expected a mapping, found"),
         ("loader: {}\n", "plan.yaml: has no `plan:`"),
+        ("preset: x\nstreams: 4\n", "plan.yaml: 'streams' is at the top level; .* under `plan:`"),
+        ("plan: event\nworkers: 4\n", "plan.yaml: 'workers' is at the top .* under `loader:`"),
         ("- plan\n", "plan.yaml: expected a mapping, found a list"),
         ("", "plan.yaml: expected a mapping, found nothing"),
         ("plan: {a: 1\nb: }: 2\n", r"plan.yaml:\d+: is not YAML"),

@@ -13,9 +13,11 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
 
+TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
+    from typing import Any
+
     from headrace.data import BucketBatches, Buckets, PadToBuckets, Prefetcher, prefetch
     from headrace.device import (
         Device,
@@ -38,10 +40,12 @@ if TYPE_CHECKING:
         Engine,
         EpochResult,
         EpochStatistics,
+        GraphedFunction,
         GraphReport,
         Progress,
         RunAhead,
         StepInfo,
+        graphed,
     )
     from headrace.errors import HeadraceError
     from headrace.plan import PRESETS, LoaderPlan, Plan, PlanFile, load_plan
@@ -63,6 +67,7 @@ _HOMES = {
     "EpochStatistics": "engine",
     "Event": "device",
     "GraphReport": "engine",
+    "GraphedFunction": "engine",
     "HeadraceError": "errors",
     "Ledger": "device",
     "LedgerStatistics": "device",
@@ -84,6 +89,7 @@ _HOMES = {
     "WaitStatistics": "device",
     "Watchdog": "runs",
     "available_devices": "device",
+    "graphed": "engine",
     "load_plan": "plan",
     "open_device": "device",
     "prefetch": "data",
@@ -104,6 +110,7 @@ __all__ = [
     "EpochStatistics",
     "Event",
     "GraphReport",
+    "GraphedFunction",
     "HeadraceError",
     "Ledger",
     "LedgerStatistics",
@@ -125,6 +132,7 @@ __all__ = [
     "Watchdog",
     "__version__",
     "available_devices",
+    "graphed",
     "load_plan",
     "open_device",
     "prefetch",

@@ -19,8 +19,9 @@ HeadraceError
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── RanksError                  the ranks cannot connect, or do not agree
 ├── CheckpointError             a checkpoint or weight file cannot be written or read
-├── BenchError                  a work, bench setting or result is not valid (also a ValueError)
-│   └── WorkOptionError         a work does not accept this option or value
+├── BenchError                  a workload, bench setting or result is not valid (also a ValueError)
+│   ├── UnknownWorkError        there is no workload of this name
+│   └── WorkOptionError         a workload does not accept this option or value
 ├── TuneError                   tune cannot run with these settings (also a ValueError)
 ├── ReportError                 a report cannot be made from this result (also a ValueError)
 └── RaceError                   the fake device found a stream race (also an AssertionError)
@@ -31,12 +32,35 @@ either an error in the user's own code, which Headrace passes on unchanged, or a
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Causes that no other command line would mend: full disk, quota, broken disk, too many open files.
+_MACHINE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
 
 class HeadraceError(Exception):
     """Base of all errors that Headrace raises on purpose."""
 
-    #: The command line's exit code for this error.
+    #: The command line's exit code for this error: 2 if what was typed is wrong, else 1.
     exit_code = 1
+
+
+@contextmanager
+def usage_errors() -> Iterator[None]:
+    """Make errors inside the block usage errors, which end the program with exit code 2.
+
+    A damaged checkpoint or weight file, and a failure of the machine, stay failures.
+    """
+    try:
+        yield
+    except HeadraceError as problem:
+        cause = problem.__cause__
+        failed = isinstance(cause, OSError) and cause.errno in _MACHINE_ERRORS
+        if not failed and not isinstance(problem, CheckpointError):
+            problem.exit_code = 2
+        raise
 
 
 class DeviceError(HeadraceError):
@@ -125,17 +149,23 @@ class RanksError(HeadraceError):
 
 
 class BenchError(HeadraceError, ValueError):
-    """A work cannot be run, a bench setting is not valid, or a result cannot be read."""
+    """A workload cannot be run, a bench setting is not valid, or a result cannot be read."""
+
+
+class UnknownWorkError(BenchError):
+    """There is no built-in work, module, file or function of this name."""
+
+    exit_code = 2  # a usage error, as for any unknown name
 
 
 class WorkOptionError(BenchError):
-    """A work does not accept an option or value that was given with `--set`."""
+    """A workload does not accept an option or value that was given with `--set`."""
 
     exit_code = 2  # a usage error, as for any wrong option
 
 
 class TuneError(HeadraceError, ValueError):
-    """`tune` cannot search with these settings, this work or this journal."""
+    """`tune` cannot search with these settings, this workload or this journal."""
 
 
 class ReportError(HeadraceError, ValueError):

@@ -7,7 +7,7 @@ import os
 import weakref
 from contextlib import suppress
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import ModuleType
 
 fcntl: ModuleType | None
 try:
@@ -74,12 +74,7 @@ class FileLock:
     def __enter__(self) -> FileLock:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        problem: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self.close()
 
     def __del__(self) -> None:

@@ -44,7 +44,8 @@ class Plan(Checked):
     name: str = choice("custom", "name in tables and results")
     streams: int = whole(3, 2, 8, "number of device streams, including the caller's own")
     sync: Literal["batch", "interval", "event", "none"] = choice(
-        "none", "when the host waits for the device, besides the run-ahead limit"
+        "none",
+        "when the host waits: each batch, each interval, for an event, or none (only run-ahead)",
     )
     sync_every: int = whole(
         10, 1, _MILLION, "batches between two of these waits (sync = interval or event)"
@@ -204,6 +205,11 @@ class PlanFile:
 def load_plan(path: str | Path) -> PlanFile:
     """Read a `plan.yaml`: `plan:` (a preset's name, or fields) and, optionally, `loader:`."""
     content = read_yaml(path, PlanError)
+    for part, kind in (("plan", Plan), ("loader", LoaderPlan)):
+        if misplaced := [name for name in kind.field_names() if name in content]:
+            raise PlanError(
+                f"{path}: {misplaced[0]!r} is at the top level; expected it under `{part}:`"
+            )
     refuse_unknown(content, ["plan", "loader"], str(path))
     if "plan" not in content:
         raise PlanError(f"{path}: has no `plan:`; expected a preset's name or a mapping of fields")

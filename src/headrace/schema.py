@@ -1,8 +1,8 @@
 """Checks and decodes values from outside: YAML and JSON files, stored results, options.
 
 `Checked` is the base of plans and settings, which check their fields when they are made: type,
-choice and range. `Fields` reads a mapping field by field, or as a whole dataclass. An error names
-file and field, what was found and what was expected: `bench.json: rows[2].gpu = 3: expected …`.
+choice and range. `Fields` decodes a mapping as a dataclass. An error names file and field, what was
+found and what was expected: `bench.json: rows[2].gpu = 3: expected …`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import reprlib
 import stat
 import types
 import typing
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -194,9 +194,9 @@ def read_json(
 
 
 class Fields:
-    """The fields of a mapping from a file, each checked when it is read.
+    """A mapping from a file. `record` decodes it, and checks it on the way.
 
-    Null counts as missing. `file` and `path` say in errors where the mapping stands:
+    Null counts as missing. Errors name the field by `file` and `path`:
     `bench.json: rows[2].speedup = 'x': expected a number`.
     """
 
@@ -208,58 +208,16 @@ class Fields:
             raise self._problem(path, values, "a mapping")
         self.values: Mapping[str, Any] = values
 
-    def number(self, name: str) -> float | None:
-        value: float | None = self._optional(name, float)
-        return value
-
-    def whole(self, name: str) -> int | None:
-        """A number, rounded."""
-        number = self.number(name)
-        return None if number is None else round(number)
-
-    def flag(self, name: str) -> bool:
-        """True or false; false if it is missing."""
-        return bool(self._optional(name, bool))
-
-    def text(self, name: str) -> str | None:
-        value: str | None = self._optional(name, str)
-        return value
-
-    def required(self, name: str) -> str:
-        """A text that must be there."""
-        value: str = self._decoded(self.values.get(name), str, self.path_of(name))
-        return value
-
-    def numbers(self, name: str) -> list[float | None]:
-        """A list of numbers and nulls; empty if it is missing."""
-        return list(self._optional(name, tuple[float | None, ...]) or ())
-
-    def texts(self, name: str) -> list[str]:
-        """A list of texts; empty if it is missing."""
-        return list(self._optional(name, tuple[str, ...]) or ())
-
-    def child(self, name: str) -> Fields | None:
-        value = self.values.get(name)
-        return None if value is None else self._fields(value, self.path_of(name))
-
     def section(self, name: str) -> Fields:
-        """The mapping in a field; without fields if it is missing."""
-        return self.child(name) or self._fields({}, self.path_of(name))
+        """The mapping in a field; an empty one if it is missing."""
+        value = self.values.get(name)
+        return self._fields({} if value is None else value, self.path_of(name))
 
     def children(self, name: str) -> list[Fields]:
         """A list of mappings; empty if it is missing."""
-        path, values = self.path_of(name), self._optional(name, tuple[Any, ...]) or ()
+        value, path = self.values.get(name), self.path_of(name)
+        values = () if value is None else self._decoded(value, tuple[Any, ...], path)
         return [self._fields(value, f"{path}[{index}]") for index, value in enumerate(values)]
-
-    def named_children(self, name: str) -> Iterator[tuple[str, Fields]]:
-        """The keys and values of a mapping of mappings; none if it is missing."""
-        section = self.section(name)
-        for key, value in section.values.items():
-            yield str(key), self._fields(value, section.path_of(str(key)))
-
-    def plain(self, name: str) -> dict[str, Any]:
-        """A mapping with unchecked values; empty if it is missing."""
-        return {str(key): value for key, value in self.section(name).values.items()}
 
     def record(self, kind: type[Decoded]) -> Decoded:
         """These values as the dataclass `kind`, checked against its type hints.
@@ -298,10 +256,6 @@ class Fields:
 
     def _fields(self, values: object, path: str) -> Fields:
         return Fields(values, self.file, self.error, path)
-
-    def _optional(self, name: str, hint: Any) -> Any:
-        value = self.values.get(name)
-        return None if value is None else self._decoded(value, hint, self.path_of(name))
 
     def _decoded(self, value: Any, hint: Any, path: str) -> Any:
         """The value, checked and converted to the type `hint`: a plain value, or a dataclass,
@@ -410,10 +364,10 @@ def _check_field(
         raise error(f"{found}: expected a name")
 
 
-def require_whole(name: str, value: object, least: int, error: type[HeadraceError]) -> None:
-    """Raise `error` unless `value` is a whole number, `least` or more."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise error(f"{name} = {quoted(value)}: expected a whole number, {least} or more")
+def require_whole(name: str, value: object, minimum: int, error: type[HeadraceError]) -> None:
+    """Raise `error` unless `value` is a whole number, `minimum` or more."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise error(f"{name} = {quoted(value)}: expected a whole number, {minimum} or more")
 
 
 def mapping(

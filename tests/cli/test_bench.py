@@ -15,7 +15,7 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
-from headrace.cli.bench import _shown_on
+from headrace.cli.bench import _progress_on
 from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
 from headrace.runs import StatusLine
@@ -210,7 +210,7 @@ def test_a_signal_prints_the_rows_so_far(tmp_path: Path, number: int, expected: 
 def test_progress_is_one_line_with_the_time_left() -> None:
     terminal = Terminal()
     with StatusLine(console=new_console(terminal)) as line:
-        show = _shown_on(line)
+        show = _progress_on(line)
         show("round 1 of 2", 0.0, None)
         assert terminal.screen() == ["round 1 of 2"]
         show("round 2 of 2", 0.5, 12.3)

@@ -49,7 +49,17 @@ def test_help_lists_the_commands() -> None:
     assert "plan" in done.stdout
 
 
-COMMANDS = ["doctor", "plan", "train", "evaluate", "translate", "prepare", "bench", "tune"]
+COMMANDS = [
+    "doctor",
+    "plan",
+    "train",
+    "evaluate",
+    "translate",
+    "export",
+    "prepare",
+    "bench",
+    "tune",
+]
 
 
 @pytest.mark.parametrize("arguments", [[], *([command] for command in [*COMMANDS, "report"])])
@@ -152,8 +162,8 @@ def test_plan_shows_all_or_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (["plan", "pipelin"], 1, "error: no plan 'pipelin' (did you mean 'pipeline'?)"),
-        (["plan", "missing.yaml"], 1, "error: missing.yaml: cannot be read"),
+        (["plan", "pipelin"], 2, "error: no plan 'pipelin' (did you mean 'pipeline'?)"),
+        (["plan", "missing.yaml"], 2, "error: missing.yaml: cannot be read"),
         (["dcotor"], 2, "No such command 'dcotor'"),
         (["doctor", "--jsn"], 2, "No such option"),
     ],

@@ -173,7 +173,7 @@ def test_lengths_that_are_not_lengths(lengths: Any, says: str) -> None:
 
 @pytest.mark.parametrize("max_buckets", [0, -1, 2.0, True, "3"])
 def test_max_buckets_must_be_a_count(max_buckets: Any) -> None:
-    with pytest.raises(PlanError, match=r"max_buckets: .*; expected a whole number from 1"):
+    with pytest.raises(PlanError, match=r"max_buckets = .*: expected a whole number, 1 or more"):
         Buckets.choose([1, 2], max_buckets)
 
 
@@ -265,9 +265,9 @@ def test_order_is_a_function_of_seed_and_epoch() -> None:
 @pytest.mark.parametrize(("name", "value"), [("batch_size", 0), ("batch_size", 2.0), ("seed", -1)])
 def test_batches_check_their_numbers(name: str, value: Any) -> None:
     options = {"batch_size": 2, name: value}
-    with pytest.raises(PlanError, match=f"{name}: {value}; expected a whole number"):
+    with pytest.raises(PlanError, match=f"{name} = {value}: expected a whole number"):
         BucketBatches([1, 2], Buckets(((2,),)), **options)
-    with pytest.raises(PlanError, match="epoch: -1"):
+    with pytest.raises(PlanError, match="epoch = -1"):
         BucketBatches([1, 2], Buckets(((2,),)), 2).set_epoch(-1)
 
 

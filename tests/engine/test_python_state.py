@@ -19,7 +19,7 @@ scale = 1.0
 
 
 def state_of(loss: Any, model: nn.Module | None = None) -> PythonState:
-    return PythonState(DEVICE, loss, model or nn.Linear(1, 1))
+    return PythonState(DEVICE, loss, (model or nn.Linear(1, 1),))
 
 
 def with_a_global(model: Any, batch: Any) -> Any:

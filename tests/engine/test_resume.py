@@ -577,7 +577,7 @@ class TestOtherLoops:
     def test_a_second_loop_inside_on_step_is_refused(self, device: Device) -> None:
         engine = new(device)
         engine.on_step = lambda info: engine.epoch(data(3))
-        with pytest.raises(StepError, match="is under way"):
+        with pytest.raises(StepError, match="already in a training loop"):
             engine.epoch(data(3))
 
 

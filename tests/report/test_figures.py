@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 from headrace.report.figures import (
     brief,
-    median,
     moment,
     ms,
     number,
@@ -60,8 +59,3 @@ def test_ticks_lie_inside_and_are_few(low: float, high: float, about: int) -> No
     for at in found:
         around = (high - low) * 1e-6
         assert not math.isfinite(around) or low >= high or low - around <= at <= high + around
-
-
-def test_median() -> None:
-    assert median([3.0, 1.0, 2.0]) == 2.0
-    assert median([4.0, 1.0, 2.0, 3.0]) == 2.5

@@ -214,12 +214,12 @@ class TestBench:
 
     def test_the_verdict_comes_first(self, bench: dict[str, Any], bench_text: str) -> None:
         words = Page(bench_text).words
-        headline = "Take graph: 4.2 times as fast, with the very same losses"
+        headline = "Take graph: 4.2 times as fast, with the same losses"
         assert headline in words
         assert "4.20×" in words
         for sentence in bench["verdict"]["sentences"]:
             assert " ".join(sentence.split()) in words
-        assert words.index(headline) < words.index("Time a step How long")
+        assert words.index(headline) < words.index("Time per step How long")
         assert "Noise 0.6 % pipeline against itself" in words
         assert bench["environment"]["command"] in words
 

@@ -91,7 +91,8 @@ class Run:
 
         def on_step(info: hr.StepInfo) -> None:
             if capturable_from is not None and info.batch + 1 == capturable_from:
-                CapturableOptimizer(self.engine._builder.parts)  # type: ignore[arg-type]
+                update = self.engine._builder.parts.update  # type: ignore[union-attr]
+                update.rates = CapturableOptimizer(device, made).rates
             if isinstance(getattr(loss, "__self__", None), Untouched):
                 loss.__self__.steps += 1
 

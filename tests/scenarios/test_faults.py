@@ -253,7 +253,7 @@ class TestOutOfMemory:
                 weight.add_(1)  # ordered behind the copy: the fake would object
             assert device.pinned.lent == 0
         assert torch.equal(load_checkpoint(tmp_path / "step-00000001")["weight"], torch.ones(1000))
-        assert "it is copied to the host in line" in caplog.text
+        assert "training waits while the state is copied to the host" in caplog.text
 
 
 class Stuck:

@@ -212,7 +212,7 @@ class TestLoaders:
                 ended.set()
 
         engine = make_engine(device, loader_timeout=0.05)
-        with pytest.raises(LoaderError, match=r"the 2. of this pass"):
+        with pytest.raises(LoaderError, match=r"waiting for batch 2 of this pass"):
             engine.epoch(late())
         threads = [thread for thread in threading.enumerate() if thread.name == "headrace-loader"]
         goes_on.set()

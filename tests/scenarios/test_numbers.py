@@ -24,7 +24,7 @@ from headrace.errors import StepError
 from headrace.plan import PRESETS, Plan, load_plan
 from headrace.testing import FakeDevice
 from headrace.translation import TrainSettings
-from headrace.translation.build import _plans
+from headrace.translation.build import _choose_plans
 from support.devices import needs_cuda
 from support.engines import data, loss, make_model, same, weights
 
@@ -153,7 +153,7 @@ class TestPrecision:
         path = tmp_path / "plan.yaml"
         path.write_text("plan: pipeline\n")
         settings = TrainSettings(plan=str(path) if plan == "plan.yaml" else plan)
-        assert _plans(settings, open_device("cpu"))[0].precision == "fp32"
+        assert _choose_plans(settings, open_device("cpu"))[0].precision == "fp32"
 
     @pytest.mark.parametrize("precision", [None, "fp32"])
     def test_all_rows_of_a_bench_compute_alike(self, precision: str | None) -> None:
@@ -182,7 +182,7 @@ class TestPrecision:
         with FakeDevice() as device:
             comparing = LossComparison(work, device, as_set, [], seed=0, tolerance=0.01)
             made = work.make(device, seed=0)
-            why = comparing._why_within(strict, made, compiled=False, bare=False)
+            why = comparing._why_within(strict, made, compiled=False, without_dropout=False)
         assert why == "fp32 instead of float32 as PyTorch is set"
 
 

@@ -213,7 +213,7 @@ class TestEnds:
 
     def test_fsdp_left_inside_a_group_says_what_is_lost(self, two: dict[Any, Any]) -> None:
         for found in result_of(two, jobs.inside_a_group, "fsdp"):
-            assert "leave it after an update" in found["said"][1]
+            assert "leave the loop after an update" in found["said"][1]
 
     def test_a_loop_that_is_just_left_waits_for_nobody(self, two: dict[Any, Any]) -> None:
         for found in result_of(two, jobs.one_breaks_out):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -197,6 +198,11 @@ def test_killed_on_two_ranks_and_resumed_on_three(
     assert done.returncode != 0
     assert "exitcode  : -9" in done.stderr
     run = tmp_path / "runs" / "killed"
+    # If torchrun asked for the exit status first, no rank knows the signal, but its summary does.
+    named = re.findall(r"error: .*(?:rank 1 .* was killed by SIGKILL|ended: rank 1).*", done.stderr)
+    assert len(named) == 1, done.stderr
+    assert f"resume with: headrace train --resume {run}" in named[0]
+    assert "another rank" not in done.stderr
     assert list((run / "state").glob("step-*"))
     assert not epochs(run)
     (run / "config.yaml").write_text(

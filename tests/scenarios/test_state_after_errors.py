@@ -206,8 +206,8 @@ class TestAfterAnError:
         plain = TimedIterator.__next__
 
         def interrupting(self: TimedIterator) -> Any:
-            if self._asked == 4:
-                self._wanted.put(self._device.current_stream())
+            if self._received == 4:
+                self._requests.put(self._device.current_stream())
                 raise KeyboardInterrupt
             return plain(self)
 

@@ -1,8 +1,8 @@
-"""`headrace bench` and `headrace tune`: the same work under every plan, measured on this machine.
+"""`headrace bench` and `headrace tune`: the same workload under every plan, on this machine.
 
-In goes a work, a function that returns model, optimizer, loss and loader; out come the time of a
-step under each plan, whether the losses are the same, and which plan to use. Names are loaded when
-they are used.
+A workload is a function that returns model, optimizer, loss and loader. The result says how long a
+step takes under each plan, whether the losses are the same, and which plan to use. Names are loaded
+when they are used.
 
     from headrace.bench import find_work
 

@@ -1,5 +1,5 @@
-"""Contestants: the plans and peers to measure, what is known of each, and the pool that keeps them
-ready to run."""
+"""Contestants: the plans and peers to measure, with their measurements, and the pool that keeps
+them ready to run."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ log = logging.getLogger("headrace")
 
 @dataclass
 class Contestant:
-    """A plan or peer, and what was measured of it so far. `make` builds its trainable. After an
-    `error` it does not run again."""
+    """A plan or peer with its measurements so far. `make` builds its trainable. After an `error` it
+    does not run again."""
 
     name: str
     kind: Literal["plan", "peer"]
@@ -91,7 +91,7 @@ class Contestant:
         return sum(result.statistics.samples for result in results) / steps
 
     @property
-    def least_warm_up(self) -> int:
+    def min_warm_up(self) -> int:
         """How many steps until the plan's graph is captured and was replayed once."""
         if self.entry is None or self.entry.plan.graphs == "off":
             return 1
@@ -188,7 +188,7 @@ class Pool:
         device.reset_peak_memory()
         # Stored before the warm-up: if that fails, `attempt` knows the step and frees the memory.
         trainable = self._trainables[contestant.name] = contestant.make()
-        trainable.run(max(self._warm_up, contestant.least_warm_up))
+        trainable.run(max(self._warm_up, contestant.min_warm_up))
         if contestant.peak_bytes is None:
             peak, reserved = device.peak_memory(), device.memory().peak_reserved
             # The CPU does not count allocations.

@@ -40,8 +40,8 @@ class _Pass:
 def first_batches(
     work: Work, device: Device, entry: PlanEntry, *, seed: int, count: int
 ) -> list[Any]:
-    """A work's first batches, drawn once for all contestants. Raises `BenchError` if the work
-    cannot be built or has no batches."""
+    """A workload's first batches, drawn once for all contestants. Raises `BenchError` if it cannot
+    be built or has no batches."""
     batches: EndlessBatches | None = None
     try:
         made = work.make(device, seed=seed, loader=entry.loader, pin=True)

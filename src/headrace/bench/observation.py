@@ -13,10 +13,10 @@ from headrace.device import Device, Span, Timeline
 from headrace.runs import BusyWindow, Monitor, UseSample
 from headrace.runs.records import Sample, StoredTimeline
 
-_MOST_WATCHED_STEPS = 5_000
+_MAX_WATCHED_STEPS = 5_000
 _SETTLING_S = 0.3  # the driver averages GPU use over some tenths of a second
 _SHOWN_STEPS = 3
-_MOST_SPANS = 6_000
+_MAX_SPANS = 6_000
 _CLOCK_SKEW_NS = 100_000  # between the host's clock and the device's
 _MAX_NAME = 64
 _NAME_NOISE = re.compile(r"^void |at::native::|\(anonymous namespace\)::|c10::|cutlass::")
@@ -30,7 +30,7 @@ def watch(
     steps = math.ceil(seconds * 1e3 / max(step_ms, 1e-3))
     with Monitor(device) as monitor:
         begin_ns = device.ledger.now_ns()
-        timing = trainable.run(max(2, min(steps, _MOST_WATCHED_STEPS)))
+        timing = trainable.run(max(2, min(steps, _MAX_WATCHED_STEPS)))
     samples = monitor.samples()
     contestant.samples = tuple(
         Sample(
@@ -105,7 +105,7 @@ def _host_waits(device: Device) -> Iterator[list[tuple[str, int, int]]]:
 
 
 def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> StoredTimeline:
-    """The first three steps, or as many as have `_MOST_SPANS` spans.
+    """The first three steps, or as many as have `_MAX_SPANS` spans.
 
     Spans that go on beyond them are cut off there: otherwise the device would look idle while the
     host waits for work that is not shown.
@@ -113,9 +113,9 @@ def _first_steps(timeline: Timeline, step_ms: float, steps: int) -> StoredTimeli
     shown = min(_SHOWN_STEPS, steps)
     whole_ns = until_ns = max(1, round(step_ms * shown * 1e6))
     spans = [span for span in timeline.spans if span.start_ns < until_ns]
-    if len(spans) > _MOST_SPANS:
-        until_ns = spans[_MOST_SPANS].start_ns
-        spans = spans[:_MOST_SPANS]
+    if len(spans) > _MAX_SPANS:
+        until_ns = spans[_MAX_SPANS].start_ns
+        spans = spans[:_MAX_SPANS]
     return StoredTimeline(
         round(shown * until_ns / whole_ns, 3),
         tuple(

@@ -1,4 +1,4 @@
-"""Peers: Lightning, Accelerate and a plain loop with `torch.compile` train the same work.
+"""Peers: Lightning, Accelerate and a plain loop with `torch.compile` train the same workload.
 
 All have the same model, optimizer and batches in pinned memory. Only steps are timed, not what a
 library does before the first and after the last.
@@ -179,7 +179,7 @@ class ReduceOverhead(_PeerTrainable):
 
 
 class Lightning(_PeerTrainable):
-    """The work as a LightningModule, trained by `Trainer.fit`."""
+    """The workload as a LightningModule, trained by `Trainer.fit`."""
 
     def _train(
         self, batches: Iterable[Any], lead_in: int, steps: int

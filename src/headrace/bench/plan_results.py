@@ -1,4 +1,4 @@
-"""Turns what was measured of a contestant into its record in the result."""
+"""Turns a contestant's measurements into its record in the result."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def plan_result(contestant: Contestant, units: float | None) -> PlanResult:
         and contestant.error is None
     )
     if asked and contestant.graphs is None and not contestant.notes:
-        why_not = "this device captures none"  # the engine warns only once per device
+        why_not = "this device captures no graphs"  # the engine warns only once per device
     if why_not is not None and not any(why_not in note for note in notes):
         notes += (f"launched one by one, not as a graph: {why_not}",)
     uncompiled = None if contestant.compiled is None else contestant.compiled["why"]

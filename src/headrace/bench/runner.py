@@ -1,4 +1,4 @@
-"""Runs a benchmark: all contestants train the same work, in turns, in one process.
+"""Runs a benchmark: all contestants train the same workload, in turns, in one process.
 
 1. losses: each trains alone with deterministic kernels; its losses are compared with the
    reference's, step by step
@@ -63,8 +63,8 @@ class Bench:
     on_progress: ProgressCallback = field(default=lambda activity, done, left_s: None)
 
     def run(self) -> BenchResult:
-        """Measure. After Ctrl-C, returns what was measured so far. Raises `BenchError` if the work
-        cannot be built; later errors are in the rows."""
+        """Measure. After Ctrl-C, returns what was measured so far. Raises `BenchError` if the
+        workload cannot be built; later errors are in the rows."""
         refuse_plan_variable("bench")
         contestants = self._contestants()
         pool = Pool(self.device, self.warmup)
@@ -115,7 +115,7 @@ class Bench:
     # --- the four passes --------------------------------------------------------------------------
 
     def _batches(self) -> list[Any]:
-        """The work's first batches, at least one: an error in the work itself is raised here and
+        """The workload's first batches, at least one: an error in the workload is raised here and
         not repeated in every row."""
         return first_batches(
             self.work,

@@ -8,6 +8,8 @@ from headrace.text_table import text_table, wrap_line
 #: The arithmetic of a plan that names no precision.
 DEFAULT_PRECISION = "float32 as PyTorch is set"
 _NONE = "–"
+#: Verdicts on losses that need a reason, in words.
+_VERDICTS = {"within": "within the tolerance", "not compared": "not compared"}
 
 
 def text_of(result: BenchResult) -> str:
@@ -123,9 +125,9 @@ def _remarks(result: BenchResult) -> list[str]:
     remarks = [f"{row.plan} failed: {row.error}" for row in result.rows if row.error is not None]
     remarks += [f"{row.plan}: {note}" for row in result.rows for note in row.notes]
     remarks += [
-        f"{row.plan}: losses {row.equal.verdict}: {row.equal.why}"
+        f"{row.plan}: losses {_VERDICTS[row.equal.verdict]} ({row.equal.why})"
         for row in result.rows
-        if row.equal.why and row.error is None and row.equal.verdict in ("within", "not compared")
+        if row.equal.why and row.error is None and row.equal.verdict in _VERDICTS
     ]
     remarks += [f"not measured here: {what}" for what in result.missing]
     if result.interrupted:
@@ -144,9 +146,9 @@ def _percent(share: float | None, digits: int = 0) -> str:
 def _short(rate: float | None) -> str:
     if rate is None:
         return _NONE
-    for least, unit in ((1e6, "M"), (1e4, "k")):
-        if rate >= least:
-            return f"{rate / least * (1 if unit == 'M' else 10):#.4g}".rstrip(".") + unit
+    for limit, scale, unit in ((1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if rate >= limit:
+            return f"{rate / scale:#.4g}".rstrip(".") + unit
     return f"{rate:,.0f}"
 
 

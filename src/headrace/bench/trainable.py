@@ -1,4 +1,4 @@
-"""A work together with what trains it: Headrace's engine here, other libraries in `peers`."""
+"""A workload together with what trains it: Headrace's engine here, other libraries in `peers`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Timing:
 
 
 class Trainable(Protocol):
-    """A work and what trains it. After `close` it holds no device memory."""
+    """A workload and what trains it. After `close` it holds no device memory."""
 
     #: Steps to run before those that are timed.
     lead_in: int
@@ -64,7 +64,7 @@ def timed(device: Device, steps: int, work: Callable[[], EpochResult | None]) ->
 
 
 class EngineTrainable:
-    """A work that Headrace's engine trains under a plan."""
+    """A workload that Headrace's engine trains under a plan."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ from headrace.runs.records import JUDGEMENTS, Noise, PlanResult, Verdict, WaitsF
 
 _WORTH_MENTIONING = 0.05  # share of a step
 _ASSUMED_NOISE = 0.03  # where no plan was entered twice
-_LEAST_NOISE = 0.01
+_MIN_NOISE = 0.01
 _ENOUGH_ROUNDS = 3
 _LOAD_FASTER = (
     "Give the DataLoader more workers (num_workers) or a larger prefetch_factor, or do less work "
@@ -100,7 +100,7 @@ def verdict_of(rows: Sequence[PlanResult], reference: str, noise: Noise | None) 
 
 def noise_share(noise: Noise | None) -> float:
     """The share of a step below which a gain does not count."""
-    return _ASSUMED_NOISE if noise is None else max(_LEAST_NOISE, noise.difference_share)
+    return _ASSUMED_NOISE if noise is None else max(_MIN_NOISE, noise.difference_share)
 
 
 def causes_of(base: PlanResult, without_syncs: PlanResult | None) -> Causes:
@@ -193,7 +193,7 @@ def _recommendation(
         if not measured or any(row.equal.verdict == "unequal" for row in measured):
             return None, ["No plan can be recommended: no plan's losses are known to match."]
         eligible = measured  # losses were not compared at all
-    # The first row of a plan that was entered twice stands for both.
+    # The first row of a plan that was listed twice represents both.
     eligible = [
         row
         for at, row in enumerate(eligible)

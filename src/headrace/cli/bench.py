@@ -16,15 +16,16 @@ from typing import Annotated, Any
 import typer
 
 from headrace.cli.options import (
+    Json,
     Work,
     WorkOptions,
     check_output_file,
     parse_list,
     parse_set_options,
-    usage_errors,
     work_errors,
 )
 from headrace.cli.output import results_only
+from headrace.errors import usage_errors
 from headrace.runs import StatusLine
 
 _EXECUTION, _MEASUREMENT = "Execution", "Measurement"
@@ -36,8 +37,8 @@ $ headrace bench --work my_module:make_work --json > result.json
 """
 
 
-def _count(help_text: str, least: int) -> Any:
-    return typer.Option(min=least, metavar="<int>", help=help_text, rich_help_panel=_MEASUREMENT)
+def _count(help_text: str, minimum: int) -> Any:
+    return typer.Option(min=minimum, metavar="<int>", help=help_text, rich_help_panel=_MEASUREMENT)
 
 
 def bench(
@@ -101,7 +102,7 @@ def bench(
             help="File for the result.", show_default="runs/bench/, named by workload and time"
         ),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: Json = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Print only the result.")] = False,
 ) -> None:
     """Compare the speed of plans on the same training workload.
@@ -160,9 +161,9 @@ def bench(
             compared_steps=compare,
             watched_s=watch,
             command=shlex.join(["headrace", *sys.argv[1:]]),
-            on_progress=_shown_on(line),
+            on_progress=_progress_on(line),
         )
-        with _sigterm_as_interrupt() as signals:
+        with _signals_as_interrupt() as signals:
             result = bench.run()
     # Print before writing: if the file cannot be written, the result is not lost.
     typer.echo(result.to_json() if as_json else text_of(result))
@@ -170,29 +171,34 @@ def bench(
     result.write(path)
     typer.echo(f"wrote {path}", err=True)
     if result.interrupted:
-        raise typer.Exit(143 if signals else 130)
+        raise typer.Exit(143 if signal.SIGTERM in signals else 130)
     if result.failed:
         raise typer.Exit(1)
 
 
 @contextmanager
-def _sigterm_as_interrupt() -> Iterator[list[int]]:
-    """Treat SIGTERM as Ctrl-C inside the block. Yields a list of the signals that came."""
+def _signals_as_interrupt() -> Iterator[list[int]]:
+    """Inside the block, Ctrl-C and SIGTERM raise KeyboardInterrupt, also during an import: the
+    results so far must be printed. Yields a list of the signals received."""
     signals: list[int] = []
 
     def stop(number: int, frame: object) -> None:
         signals.append(number)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, stop)
+    caught = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:  # as under nohup
+        caught.append(signal.SIGINT)
+    before = {number: signal.signal(number, stop) for number in caught}
     try:
         yield signals
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def _shown_on(line: StatusLine) -> Callable[[str, float, float | None], None]:
-    """What a `Bench` calls to say what it measures, and how many seconds are left if it knows."""
+def _progress_on(line: StatusLine) -> Callable[[str, float, float | None], None]:
+    """A callback for `Bench` that shows what it measures, and the seconds left if known."""
 
     def show(what: str, done: float, left_s: float | None) -> None:
         line.status(what if left_s is None else f"{what}, about {left_s:.0f} s left")

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from headrace.errors import BenchError, HeadraceError
+from headrace.errors import BenchError, HeadraceError, TranslationError, usage_errors
 
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object on stdout.")]
+Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
 Quiet = Annotated[
     bool, typer.Option("--quiet", "-q", help="Print only warnings and the final result.")
 ]
@@ -22,7 +22,10 @@ Run = Annotated[
 ]
 Weights = Annotated[str, typer.Option(help="best, last, averaged, or a .safetensors file.")]
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, …")]
-Beam = Annotated[int | None, typer.Option(help="Beam size.", show_default="the run's --beam")]
+Beam = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="<int>", help="Beam size.", show_default="the run's --beam"),
+]
 Data = Annotated[
     list[Path] | None,
     typer.Argument(
@@ -33,7 +36,11 @@ Data = Annotated[
 ]
 Cache = Annotated[
     Path | None,
-    typer.Option(help="Folder for prepared corpora.", show_default="~/.cache/headrace/text"),
+    typer.Option(
+        file_okay=False,
+        help="Folder for prepared corpora.",
+        show_default="~/.cache/headrace/text",
+    ),
 ]
 Work = Annotated[
     str,
@@ -58,19 +65,9 @@ def is_typed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-@contextmanager
-def usage_errors() -> Iterator[None]:
-    """Make errors inside the block usage errors, which end the program with exit code 2."""
-    try:
-        yield
-    except HeadraceError as problem:
-        problem.exit_code = 2
-        raise
-
-
 def work_errors(work: str) -> AbstractContextManager[None]:
-    """The same for errors in finding a workload. An error in a user's own function is no usage
-    error."""
+    """Like `usage_errors`, for finding a built-in workload. An error in a user's own module is no
+    usage error."""
     return nullcontext() if ":" in work else usage_errors()
 
 
@@ -111,12 +108,23 @@ def check_output_file(out: Path) -> None:
     """Raise an error if `out` cannot be written. Call this before a long measurement."""
     if out.is_dir():
         raise BenchError(f"{out}: is a folder; expected the path of a file for the result")
+    _check_writable(out, BenchError)
+
+
+def check_output_folder(out: Path) -> None:
+    """Raise an error if there is something at `out` already, or if it cannot be written."""
+    if out.exists():
+        raise TranslationError(f"{out}: already exists; expected the path of a new folder (--out)")
+    _check_writable(out, TranslationError)
+
+
+def _check_writable(out: Path, error: type[HeadraceError]) -> None:
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
-        raise BenchError(f"{out}: cannot be written ({problem.strerror})") from problem
+        raise error(f"{out}: cannot be written ({problem.strerror})") from problem
     if not os.access(out.parent, os.W_OK):
-        raise BenchError(f"{out}: cannot be written (no write permission for its folder)")
+        raise error(f"{out}: cannot be written (no write permission for its folder)")
 
 
 def require_resume_alone(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import codecs
 import ctypes
+import io
 import json
 import os
 import sys
@@ -37,6 +39,16 @@ def results_only() -> Iterator[None]:
         if real is not None:
             os.dup2(real, _STDOUT)
             os.close(real)
+
+
+def replace_unknown_characters() -> None:
+    """Print "?" for characters that the output's encoding lacks, where Python would raise."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in ("strict", "surrogateescape"):
+            is_utf8 = codecs.lookup(stream.encoding).name == "utf-8"
+            # File names that are not UTF-8 are printed as the bytes that they are.
+            if not (is_utf8 and stream.errors == "surrogateescape"):
+                stream.reconfigure(errors="replace")
 
 
 def end_of_results() -> None:

@@ -8,6 +8,7 @@ import typer
 
 from headrace.cli.options import Json
 from headrace.cli.output import print_result
+from headrace.errors import usage_errors
 
 EXAMPLE = """\
 Examples:
@@ -30,5 +31,6 @@ def plan(
         content = {name: preset.to_dict() for name, preset in PRESETS.items()}
         print_result(content, presets_table(), as_json)
     else:
-        chosen = Plan.of(which)
+        with usage_errors():
+            chosen = Plan.of(which)
         print_result(chosen.to_dict(), chosen.table(), as_json)

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.options import Cache, Data
+from headrace.errors import usage_errors
 from headrace.runs import StatusLine
 
 EXAMPLE = "Example:\n$ headrace prepare corpus.tsv --src de --trg en --vocabulary 16000"
@@ -40,17 +41,19 @@ def prepare(
 
     `headrace train` does this by itself when needed.
     """
-    from headrace.translation import TrainSettings, prepared_for
+    from headrace.translation import TrainSettings, check_data, prepared_for
 
-    settings = TrainSettings(
-        data=tuple(str(path) for path in data or ()),
-        src=src,
-        trg=trg,
-        vocabulary=vocabulary,
-        joint=joint,
-        max_length=max_length,
-        skip_bad=skip_bad,
-    )
+    with usage_errors():
+        settings = TrainSettings(
+            data=tuple(str(path) for path in data or ()),
+            src=src,
+            trg=trg,
+            vocabulary=vocabulary,
+            joint=joint,
+            max_length=max_length,
+            skip_bad=skip_bad,
+        )
+        check_data(settings)
     with StatusLine(quiet, log_level=logging.INFO) as line:
         found = prepared_for(settings, cache, line.status)
     if not quiet:

@@ -1,7 +1,7 @@
 """The program: its commands, its exit codes, and how it starts and ends.
 
 Results go to stdout and everything else to stderr, so that `headrace … --json | jq` works.
-Exit codes: 0 success, 1 failure (one line says why), 2 usage error, 130 Ctrl-C.
+Exit codes: 0 success, 1 failure (one line says why), 2 usage error, 130 Ctrl-C, 143 SIGTERM.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from headrace.cli import (
     bench,
     doctor,
     evaluate,
+    export,
     output,
     plan,
     prepare,
@@ -36,6 +37,8 @@ $ headrace train --preset tiny   # train a translation model
 $ headrace bench --work resnet   # compare plans
 
 Run headrace COMMAND --help for the options of a command.
+
+Exit codes: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
 """
 
 
@@ -67,8 +70,12 @@ def main() -> None:
     # Set before PyTorch is loaded: OpenMP threads sleep while they wait. If they spin, they slow
     # down everything else on the same cores, such as loader processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    output.replace_unknown_characters()
     try:
         app()
+    except KeyboardInterrupt:  # before a command began, or after it ended
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
     except HeadraceError as problem:
         typer.echo(f"error: {problem}", err=True)
         sys.exit(problem.exit_code)
@@ -100,6 +107,7 @@ app.command(epilog=plan.EXAMPLE)(plan.plan)
 app.command(epilog=train.EXAMPLE)(train.train)
 app.command(epilog=evaluate.EXAMPLE)(evaluate.evaluate)
 app.command(epilog=translate.EXAMPLE)(translate.translate)
+app.command(epilog=export.EXAMPLE)(export.export)
 app.command(epilog=prepare.EXAMPLE)(prepare.prepare)
 app.command(epilog=bench.EXAMPLE)(bench.bench)
 app.command(epilog=tune.EXAMPLE)(tune.tune)

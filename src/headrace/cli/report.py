@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from headrace.errors import usage_errors
+
 EXAMPLE = """\
 Examples:
 $ headrace report runs/train/exp --open
@@ -41,9 +43,10 @@ def report(
     """
     from headrace.report import write_perfetto, write_report
 
-    written = write_report(source, out)
+    with usage_errors():
+        written = write_report(source, out)
+        traces = [] if perfetto is None else write_perfetto(source, perfetto)
     if perfetto is not None:
-        traces = write_perfetto(source, perfetto)
         for trace in traces:
             typer.echo(str(trace))
         if not traces:

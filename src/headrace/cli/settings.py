@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature
@@ -11,7 +10,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.schema import Checked
+from headrace.schema import Checked, is_union
 
 
 def with_settings(
@@ -44,7 +43,7 @@ def with_settings(
 
 
 def _parameter(field: dataclasses.Field[Any], hint: Any, panel: str) -> Parameter:
-    if isinstance(hint, types.UnionType):
+    if is_union(hint):
         hint = next(kind for kind in typing.get_args(hint) if kind is not type(None))
     if typing.get_origin(hint) in (typing.Literal, tuple):  # a list is text with commas
         hint = str

@@ -13,10 +13,9 @@ from headrace.cli.options import (
     Quiet,
     is_typed,
     require_resume_alone,
-    usage_errors,
 )
 from headrace.cli.settings import with_settings
-from headrace.errors import TranslationError
+from headrace.errors import TranslationError, usage_errors
 from headrace.runs import RunFolder
 from headrace.translation import SECTIONS, TrainSettings, stored_values
 
@@ -82,6 +81,8 @@ def train(
                 trainer = Trainer.resume(resume, **common)
             else:
                 trainer = Trainer.create(settings, project=project, name=name, **common)
+        if ranks.several:
+            ranks.resume_command = f"headrace train --resume {trainer.folder.path}"
         result = trainer.run()
     if result.stopped is not None:
         sigterm_code = 0 if trainer.settings.stop_code == "zero" else 143

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from headrace.cli.options import Beam, DeviceName, Run, Weights
-from headrace.errors import TranslationError
+from headrace.errors import TranslationError, usage_errors
+
+if TYPE_CHECKING:
+    from headrace.translation import LengthCounts
 
 EXAMPLE = """\
 Examples:
@@ -33,31 +37,66 @@ def translate(
 ) -> None:
     """Translate sentences with a trained model.
 
-    The command prints one line per sentence, in the same order.
+    The command prints one line per sentence, in the same order. Input and
+    files are UTF-8.
     """
     from headrace.translation import TrainedModel
 
-    if file is not None and sentences:
-        raise TranslationError(
-            "found sentences and --file: expected one of them; leave out the other"
-        )
+    with usage_errors():
+        if file is not None and sentences:
+            raise TranslationError(
+                "found sentences and --file: expected one of them; leave out the other"
+            )
+        given = _typed_text(sentences or [])
+        content = _read_file(file) if file is not None else b""
+        model = TrainedModel.load(run, weights=weights, device=device)
     if file is not None:
-        try:
-            # Split at "\n" only, as corpora are: one line of output for each line.
-            text = file.read_bytes().decode("utf-8-sig")
-        except OSError as problem:
-            raise TranslationError(f"{file}: cannot be read ({problem.strerror})") from problem
-        except UnicodeDecodeError as problem:
-            number = problem.object.count(b"\n", 0, problem.start) + 1
-            raise TranslationError(f"{file}:{number}: is not UTF-8 text ({problem})") from problem
-        given = text.removesuffix("\n").split("\n") if text else []
-    elif sentences:
-        given = sentences
-    else:
-        given = [line.rstrip("\n") for line in sys.stdin]
-    for number, line in enumerate(given, 1):
-        if any("\ud800" <= letter <= "\udfff" for letter in line):
-            raise TranslationError(f"sentence {number}: is not UTF-8 text")
-    model = TrainedModel.load(run, weights=weights, device=device)
+        given = _lines(content, str(file))
+    elif not sentences:
+        given = _lines(sys.stdin.buffer.read(), "stdin")
+    for warning in _warnings(model.count_lengths(given)):
+        typer.echo(f"warning: {warning}", err=True)
     for line in model.translate(given, beam=beam):
         typer.echo(line)
+
+
+def _typed_text(sentences: list[str]) -> list[str]:
+    """The sentences, with bytes that the locale's encoding does not know read as UTF-8."""
+    texts = []
+    for number, sentence in enumerate(sentences, 1):
+        is_decoded = not any("\ud800" <= letter <= "\udfff" for letter in sentence)
+        try:
+            texts.append(sentence if is_decoded else os.fsencode(sentence).decode("utf-8"))
+        except (UnicodeEncodeError, UnicodeDecodeError) as problem:
+            raise TranslationError(f"sentence {number}: is not UTF-8 text") from problem
+    return texts
+
+
+def _read_file(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as problem:
+        raise TranslationError(f"{file}: cannot be read ({problem.strerror})") from problem
+
+
+def _lines(content: bytes, name: str) -> list[str]:
+    """The lines of a file. They end with "\\n" only, as in corpora: each gets one translation."""
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        number = problem.object.count(b"\n", 0, problem.start) + 1
+        raise TranslationError(f"{name}:{number}: is not UTF-8 text ({problem})") from problem
+    return text.removesuffix("\n").split("\n") if text else []
+
+
+def _warnings(counts: LengthCounts) -> list[str]:
+    found = []
+    of_all = f"of {counts.sentences:,} sentences"
+    if counts.cut:
+        found.append(
+            f"{counts.cut:,} {of_all} will be cut at {counts.model_limit} tokens, the model's "
+            "maximum; split long lines into sentences"
+        )
+    if counts.empty:
+        found.append(f"{counts.empty:,} {of_all} without text; each gets an empty line")
+    return found

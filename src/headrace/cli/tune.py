@@ -13,6 +13,8 @@ import typer
 
 from headrace.bench import TuneSettings
 from headrace.cli.options import (
+    Json,
+    Quiet,
     Work,
     WorkOptions,
     check_output_file,
@@ -20,12 +22,11 @@ from headrace.cli.options import (
     parse_list,
     parse_set_options,
     require_resume_alone,
-    usage_errors,
     work_errors,
 )
 from headrace.cli.output import results_only
 from headrace.cli.settings import with_settings
-from headrace.errors import TuneError
+from headrace.errors import TuneError, usage_errors
 
 EXAMPLE = """\
 Examples:
@@ -55,10 +56,8 @@ def tune(
     out: Annotated[
         Path | None, typer.Option(help="Write the fastest plan to this file, too.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
-    quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Print only warnings and the final result.")
-    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
     **given: Any,
 ) -> None:
     """Find the fastest plan for a workload on this machine.
@@ -99,13 +98,14 @@ def tune(
                 typed = {"set" if key == "options" else key: value for key, value in given.items()}
                 elsewhere = project if is_typed(context, "project") else None
                 require_resume_alone(resume, elsewhere, {"name": name, **typed}, TuneError)
-            tuning = Tuning.resume(resume, **common)
+                tuning = Tuning.resume(resume, **common)
         else:
             with usage_errors():
                 settings = TuneSettings.from_dict(given, where="settings")
             with work_errors(settings.work):
                 find_work(settings.work, dict(settings.options))
-            tuning = Tuning.create(settings, project=project, name=name, **common)
+            with usage_errors():
+                tuning = Tuning.create(settings, project=project, name=name, **common)
         try:
             result = tuning.run()
         except Stopped as stopped:

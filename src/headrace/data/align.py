@@ -25,7 +25,7 @@ from headrace.parallel import Ranks
 
 @dataclass(frozen=True, slots=True)
 class Alignment:
-    """How a rank's batch stands to those of the other ranks.
+    """How a rank's batch relates to those of the other ranks.
 
     `own` counts the batches of this pass, up to this one, that this rank's loader yielded; `ended`:
     it has no more. `weightless`: the batch is repeated, with weight 0, to keep the ranks in step.

@@ -23,6 +23,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch.utils.data import Sampler
 
 from headrace.errors import PlanError
+from headrace.schema import require_whole
 from headrace.text_table import text_table
 
 IntArray: TypeAlias = NDArray[np.int64]
@@ -62,7 +63,7 @@ class Buckets:
         """
         max_buckets = max_buckets if most is None else most
         table = _checked("lengths", lengths)
-        _check_whole("max_buckets", max_buckets, least=1)
+        require_whole("max_buckets", max_buckets, 1, PlanError)
         if waste is not None and not 0 <= waste <= 1:
             raise PlanError(f"waste: {waste!r}; expected a share from 0 to 1")
         search = _Line(table[:, 0]) if table.shape[1] == 1 else _Grid(table)
@@ -125,15 +126,15 @@ class BucketBatches(Sampler[list[int]]):
         shuffle: bool = True,
         drop_last: bool = False,
     ) -> None:
-        _check_whole("batch_size", batch_size, least=1)
-        _check_whole("seed", seed, least=0)
+        require_whole("batch_size", batch_size, 1, PlanError)
+        require_whole("seed", seed, 0, PlanError)
         self.batch_size, self.drop_last = batch_size, drop_last
         self.seed, self.epoch, self.shuffle = seed, 0, shuffle
         self._bucket = buckets.of(lengths)
 
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch, from 0, for the next iteration."""
-        _check_whole("epoch", epoch, least=0)
+        require_whole("epoch", epoch, 0, PlanError)
         self.epoch = epoch
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -304,8 +305,8 @@ def _grow(search: _Line | _Grid, limit: int, enough: float = 0) -> None:
 
 
 def _ticks(lengths: IntArray, limit: int) -> IntArray:
-    """The distinct lengths; if they are more than `limit`, so many of them, with about the same
-    number of tokens between neighbours."""
+    """At most `limit` of the distinct lengths: all of them, or a choice with about the same number
+    of tokens between neighbours."""
     values, counts = np.unique(lengths, return_counts=True)
     upto = np.cumsum(values * counts)
     at = np.searchsorted(upto, upto[-1] / limit * np.arange(1, limit))
@@ -348,11 +349,6 @@ def _checked(name: str, lengths: ArrayLike) -> IntArray:
         at = int(np.argmax(wrong))
         raise PlanError(f"{name}[{at}]: {_shown(table[at])}; expected 1 to {_MAX_LENGTH:,}")
     return table.astype(np.int64)
-
-
-def _check_whole(name: str, value: object, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise PlanError(f"{name}: {value!r}; expected a whole number from {least}")
 
 
 def _shown(lengths: IntArray) -> str:

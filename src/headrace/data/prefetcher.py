@@ -34,6 +34,7 @@ from headrace.data.transfer import Sender
 from headrace.data.tree import batch_tensors, flatten_batch, measure_leaves, rebuild_batch
 from headrace.device import Device, Event, Stream, open_device
 from headrace.errors import PlanError
+from headrace.schema import require_whole
 
 # How many copies may be queued before the host waits for the oldest. In a loop without a run-ahead
 # bound, pinned memory would grow for as long as the host is faster than the device.
@@ -104,8 +105,7 @@ class Prefetcher:
     ) -> None:
         if not loader_timeout >= 0:
             raise PlanError(f"loader_timeout = {loader_timeout!r}: expected seconds, 0 or more")
-        if isinstance(depth, bool) or not isinstance(depth, int) or depth < 0:
-            raise PlanError(f"depth = {depth!r}: expected a whole number, 0 or more")
+        require_whole("depth", depth, 0, PlanError)
         self.loader = loader
         self.device = open_device(device)
         self.depth = depth

@@ -95,7 +95,7 @@ class Source:
     ) -> None:
         self._stateful, self.state = first_state(loader)
         self._aligned = loader if isinstance(loader, Aligned) else None
-        #: With several ranks: how the batch returned last stands to those of the other ranks.
+        #: With several ranks: how the batch returned last relates to those of the other ranks.
         self.alignment: Alignment | None = None
         self._end_flag = EndFlag.of(loader)
         self._rng = rng

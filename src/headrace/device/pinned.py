@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from headrace.errors import ClosedError, DeviceError
+from headrace.schema import require_whole
 
 if TYPE_CHECKING:
     from headrace.device.base import Event
@@ -37,9 +38,9 @@ class PinnedBuffer:
         """The buffer's bytes from `offset_bytes` on, as a tensor of that shape and dtype."""
         if self._memory is None:
             raise ClosedError("a pinned buffer was used after its release")
-        for size in shape:
-            _require_whole(f"shape = {tuple(shape)}", size)
-        _require_whole(f"offset_bytes = {offset_bytes!r}", offset_bytes)
+        for index, size in enumerate(shape):
+            require_whole(f"shape[{index}]", size, 0, DeviceError)
+        require_whole("offset_bytes", offset_bytes, 0, DeviceError)
         needed = offset_bytes + math.prod(shape) * dtype.itemsize
         if needed > self.nbytes:
             raise DeviceError(
@@ -81,7 +82,7 @@ class PinnedPool:
 
         Does not wait for copies: a buffer whose copy still runs is not free.
         """
-        _require_whole(f"nbytes = {nbytes!r}", nbytes)
+        require_whole("nbytes", nbytes, 0, DeviceError)
         size = max(_SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())
         with self._lock:
             self._collect(size)
@@ -134,8 +135,3 @@ class PinnedPool:
                 still_running.append((event, memory))
         if still_running:
             self._in_flight[size] = still_running
-
-
-def _require_whole(what: str, number: object) -> None:
-    if isinstance(number, bool) or not isinstance(number, int) or number < 0:
-        raise DeviceError(f"{what}: expected whole numbers, 0 or more")

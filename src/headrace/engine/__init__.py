@@ -12,11 +12,12 @@ from headrace.engine.deferred import DeferredScalars, DeferredValues
 from headrace.engine.ema import Ema
 from headrace.engine.engine import Engine
 from headrace.engine.forward import LossFunction, autocast
-from headrace.engine.graphed import GraphReport
+from headrace.engine.graphed_function import GraphedFunction, graphed
 from headrace.engine.nonfinite import NonFinitePolicy
 from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.run_ahead import RunAhead
 from headrace.engine.stages import Progress, StepInfo
+from headrace.engine.step_graphs import GraphReport
 
 __all__ = [
     "CompileReport",
@@ -27,10 +28,12 @@ __all__ = [
     "EpochResult",
     "EpochStatistics",
     "GraphReport",
+    "GraphedFunction",
     "LossFunction",
     "NonFinitePolicy",
     "Progress",
     "RunAhead",
     "StepInfo",
     "autocast",
+    "graphed",
 ]

@@ -33,7 +33,7 @@ from headrace.engine.deferred import DeferredScalars, SummedScalars
 from headrace.engine.ema import Ema
 from headrace.engine.forward import Forward, LossFunction
 from headrace.engine.graph_state import release_graph_state
-from headrace.engine.graphed import GraphedStep, StepGraphs, warn_not_captured
+from headrace.engine.graphed_function import GraphedFunction
 from headrace.engine.group import Group
 from headrace.engine.halving import HalvingStep, require_halvable
 from headrace.engine.host_sync import HostSync
@@ -48,10 +48,12 @@ from headrace.engine.run_ahead import RunAhead
 from headrace.engine.schedules import Schedule, Scheduler, SchedulerInterval, schedule_of
 from headrace.engine.stages import Progress, Standing, Step
 from headrace.engine.step import EagerStep, EvaluationStep, StepFunction, StepParts, UserStep
+from headrace.engine.step_graphs import GraphedStep, StepGraphs, warn_not_captured
 from headrace.engine.update import Update, scales_on_device
 from headrace.errors import StepError
 from headrace.parallel import SINGLE, Ranks, parallelism_of, ranks_of
 from headrace.plan import Plan
+from headrace.schema import require_whole
 
 
 class StepBuilder(Protocol):
@@ -64,7 +66,7 @@ class StepBuilder(Protocol):
     def parts(self) -> StepParts | None: ...
 
     @property
-    def graphs(self) -> StepGraphs | None: ...
+    def graphs(self) -> StepGraphs | GraphedFunction[Any, Any] | None: ...
 
     @property
     def compiled(self) -> CompileReport: ...
@@ -224,16 +226,26 @@ class ModelStepBuilder:
 class UserStepBuilder:
     """Makes steps that call the user's own step function, which also keeps its own state."""
 
-    parts = graphs = None
+    parts = None
 
     def __init__(self, device: Device, step: StepFunction) -> None:
         self._device, self._step = device, step
         self.ranks: Ranks = SINGLE
         self.schedule: Schedule | None = None
+        self.graphs: GraphedFunction[Any, Any] | None = None
 
     def apply_plan(self, plan: Plan) -> None:
+        self.graphs = None
         if plan.graphs != "off":
-            warn_not_captured(self._device, plan.name, "it is your own step (Engine.from_step)")
+            self.graphs = GraphedFunction(
+                self._step,
+                self._device,
+                modules=None,
+                optimizers=None,
+                max_graphs=plan.graph_shapes,
+                watch_after=plan.graph_after,
+                plan_name=plan.name,
+            )
 
     @property
     def compiled(self) -> CompileReport:
@@ -249,7 +261,7 @@ class UserStepBuilder:
         return Lanes(self._device, plan, split=False, annotate=annotate)
 
     def step(self, lanes: Lanes) -> Step:
-        return UserStep(self._step, self._device, lanes)
+        return UserStep(self._step, self._device, lanes, self.graphs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,8 +361,7 @@ def _recorder(
 def _check_numbers(
     accumulate: object, accumulate_by: object, clip_norm: float | None, on_oom: object
 ) -> None:
-    if isinstance(accumulate, bool) or not isinstance(accumulate, int) or accumulate < 1:
-        raise StepError(f"accumulate = {accumulate!r}: expected a whole number, 1 or more")
+    require_whole("accumulate", accumulate, 1, StepError)
     if accumulate_by not in ("weight", "count"):
         raise StepError(f"accumulate_by = {accumulate_by!r}: expected 'weight' or 'count'")
     if clip_norm is not None and not clip_norm > 0:

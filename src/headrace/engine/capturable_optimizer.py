@@ -6,44 +6,45 @@ from typing import Any
 
 import torch
 
+from headrace.device import Device
 from headrace.engine.learning_rates import LearningRates
-from headrace.engine.step import StepParts
 
 
 class CapturableOptimizer:
-    """Makes a step's optimizer capturable when it is constructed; `undo` makes it plain again.
+    """Makes an optimizer capturable when it is constructed; `undo` makes it plain again. `rates`
+    are its learning rates on the device; None if it cannot read them from there.
 
     Fused optimizers compute the same bits either way. The others differ in the last digits between
     their capturable and their plain form. So make this only when a graph is about to be captured,
     and undo it if the capture fails.
     """
 
-    def __init__(self, parts: StepParts) -> None:
-        self._parts, self._rates_before = parts, parts.update.rates
-        groups: list[dict[str, Any]] = parts.optimizer.param_groups
+    def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        groups: list[dict[str, Any]] = optimizer.param_groups
         self._plain_groups = [g for g in groups if "capturable" in g and not g["capturable"]]
         for group in self._plain_groups:
             group["capturable"] = True
         #: 0-dim tensors of the optimizer's state, as they were before: step counts and the like.
         self._counts: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        for state in parts.optimizer.state.values():
+        for state in optimizer.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor) and value.dim() == 0:
                     self._counts.append((state, name, value))
-        if any(not parts.device.holds(value) for _, _, value in self._counts):
+        if any(not device.holds(value) for _, _, value in self._counts):
             # A copy from pageable memory makes the host wait. It happens once.
-            with parts.device.ledger.waiting("capture"):
+            with device.ledger.waiting("capture"):
                 for state, name, value in self._counts:
-                    state[name] = value.to(parts.device.torch_device)
+                    state[name] = value.to(device.torch_device)
         # Else PyTorch warns about capturable steps that run uncaptured. Here some are meant to.
-        parts.optimizer._warned_capturable_if_run_uncaptured = True
-        by_tensor = takes_rates_as_tensors(parts)
-        parts.update.rates = LearningRates(parts.device, parts.optimizer) if by_tensor else None
+        optimizer._warned_capturable_if_run_uncaptured = True
+        by_tensor = takes_rates_as_tensors(optimizer)
+        self.rates = LearningRates(device, optimizer) if by_tensor else None
 
     @property
     def was_reset(self) -> bool:
         """Whether the user has since loaded a plain optimizer's state, or added a plain group."""
-        groups = self._parts.optimizer.param_groups
+        groups = self._optimizer.param_groups
         return not all(group.get("capturable", True) for group in groups)
 
     def undo(self) -> None:
@@ -52,10 +53,9 @@ class CapturableOptimizer:
             group["capturable"] = False
         for state, name, value in self._counts:
             state[name] = value
-        self._parts.update.rates = self._rates_before
 
 
-def takes_rates_as_tensors(parts: StepParts) -> bool:
+def takes_rates_as_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer can read its learning rates from the device, as a graph needs it."""
-    groups = parts.optimizer.param_groups
+    groups = optimizer.param_groups
     return all("capturable" in group or group.get("fused") for group in groups)

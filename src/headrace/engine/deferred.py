@@ -20,6 +20,7 @@ import torch
 from headrace.device import Device, PinnedBuffer, Stream, open_device
 from headrace.errors import DeferredError, StepError
 from headrace.parallel import SINGLE, AllReduce, Ranks
+from headrace.schema import require_whole
 
 Scalar = torch.Tensor | float | int
 _MAX_BLOCKS = 4
@@ -66,8 +67,7 @@ class DeferredScalars:
         stream: Stream | None = None,
         ranks: Ranks = SINGLE,
     ) -> None:
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise DeferredError(f"every = {every!r}: expected a whole number, 1 or more")
+        require_whole("every", every, 1, DeferredError)
         self._device = open_device(device)
         self._every = every
         self._ranks = ranks

@@ -27,7 +27,6 @@ from headrace.engine.compiled import CompileReport
 from headrace.engine.deferred import DeferredValues
 from headrace.engine.ema import Ema
 from headrace.engine.forward import LossFunction
-from headrace.engine.graphed import GraphReport
 from headrace.engine.loop import Observers, Pass
 from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.engine.results import EpochResult
@@ -35,6 +34,7 @@ from headrace.engine.resume import PositionTracker, Start, set_loader_epoch
 from headrace.engine.schedules import Scheduler, SchedulerInterval
 from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
+from headrace.engine.step_graphs import GraphReport
 from headrace.errors import StepError
 from headrace.parallel import Ranks, device_of, eval_mode, unwrap
 from headrace.plan import PLAN_VARIABLE, Plan, effective_plan

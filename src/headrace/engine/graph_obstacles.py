@@ -11,11 +11,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
 from headrace.engine.step import StepParts
+from headrace.engine.step_state import StepState
+from headrace.engine.update import scales_on_device
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _GLOBAL_HOOKS = (
@@ -29,32 +30,33 @@ _GLOBAL_HOOKS = (
 
 
 def capture_obstacle(parts: StepParts) -> str | None:
-    """Why this step cannot be captured and what to do about it; None if nothing stands against it.
+    """Why the engine's step cannot be captured and what to do; None if nothing prevents it."""
+    obstacle = _distributed_obstacle(parts) or state_obstacle(parts.state)
+    if obstacle is None and parts.update.guard is not None and not parts.update.scales_on_device:
+        return (
+            f"with on_nonfinite and {type(parts.optimizer).__name__} the host reads back before "
+            "every update whether to leave it out: make the optimizer with fused=True"
+        )
+    return obstacle
 
-    Looks at the ranks, the optimizer, fp16 scaling, the update's guard and hooks, in this order.
-    """
-    name = type(parts.optimizer).__name__
-    obstacle = _distributed_obstacle(parts)
-    if obstacle is not None:
-        return obstacle
-    for group in parts.optimizer.param_groups:
-        known = "capturable" in group or group.get("fused") or name == "SGD"
-        if not known:
+
+def state_obstacle(state: StepState) -> str | None:
+    """Why no step with these optimizers, scalers and hooks can be captured, and what to do."""
+    for optimizer in state.optimizers:
+        name = type(optimizer).__name__
+        for group in optimizer.param_groups:
+            known = "capturable" in group or group.get("fused") or name == "SGD"
+            if not known:
+                return (
+                    f"{name} may count its steps on the host, which no graph can repeat: make the "
+                    "optimizer with fused=True, or use SGD or one that has a `capturable` setting"
+                )
+        if state.scalers and not scales_on_device(optimizer):
             return (
-                f"{name} may count its steps on the host, which no graph can repeat: make the "
-                "optimizer with fused=True, or use SGD or one that has a `capturable` setting"
+                f"with fp16 and {name} the host reads back after every step whether a gradient "
+                "was infinite: make the optimizer with fused=True, or use bf16"
             )
-    if parts.update.scaler is not None and not parts.update.scales_on_device:
-        return (
-            f"with fp16 and {name} the host reads back after every step whether a gradient was "
-            "infinite: make the optimizer with fused=True, or use bf16"
-        )
-    if parts.update.guard is not None and not parts.update.scales_on_device:
-        return (
-            f"with on_nonfinite and {name} the host reads back before every update whether to "
-            "leave it out: make the optimizer with fused=True"
-        )
-    for owner, hook in _hooks(parts.model, parts.optimizer):
+    for owner, hook in _hooks(state):
         if not _is_torchs(hook):
             return (
                 f"a hook {owner} would not run in a replay ({_describe_hook(hook)}): remove it, or "
@@ -84,23 +86,23 @@ def _distributed_obstacle(parts: StepParts) -> str | None:
     return None
 
 
-def _hooks(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> Iterator[tuple[str, Callable[..., Any]]]:
+def _hooks(state: StepState) -> Iterator[tuple[str, Callable[..., Any]]]:
     """All hooks that a step would run, each with what it is registered on, in words."""
     for owner, names, where in _GLOBAL_HOOKS:
         for name in names:
             yield from ((where, hook) for hook in getattr(owner, name).values())
-    for name, module in model.named_modules():
-        for kind in _MODULE_HOOKS:
-            hooks = getattr(module, kind).values()
-            yield from ((f"of module {name or type(module).__name__!r}", hook) for hook in hooks)
-    for name, parameter in model.named_parameters():
-        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-            hooks = (getattr(parameter, kind, None) or {}).values()
-            yield from ((f"of parameter {name!r}", hook) for hook in hooks)
-    for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-        yield from (("of the optimizer", hook) for hook in getattr(optimizer, kind).values())
+    for model in state.modules:
+        for name, module in model.named_modules():
+            for kind in _MODULE_HOOKS:
+                where = f"of module {name or type(module).__name__!r}"
+                yield from ((where, hook) for hook in getattr(module, kind).values())
+        for name, parameter in model.named_parameters():
+            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+                hooks = (getattr(parameter, kind, None) or {}).values()
+                yield from ((f"of parameter {name!r}", hook) for hook in hooks)
+    for optimizer in state.optimizers:
+        for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
+            yield from (("of the optimizer", hook) for hook in getattr(optimizer, kind).values())
 
 
 def _is_torchs(hook: Callable[..., Any]) -> bool:

@@ -6,34 +6,30 @@ uses them, and a capture must leave them as they were, since it runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
 
 from headrace.engine.step import StepParts
+from headrace.engine.step_state import StepState
 
 
 def tensors_of(parts: StepParts) -> list[torch.Tensor]:
-    """All tensors that a graph of this step uses and that exist before and after it."""
-    found: dict[int, torch.Tensor] = {}
-    for tensor in (*parts.model.parameters(), *parts.group.parameters(), *parts.model.buffers()):
-        found[id(tensor)] = tensor
-        if parts.group.keeps_gradients and tensor.grad is not None:
-            found[id(tensor.grad)] = tensor.grad
-    for state in parts.optimizer.state.values():
-        values = state.values() if isinstance(state, dict) else ()
-        found |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
+    """All tensors that a graph of the engine's step uses and that exist before and after it."""
+    found = parts.state.tensors()
+    if parts.group.keeps_gradients:
+        found += [p.grad for p in parts.state.parameters() if p.grad is not None]
     if parts.update.ema is not None:
-        found |= {id(average): average for average in parts.update.ema.averages}
-    return list(found.values())
+        found += parts.update.ema.averages
+    return found
 
 
-def addresses(parts: StepParts) -> tuple[Hashable, ...]:
-    """The addresses of `tensors_of`, what requires a gradient, and each module's training mode. If
+def addresses(state: StepState, tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
+    """The tensors' addresses, which of them require a gradient, and each module's training mode. If
     they differ from those at capture, the graph belongs to an earlier model or optimizer."""
-    memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors_of(parts))
-    modules = tuple((id(module), module.training) for module in parts.model.modules())
+    memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors)
+    modules = tuple((id(module), module.training) for module in state.all_modules())
     return (memory, modules)
 
 
@@ -57,29 +53,30 @@ def drop_gradients(parts: StepParts, *, keep: set[int]) -> None:
 
 
 class StateBeforeCapture:
-    """The state before a capture, to be restored after it: gradients, the optimizer's state,
-    buffers and tensors that are attributes of modules, and the gradient scaler's bookkeeping."""
+    """The state before a capture, to be restored after it: gradients, the optimizers' state,
+    buffers and tensors that are attributes of modules, and the gradient scalers' bookkeeping."""
 
-    def __init__(self, parts: StepParts) -> None:
-        self._parts = parts
-        parameters = {id(p): p for p in (*parts.model.parameters(), *parts.group.parameters())}
-        self._gradients = [(parameter, parameter.grad) for parameter in parameters.values()]
-        self._state = {key: dict(value) for key, value in parts.optimizer.state.items()}
+    def __init__(self, state: StepState) -> None:
+        self._gradients = [(parameter, parameter.grad) for parameter in state.parameters()]
+        self._optimizers = [
+            (optimizer.state, {key: dict(value) for key, value in optimizer.state.items()})
+            for optimizer in state.optimizers
+        ]
         self._modules = [
             (module, dict(module._buffers), _tensor_attributes(module))
-            for module in parts.model.modules()
+            for module in state.all_modules()
         ]
-        self._scaler = None
-        if parts.update.scaler is not None:
-            bookkeeping = parts.update.scaler._per_optimizer_states
-            self._scaler = {key: dict(value) for key, value in bookkeeping.items()}
+        self._scalers = [
+            (books, {key: dict(value) for key, value in books.items()})
+            for books in (scaler._per_optimizer_states for scaler in state.scalers)
+        ]
 
     def optimizer_changed(self) -> bool:
-        """Whether the optimizer has created or replaced part of its state."""
-        state = self._parts.optimizer.state
-        if state.keys() != self._state.keys():
-            return True
-        return any(_differ(state[key], before) for key, before in self._state.items())
+        """Whether an optimizer has created or replaced part of its state."""
+        return any(
+            now.keys() != before.keys() or any(_differ(now[key], before[key]) for key in before)
+            for now, before in self._optimizers
+        )
 
     def gradients_changed(self) -> bool:
         """Whether a parameter's gradient is another tensor now."""
@@ -100,19 +97,16 @@ class StateBeforeCapture:
     def restore(self) -> None:
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        state = self._parts.optimizer.state
-        state.clear()
-        state.update(self._state)
+        books: list[tuple[Any, Any]] = [*self._optimizers, *self._scalers]
+        for now, before in books:
+            now.clear()
+            now.update(before)
         for module, buffers, attributes in self._modules:
             module._buffers.clear()
             module._buffers.update(buffers)
             for name in _tensor_attributes(module).keys() - attributes.keys():
                 del module.__dict__[name]
             module.__dict__.update(attributes)
-        if self._parts.update.scaler is not None and self._scaler is not None:
-            bookkeeping = self._parts.update.scaler._per_optimizer_states
-            bookkeeping.clear()
-            bookkeeping.update(self._scaler)
 
 
 def _tensor_attributes(module: torch.nn.Module) -> dict[str, torch.Tensor]:

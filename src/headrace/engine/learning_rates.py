@@ -47,6 +47,10 @@ class LearningRates:
                 tensor.fill_(number)
                 self._written[at] = number
 
+    def tensors(self) -> list[torch.Tensor]:
+        """The rates on the device."""
+        return list(self._tensors)
+
     @contextmanager
     def in_param_groups(self) -> Iterator[None]:
         """Inside the block the parameter groups hold the tensors; after it, the numbers again."""

@@ -96,15 +96,26 @@ class ChangedValue:
         )
 
 
-class PythonState:
-    """A snapshot of the values that a loss function and its model can read."""
+@dataclass(slots=True)
+class StateOwners:
+    """Objects that keep a step's state in tensors, in the order in which they are found."""
 
-    def __init__(self, device: Device, loss: object, model: torch.nn.Module) -> None:
-        self._device, self._loss, self._model = device, loss, model
+    modules: list[torch.nn.Module] = field(default_factory=list)
+    optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
+    scalers: list[torch.amp.GradScaler] = field(default_factory=list)
+
+
+class PythonState:
+    """A snapshot of the values that a step's function and its modules can read."""
+
+    def __init__(
+        self, device: Device, function: object, modules: tuple[torch.nn.Module, ...]
+    ) -> None:
+        self._device, self._function, self._modules = device, function, modules
         self._found = self._search()
 
     def _search(self) -> _Search:
-        return _Search(self._device, self._loss, self._model)
+        return _Search(self._device, self._function, self._modules)
 
     def changed(self) -> ChangedValue | None:
         """The first value that differs from the snapshot. If there is one, take a new snapshot."""
@@ -130,6 +141,10 @@ class PythonState:
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the values."""
         return self._found.tensors
+
+    def owners(self) -> StateOwners:
+        """The modules, optimizers and gradient scalers among the values."""
+        return self._found.owners
 
 
 # --- variables: where a value is kept, and what it was at the snapshot ----------------------------
@@ -277,12 +292,15 @@ _Variable = _MappingEntries | _Items | _Getter
 
 
 class _Search:
-    """Finds all variables that can be reached from a loss function and a model. An attribute counts
-    if some code that is reached names it. So the search is repeated until it finds no new names."""
+    """Finds all variables that can be reached from a step's function and modules. An attribute
+    counts if some code that is reached names it. So the search is repeated until it finds no new
+    names."""
 
-    def __init__(self, device: Device, loss: object, model: torch.nn.Module) -> None:
+    def __init__(
+        self, device: Device, function: object, modules: tuple[torch.nn.Module, ...]
+    ) -> None:
         self._device = device
-        self._own_package = _package_of(loss)
+        self._own_package = _package_of(function)
         self._codes: dict[int, types.CodeType] = {}
         self._names = {"forward"}
         known_names = 0
@@ -290,12 +308,14 @@ class _Search:
             known_names = len(self._names)
             self.variables: list[_Variable] = []
             self.tensors: list[torch.Tensor] = []
+            self.owners = StateOwners()
             self.iterator: tuple[str, Site | None] | None = None
             self._seen: set[int] = set()
             self._classes: set[type] = set()
             self._kept_alive: list[object] = []  # an `id` is unique only while its object lives
-            self._follow(loss, _name_of(loss), 0)
-            self._follow(model, type(model).__name__, 0)
+            self._follow(function, _name_of(function), 0)
+            for module in modules:
+                self._follow(module, type(module).__name__, 0)
 
     def changed_variable(self) -> _Variable | None:
         return next((variable for variable in self.variables if variable.has_changed()), None)
@@ -422,6 +442,7 @@ class _Search:
                 )
 
     def _modules(self, root: torch.nn.Module, name: str, depth: int) -> None:
+        self.owners.modules.append(root)
         for path, module in root.named_modules():
             self._is_new(module)
             prefix = f"{name}.{path}." if path else f"{name}."
@@ -470,7 +491,10 @@ class _Search:
             self._add_getter(name, lambda: _bytes_of(value))
         elif hasattr(type(value), "get_obj"):  # multiprocessing.Value
             self._follow(value.get_obj(), name, depth + 1)
+        elif isinstance(value, torch.amp.GradScaler):
+            self.owners.scalers.append(value)
         elif isinstance(value, torch.optim.Optimizer):
+            self.owners.optimizers.append(value)
             if "param_groups" in self._names:
                 for at, group in enumerate(value.param_groups):
                     settings = [key for key in group if key != "params"]

@@ -9,21 +9,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from headrace.data import Fetched
 from headrace.device import Device
+from headrace.engine.compiled import uncompiled
 from headrace.engine.deferred import Scalar
 from headrace.engine.forward import Forward, require_tensor
 from headrace.engine.group import Group, Phase
 from headrace.engine.lanes import Lanes
 from headrace.engine.loss_output import LossOutput
 from headrace.engine.stages import Finished, Launched, Standing
+from headrace.engine.step_state import StepState
 from headrace.engine.update import Update
 from headrace.parallel import Parallelism, Ranks
 from headrace.source_lines import describe_function
+
+
+class CountsReplays(Protocol):
+    """A step function that replays graphs of itself."""
+
+    replays: int
+
+    def __call__(self, batch: Any) -> Any: ...
+
 
 StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
 
@@ -46,6 +57,18 @@ class StepParts:
     @property
     def optimizer(self) -> torch.optim.Optimizer:
         return self.update.optimizer
+
+    @property
+    def state(self) -> StepState:
+        """The owners of the state that this step shares with its graphs."""
+        scaler = self.update.scaler
+        return StepState(
+            self.device,
+            uncompiled(self.forward.loss),
+            (self.model,),
+            (self.optimizer,),
+            () if scaler is None else (scaler,),
+        )
 
     def own_tensors(self) -> list[torch.Tensor]:
         """The engine's own tensors that a step reads (not the model's or optimizer's)."""
@@ -160,19 +183,24 @@ class EvaluationStep:
 
 
 class UserStep:
-    """Calls the user's own step function with a batch."""
+    """Calls the user's own step function with a batch, or replays its graphs."""
 
-    def __init__(self, step: StepFunction, device: Device, lanes: Lanes) -> None:
-        self._step, self._device, self._lanes = step, device, lanes
+    def __init__(
+        self, step: StepFunction, device: Device, lanes: Lanes, graphs: CountsReplays | None = None
+    ) -> None:
+        self._device, self._lanes, self._graphs = device, lanes, graphs
+        self._step = step if graphs is None else graphs
         self._name = f"the step {describe_function(step)}"
 
     def __call__(self, fetched: Fetched) -> Launched:
+        replays = 0 if self._graphs is None else self._graphs.replays
         with self._lanes.on(self._lanes.forward, "step"):
             returned = self._step(fetched.batch)
+        replayed = self._graphs is not None and self._graphs.replays > replays
         if returned is None:
-            return Launched(fetched, None, weighted=False, updated=True)
+            return Launched(fetched, None, weighted=False, updated=True, replayed=replayed)
         loss = LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
-        return Launched(fetched, loss.values, loss.weighted, updated=True)
+        return Launched(fetched, loss.values, loss.weighted, updated=True, replayed=replayed)
 
     def finish(self) -> None:
         return None

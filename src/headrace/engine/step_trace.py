@@ -63,6 +63,8 @@ class StepTrace:
     operations: list[_Operation] = field(default_factory=list)
     read: dict[Storage, TensorRead] = field(default_factory=dict)
     made: set[Storage] = field(default_factory=set)
+    #: All memory that an operation had as an argument, also where operations are not recorded.
+    touched: set[Storage] = field(default_factory=set)
     #: The Python numbers that the loss function returned.
     returned: dict[str, float] = field(default_factory=dict)
 
@@ -124,6 +126,8 @@ class StepTracer(TorchDispatchMode):
     def __init__(self, device: Device, caller: CodeType) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = StepTrace()
+        #: Set while code runs that is not to be recorded: an optimizer's step.
+        self.is_paused = False
         self._in_backward = False
         self._device = device
         self._caller = caller
@@ -139,6 +143,9 @@ class StepTracer(TorchDispatchMode):
     ) -> Any:
         with torch._C.DisableTorchFunction():
             on_device = self._record(func, args, kwargs) if self._is_recorded() else False
+            for value in tree_iter((args, kwargs or {})):
+                if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
+                    self.trace.touched.add(Storage(value.untyped_storage()))
         result = func(*args, **(kwargs or {}))
         with torch._C.DisableTorchFunction():
             for value in tree_iter(result):
@@ -153,6 +160,8 @@ class StepTracer(TorchDispatchMode):
         self._in_backward = True
 
     def _is_recorded(self) -> bool:
+        if self.is_paused:
+            return False
         node = torch._C._current_autograd_node()
         if node is None:
             return not self._in_backward  # in backward, what no autograd node runs is the engine's

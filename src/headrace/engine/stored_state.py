@@ -11,10 +11,10 @@ from typing import Any
 import torch
 
 from headrace.checkpoint import PerRank, StoredTensor
-from headrace.engine.graphed import StepGraphs
 from headrace.engine.group import Phase
 from headrace.engine.schedules import Schedule
 from headrace.engine.step import StepParts
+from headrace.engine.step_graphs import StepGraphs
 from headrace.errors import StepError
 from headrace.parallel import (
     Ranks,

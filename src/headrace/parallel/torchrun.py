@@ -3,25 +3,29 @@
     $ torchrun --nproc-per-node 8 -m headrace train …
 
 A rank that fails prints its number and error, writes the error to torchrun's error file, and exits
-at once. Torchrun then ends the others; a rank that was waiting for the failed one says so.
+at once. Torchrun then ends the others; a rank that was waiting for the failed one says so. If a
+signal killed a rank, another rank of the same machine names it (`rank_watch.py`).
 """
 
 from __future__ import annotations
 
 import os
+import platform
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import NoReturn
+from pathlib import Path
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from headrace.device import available_devices
+from headrace.device import Ledger, available_devices
 from headrace.errors import DeviceNotFoundError, HeadraceError, RanksError
 from headrace.parallel.children import kill_children
+from headrace.parallel.rank_watch import RankWatch, show_error
 from headrace.parallel.ranks import SINGLE, Ranks
 
 #: Longer than any rank has to wait for another, for instance while rank 0 prepares a corpus.
@@ -35,6 +39,8 @@ _LOST_RANK = (
     "broken pipe",
     "nccl",
 )
+# How long a rank that lost another waits for the watch to say which. It knows within milliseconds.
+_NAMING_S = 2.0
 
 
 def is_launched() -> bool:
@@ -58,12 +64,20 @@ def join_ranks(timeout_s: float = TIMEOUT_S) -> Iterator[Ranks]:
         raise RanksError(
             f"rank {rank} of {size} could not connect to the others: {_first_line(problem)}"
         ) from problem
-    try:
-        yield Ranks.of(dist.group.WORLD, timeout_s=timeout_s)
-    except BaseException as problem:
-        if size == 1:
-            raise
-        _exit_failed(rank, problem)
+    ranks = Ranks.of(dist.group.WORLD, timeout_s=timeout_s)
+    if size == 1:
+        yield ranks
+    else:
+        try:
+            processes = _processes_here(ranks)
+            watch = RankWatch(rank, processes, lambda text: show_error(_with_resume(text, ranks)))
+        except BaseException as problem:
+            _exit_failed(ranks, None, problem)
+        with watch:
+            try:
+                yield ranks
+            except BaseException as problem:
+                _exit_failed(ranks, watch, problem)
     dist.destroy_process_group()
 
 
@@ -91,7 +105,26 @@ def _backend() -> str:
     return f"cpu:gloo,{kind}:{dist.get_default_backend_for_device(kind)}"
 
 
-def _exit_failed(rank: int, problem: BaseException) -> NoReturn:
+def _processes_here(ranks: Ranks) -> dict[int, int]:
+    """The process ids of the ranks that this rank's launcher has started, by rank."""
+    own: list[Any] = [platform.node(), _pid_namespace(), os.getppid(), os.getpid()]
+    found = ranks.all_gather(own, Ledger())
+    return {
+        rank: process for rank, (*launcher, process) in enumerate(found) if launcher == own[:-1]
+    }
+
+
+def _pid_namespace() -> int:
+    """Which processes share their ids with this one: two containers may have the same name."""
+    namespace = Path("/proc/self/ns/pid")
+    return namespace.stat().st_ino if namespace.exists() else 0
+
+
+def _with_resume(text: str, ranks: Ranks) -> str:
+    return f"{text}; resume with: {ranks.resume_command}" if ranks.resume_command else text
+
+
+def _exit_failed(ranks: Ranks, watch: RankWatch | None, problem: BaseException) -> NoReturn:
     """Print what went wrong and exit at once. Python's own exit would wait for threads that
     wait for other ranks."""
     if isinstance(problem, SystemExit):
@@ -101,18 +134,25 @@ def _exit_failed(rank: int, problem: BaseException) -> NoReturn:
         _exit_now(130)
     lost_rank = _is_lost_rank(problem)
     if isinstance(problem, HeadraceError):
-        sys.stderr.write(f"error: rank {rank}: {problem}\n")
+        show_error(f"rank {ranks.rank}: {problem}")
     elif lost_rank:
-        sys.stderr.write(
-            f"error: rank {rank}: another rank has ended or does not answer; see its own error "
-            f"({_first_line(problem)})\n"
-        )
+        # The watch has printed which rank was killed, if one was.
+        if watch is None or not watch.killed(_NAMING_S):
+            show_error(f"rank {ranks.rank}: {_lost_rank_text(ranks, watch, problem)}")
     else:
-        problem.add_note(f"This was rank {rank}.")
+        problem.add_note(f"This was rank {ranks.rank}.")
         traceback.print_exception(problem)
     if not lost_rank:  # else torchrun shows the error of the rank that failed first
         _record_for_torchrun(problem)
-    _exit_now(1)
+    _exit_now(problem.exit_code if isinstance(problem, HeadraceError) else 1)
+
+
+def _lost_rank_text(ranks: Ranks, watch: RankWatch | None, problem: BaseException) -> str:
+    who = "another rank has ended or does not answer"
+    if watch is not None and watch.ended:
+        who = f"ended: rank {', '.join(map(str, watch.ended))}"
+    text = f"{who}; see its own error, or torchrun's summary below ({_first_line(problem)})"
+    return _with_resume(text, ranks)
 
 
 def _exit_now(code: int) -> NoReturn:

@@ -22,7 +22,7 @@ from headrace.report.environment import environment_view, kicker, recorded
 from headrace.report.figures import (
     brief,
     factor,
-    listed,
+    joined,
     ms,
     number,
     plain,
@@ -102,7 +102,7 @@ def _summary(result: BenchResult) -> Summary:
     warnings = _warnings(result)
     sentences = result.verdict.sentences
     if reference is None or reference.ms_per_step is None:
-        return Summary("No plan could be measured", "–", "ms a step", sentences, [], warnings)
+        return Summary("No plan could be measured", "–", "ms per step", sentences, [], warnings)
     if taken is None or taken.ms_per_step is None:
         taken = reference
     assert taken.ms_per_step is not None
@@ -119,8 +119,8 @@ def _summary(result: BenchResult) -> Summary:
 
 def _same_losses(row: PlanResult) -> str:
     return {
-        "reference": "and what the others are compared with",
-        "identical": "with the very same losses",
+        "reference": "and the reference for the others",
+        "identical": "with the same losses",
         "within": "with the same losses within tolerance",
         "unequal": "but with other losses",
     }.get(row.equal.verdict, "losses not compared")
@@ -135,7 +135,7 @@ def _stats(result: BenchResult, reference: PlanResult, taken: PlanResult) -> lis
     stats = [
         Stat("A step", ms(taken.ms_per_step.median), before(ms(reference.ms_per_step.median))),
         Stat(
-            f"{result.work.unit} a second".capitalize(),
+            f"{result.work.unit} per second".capitalize(),
             number(taken.per_s),
             before(number(reference.per_s)),
         ),
@@ -189,13 +189,13 @@ def _speed(result: BenchResult) -> dict[str, Any]:
             row.ms_per_step is not None and _busy_ms(row) is not None for row in result.rows
         ),
         "bars": BarChart(
-            "Milliseconds a step of each plan",
+            "Milliseconds per step of each plan",
             [_pace_bar(result, row) for row in result.rows],
             top=max((pace.high for pace in paces), default=1.0),
             unit="ms",
         ),
         "table": table(
-            "Milliseconds a step",
+            "Milliseconds per step",
             ("plan", "median ms", "lowest", "highest", "repeats", "GPU busy ms", "speed"),
             [
                 [row.plan, *_pace_cells(row), figure(_busy_ms(row)), figure(row.speedup, times)]
@@ -220,7 +220,7 @@ def _pace_bar(result: BenchResult, row: PlanResult) -> Bar:
         tip = f"{row.plan}: {row.error or 'not measured'}"
         return Bar(label, [], value, tip, look="is-failed")
     tip = (
-        f"{row.plan}: {ms(pace.median)} a step, {number(pace.low)} to {ms(pace.high)} over "
+        f"{row.plan}: {ms(pace.median)} per step, {number(pace.low)} to {ms(pace.high)} over "
         f"{len(pace.repeats) or 1} repeats"
     )
     segments = [Segment(pace.median, "plain")]
@@ -281,9 +281,9 @@ def _gpu(result: BenchResult) -> dict[str, Any] | None:
     return {
         "bars": BarChart("GPU use of each plan", bars, top=100, unit="%"),
         "table": table(
-            "Shares of wall time, from a profiler window, and what NVML said",
+            "Shares of wall time, from a profiler window, and NVML's figure",
             (
-                *("plan", "busy", "computing", "copying", "idle", "NVML", "launches a step"),
+                *("plan", "busy", "computing", "copying", "idle", "NVML", "launches per step"),
                 "longer than GPU busy",
             ),
             rows,
@@ -301,7 +301,7 @@ def _losses(result: BenchResult) -> dict[str, Any] | None:
         "equality": equality,
         "reference": reference.plan,
         "chart": LineChart(
-            f"Losses of {len(lines)} plans, laid over each other. {equality}",
+            f"Losses of {len(lines)} plans in one chart. {equality}",
             lines,
             x=Axis("step"),
             y=Axis("loss"),
@@ -415,8 +415,8 @@ def _waits(result: BenchResult) -> dict[str, Any] | None:
                 _plan_label(result, row),
                 [Segment(cost, looks[reason]) for reason, cost in costs.items()],
                 ms(sum(costs.values())),
-                f"{row.plan}: {parts or 'never'}; {number(waits.per_step)} waits a step",
-                f"{brief(waits.per_step)} a step",
+                f"{row.plan}: {parts or 'never'}; {number(waits.per_step)} waits per step",
+                f"{brief(waits.per_step)} per step",
                 look=_bar_look(result, row),
             )
         )
@@ -432,7 +432,7 @@ def _waits(result: BenchResult) -> dict[str, Any] | None:
             unit="ms",
         ),
         "table": table(
-            "Host waits a step by reason: how many, and milliseconds",
+            "Host waits per step by reason: how many, and milliseconds",
             ("plan", *(words(reason) for reason in reasons), "waits", "host blocked ms", "data ms"),
             [
                 [
@@ -495,7 +495,7 @@ def _streams(result: BenchResult) -> Table | None:
         for row in result.rows
         for index, stream in enumerate(row.streams)
     ]
-    columns = ("plan", "stream", "busy", "kernels a step", "copies a step", "two or more at once")
+    columns = ("plan", "stream", "busy", "kernels per step", "copies per step", "two at once")
     return table("Streams of each plan", columns, body, look="streams") if body else None
 
 
@@ -523,7 +523,7 @@ def _score_part(row: PlanResult, name: str, weight: float, look: str) -> Cell:
 def _figures(result: BenchResult) -> Table:
     """Every figure of every row."""
     columns = (
-        *("plan", "ms a step", "speed", f"{result.work.unit} a second", "waits a step"),
+        *("plan", "ms per step", "speed", f"{result.work.unit} per second", "waits per step"),
         *("host blocked ms", "data ms", "GPU busy", "NVML", "CPU cores", "power W"),
         *("peak memory", "reserved", "longer than GPU busy", "streams overlap", "losses"),
     )
@@ -604,4 +604,4 @@ def _bar_look(result: BenchResult, row: PlanResult) -> str:
 
 
 def _plans_in(rows: Sequence[PlanResult]) -> str:
-    return listed([row.plan for row in rows])
+    return joined([row.plan for row in rows])

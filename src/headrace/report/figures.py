@@ -111,10 +111,12 @@ def plain(value: object) -> str:
 
 
 def watts(value: float | None) -> str:
-    return _UNKNOWN if value is None else f"{value:,.0f} W"
+    if value is None:
+        return _UNKNOWN
+    return f"{value:,.0f} W" if abs(value) < 1e15 else f"{number(value)} W"
 
 
-def listed(names: Sequence[str]) -> str:
+def joined(names: Sequence[str]) -> str:
     """Names in a sentence: `a`, `a and b`, `a, b and c`."""
     return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
@@ -134,9 +136,3 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     return [index * step for index in range(first, last + 1)]
-
-
-def median(values: Sequence[float]) -> float:
-    ordered = sorted(values)
-    middle = len(ordered) // 2
-    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

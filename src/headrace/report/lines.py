@@ -52,7 +52,7 @@ class Axis:
 
 @dataclass(frozen=True, slots=True)
 class LineChart:
-    """Lines on common axes. `label` says in words what there is to see.
+    """Lines on common axes. `label` describes the chart for screen readers.
 
     `small` is for many charts beside each other. Charts with the same `sync` share cursor and zoom.
     """

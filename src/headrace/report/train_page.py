@@ -27,7 +27,7 @@ _MAX_EPOCHS = 100
 _REASON_LOOKS = 8
 _SENSORS = (NVML, CPU_CORES, WORKER_CORES, GPU_MEMORY, POWER, HOST_MEMORY)
 _UPDATES = Axis("update", low=0.0)
-#: The columns of the table of epochs: heading, attribute of Epoch, how a value is written.
+#: The columns of the table of epochs: heading, attribute of `EpochLine`, how a value is written.
 _COLUMNS: dict[str, tuple[str, Callable[[float | None], str]]] = {
     "loss": ("loss", number),
     "validation loss": ("valid_loss", number),
@@ -115,7 +115,7 @@ def _stats(run: TrainingRun) -> list[Stat]:
     if last.valid_loss is not None:
         stats.append(Stat("Validation loss", number(last.valid_loss)))
     if last.tokens_per_s is not None:
-        stats.append(Stat("Tokens a second", number(last.tokens_per_s)))
+        stats.append(Stat("Tokens per second", number(last.tokens_per_s)))
     if last.data_wait_share is not None:
         stats.append(Stat("Waiting for data", share(last.data_wait_share)))
     if run.busy is not None and run.busy.busy_share is not None:
@@ -187,10 +187,10 @@ def _speed(run: TrainingRun) -> LineChart | None:
     if not points:
         return None
     return LineChart(
-        f"Tokens a second of each epoch, last {number(points[-1][1])}",
-        [Line("tokens a second", points, 0, dots=True)],
+        f"Tokens per second of each epoch, last {number(points[-1][1])}",
+        [Line("tokens per second", points, 0, dots=True)],
         _UPDATES,
-        Axis("tokens a second", 0.0),
+        Axis("tokens per second", 0.0),
     )
 
 
@@ -214,7 +214,7 @@ def _waits(run: TrainingRun) -> dict[str, Any] | None:
             segments=[Segment(count, f"reason-{index % _REASON_LOOKS}")],
             value=f"{count:,.0f}",
             tip=f"{words(reason)}: {count:,.0f} times",
-            note=f"{number(count / max(1, run.updates))} an update",
+            note=f"{number(count / max(1, run.updates))} per update",
         )
         for index, (reason, count) in enumerate(sorted(totals.items(), key=lambda item: -item[1]))
     ]
@@ -257,7 +257,7 @@ def _gpu(run: TrainingRun) -> dict[str, Any] | None:
     )
     streams = table(
         f"Streams; two or more ran at once {share(busy.overlap_share)} of the time",
-        ("stream", "busy", "kernels a step", "copies a step"),
+        ("stream", "busy", "kernels per step", "copies per step"),
         [
             [
                 stream.name,

@@ -141,7 +141,7 @@ def _effect_bar(effect: Effect, noise: float) -> Bar:
 def _rows(result: TuneResult) -> Table:
     columns = ("trial", "plan", f"ms {result.pace_unit}", "rungs", "status", "why", "peak memory")
     return table(
-        "One row a trial",
+        "One row per trial",
         columns,
         [
             [

@@ -118,7 +118,7 @@ class MetricsLog:
 
 
 class NoMetrics:
-    """Stands in for a `MetricsLog` on ranks that write no metrics."""
+    """Replaces a `MetricsLog` on ranks that write no metrics."""
 
     def __enter__(self) -> NoMetrics:
         return self

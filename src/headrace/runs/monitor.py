@@ -169,7 +169,7 @@ class Monitor:
         """
         samples = self.samples()
         begin_s = 0.0 if since_s is None else since_s
-        # A sample stands for the time since the previous one.
+        # A sample covers the time since the previous one.
         times = [begin_s, *(sample.at_s for sample in samples)]
         chosen = [
             (sample, sample.at_s - max(begin_s, before_s))

@@ -5,7 +5,7 @@
             watchdog.progress(f"batch {info.batch}")
 
 The report says what the host waits for, which streams have pending work, what the child processes
-do, and where each thread stands. It is repeated after each further `after_s` seconds.
+do, and the stack of each thread. It is repeated after each further `after_s` seconds.
 """
 
 from __future__ import annotations

@@ -17,13 +17,18 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from headrace.translation.corpus.batches import BatchPlan
     from headrace.translation.corpus.corpus import Corpus, read_corpus, read_pairs
-    from headrace.translation.corpus.prepare import prepared_for
+    from headrace.translation.corpus.prepare import check_data, prepared_for
     from headrace.translation.corpus.prepared import Prepared
     from headrace.translation.decode import beam_search, greedy
+    from headrace.translation.export import (
+        Comparison,
+        export_ctranslate2,
+        require_ctranslate2,
+    )
     from headrace.translation.loss import translation_loss
     from headrace.translation.model import EOS, MODEL_PRESETS, ModelSettings, Translator
-    from headrace.translation.result import TrainResult
-    from headrace.translation.saved_model import TrainedModel
+    from headrace.translation.result import TrainResult, stored_result
+    from headrace.translation.saved_model import LengthCounts, TrainedModel
     from headrace.translation.score import Scores
     from headrace.translation.settings import SECTIONS, TrainSettings, stored_values
     from headrace.translation.trainer import Trainer
@@ -33,7 +38,9 @@ _HOMES = {
     "MODEL_PRESETS": "model",
     "SECTIONS": "settings",
     "BatchPlan": "corpus.batches",
+    "Comparison": "export",
     "Corpus": "corpus.corpus",
+    "LengthCounts": "saved_model",
     "ModelSettings": "model",
     "Prepared": "corpus.prepared",
     "Scores": "score",
@@ -43,10 +50,14 @@ _HOMES = {
     "Trainer": "trainer",
     "Translator": "model",
     "beam_search": "decode",
+    "check_data": "corpus.prepare",
+    "export_ctranslate2": "export",
     "greedy": "decode",
     "prepared_for": "corpus.prepare",
     "read_corpus": "corpus.corpus",
     "read_pairs": "corpus.corpus",
+    "require_ctranslate2": "export",
+    "stored_result": "result",
     "stored_values": "settings",
     "translation_loss": "loss",
 }
@@ -56,7 +67,9 @@ __all__ = [
     "MODEL_PRESETS",
     "SECTIONS",
     "BatchPlan",
+    "Comparison",
     "Corpus",
+    "LengthCounts",
     "ModelSettings",
     "Prepared",
     "Scores",
@@ -66,10 +79,14 @@ __all__ = [
     "Trainer",
     "Translator",
     "beam_search",
+    "check_data",
+    "export_ctranslate2",
     "greedy",
     "prepared_for",
     "read_corpus",
     "read_pairs",
+    "require_ctranslate2",
+    "stored_result",
     "stored_values",
     "translation_loss",
 ]

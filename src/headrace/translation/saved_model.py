@@ -30,6 +30,18 @@ Watch = Callable[[int, int], object]
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]")
 
 
+@dataclass(frozen=True, slots=True)
+class LengthCounts:
+    """How many sentences are empty, and how many are too long. Lengths are in tokens, with eos."""
+
+    sentences: int
+    empty: int
+    cut: int  # longer than `model_limit`: only their beginning is translated
+    model_limit: int
+    longer_than_trained: int  # longer than `training_limit`: training dropped such pairs
+    training_limit: int
+
+
 @dataclass(frozen=True)
 class TrainedModel:
     """Translates sentences of `settings.src` into `settings.trg`."""
@@ -63,16 +75,48 @@ class TrainedModel:
 
         `watch` is called with the number of translated sentences and of all.
         """
-        source, target = self.vocabularies
-        ids = [
-            [*ids[: self.model.settings.max_length - 1], EOS] if ids else []
-            for ids in source.encode([clean(sentence) for sentence in sentences])
-        ]
+        ids = self.encode(sentences)
         hypotheses = self.settings.beam if beam is None else beam
         with autocast(self.device, self.precision):
             found = translate_ids(self.model, ids, self.device, beam=hypotheses, progress=watch)
-        # Byte pieces may spell control characters, but a translation must be one line.
-        return [clean(_CONTROL.sub(" ", text)) for text in target.decode(found)]
+        return self.decode(found)
+
+    def encode(self, sentences: Sequence[str]) -> list[list[int]]:
+        """The source ids of each sentence with eos, cut at the model's maximum length. An empty
+        sentence has none."""
+        longest = self.model.settings.max_length - 1
+        encoded = self.vocabularies[0].encode([clean(sentence) for sentence in sentences])
+        return [[*ids[:longest], EOS] if ids else [] for ids in encoded]
+
+    def decode(self, ids: Sequence[Sequence[int]]) -> list[str]:
+        """The text of target ids, each on one line."""
+        # Byte pieces may spell control characters.
+        return [clean(_CONTROL.sub(" ", text)) for text in self.vocabularies[1].decode(ids)]
+
+    def count_lengths(
+        self, sentences: Sequence[str], references: Sequence[str] = ()
+    ) -> LengthCounts:
+        """Count the sentences that are empty or too long for this model.
+
+        A pair counts as longer than training's if its sentence or its reference is, as in training.
+        """
+        source, target = self.vocabularies
+        lengths = [len(ids) + 1 for ids in source.encode([clean(text) for text in sentences])]
+        longer = [length > self.settings.max_length for length in lengths]
+        if references:
+            encoded = target.encode([clean(text) for text in references])
+            # The target side has bos and eos.
+            trg_longer = [len(ids) + 2 > self.settings.max_length for ids in encoded]
+            longer = [src or trg for src, trg in zip(longer, trg_longer, strict=True)]
+        model_limit = self.model.settings.max_length
+        return LengthCounts(
+            sentences=len(lengths),
+            empty=lengths.count(1),
+            cut=sum(length > model_limit for length in lengths),
+            model_limit=model_limit,
+            longer_than_trained=sum(longer),
+            training_limit=self.settings.max_length,
+        )
 
     def score(
         self,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.result import sentences_of
 from headrace.bench.tune.search import NothingRuns, Outcome, Search, SearchProgress
-from headrace.bench.tune.trials import LEAST_NOISE, Measurement, noise_of
+from headrace.bench.tune.trials import MIN_NOISE, Measurement, noise_of
 from headrace.device import open_device
 from headrace.plan import PRESETS, LoaderPlan, Plan
 from headrace.testing import FakeDevice
@@ -44,7 +44,7 @@ class Bench:
 
 def search(cost: Cost | Bench, space: Space | None = None, **options: Any) -> tuple[Outcome, Bench]:
     bench = cost if isinstance(cost, Bench) else Bench(cost)
-    return Search(space or Space(EAGER), bench, least_ms=0, **options).run(), bench
+    return Search(space or Space(EAGER), bench, min_ms=0, **options).run(), bench
 
 
 def by_name(**ms: float) -> Cost:
@@ -132,8 +132,8 @@ class TestFinds:
         # No single change is better by more than noise; and it is no worse than any preset.
         for stage in space.stages():
             for other in space.around(stage, winner):
-                assert cost(winner) <= cost(other) * (1 + LEAST_NOISE) ** 3
-        assert cost(winner) <= cost(outcome.first.candidate) * (1 + LEAST_NOISE)
+                assert cost(winner) <= cost(other) * (1 + MIN_NOISE) ** 3
+        assert cost(winner) <= cost(outcome.first.candidate) * (1 + MIN_NOISE)
 
     @settings(max_examples=40, deadline=None)
     @given(
@@ -186,7 +186,7 @@ class TestTies:
         assert status(outcome)["pipeline"] == "same as winner"
 
     def test_the_noise_is_that_of_the_runs(self) -> None:
-        assert noise_of([]) == noise_of([[1.0]]) == noise_of([[5.0, 5.0, 5.0]]) == LEAST_NOISE
+        assert noise_of([]) == noise_of([[1.0]]) == noise_of([[5.0, 5.0, 5.0]]) == MIN_NOISE
         assert noise_of([[9.0, 10.0, 11.0]]) == pytest.approx(2 * 1.2533 * 0.1 * (2 / 3) ** 0.5)
 
 

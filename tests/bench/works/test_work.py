@@ -97,7 +97,7 @@ class TestBuiltIn:
     @pytest.mark.parametrize(
         ("name", "options", "told"),
         [
-            ("transaltion", {}, "no work 'transaltion' (did you mean 'translation'?)"),
+            ("transaltion", {}, "no workload 'transaltion' (did you mean 'translation'?)"),
             ("mlp", {"widht": 3}, "mlp: no option 'widht' (did you mean 'width'?)"),
             ("mlp", {"width": 0}, "mlp: width = 0: expected a whole number, 1 or more"),
             ("mlp", {"dropout": 1}, "mlp: dropout = 1: expected a number from 0, below 1"),

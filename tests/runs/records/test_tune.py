@@ -35,10 +35,10 @@ def test_a_bad_field_is_named(content: dict[str, Any]) -> None:
 
 def test_trials_with_other_batch_sizes_compare_by_unit(content: dict[str, Any]) -> None:
     result = TuneResult.from_dict(content)
-    assert (result.pace_unit, result.pace_ms(result.trials[0])) == ("a step", 9.05)
+    assert (result.pace_unit, result.pace_ms(result.trials[0])) == ("per step", 9.05)
     for trial, size in zip(content["trials"], (10, 20, 10, 10, 10), strict=True):
         trial |= {"units_per_step": size, "ms_per_unit": 9.0 / size}
     result = TuneResult.from_dict(content)
-    assert result.pace_unit == "a thousand tokens"
+    assert result.pace_unit == "per thousand tokens"
     assert next(trial.id for trial, _ in result.measured) == 1
     assert result.pace_ms(result.trials[1]) == 450.0

@@ -1,4 +1,4 @@
-"""`headrace tune`: finds the plan that trains a work fastest on this machine.
+"""`headrace tune`: finds the plan that trains a workload fastest on this machine.
 
     from headrace.bench import Tuning, TuneSettings
 

@@ -14,7 +14,7 @@ from headrace.errors import PlanError
 from headrace.plan import PRESETS, LoaderPlan, Plan
 
 _RANK = {name: rank for rank, name in enumerate(PRESETS)}
-_MOST_WORKERS = 16
+_MAX_WORKERS = 16
 _PLAN_FIELDS = (
     *("graphs", "compile", "streams", "sync_every", "prefetch_depth", "run_ahead_steps"),
 )
@@ -58,7 +58,7 @@ class Candidate:
             loader.prefetch_factor or 0,
             plan.run_ahead_steps,
             plan.sync_every,
-            # Prefer the work's own batch size to one that is as fast.
+            # Prefer the workload's own batch size to one that is as fast.
             loader.batch_size or 0,
         )
 
@@ -77,7 +77,7 @@ class Candidate:
 @dataclass(frozen=True, slots=True)
 class Space:
     """The values to try for each field; an empty tuple leaves the field unchanged. `own_workers`
-    and `own_batch_size` are what the work uses by itself, if that is known."""
+    and `own_batch_size` are what the workload uses by itself, if that is known."""
 
     presets: tuple[str, ...]
     precision: str | None = None
@@ -95,8 +95,8 @@ class Space:
 
     @classmethod
     def on(cls, device: Device, cores: int, loader_fields: frozenset[str], **options: Any) -> Space:
-        """The space for a device and a number of CPU cores. `loader_fields` are those that the work
-        supports. `options` override fields of the space, unless they are None."""
+        """The space for a device and a number of CPU cores. `loader_fields` are those that the
+        workload supports. `options` override fields of the space, unless they are None."""
         given = {name: value for name, value in options.items() if value is not None}
         known: dict[str, Any] = {
             "presets": tuple(
@@ -105,9 +105,9 @@ class Space:
                 if (plan.graphs == "off" or device.captures)
                 and (not plan.compile or device.compiles)
             ),
-            "workers": tuple(n for n in (0, 1, 2, 4, 8, _MOST_WORKERS) if n <= max(1, cores - 1)),
+            "workers": tuple(n for n in (0, 1, 2, 4, 8, _MAX_WORKERS) if n <= max(1, cores - 1)),
         }
-        if not device.asynchronous:  # nothing runs beside the host, so these have no effect
+        if not device.asynchronous:  # the host itself computes, so these have no effect
             known |= dict.fromkeys(
                 ("sync_every", "streams", "prefetch_depth", "run_ahead_steps"), ()
             )

@@ -23,8 +23,8 @@ _KIND = "measurement"
 class Journal:
     """Wraps `measure`: returns a stored measurement if there is one, else measures and stores it.
 
-    `machine` describes the machine and the work; times from another one cannot be compared. Raises
-    `TuneError` if the journal belongs to another search. A half-written last line is dropped.
+    `machine` describes the machine and the workload; times from another one cannot be compared.
+    Raises `TuneError` if the journal belongs to another search. Drops a half-written last line.
     """
 
     def __init__(

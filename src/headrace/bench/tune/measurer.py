@@ -24,8 +24,8 @@ _OUT_OF_MEMORY = "out of memory: "  # the beginning of such an error
 
 
 class WorkMeasurer:
-    """Measures candidates on a work. Candidates stay warmed up until they are released, as far as
-    memory allows, so that a repeat costs only its steps.
+    """Measures candidates on a workload. Candidates stay warmed up until they are released, as far
+    as memory allows, so that a repeat costs only its steps.
 
     Before a plan's first run, its losses are compared with those of the space's first plan on the
     same batches; `compared_steps` = 0 skips that. `memory_cap` is in bytes.
@@ -130,7 +130,7 @@ class WorkMeasurer:
                 contestant.compare_losses(self._comparison_for(candidate).compare)
             except BenchError as problem:
                 if candidate.loader.batch_size is None:
-                    raise  # the work itself is broken
+                    raise  # the workload itself is broken
                 contestant.fail(str(problem))
             if last or contestant.error is None or not contestant.error.startswith(_OUT_OF_MEMORY):
                 return

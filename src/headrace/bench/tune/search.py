@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 from headrace.bench.tune.candidates import Candidate, Space
 from headrace.bench.tune.trials import (
-    LEAST_NOISE,
+    MIN_NOISE,
     Measurement,
     Trial,
     deviation_of,
@@ -30,8 +30,8 @@ from headrace.runs.records import Status
 #: After each rung, by how much a candidate may trail the leader; more on a noisy machine.
 MARGINS = (0.15, 0.07, 0.03)
 _FIRST_RUNS = 3  # of the first plan, to estimate the noise
-_LEAST_KEPT = (4, 3)  # how many may always go on from the first and second rung
-_MOST_ROUNDS = 3
+_MIN_KEPT = (4, 3)  # how many may always go on from the first and second rung
+_MAX_ROUNDS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Outcome:
     cut_short: bool
 
 
-class NothingRuns(Exception):  # noqa: N818 - turned into an error that names the work
+class NothingRuns(Exception):  # noqa: N818 - turned into an error that names the workload
     """Not even the first plan runs. The message is its error."""
 
 
@@ -73,7 +73,7 @@ class Search:
 
     `measure(candidate, steps)` runs a candidate; `release(candidate)` is called when it will not
     run again soon. The shortest runs have `steps` steps, or as many as take the first plan
-    `least_ms`. `budget_s` limits the total time of the measurements, None means no limit; a run
+    `min_ms`. `budget_s` limits the total time of the measurements, None means no limit; a run
     that has begun is finished.
     """
 
@@ -84,14 +84,14 @@ class Search:
         *,
         steps: int = 20,
         repeats: int = 5,
-        least_ms: float = 200.0,
+        min_ms: float = 200.0,
         budget_s: float | None = None,
         release: Callable[[Candidate], object] = lambda candidate: None,
         on_progress: Callable[[SearchProgress], object] = lambda progress: None,
     ) -> None:
         self._space, self._measure, self._release = space, measure, release
         self._on_progress = on_progress
-        self._steps, self._repeats, self._least_ms = steps, repeats, least_ms
+        self._steps, self._repeats, self._min_ms = steps, repeats, min_ms
         self._rungs: list[int] = []
         self._budget_s = math.inf if budget_s is None else budget_s
         self._trials: dict[str, Trial] = {}
@@ -108,7 +108,7 @@ class Search:
         if first.ms_per_step is None:
             raise NothingRuns(first.why)
         self._best = first
-        steps = max(self._steps, math.ceil(self._least_ms / first.ms_per_step))
+        steps = max(self._steps, math.ceil(self._min_ms / first.ms_per_step))
         self._rungs = [steps * 2**rung for rung in range(len(MARGINS))]
         cut_short = False
         try:
@@ -126,7 +126,7 @@ class Search:
         """Go through the stages until a whole round changes nothing."""
         unchanged = 0
         stages = self._space.stages()
-        for turn in range(_MOST_ROUNDS * len(stages)):
+        for turn in range(_MAX_ROUNDS * len(stages)):
             self._stage = stages[turn % len(stages)]
             assert self._best is not None
             before = self._best
@@ -175,8 +175,8 @@ class Search:
         leader, limit = ranked[0], len(ranked)
         # Two runs of the same candidate differ by more than this in one case out of twenty.
         margin = max(MARGINS[rung], 2 * math.sqrt(2) * self._deviation())
-        if rung < len(_LEAST_KEPT):
-            limit = max(_LEAST_KEPT[rung], math.ceil(len(ranked) / 2))
+        if rung < len(_MIN_KEPT):
+            limit = max(_MIN_KEPT[rung], math.ceil(len(ranked) / 2))
         left = []
         for place, trial in enumerate(ranked):
             behind = _behind(trial, leader, steps)
@@ -213,7 +213,7 @@ class Search:
     def _are_tied(self, racing: list[Trial], steps: int) -> bool:
         """Whether all are so close that more repeats would only cost time."""
         ranked = _ranked(racing, steps)
-        return _behind(ranked[-1], ranked[0], steps) <= LEAST_NOISE
+        return _behind(ranked[-1], ranked[0], steps) <= MIN_NOISE
 
     def _within_noise(self, racing: list[Trial], steps: int) -> list[Trial]:
         leader = _ranked(racing, steps)[0]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from headrace.errors import HeadraceError, TuneError
 from headrace.plan import PRESETS
-from headrace.schema import Checked, choice, listed, nearest, number, quoted, whole
+from headrace.schema import Checked, choice, listed, nearest, number, quoted, require_whole, whole
 
 _SIZE = re.compile(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z%]*)\s*")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -58,7 +58,7 @@ class TuneSettings(Checked):
     minutes: float | None = number(
         None, 0, 1e6, "Time limit for the whole search, in minutes.", unset="no limit"
     )
-    precision: str | None = choice(
+    precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = choice(
         None, "fp32, tf32, bf16 or fp16.", unset="float32, TF32 as PyTorch is set"
     )
     device: str = choice("auto", "auto, cpu, cuda, cuda:1, …")
@@ -74,16 +74,9 @@ class TuneSettings(Checked):
                 )
         if self.plans is not None and not self.plans:
             raise TuneError("plans: none was named; expected one or more")
-        for name, least in (("workers", 0), ("batch_sizes", 1)):
-            for value in getattr(self, name) or ():
-                if type(value) is not int or value < least:
-                    raise TuneError(
-                        f"{name}: {quoted(value)}: expected a whole number, {least} or more"
-                    )
-        if self.precision not in (None, "fp32", "tf32", "bf16", "fp16"):
-            raise TuneError(
-                f"precision = {quoted(self.precision)}: expected fp32, tf32, bf16 or fp16"
-            )
+        for name, minimum in (("workers", 0), ("batch_sizes", 1)):
+            for index, value in enumerate(getattr(self, name) or ()):
+                require_whole(f"{name}[{index}]", value, minimum, TuneError)
         if self.memory_cap is not None:
             memory_of(self.memory_cap, 1 << 40)
 

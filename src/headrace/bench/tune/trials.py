@@ -1,4 +1,4 @@
-"""What was measured of each candidate, and how much measurements differ by chance."""
+"""The measurements of each candidate, and how much measurements differ by chance."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from headrace.bench.tune.candidates import Candidate
 from headrace.runs.records import Status
 
 #: Medians that differ by less count as equal, even on an idle machine.
-LEAST_NOISE = 0.01
+MIN_NOISE = 0.01
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +126,7 @@ def noise_of(runs: Iterable[Sequence[float]], repeats: int | None = None) -> flo
     if repeats is None:
         repeats = min((len(times) for times in repeated), default=1)
     # The standard error of a median is 1.25 times that of a mean.
-    return max(LEAST_NOISE, 2 * 1.2533 * deviation_of(repeated) * math.sqrt(2 / repeats))
+    return max(MIN_NOISE, 2 * 1.2533 * deviation_of(repeated) * math.sqrt(2 / repeats))
 
 
 def simplest(trials: Sequence[Trial]) -> Trial:

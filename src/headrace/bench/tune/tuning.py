@@ -28,7 +28,7 @@ from headrace.bench.tune.trials import Measurement
 from headrace.bench.works.lookup import find_work
 from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
-from headrace.errors import TuneError
+from headrace.errors import TuneError, usage_errors
 from headrace.plan import refuse_plan_variable
 from headrace.runs import RunFolder, StatusLine, StopRequests, usable_cores
 from headrace.runs.records import Environment, WorkRecord
@@ -74,7 +74,7 @@ class Tuning:
         **options: Any,
     ) -> Tuning:
         """A new search. Wrong settings raise an error before the folder is created."""
-        find_work(settings.work, dict(settings.options))
+        _require_parameters(find_work(settings.work, dict(settings.options)), settings)
         if options.get("device") is None:
             open_device(settings.device)
         folder = RunFolder.create(project, name, parts=())
@@ -95,6 +95,8 @@ class Tuning:
         settings, device = self.settings, self._device
         options = dict(settings.options)
         work = find_work(settings.work, options, small=not device.asynchronous)
+        with usage_errors():  # a resumed search may have another work now
+            _require_parameters(work, settings)
         space = self._space(work)
         environment = environment_of(device, self._command)
         with (
@@ -143,14 +145,6 @@ class Tuning:
 
     def _space(self, work: Work) -> Space:
         settings = self.settings
-        if settings.batch_sizes and "batch_size" not in work.loader_fields:
-            raise TuneError(
-                f"batch_sizes: {work.name} has no such parameter: expected a parameter batch_size"
-            )
-        if settings.workers and "workers" not in work.loader_fields:
-            raise TuneError(
-                f"workers: {work.name} has no such parameter: expected a parameter workers"
-            )
         return Space.on(
             self._device,
             usable_cores(),
@@ -187,6 +181,15 @@ class Tuning:
         replace_file(self.plan_file, result.plan_yaml().encode(), TuneError)
 
 
+def _require_parameters(work: Work, settings: TuneSettings) -> None:
+    """Raise an error if the search is to set loader parameters that the work does not have."""
+    for setting, parameter in (("batch_sizes", "batch_size"), ("workers", "workers")):
+        if getattr(settings, setting) and parameter not in work.loader_fields:
+            raise TuneError(
+                f"{setting}: {work.name} has no such parameter: expected a parameter {parameter}"
+            )
+
+
 def _unless_stopped(
     measure: Callable[[Candidate, int], Measurement], stop: StopRequests
 ) -> Callable[[Candidate, int], Measurement]:
@@ -203,7 +206,7 @@ def _unless_stopped(
 
 
 def _own_value(work: Work, *names: str) -> int | None:
-    """The value that a work uses for the first of these parameters that it has."""
+    """The value that a workload uses for the first of these parameters that it has."""
     parameters = inspect.signature(work.build).parameters
     for name in names:
         known = parameters.get(name)
@@ -223,7 +226,7 @@ def _machine(work: Work, environment: Environment) -> dict[str, Any]:
 
 
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
-    """A work's options as JSON can hold them: a user's default may be any object."""
+    """A workload's options as JSON can hold them: a user's default may be any object."""
     found: dict[str, Any] = json.loads(json.dumps(dict(options), default=str))
     return found
 

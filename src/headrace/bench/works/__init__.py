@@ -1,1 +1,1 @@
-"""Works: what bench and tune train. `work` defines one, `builtin` has ours, `lookup` finds one."""
+"""Workloads for bench and tune. `work` defines one, `builtin` has ours, `lookup` finds one."""

@@ -1,4 +1,4 @@
-"""The built-in works: translation, resnet and mlp. Their data is random, drawn from the seed.
+"""The built-in workloads: translation, resnet and mlp. Their data is random, drawn from the seed.
 
 Batches are in host memory before training starts, so that loading costs nothing; with `workers`, a
 DataLoader's worker processes draw them.
@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader, Dataset
 from headrace.bench.works.resnet import ResNet
 from headrace.bench.works.work import Training, Unit, Work, settable, work_of
 from headrace.errors import WorkOptionError
+from headrace.schema import require_whole
 from headrace.translation import EOS, ModelSettings, Translator, translation_loss
 
 Draw = Callable[[torch.Generator], tuple[Tensor, ...]]
@@ -26,8 +27,8 @@ Draw = Callable[[torch.Generator], tuple[Tensor, ...]]
 
 @dataclass(frozen=True)
 class BuiltIn:
-    """A built-in work. `description` is a template for its options. `small` are the defaults on a
-    CPU, which would take an hour with the ordinary ones."""
+    """A built-in workload. `description` is a template for its options. `small` are the defaults on
+    a CPU, which would take an hour with the ordinary ones."""
 
     build: Callable[..., Training]
     unit: Unit
@@ -216,7 +217,6 @@ def _adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:
 def _check_option(work: str, name: str, value: object, default: object) -> None:
     """Raise unless an option has its default's type. Counts must be at least 1, `workers` at least
     0."""
-    least = 0 if name == "workers" else 1
     if isinstance(default, str):
         if not isinstance(value, str):
             raise WorkOptionError(
@@ -225,7 +225,5 @@ def _check_option(work: str, name: str, value: object, default: object) -> None:
     elif isinstance(default, float):
         if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < 1:
             raise WorkOptionError(f"{work}: {name} = {value!r}: expected a number from 0, below 1")
-    elif isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise WorkOptionError(
-            f"{work}: {name} = {value!r}: expected a whole number, {least} or more"
-        )
+    else:
+        require_whole(f"{work}: {name}", value, 0 if name == "workers" else 1, WorkOptionError)

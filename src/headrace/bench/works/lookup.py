@@ -1,4 +1,4 @@
-"""Finds a work: a built-in one by name, your own as `module:function`."""
+"""Finds a workload: a built-in one by name, your own as `module:function`."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from typing import Any
 
 from headrace.bench.works.builtin import BUILT_IN
 from headrace.bench.works.work import Work, work_of
-from headrace.errors import BenchError
+from headrace.errors import BenchError, UnknownWorkError
 from headrace.schema import listed, nearest
 from headrace.source_lines import line_of_error
 
 
 def find_work(named: str, options: Mapping[str, Any] | None = None, *, small: bool = False) -> Work:
-    """The work called `named`: a built-in one, `module:function` or `file.py:function`.
+    """The workload called `named`: a built-in one, `module:function` or `file.py:function`.
 
-    `small` selects the defaults for a CPU. Modules in the current directory come first. Errors in
-    a work are one line that names your file and line.
+    `small` selects the defaults for a CPU. Modules in the current folder come first. An error in a
+    workload is one line that names your file and line.
     """
     if ":" not in named:
         if named not in BUILT_IN:
-            raise BenchError(
-                f"no work {named!r}{nearest(named, BUILT_IN)}; known: {listed(BUILT_IN)}, "
+            raise UnknownWorkError(
+                f"no workload {named!r}{nearest(named, BUILT_IN)}; known: {listed(BUILT_IN)}, "
                 "or your_module:make_work"
             )
         return BUILT_IN[named].work(options or {}, small=small)
     place, _, name = named.rpartition(":")
     if not place or not name:
-        raise BenchError(f"work = {named!r}: expected your_module:make_work")
+        raise UnknownWorkError(f"work = {named!r}: expected your_module:make_work")
     return work_of(_function(_module(place, named), name), options, name=named)
 
 
@@ -52,23 +52,23 @@ def _module(place: str, named: str) -> ModuleType:
             f"{problem.filename}:{problem.lineno}: {place} cannot be imported: {problem.msg}"
         ) from problem
     except (Exception, SystemExit) as problem:
-        raise BenchError(_cannot_import(place, problem, here)) from problem
+        raise _import_error(place, problem, here) from problem
 
 
-def _cannot_import(place: str, problem: BaseException, here: str) -> str:
+def _import_error(place: str, problem: BaseException, here: str) -> BenchError:
     if isinstance(problem, ModuleNotFoundError) and problem.name in (
         place,
         place.partition(".")[0],
     ):
-        return f"no module {place!r} in {here} or on Python's path"
+        return UnknownWorkError(f"no module {place!r} in {here} or on Python's path")
     text = " ".join(str(problem).split()) or "no message"
     site = line_of_error(problem.__traceback__)
-    return f"{site}: {place} cannot be imported: {type(problem).__name__}: {text}"
+    return BenchError(f"{site}: {place} cannot be imported: {type(problem).__name__}: {text}")
 
 
 def _from_file(path: Path, named: str) -> ModuleType:
     if not path.is_file():
-        raise BenchError(f"{path}: no such file (for the work {named!r})")
+        raise UnknownWorkError(f"{path}: no such file (for the workload {named!r})")
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -82,10 +82,10 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     file = getattr(module, "__file__", None) or module.__name__
     if not hasattr(module, name):
         functions = [key for key, value in vars(module).items() if callable(value)]
-        raise BenchError(f"{file}: has no {name!r}{nearest(name, functions)}")
+        raise UnknownWorkError(f"{file}: has no {name!r}{nearest(name, functions)}")
     function = getattr(module, name)
     if not callable(function):
-        raise BenchError(
+        raise UnknownWorkError(
             f"{file}: {name} is a {type(function).__name__}: expected a function that returns "
             "model, optimizer, loss and loader"
         )

@@ -1,4 +1,4 @@
-"""A work: what bench and tune train. It is a function that returns four things.
+"""A workload: what bench and tune train. It is a function that returns four things.
 
     def make_work(batch_size=64):
         model = MyModel()
@@ -8,14 +8,13 @@
 
 It is called once for each plan, with the same random seed, and must return the same weights and
 batches each time. Headrace passes `device`, `seed`, `pin`, `workers`, `prefetch_factor` and
-`batch_size` if the function has such parameters; any other parameter is an option of the work.
+`batch_size` if the function has such parameters; any other parameter is an option of the workload.
 """
 
 from __future__ import annotations
 
 import inspect
 import random
-import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -28,13 +27,13 @@ from headrace.device import Device
 from headrace.engine import LossFunction
 from headrace.errors import BenchError, HeadraceError, WorkOptionError
 from headrace.plan import LoaderPlan
-from headrace.schema import listed, nearest, quoted
+from headrace.schema import is_union, listed, nearest, quoted
 from headrace.source_lines import is_user_code, line_of_error
 
 Unit = Literal["samples", "tokens"]
 PARTS = ("model", "optimizer", "loss", "loader")
-# Parameters that Headrace passes. `--set` cannot set those of the first kind; the built-in works
-# call their batch size `batch`.
+# Parameters that Headrace passes. `--set` cannot set those of the first kind. The built-in
+# workloads call their batch size `batch`.
 _FROM_ELSEWHERE = {
     "device": "--device sets it",
     "seed": "--seed sets it",
@@ -45,7 +44,7 @@ _BATCH_SIZE = ("batch_size", "batch")
 
 
 class Training(NamedTuple):
-    """What a work returns: the parts of a training loop. `loader` can be iterated repeatedly."""
+    """What a workload returns: the parts of a training loop. `loader` can be iterated again."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer
@@ -55,7 +54,7 @@ class Training(NamedTuple):
 
 @dataclass(frozen=True)
 class Work:
-    """A work with its options. `make` builds it, the same each time.
+    """A workload with its options. `make` builds it, the same each time.
 
     Throughput counts `unit`: samples (the first dimension of a batch) or tokens (the `weight` that
     the loss function returns). `where` is the file and line of `build`.
@@ -70,7 +69,7 @@ class Work:
 
     @property
     def loader_fields(self) -> frozenset[str]:
-        """The fields of a `LoaderPlan` that this work has parameters for."""
+        """The fields of a `LoaderPlan` that this workload has parameters for."""
         taken = set(_parameters(self.build))
         named = {"workers", "prefetch_factor"} & taken
         return frozenset(named | ({"batch_size"} if taken & set(_BATCH_SIZE) else set()))
@@ -83,11 +82,11 @@ class Work:
         loader: LoaderPlan | None = None,
         pin: bool = False,
     ) -> Training:
-        """Build the work on `device`: the same seed gives the same weights and batches. Afterwards
-        the random generators are seeded again.
+        """Build the workload on `device`: the same seed gives the same weights and batches.
+        Afterwards the random generators are seeded again.
 
-        `loader` applies as far as the work has parameters for it (`loader_fields`); `pin` asks for
-        batches in pinned memory.
+        `loader` applies as far as the workload has parameters for it (`loader_fields`); `pin` asks
+        for batches in pinned memory.
         """
         seed_all(seed)
         given = self._given(device, seed, loader or LoaderPlan(), pin)
@@ -104,7 +103,7 @@ class Work:
         except (Exception, SystemExit) as problem:
             site = line_of_error(problem.__traceback__)
             if isinstance(problem, HeadraceError) and not (site and is_user_code(site.file)):
-                # A built-in work refused one of its options.
+                # A built-in workload refused one of its options.
                 raise WorkOptionError(f"{self.name}: {problem}") from problem
             raise BenchError(self._failed(problem)) from problem
         training = self._checked(returned)
@@ -221,8 +220,8 @@ def work_of(
     name: str | None = None,
     description: str | None = None,
 ) -> Work:
-    """Make a work of a function. The function's attribute `unit`, if it has one, is the work's
-    unit; the first line of its docstring is the description."""
+    """Make a workload of a function. The function's attribute `unit`, if it has one, is the unit of
+    the workload; the first line of its docstring is the description."""
     title = name or f"{function.__module__}:{getattr(function, '__name__', 'work')}"
     own = [known for known in _parameters(function) if known not in _GIVEN]
     for option, value in (options or {}).items():
@@ -242,7 +241,7 @@ def work_of(
 
 
 def settable(function: Callable[..., Any]) -> list[str]:
-    """The parameters of a work that `--set` can set."""
+    """The parameters of a workload that `--set` can set."""
     return [name for name in _parameters(function) if name not in _FROM_ELSEWHERE]
 
 
@@ -289,15 +288,14 @@ def _kinds(function: Callable[..., Any], name: str) -> set[type]:
     if hint is None:
         plain = type(default) in _KINDS and default is not None
         return {type(default)} if plain else set()
-    union = isinstance(hint, types.UnionType) or typing.get_origin(hint) is typing.Union
-    found = set(typing.get_args(hint)) if union else {hint}
+    found = set(typing.get_args(hint)) if is_union(hint) else {hint}
     if typing.get_origin(hint) is Literal:
         found = {type(choice) for choice in typing.get_args(hint)}
     return found if found <= _KINDS.keys() else set()
 
 
 def seed_all(seed: int) -> None:
-    """Seed every random generator that a work may use."""
+    """Seed every random generator that a workload may use."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % (1 << 32))

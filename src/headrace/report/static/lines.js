@@ -27,7 +27,14 @@
     bytes,
     clock,
   };
-  const decimals = [1, 10, 100, 1e3, 1e4, 1e5, 1e6, 1e7, 1e8].flatMap((p) => [p, 2 * p, 5 * p]);
+  // Distances between ticks. uPlot's own list ends at 1e15; losses that diverge go up to 1e38.
+  function tickSteps(range, isWhole) {
+    const power = range > 0 ? Math.floor(Math.log10(range)) : 0;
+    const steps = [];
+    for (let at = power - 4; at <= power + 1; at++)
+      for (const nice of [1, 2, 2.5, 5]) steps.push(Number(`${nice}e${at}`));
+    return isWhole ? steps.filter(Number.isInteger) : steps;
+  }
   const clockSteps = [0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 30, 60, 120, 300, 600, 1200, 1800]
     .concat([1, 2, 3, 6, 12, 24, 48, 120, 240].map((hours) => hours * 3600));
 
@@ -48,7 +55,8 @@
       gap: 4,
       size: isX ? 20 : (_, values) => 12 + 7 * Math.max(3, ...(values || []).map((text) => text.length)),
       space: isX ? (small ? 60 : 90) : small ? 17 : 45,
-      ...(isX && { incrs: spec.format === "clock" ? clockSteps : decimals }),
+      incrs: (_, __, low, high) =>
+        spec.format === "clock" ? clockSteps : tickSteps(high - low, isX),
       values: (_, splits) => splits.map((value) => FORMATS[spec.format](value, 6)),
     };
   }

@@ -1,4 +1,4 @@
-"""The result of a benchmark: how fast the same work ran under each plan, and what to use."""
+"""The result of a benchmark: how fast the same workload ran under each plan, and what to use."""
 
 from __future__ import annotations
 
@@ -112,8 +112,8 @@ class StoredTimeline:
     spans: tuple[Span, ...] = ()
 
     @classmethod
-    def unpack_spans(cls, stored: Mapping[str, Any]) -> Mapping[str, Any]:
-        """The stored mapping with a mapping for each span; files hold them as `packed` does."""
+    def unpacked(cls, stored: Mapping[str, Any]) -> Mapping[str, Any]:
+        """The stored mapping with a mapping for each span; files hold them as `pack_spans` does."""
         return unpack_spans(stored)
 
     def invalid(self) -> Invalid | None:

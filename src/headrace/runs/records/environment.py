@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class WorkRecord:
-    """What was trained. `options` are the work's own, `unit` is what throughput counts."""
+    """What was trained. `options` are the workload's own, `unit` is what throughput counts."""
 
     name: str = "work"
     description: str = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-#: The most points that each criterion can bring.
+#: The maximum points of each criterion.
 WEIGHTS = {
     "gain": 30,
     "effort": 25,

@@ -124,7 +124,7 @@ class FinishedRun:
 
 @dataclass(frozen=True, slots=True)
 class TrainingRun:
-    """All that a run's folder holds. `weights` are file names and sizes in bytes; `finished` is
+    """Everything in a run folder. `weights` are file names and sizes in bytes; `finished` is
     None until the run is finished."""
 
     path: Path

@@ -88,8 +88,8 @@ class TuneResult(ResultFile):
 
     @property
     def pace_unit(self) -> str:
-        """What `pace_ms` is the time of."""
-        return f"a thousand {self.work.unit}" if self.compares_units else "a step"
+        """The unit of `pace_ms`, in words after "milliseconds"."""
+        return f"per thousand {self.work.unit}" if self.compares_units else "per step"
 
     def pace_ms(self, trial: TrialRecord) -> float | None:
         """A trial's milliseconds per step, or per thousand units where batch sizes differ. None if

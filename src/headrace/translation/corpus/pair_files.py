@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.errors import CorpusError
+from headrace.errors import CorpusError, usage_errors
 from headrace.schema import require_regular_file
 from headrace.translation.corpus.languages import Sides, is_language
 from headrace.translation.corpus.text_files import COMPRESSED_ENDINGS
@@ -42,6 +42,7 @@ class PairFiles:
         return " and ".join(str(path) for path in self.paths)
 
 
+@usage_errors()  # the files were named on the command line
 def find_pair_files(
     data: Path | Sequence[Path], sides: Sides, *, require_train: bool = True
 ) -> dict[str, list[PairFiles]]:

@@ -15,8 +15,8 @@ from headrace.data import Cursor, Fetched
 from headrace.device import Device, open_device
 from headrace.engine import Engine
 from headrace.engine.forward import Forward
-from headrace.engine.graphed import StepGraphs
 from headrace.engine.schedules import Schedule
+from headrace.engine.step_graphs import StepGraphs
 from headrace.parallel import Ranks
 from headrace.plan import Plan
 from headrace.testing import Costs, FakeDevice
@@ -538,7 +538,7 @@ def test_ddp_is_watched_after_its_first_steps(
     assert engine._builder.parts is not None
     forward = CopiesOnce(
         *(fake_device, model, optimizer, loss),
-        written=loss,
+        user_loss=loss,
         precision=None,
         spread=False,
     )

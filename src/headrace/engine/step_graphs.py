@@ -111,7 +111,10 @@ class StepGraphs:
             device, max_graphs=plan.graph_shapes, capture_after=after
         )
         self._updates: GraphCache[None] = GraphCache(device, max_graphs=1, capture_after=0)
-        self._values = FrozenValues(parts)
+        self._values = FrozenValues(parts.state, self._more_settings)
+        # Parameters that the optimizer does not have, with their gradients at capture: only the
+        # user clears those.
+        self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
         # Of the captured graphs: the addresses they use, the tensors that must not be freed, and
         # with accumulation the parameters (by `id`) to which each graph gives a gradient.
         self._addresses: tuple[Hashable, ...] | None = None
@@ -143,7 +146,7 @@ class StepGraphs:
         obstacle = capture_obstacle(self._parts)
         if obstacle is not None:
             self._give_up(obstacle)
-        elif self._addresses is not None and addresses(self._parts) != self._addresses:
+        elif self._addresses is not None and self._current_addresses() != self._addresses:
             self._drop_graphs_and_rewatch()
             self._values.find_again()
             for parameter in self._parts.group.parameters():
@@ -167,7 +170,7 @@ class StepGraphs:
         group.reached = self._with_gradients() if group.is_open else set()
         # An optimizer that was capturable stays so. In older states, without "prepared", all were.
         if state is not None and state.get("prepared", self._why_eager is None):
-            self._capturable = CapturableOptimizer(self._parts)
+            self._make_capturable()
         elif self._capturable is not None:
             self._capturable, self._parts.update.rates = None, None
         if timing is None or state is None or self._why_eager is not None:
@@ -200,12 +203,14 @@ class StepGraphs:
         try:
             if self._capturable is not None and self._capturable.was_reset:
                 self._drop_graphs_and_rewatch()
-                self._capturable = CapturableOptimizer(self._parts)
-            if self._values.check():
+                self._make_capturable()
+            # If the user has cleared a gradient, a graph would write to the old tensor.
+            cleared = any(parameter.grad is not gradient for parameter, gradient in self._outside)
+            if self._values.check() or cleared:
                 self._drop_graphs_and_rewatch()
             return signature(batch)
         except CaptureError as problem:
-            self._give_up(_describe_failure(problem))
+            self._give_up(describe_failure(problem))
             return None
 
     def _graph_for(self, key: Hashable, batch: Any) -> CapturedWork[LossOutput] | None:
@@ -216,7 +221,7 @@ class StepGraphs:
         try:
             return self._capture(key, batch)
         except CaptureError as problem:
-            self._give_up(_describe_failure(problem))
+            self._give_up(describe_failure(problem))
             return None
 
     def _is_due(self, key: Hashable) -> bool:
@@ -309,14 +314,14 @@ class StepGraphs:
         key = tuple(p.grad.data_ptr() if p.grad is not None else 0 for p in group.parameters())
         update = self._updates.find(key)
         if update is None:
-            before = StateBeforeCapture(parts)
+            before = StateBeforeCapture(parts.state)
             try:
                 update = self._updates.capture(key, (), lambda _: parts.update(group))
                 if before.optimizer_changed():
                     self._updates.drop(key)
                     update = None
             except CaptureError as problem:
-                self._give_up(_describe_failure(problem))
+                self._give_up(describe_failure(problem))
             finally:
                 before.restore()
         if update is None:
@@ -338,7 +343,7 @@ class StepGraphs:
         if group.size > 1 and not self._gradients_in_place():
             return None
         with self._ready_for_capture() as succeeded:
-            before = StateBeforeCapture(parts)
+            before = StateBeforeCapture(parts.state)
             try:
                 captured = self._graphs.capture(key, batch, self._work_to_capture)
                 replaced = before.replaced_tensor()
@@ -360,8 +365,12 @@ class StepGraphs:
                 group.reached.clear()
             self._values.require_unchanged()
             succeeded()
-        self._addresses = addresses(parts)
+        self._addresses = self._current_addresses()
         self._values.note_capture()
+        own = {id(p) for p in group.parameters()}
+        self._outside = [
+            (p, p.grad) for p in parts.model.parameters() if p.grad is not None and id(p) not in own
+        ]
         # A graph must not outlive the tensors it uses.
         self._kept_alive += [*self._known_tensors(), *self._watch.read_by(hash(key))]
         return captured
@@ -372,18 +381,34 @@ class StepGraphs:
         that call, the end of the block restores the optimizer, the host's random generators and
         the loss function's Python values."""
         random_states, succeeded = host_rng_states(), []
-        capturable = CapturableOptimizer(self._parts) if self._capturable is None else None
+        capturable, rates_before = self._capturable, self._parts.update.rates
+        if capturable is None:
+            self._make_capturable()
         self._parts.update.write_rates()
         try:
             yield lambda: succeeded.append(True)
         finally:
-            if succeeded:
-                self._capturable = self._capturable or capturable
-            else:
+            if not succeeded:
                 set_host_rng_states(random_states)
                 self._values.restore_python()
-                if capturable is not None:
-                    capturable.undo()
+                if capturable is None and self._capturable is not None:
+                    self._capturable.undo()
+                    self._capturable, self._parts.update.rates = None, rates_before
+
+    def _make_capturable(self) -> None:
+        """Make the optimizer capturable, and let updates read its learning rates on the device."""
+        self._capturable = CapturableOptimizer(self._parts.device, self._parts.optimizer)
+        self._parts.update.rates = self._capturable.rates
+
+    def _current_addresses(self) -> tuple[Hashable, ...]:
+        return addresses(self._parts.state, tensors_of(self._parts))
+
+    def _more_settings(self) -> tuple[tuple[str, Any], ...]:
+        """What a graph of the engine's step freezes besides the optimizer's settings."""
+        update = self._parts.update
+        clip_norm = None if update.clipping is None else update.clipping.max_norm
+        decay = None if update.ema is None else update.ema.decay
+        return ("clip_norm", clip_norm), ("ema_decay", decay)
 
     def _work_to_capture(self, batch: Any) -> LossOutput:
         """What a graph repeats: the whole step, or with accumulation all but the update."""
@@ -464,7 +489,7 @@ class StepGraphs:
     def _drop_graphs(self) -> None:
         self._graphs.close()
         self._updates.close()
-        self._values.forget_capture()
+        self._outside = []
         self._addresses = None
         self._kept_alive = []
         self._reached_by.clear()
@@ -508,7 +533,7 @@ def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
     )
 
 
-def _describe_failure(problem: CaptureError) -> str:
+def describe_failure(problem: CaptureError) -> str:
     """A failed capture in words: what was raised, and on which line of the user's code."""
     cause = problem.__cause__
     if cause is None:

@@ -1,0 +1,401 @@
+"""`hr.graphed`: a step of the user's own gives the plain loop's results, or says why it is not
+captured."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import headrace as hr
+from headrace.device import Device
+from headrace.errors import StepError
+from headrace.testing import FakeDevice
+
+Step = Callable[..., Any]
+MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
+
+
+@pytest.fixture
+def capturing(device: Device) -> Device:
+    if not device.captures:
+        pytest.skip("needs a device that captures graphs")
+    return device
+
+
+def fused(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, fused=True)
+
+
+def momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=1e-2, momentum=0.9, fused=True)
+
+
+@dataclass
+class Made:
+    """A step, and the modules whose weights it changes."""
+
+    step: Step
+    modules: list[nn.Module]
+    optimizers: list[torch.optim.Optimizer]
+
+
+def network(*sizes: int) -> nn.Sequential:
+    layers: list[nn.Module] = []
+    for one, other in itertools.pairwise(sizes):
+        layers += [nn.Linear(one, other), nn.Dropout(0.2), nn.Tanh()]
+    return nn.Sequential(*layers)
+
+
+def make_gan(device: Device, optimizer: MakeOptimizer = fused) -> Made:
+    """Two models, two optimizers, three backward passes, a gradient penalty, averaged weights."""
+    where = device.torch_device
+    generator, critic = network(4, 8, 4).to(where), network(4, 8, 1).to(where)
+    averaged = copy.deepcopy(generator)
+    g_optimizer, d_optimizer = optimizer(generator.parameters()), optimizer(critic.parameters())
+
+    def step(real: torch.Tensor) -> dict[str, torch.Tensor]:
+        fake = generator(torch.randn_like(real))
+        d_optimizer.zero_grad()
+        d_loss = nn.functional.softplus(-critic(real)).mean()
+        d_loss = d_loss + nn.functional.softplus(critic(fake.detach())).mean()
+        d_loss.backward()
+        point = real.detach().clone().requires_grad_(True)
+        (slope,) = torch.autograd.grad(critic(point).sum(), point, create_graph=True)
+        (slope.square().sum(1).mean() * 0.1).backward()
+        d_optimizer.step()
+        g_optimizer.zero_grad()
+        g_loss = nn.functional.softplus(-critic(fake)).mean()
+        g_loss.backward()
+        g_optimizer.step()
+        with torch.no_grad():
+            for average, weight in zip(averaged.parameters(), generator.parameters(), strict=True):
+                average.lerp_(weight, 0.1)
+        return {"d": d_loss.detach(), "g": g_loss.detach(), "images": fake.detach()}
+
+    return Made(step, [generator, critic, averaged], [g_optimizer, d_optimizer])
+
+
+def make_accumulating(device: Device, *, keeps_zeros: bool = False) -> Made:
+    """An update every few batches: the caller says when."""
+    model = network(4, 8, 1).to(device.torch_device)
+    optimizer = momentum(model.parameters())
+
+    def step(x: torch.Tensor, update: bool = True) -> torch.Tensor:
+        loss = model(x).square().mean()
+        (loss / 2).backward()
+        if update:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=not keeps_zeros)
+        return loss.detach()
+
+    return Made(step, [model], [optimizer])
+
+
+def batches(device: Device, count: int, sizes: tuple[int, ...] = (6, 6, 3)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        torch.randn(sizes[at % len(sizes)], 4, generator=generator).to(device.torch_device)
+        for at in range(count)
+    ]
+
+
+def host(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().cpu().tolist()
+    return {name: host(part) for name, part in value.items()} if isinstance(value, dict) else value
+
+
+def run(
+    device: Device,
+    make: Callable[[Device], Made],
+    *,
+    graphed: bool,
+    count: int = 16,
+    between: Callable[[int, Made], None] = lambda at, made: None,
+    arguments: Callable[[int], dict[str, Any]] = lambda at: {},
+) -> tuple[Any, hr.GraphReport | None]:
+    """All that the step returned, and all weights and gradients, with the report."""
+    torch.manual_seed(0)
+    made = make(device)
+    step: Any = hr.graphed(made.step, device=device) if graphed else made.step
+    returned = []
+    for at, batch in enumerate(batches(device, count)):
+        returned.append(step(batch, **arguments(at)))
+        between(at, made)
+    parameters = [p for module in made.modules for p in module.parameters()]
+    gradients = [None if p.grad is None else host(p.grad) for p in parameters]
+    result = [[host(one) for one in returned], [host(p) for p in parameters], gradients]
+    return result, step.report() if graphed else None
+
+
+def check_equal(device: Device, make: Callable[[Device], Made], **options: Any) -> hr.GraphReport:
+    plain, _ = run(device, make, graphed=False, **options)
+    found, report = run(device, make, graphed=True, **options)
+    assert found == plain
+    assert report is not None
+    return report
+
+
+def test_a_gan_is_captured_and_gives_the_same_bits(capturing: Device) -> None:
+    report = check_equal(capturing, make_gan)
+    assert report.why is None
+    assert report.shapes == 2
+    assert report.replays >= 10
+
+
+def test_results_may_be_kept(capturing: Device) -> None:
+    """`run` compares them after the last call: a replay must not overwrite what it returned."""
+    check_equal(capturing, make_gan, count=9)
+
+
+@pytest.mark.parametrize("keeps_zeros", [False, True])
+@pytest.mark.parametrize("every", [1, 2, 3])
+def test_an_update_every_few_batches(capturing: Device, every: int, keeps_zeros: bool) -> None:
+    report = check_equal(
+        capturing,
+        lambda device: make_accumulating(device, keeps_zeros=keeps_zeros),
+        arguments=lambda at: {"update": at % every == every - 1},
+        count=30,
+    )
+    assert report.why is None
+    assert report.replays >= 8
+
+
+def test_learning_rates_may_change_between_calls(capturing: Device) -> None:
+    def schedule(at: int, made: Made) -> None:
+        for number, optimizer in enumerate(made.optimizers):
+            optimizer.param_groups[0]["lr"] = 1e-2 / (1 + at + number)
+
+    report = check_equal(capturing, make_gan, between=schedule)
+    assert report.why is None
+    assert report.captures == 2
+
+
+def test_a_loaded_optimizer_state_is_captured_again(capturing: Device) -> None:
+    def reload(at: int, made: Made) -> None:
+        if at == 10:
+            for optimizer in made.optimizers:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+    report = check_equal(capturing, make_gan, between=reload, count=24)
+    assert report.why is None
+    assert report.captures == 4
+
+
+def test_a_changed_value_is_captured_again(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        inner, settings = made.step, {"weight": 1.0}
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return inner(x) * settings["weight"]
+
+        made.step, made.settings = step, settings  # type: ignore[attr-defined]
+        return made
+
+    def change(at: int, made: Any) -> None:
+        if at == 10:
+            made.settings["weight"] = 2.0
+
+    report = check_equal(capturing, make, between=change, count=24)
+    assert report.why is None
+    assert report.captures == 4
+
+
+def test_an_optimizer_that_only_a_call_shows_is_found(capturing: Device) -> None:
+    """The search does not enter libraries; the watched calls see what is used."""
+    report = check_equal(capturing, make_hidden)
+    assert report.why is None
+    assert report.replays >= 8
+
+
+class Hidden:
+    """Keeps its optimizer where no code of the step names it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.keep = {"it": [optimizer]}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["keep"]["it"][0], name)
+
+
+def make_hidden(device: Device) -> Made:
+    model = network(4, 8, 1).to(device.torch_device)
+    hidden = Hidden(momentum(model.parameters()))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        hidden.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        hidden.step()
+        return loss.detach()
+
+    return Made(step, [model], [])
+
+
+def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any:
+    def make(device: Device) -> Made:
+        made, kept = make_accumulating(device), {"count": 0, "seen": [], "loss": 0.0}
+        inner = made.step
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = inner(x)
+            change(kept, loss)
+            return loss
+
+        made.step = step
+        return made
+
+    return make
+
+
+REFUSED = {
+    "a host read": (lambda kept, loss: loss.item(), "test_graphed_function.py"),
+    "a counter": (lambda kept, loss: kept.update(count=kept["count"] + 1), "kept['count']"),
+    "a list that grows": (lambda kept, loss: kept["seen"].append(1), "kept['seen']"),
+    "a kept tensor": (lambda kept, loss: kept.update(loss=loss * 2 + kept["loss"]), "copy_()"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_step_that_no_graph_can_repeat_runs_as_written(
+    capturing: Device, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    change, expected = REFUSED[name]
+    with caplog.at_level(logging.WARNING, "headrace"):
+        report = check_equal(capturing, with_change(change), count=24)
+    assert report.why is not None
+    assert expected in report.why
+    assert report.why in caplog.text
+    assert report.shapes == 0
+
+
+def test_a_scheduler_inside_the_step_is_refused(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        scheduler = torch.optim.lr_scheduler.StepLR(made.optimizers[0], 1, 0.9)
+        inner = made.step
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = inner(x)
+            scheduler.step()
+            return loss
+
+        made.step = step
+        return made
+
+    report = check_equal(capturing, make, count=24)
+    assert report.why is not None
+    assert "scheduler" in report.why
+
+
+def test_a_hook_is_refused(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        made.modules[0].register_forward_hook(lambda *_: None)
+        return made
+
+    report = check_equal(capturing, make)
+    assert report.why is not None
+    assert "hook" in report.why
+
+
+def test_without_graphs_the_step_runs_as_written() -> None:
+    device = hr.open_device("cpu")
+    report = check_equal(device, make_gan)
+    assert report.replays == 0
+    assert "captures no graphs" in str(report.why)
+
+
+def test_options_are_checked() -> None:
+    with pytest.raises(StepError, match="expected a function"):
+        hr.graphed(3)  # type: ignore[arg-type]
+    with pytest.raises(StepError, match="at least 1"):
+        hr.graphed(print, after=0)
+
+
+def test_an_engine_replays_a_step_of_ones_own(capturing: Device) -> None:
+    def train(plan: str) -> tuple[Any, Any]:
+        torch.manual_seed(0)
+        made = make_gan(capturing)
+        step = made.step
+
+        def losses(batch: torch.Tensor) -> dict[str, torch.Tensor]:
+            values = step(batch)
+            return {"loss": values["d"], "g": values["g"]}
+
+        engine = hr.Engine.from_step(losses, device=capturing, plan=plan)
+        loader = [batch.cpu() for batch in batches(capturing, 16)]
+        return engine.epoch(loader), engine.graphs
+
+    plain, _ = train("pipeline")
+    found, report = train("graph")
+    assert found.losses == plain.losses
+    assert found.metrics == plain.metrics
+    assert report.why is None
+    assert found.statistics.replays == report.replays >= 10
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "models": draw(st.integers(1, 3)),
+        "zero": draw(st.sampled_from(["start", "end", "zeros", "never"])),
+        "every": draw(st.integers(1, 3)),
+        "optimizer": draw(st.sampled_from([fused, momentum])),
+        "penalty": draw(st.booleans()),
+        "counts": draw(st.sampled_from([False, False, False, True])),
+        "sizes": draw(st.sampled_from([(4,), (4, 3), (4, 4, 2)])),
+    }
+
+
+@settings(max_examples=8, deadline=None)
+@given(steps())
+def test_random_steps_are_equal_or_refused(drawn: dict[str, Any]) -> None:
+    def make(device: Device) -> Made:
+        models = [network(4, 6, 4).to(device.torch_device) for _ in range(drawn["models"])]
+        optimizers = [drawn["optimizer"](model.parameters()) for model in models]
+        counter = [0]
+
+        def step(x: torch.Tensor, update: bool) -> list[torch.Tensor]:
+            losses = []
+            for model, optimizer in zip(models, optimizers, strict=True):
+                if drawn["zero"] == "start":
+                    optimizer.zero_grad()
+                if drawn["counts"]:
+                    counter[0] += 1
+                loss = (model(x) + torch.randn_like(x)).square().mean()
+                if drawn["penalty"]:
+                    weight = model[0].weight
+                    (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
+                    loss = loss + slope.square().sum()
+                loss.backward()
+                if update:
+                    optimizer.step()
+                    if drawn["zero"] in ("end", "zeros"):
+                        optimizer.zero_grad(set_to_none=drawn["zero"] == "end")
+                losses.append(loss.detach())
+            return losses
+
+        return Made(step, list(models), optimizers)
+
+    with FakeDevice() as device:
+        report = check_equal(
+            device,
+            make,
+            count=15,
+            arguments=lambda at: {"update": at % drawn["every"] == drawn["every"] - 1},
+        )
+    assert (report.why is None) == (not drawn["counts"])
+    if drawn["counts"]:
+        assert "counter" in str(report.why)
