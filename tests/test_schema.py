@@ -178,7 +178,7 @@ class TestFiles:
                 ":4: has the key 'b' a second time; it also stands in",
             ),
             ("a: [{b: 1, b: 2}]\n", ":1: has the key 'b' a second time; it also stands in line 1"),
-            ("x" * (1 << 20) + ": 1", ": has 1,048,579 bytes; expected at most 1,048,576"),
+            ("x" * (1 << 18) + ": 1", ": has 262,147 bytes; expected at most 262,144"),
         ],
     )
     def test_yaml_that_is_refused(self, tmp_path: Path, content: str, message: str) -> None:

@@ -27,8 +27,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 from headrace.errors import HeadraceError, PlanError
 
 Decoded = TypeVar("Decoded")
-# PyYAML reads about a megabyte in a second.
-_MAX_YAML_BYTES = 1 << 20
+# PyYAML needs about ten seconds for a megabyte.
+_MAX_YAML_BYTES = 1 << 18
 
 
 def whole(default: int | None, low: int, high: int, meaning: str, *, unset: str = "") -> Any:
@@ -127,8 +127,10 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
         raise error(f"{path}: has {size:,} bytes; expected at most {_MAX_YAML_BYTES:,}")
     try:
         text = Path(path).read_text(encoding="utf-8-sig")
-        root = yaml.compose(text, Loader=yaml.SafeLoader)
-        content = yaml.safe_load(text)
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        repeated = _repeated_key(root)
+        content = None if root is None else loader.construct_document(root)
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from problem
     except UnicodeDecodeError as problem:
@@ -143,12 +145,16 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
         raise error(f"{path}: has a value that cannot be read ({problem})") from problem
     except RecursionError as problem:
         raise error(f"{path}: is nested too deeply") from problem
-    _refuse_repeated_keys(root, str(path), error)
+    if repeated is not None:
+        raise error(f"{path}:{repeated}")
     return mapping(content, str(path), error)
 
 
-def _refuse_repeated_keys(root: Any, file: str, error: type[HeadraceError]) -> None:
-    """Raise `error` if a YAML mapping has a key twice. PyYAML takes the last one silently."""
+def _repeated_key(root: Any) -> str | None:
+    """The line of a key that stands in a YAML mapping twice, and what is wrong with it; else None.
+
+    PyYAML takes the last one silently.
+    """
     open_nodes, done = [root], set()
     while open_nodes:
         node = open_nodes.pop()
@@ -166,10 +172,11 @@ def _refuse_repeated_keys(root: Any, file: str, error: type[HeadraceError]) -> N
                 line, first = key.start_mark.line + 1, keys.get(key.value)
                 keys[key.value] = line
                 if first is not None:
-                    raise error(
-                        f"{file}:{line}: has the key {quoted(key.value)} a second time; it also "
-                        f"stands in line {first}. Remove one of them"
+                    return (
+                        f"{line}: has the key {quoted(key.value)} a second time; it also stands in "
+                        f"line {first}. Remove one of them"
                     )
+    return None
 
 
 def read_json(

@@ -354,7 +354,7 @@ BAD_YAML: dict[str, tuple[bytes | str, str]] = {
     "bytes that are not UTF-8": (b"lr: 1\n# \xff\n", ":2: is not UTF-8 text"),
     "a NUL": ("lr: \0", ": is not YAML"),
     "YAML nested too deeply": ("a: " + "[" * 3000, ": is nested too deeply"),
-    "a megabyte of YAML": ("#" * ((1 << 20) + 1), ": has 1,048,577 bytes; expected at most"),
+    "too much YAML": ("#" * ((1 << 18) + 1), ": has 262,145 bytes; expected at most"),
     "a number of thousands of digits": (f"epochs: {'9' * 5000}", ": has a value that cannot be"),
 }
 

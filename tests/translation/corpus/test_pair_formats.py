@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bz2
 import codecs
+import contextlib
 import gzip
 import json
 import logging
@@ -11,6 +12,7 @@ import lzma
 import os
 import socket
 import sys
+import time
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -255,6 +257,20 @@ def test_what_is_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
 def test_what_is_refused(tmp_path: Path, name: str, content: str | bytes, message: str) -> None:
     path = put(tmp_path / name, content)
     assert refused(path).startswith(f"{path}{message}")
+
+
+def test_content_made_to_be_slow_takes_seconds(tmp_path: Path) -> None:
+    keys = ", ".join(f'"{n}": 0' for n in range(60_000))
+    quotes = '"' * ((1 << 19) + 1)
+    for name, content in (
+        ("a.jsonl", f'{{{keys}, "59999": 0}}'),
+        ("a.tsv", f"en\tfr\n{quotes}\ta\n"),
+        ("a.csv", f"en,fr\n{quotes},a\n"),
+    ):
+        begun = time.monotonic()
+        with contextlib.suppress(CorpusError):
+            pairs_in(put(tmp_path / name, content))
+        assert time.monotonic() - begun < 5
 
 
 def test_what_could_block_forever_is_refused_by_name(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import functools
 import itertools
 import json
 import re
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,7 +43,6 @@ _NO_SENTENCES = (
     re.compile(r"[a-z]{2,3}([-_][A-Za-z]+)?"),
     re.compile(""),
 )
-_QUOTED = re.compile(r'"(?:[^"]|"")*""(?:[^"]|"")*"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,8 @@ class Columns:
         said = f"{name} {'with' if self.header else 'without'} a header, "
         if self.header:
             return said + f"columns {self.names[0]} and {self.names[1]}"
-        return (
-            said
-            + f"column {self.src + 1} is {self.names[0]}, column {self.trg + 1} is "
-            + (self.names[1])
-        )
+        src, trg = self.names
+        return said + f"column {self.src + 1} is {src}, column {self.trg + 1} is {trg}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -321,10 +318,15 @@ def _tsv_rows(path: Path, columns: Columns, on_malformed: OnMalformed) -> _Rows:
         cells = text.split(columns.delimiter)
         if columns.header and '"' in text:
             # Programs that write a header also double the quotes inside of a quoted cell.
-            cells = [
-                cell[1:-1].replace('""', '"') if _QUOTED.fullmatch(cell) else cell for cell in cells
-            ]
+            cells = [_unquoted(cell) for cell in cells]
         yield number, cells
+
+
+def _unquoted(cell: str) -> str:
+    """The text of a cell that is quoted because it has quotes; any other cell unchanged."""
+    inner = cell[1:-1]
+    is_quoted = len(cell) > 1 and cell[0] == cell[-1] == '"' and '""' in inner
+    return inner.replace('""', '"') if is_quoted and '"' not in inner.replace('""', "") else cell
 
 
 def _csv_rows(path: Path, columns: Columns, on_malformed: OnMalformed) -> _Rows:
@@ -458,9 +460,9 @@ class _RepeatedKeyError(ValueError):
 def _without_repeats(items: Sequence[tuple[str, Any]]) -> dict[str, Any]:
     found = dict(items)
     if len(found) < len(items):
-        names = [name for name, _ in items]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise _RepeatedKeyError(f"the key {twice[:80]!r} {names.count(twice)} times")
+        counts = Counter(name for name, _ in items)
+        twice, count = counts.most_common(1)[0]
+        raise _RepeatedKeyError(f"the key {twice[:80]!r} {count} times")
     return found
 
 
