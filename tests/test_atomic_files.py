@@ -245,3 +245,64 @@ class TestBuildFolder:
         with pytest.raises(ZeroDivisionError):
             build_folder(tmp_path / "cache" / "it", broken, usable=self.usable)
         assert names(tmp_path / "cache") == []
+
+
+# For every n, a child process builds a folder over a damaged one and dies in its n-th call that
+# changes the disk. Leaves one folder for each n.
+BUILD_CRASHES = """
+import os, sys
+from pathlib import Path
+from headrace.atomic_files import build_folder
+
+def die_at(n):
+    calls = 0
+    def patch(name):
+        original = getattr(os, name)
+        def call(*args, **kwargs):
+            nonlocal calls
+            calls += 1
+            if calls == n:
+                os._exit(9)
+            return original(*args, **kwargs)
+        setattr(os, name, call)
+    for name in "rename mkdir unlink rmdir open".split():
+        patch(name)
+
+def build(folder):
+    for name in ("a", "b"):
+        os.close(os.open(folder / name, os.O_CREAT))
+    os.mkdir(folder / "sub")
+
+n, status = 0, None
+while status != 0:
+    n += 1
+    folder = Path(sys.argv[1], str(n))
+    (folder / "built").mkdir(parents=True)
+    (folder / "built" / "damaged").touch()
+    child = os.fork()
+    if child == 0:
+        die_at(n)
+        build_folder(folder / "built", build, usable=lambda there: (there / "sub").exists())
+        os._exit(0)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert status in (0, 9), status
+"""
+
+
+def test_killed_at_every_point_of_a_build(tmp_path: Path) -> None:
+    """What is at the path is complete or known to be damaged, and the next build removes the
+    rest."""
+    subprocess.run([sys.executable, "-c", BUILD_CRASHES, tmp_path], check=True, timeout=100)
+    numbers = sorted(map(int, names(tmp_path)))
+    assert len(numbers) > 8
+    found = []
+    for number in numbers:
+        folder = tmp_path / str(number)
+        found.append(names(folder / "built") if (folder / "built").exists() else [])
+        build_folder(
+            folder / "built",
+            lambda there: (there / "sub").mkdir(),
+            usable=lambda there: (there / "sub").exists(),
+        )
+        assert names(folder) == ["built"]
+    assert {tuple(each) for each in found} == {("damaged",), (), ("a", "b", "sub")}

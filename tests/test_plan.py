@@ -157,7 +157,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path) -> None:
         load_plan(tmp_path / "missing.yaml")
     with pytest.raises(PlanError, match=r"cannot be read \(Is a directory"):
         load_plan(tmp_path)
-    with pytest.raises(PlanError, match="has a value that cannot be read"):
+    with pytest.raises(PlanError, match=r"cannot be read \(embedded null byte"):
         load_plan("nul\0.yaml")
     (tmp_path / "latin.yaml").write_bytes(b"plan: \xff\n")
     with pytest.raises(PlanError, match="is not UTF-8"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -167,6 +168,38 @@ class TestFiles:
         with pytest.raises(RunError, match="has 8 bytes; expected at most 7"):
             read_json(path, RunError, max_bytes=7)
         assert read_json(path, RunError, max_bytes=None).values == {"a": 1}
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("a: 1\nb: 2\na: 3\n", ":3: has the key 'a' a second time; it also stands in line 1. "),
+            (
+                "a:\n  b: 1\n  c: 2\n  b: 1\n",
+                ":4: has the key 'b' a second time; it also stands in",
+            ),
+            ("a: [{b: 1, b: 2}]\n", ":1: has the key 'b' a second time; it also stands in line 1"),
+            ("x" * (1 << 18) + ": 1", ": has 262,147 bytes; expected at most 262,144"),
+        ],
+    )
+    def test_yaml_that_is_refused(self, tmp_path: Path, content: str, message: str) -> None:
+        path = tmp_path / "file.yaml"
+        path.write_text(content)
+        with pytest.raises(RunError) as caught:
+            read_yaml(path, RunError)
+        assert str(caught.value).startswith(f"{path}{message}")
+
+    def test_yaml_with_aliases(self, tmp_path: Path) -> None:
+        path = tmp_path / "file.yaml"
+        path.write_text("\ufeffa: &x {b: 1}\nc: *x\nd: {<<: *x, b: 2}\ne: &y [*y]\n")
+        found = dict(read_yaml(path, RunError))
+        assert (found["c"], found["d"]) == ({"b": 1}, {"b": 2})
+
+    def test_what_could_block_forever_is_refused(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "fifo")
+        for path in (tmp_path / "fifo", Path("/dev/zero")):
+            for read in (read_json, read_yaml):
+                with pytest.raises(RunError, match=r"is a (FIFO|device).*; expected a plain"):
+                    read(path, RunError)
 
 
 @pytest.mark.parametrize("value", [-1, 1.0, True, "3", None])

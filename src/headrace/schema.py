@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import errno
 import functools
 import json
 import math
+import os
 import reprlib
+import stat
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -24,6 +27,8 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, TypeVar
 from headrace.errors import HeadraceError, PlanError
 
 Decoded = TypeVar("Decoded")
+# PyYAML needs about ten seconds for a megabyte.
+_MAX_YAML_BYTES = 1 << 18
 
 
 def whole(default: int | None, low: int, high: int, meaning: str, *, unset: str = "") -> Any:
@@ -86,12 +91,46 @@ def _from_yaml(value: Any, hint: Any) -> Any:
     return value
 
 
+def require_regular_file(path: Path, error: type[HeadraceError]) -> int:
+    """The size of a file in bytes. Raises `error` if it cannot be found or is not a plain file: a
+    FIFO, a socket or a device could block its reader forever."""
+    try:
+        status = path.stat()
+    except OSError as problem:
+        raise error(f"{path}: cannot be read ({problem.strerror})") from problem
+    except ValueError as problem:  # a NUL
+        raise error(f"{str(path)!r}: cannot be read ({problem})") from problem
+    if stat.S_ISREG(status.st_mode):
+        return status.st_size
+    if stat.S_ISDIR(status.st_mode):
+        raise error(f"{path}: cannot be read ({os.strerror(errno.EISDIR)})")
+    kind = next(kind for is_kind, kind in _FILE_KINDS if is_kind(status.st_mode))
+    raise error(f"{path}: is {kind}; expected a plain file")
+
+
+_FILE_KINDS = (
+    (stat.S_ISFIFO, "a FIFO (a pipe)"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+    (lambda mode: True, "no file"),
+)
+
+
 def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]:
-    """The mapping in a YAML file. Raises `error`, with file and line, if there is none."""
+    """The mapping in a YAML file. Raises `error`, with file and line, if there is none, or if a
+    key stands in a mapping twice."""
     import yaml
 
+    size = require_regular_file(Path(path), error)
+    if size > _MAX_YAML_BYTES:
+        raise error(f"{path}: has {size:,} bytes; expected at most {_MAX_YAML_BYTES:,}")
     try:
-        content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8-sig")
+        loader = yaml.SafeLoader(text)
+        root = loader.get_single_node()
+        repeated = _repeated_key(root)
+        content = None if root is None else loader.construct_document(root)
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from problem
     except UnicodeDecodeError as problem:
@@ -102,22 +141,53 @@ def read_yaml(path: str | Path, error: type[HeadraceError]) -> Mapping[str, Any]
         raise error(f"{path}{line}: is not YAML ({problem.problem})") from problem
     except yaml.YAMLError as problem:
         raise error(f"{path}: is not YAML ({' '.join(str(problem).split())})") from problem
-    except ValueError as problem:  # an impossible date or number, or a NUL in the path
+    except ValueError as problem:  # an impossible date or number
         raise error(f"{path}: has a value that cannot be read ({problem})") from problem
     except RecursionError as problem:
         raise error(f"{path}: is nested too deeply") from problem
+    if repeated is not None:
+        raise error(f"{path}:{repeated}")
     return mapping(content, str(path), error)
+
+
+def _repeated_key(root: Any) -> str | None:
+    """The line of a key that stands in a YAML mapping twice, and what is wrong with it; else None.
+
+    PyYAML takes the last one silently.
+    """
+    open_nodes, done = [root], set()
+    while open_nodes:
+        node = open_nodes.pop()
+        if id(node) in done or not isinstance(getattr(node, "value", None), list):
+            continue
+        done.add(id(node))  # an alias may refer to its own ancestor
+        keys: dict[str, int] = {}
+        for child in node.value:
+            if not isinstance(child, tuple):
+                open_nodes.append(child)
+                continue
+            key, value = child
+            open_nodes += (key, value)
+            if isinstance(key.value, str):
+                line, first = key.start_mark.line + 1, keys.get(key.value)
+                keys[key.value] = line
+                if first is not None:
+                    return (
+                        f"{line}: has the key {quoted(key.value)} a second time; it also stands in "
+                        f"line {first}. Remove one of them"
+                    )
+    return None
 
 
 def read_json(
     path: str | Path, error: type[HeadraceError], *, max_bytes: int | None = 1 << 30
 ) -> Fields:
     """The mapping in a JSON file. Raises `error`, with file and line, if there is none."""
+    path = Path(path)
+    size = require_regular_file(path, error)
+    if max_bytes is not None and size > max_bytes:
+        raise error(f"{path}: has {size:,} bytes; expected at most {max_bytes:,}")
     try:
-        path = Path(path)
-        size = path.stat().st_size
-        if max_bytes is not None and size > max_bytes:
-            raise error(f"{path}: has {size:,} bytes; expected at most {max_bytes:,}")
         content = json.loads(path.read_bytes().decode("utf-8-sig"))
     except OSError as problem:
         raise error(f"{path}: cannot be read ({problem.strerror})") from problem

@@ -6,10 +6,12 @@ In CI a few hundred inputs, always the same; `HEADRACE_FUZZ=10000` tries as many
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import copy
 import gzip
 import json
+import lzma
 import os
 import shutil
 import tempfile
@@ -171,17 +173,28 @@ def test_names_of_runs(name: str) -> None:
 @fuzzed
 @given(
     changes,
-    st.sampled_from(["a.tsv", "a.jsonl", "a.json", "a.tsv.gz", "a.en"]),
+    st.sampled_from(
+        [
+            *("a.tsv", "a.jsonl", "a.json", "a.csv", "a.txt", "a.en"),
+            *("a.tsv.gz", "a.csv.bz2", "a.json.xz", "a.tsv.utf-16"),
+        ]
+    ),
     st.booleans(),
     st.booleans(),
 )
 def test_data(how: list[Any], name: str, skip_bad: bool, packed_first: bool) -> None:
-    content = {"tsv": TSV, "jsonl": JSONL, "json": JSON, "en": TSV}[name.split(".")[1]]
-    if name.endswith(".gz"):
-        if packed_first:
-            content = mutated(gzip.compress(content, mtime=0), how)
-        else:
-            content = gzip.compress(mutated(content, how), mtime=0)
+    csv = b"en,de\n" + TSV.replace(b"\t", b",")
+    contents = {"tsv": TSV, "jsonl": JSONL, "json": JSON, "en": TSV, "csv": csv, "txt": TSV}
+    content = contents[name.split(".")[1]]
+    packings: dict[str, Any] = {
+        "gz": gzip.compress,
+        "bz2": bz2.compress,
+        "xz": lzma.compress,
+        "utf-16": lambda raw: raw.decode(errors="replace").encode("utf-16"),
+    }
+    pack = packings.get(name.split(".")[-1])
+    if pack is not None:
+        content = mutated(pack(content), how) if packed_first else pack(mutated(content, how))
     else:
         content = mutated(content, how)
     with guarded() as folder:

@@ -375,6 +375,7 @@ class TestCommands:
         )
         assert found.exit_code == 0, found.output
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
+        assert "no source and no target sentence of its 4 pairs stands in train" in found.stdout
         stored = yaml.safe_load((tmp_path / "runs" / "exp" / "config.yaml").read_text())
         assert (stored["epochs"], stored["width"]) == (1, 16)  # flags override the file
         assert (stored["data"], stored["time_limit"]) == ([str(corpus / "pairs.tsv")], 3600.0)
@@ -404,6 +405,7 @@ class TestCommands:
         )
         assert found.exit_code == 0, found.output
         assert "lowercased" in found.stdout
+        assert "no source and no target sentence of its 4 pairs stands in train" in found.stdout
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
 
     def test_prepare_says_where(self, corpus: Path, tmp_path: Path) -> None:
@@ -413,11 +415,15 @@ class TestCommands:
         )
         assert found.exit_code == 0, found.output
         assert Path(found.stdout.splitlines()[-1]).is_dir()
+        assert "TSV without a header, column 1 is en, column 2 is de" in " ".join(
+            found.stderr.split()
+        )
 
     def test_evaluate_scores_the_file_as_it_is(self, trained: Path, tmp_path: Path) -> None:
-        pairs = tmp_path / "pairs.tsv"
+        pairs = tmp_path / "test" / "test.tsv"  # a folder without a train split is enough
+        pairs.parent.mkdir()
         pairs.write_text("one and two or three\teins und zwei oder drei\n" * 3, encoding="utf-8")
-        found = self.invoke("evaluate", trained, pairs)
+        found = self.invoke("evaluate", trained, pairs.parent)
         assert found.exit_code == 0, found.output
         assert "3 sentences" in found.stdout
 

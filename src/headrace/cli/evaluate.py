@@ -56,26 +56,29 @@ def evaluate(
         if split not in (None, "valid", "test"):
             raise TranslationError(f"--split {split}: expected valid or test")
         model = TrainedModel.load(run, weights=weights, device=device)
-    settings = model.settings
-    if data:
-        split = split or "test"
-        pairs = read_pairs(
-            data if len(data) > 1 else data[0],
-            src=settings.src,
-            trg=settings.trg,
-            split=split,
-            skip_bad=settings.skip_bad,
-        )
-    else:
-        prepared = prepared_for(settings, cache)
-        split = split or ("test" if "test" in prepared.splits else "valid")
-        with usage_errors():  # the corpus may have no test split
-            pairs = prepared.texts(split)
-    with StatusLine(quiet, log_level=logging.WARNING) as line:
+    settings, scored_on = model.settings, None
+    with StatusLine(quiet, log_level=logging.INFO) as line:
+        if data:
+            split = split or "test"
+            pairs = read_pairs(
+                data if len(data) > 1 else data[0],
+                src=settings.src,
+                trg=settings.trg,
+                split=split,
+                skip_bad=settings.skip_bad,
+            )
+        else:
+            prepared = prepared_for(settings, cache, line.status)
+            split = split or ("test" if "test" in prepared.splits else "valid")
+            with usage_errors():  # the corpus may have no test split
+                pairs = prepared.texts(split)
+            scored_on = prepared.describe_novelty(split)
         show = partial(line.status, f"translating {split}")
         scores, _ = model.score(pairs, beam=beam, lowercase=lowercase, watch=show)
     counts = model.count_lengths([src for src, _ in pairs], [trg for _, trg in pairs])
     typer.echo(f"{len(pairs):,} sentences of {split}, {weights} weights{_long_sentences(counts)}")
+    if scored_on is not None:
+        typer.echo(scored_on)
     typer.echo(f"chrF {scores.chrf:.2f}   {scores.chrf_signature}")
     if scores.bleu_lower is not None:
         typer.echo(f"BLEU {scores.bleu_lower:.2f} lowercased")

@@ -29,8 +29,8 @@ Beam = Annotated[
 Data = Annotated[
     list[Path] | None,
     typer.Argument(
-        help="Files or a folder of sentence pairs: JSON, JSON Lines, TSV or two text files, also "
-        "gzipped.",
+        help="Files or a folder of sentence pairs: JSON, JSON Lines, TSV, CSV or two text files, "
+        "also compressed.",
         show_default="the built-in Chinese–English corpus",
     ),
 ]

@@ -54,7 +54,7 @@ def prepare(
             skip_bad=skip_bad,
         )
         check_data(settings)
-    with StatusLine(quiet, log_level=logging.WARNING) as line:
+    with StatusLine(quiet, log_level=logging.INFO) as line:
         found = prepared_for(settings, cache, line.status)
     if not quiet:
         typer.echo(found.table())

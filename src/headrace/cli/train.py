@@ -109,6 +109,8 @@ def train(
     typer.echo(f"\n{result.updates:,} updates; weights, metrics and state in {result.folder.path}")
     if result.folder.report.exists():
         typer.echo(f"report {result.folder.report}")
+    if result.scores.scored_on:
+        typer.echo(result.scores.scored_on)
     typer.echo(f"chrF {result.scores.chrf:.1f}   {result.scores.chrf_signature}")
     typer.echo(f"signature {result.scores.bleu_signature}")
     typer.echo(f"BLEU {result.scores.bleu:.1f}")

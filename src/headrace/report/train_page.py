@@ -206,6 +206,7 @@ def _bleu(run: TrainingRun) -> LineChart | None:
     if run.finished is not None:
         final = run.finished.scores
         lead += f" At the end, with beam search: {score(final.bleu)}. {final.bleu_signature}"
+        lead += f". {final.scored_on}" if final.scored_on else ""
     return LineChart(lead, [Line("BLEU", points, 2, dots=True)], _UPDATES, Axis("BLEU", 0.0))
 
 

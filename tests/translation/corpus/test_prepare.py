@@ -217,7 +217,7 @@ def test_pairs_too_long_leave_train_but_are_still_scored(tmp_path: Path) -> None
     put(tmp_path, [(long[0], "none fits")], name="test.tsv")
     prepared = made(tmp_path, tmp_path / "cache", max_length=40)
     assert prepared.counts["train"].too_long == 1
-    assert prepared.counts["valid"] == SplitCounts(read=2, too_long=1, pairs=1)
+    assert prepared.counts["valid"] == SplitCounts(read=2, too_long=1, shared=1, pairs=1)
     assert {split: len(ids) for split, ids in prepared.splits.items()} == {
         "train": len(PAIRS),
         "valid": 1,
@@ -228,7 +228,7 @@ def test_pairs_too_long_leave_train_but_are_still_scored(tmp_path: Path) -> None
     assert prepared.splits["test"].lengths.shape == (0, 2)
     assert all(ids.lengths.max(initial=0) <= 40 for ids in prepared.splits.values())
     with pytest.raises(CorpusError, match=r"max_length = 4: all .* pairs of train are longer"):
-        made(put(tmp_path / "other", [("长" * 9, str(n) * 9) for n in range(9)]),
+        made(put(tmp_path / "other", [(f"{n}长" * 9, str(n) * 9) for n in range(9)]),
              tmp_path / "cache", max_length=4)  # fmt: skip
 
 
@@ -406,7 +406,7 @@ def test_folders_that_prepare_did_not_make_are_refused(tmp_path: Path, copy: Pat
         ("{", "is not JSON"),
         ("[]", "is not Headrace's"),
         ('{"format": "x"}', "is not Headrace's"),
-        (json.dumps({**content, "version": 99}), "has version 99; expected 1. Prepare it again"),
+        (json.dumps({**content, "version": 99}), "has version 99; expected 2. Prepare it again"),
         (json.dumps({**content, "files": 3}), "is damaged"),
         (json.dumps({**content, "counts": {"train": {"no": 1}}}), "is damaged"),
         (json.dumps({key: content[key] for key in ("format", "version")}), "is damaged"),

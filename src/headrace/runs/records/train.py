@@ -99,6 +99,8 @@ class Scores:
     bleu_signature: str = ""
     chrf_signature: str = ""
     bleu_lower: float | None = None  # BLEU of lowercased text, if asked for
+    #: Which sentences were scored, and whether training has seen any of them. Empty if not known.
+    scored_on: str = ""
 
     def __str__(self) -> str:
         return f"BLEU {self.bleu:.2f} ({self.bleu_signature}), chrF {self.chrf:.2f}"

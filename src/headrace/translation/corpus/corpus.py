@@ -1,14 +1,15 @@
 """Cleans parallel text, divides it into splits, and counts every pair that is left out.
 
 Text is NFC-normalized, with single spaces. Duplicates are removed from the train split, and so are
-pairs that are also in valid or test: a model must not learn by heart what it is scored on.
+pairs that are also in valid or test: a model must not learn by heart what it is scored on. A valid
+split that is held out shares no sentence with train. Splits that were given may: those pairs are
+kept, counted and warned about, since the splits are the user's.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import heapq
+import logging
 import unicodedata
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,19 +17,14 @@ from pathlib import Path
 
 from headrace.errors import CorpusError
 from headrace.text_table import text_table
-from headrace.translation.corpus.pair_files import (
-    OnProgress,
-    Pair,
-    PairFiles,
-    Sides,
-    find_pair_files,
-    read_records,
-)
+from headrace.translation.corpus.held_out import choose_held_out, count_shared
+from headrace.translation.corpus.languages import Sides
+from headrace.translation.corpus.pair_files import OnProgress, Pair, PairFiles, find_pair_files
+from headrace.translation.corpus.pair_formats import read_records, recognize
 
-# If there is no valid split, this share of train is held out for it.
-HELD_OUT_SHARE = 0.02
-MAX_HELD_OUT = 1000
-_REPORT_EVERY = 100_000
+log = logging.getLogger("headrace")
+_REPORT_EVERY = 5_000
+_MAX_IDENTICAL_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,9 +35,13 @@ class SplitCounts:
     malformed: int = 0  # with skip_bad; without it the first one is an error
     empty: int = 0  # one side has no text
     duplicates: int = 0  # in train: repeats of a pair
-    overlap: int = 0  # in train: pairs that are also in valid or test
+    overlap: int = 0  # in train: pairs that are also in valid or test, or too close to them
     held_out: int = 0  # moved from train to valid
     too_long: int = 0  # in tokens; counted when the text is encoded
+    identical: int = 0  # kept, though source and target are the same text
+    #: Kept, though the source or the target alone also stands on the other side of the split: of
+    #: train in valid or test, of valid and test in train.
+    shared: int = 0
     pairs: int = 0
 
 
@@ -68,6 +68,35 @@ def counts_table(counts: Mapping[str, SplitCounts]) -> str:
     return text_table(("split", *[name.replace("_", " ") for name in names]), rows)
 
 
+def describe_novelty(split: str, counts: Mapping[str, SplitCounts]) -> str:
+    """What "never seen in training" means for the pairs of a scored split, in one sentence."""
+    scored = counts[split].pairs + counts[split].too_long
+    if not counts[split].shared:
+        return f"{split}: no source and no target sentence of its {scored:,} pairs stands in train"
+    return (
+        f"{split}: {counts[split].shared:,} of {scored:,} pairs have a source or a target sentence "
+        "that also stands in train; expect a lower score on new text"
+    )
+
+
+def corpus_warnings(counts: Mapping[str, SplitCounts]) -> list[str]:
+    """What a user should know about a corpus before believing its scores."""
+    found = [
+        f"{describe_novelty(split, counts)}. To mend it, remove such pairs from your train files "
+        f"(there are {counts['train'].shared:,})"
+        for split in counts
+        if split != "train" and counts[split].shared
+    ]
+    for split, count in counts.items():
+        kept = count.pairs + count.too_long
+        if count.identical > _MAX_IDENTICAL_SHARE * kept:
+            found.append(
+                f"{split}: in {count.identical:,} of {kept:,} pairs source and target are the same "
+                "text, which teaches the model to copy; expected translations. Check your files"
+            )
+    return found
+
+
 def read_corpus(
     data: Path | Sequence[Path],
     *,
@@ -88,7 +117,7 @@ def read_pairs(
     """Read all pairs of a file, or of one split of a folder, for scoring: nothing is left out but
     empty pairs."""
     sides = Sides(src, trg)
-    splits = find_pair_files(data, sides)
+    splits = find_pair_files(data, sides, require_train=False)
     found = splits.get(split)
     if found is None:
         if len(splits) > 1:
@@ -120,15 +149,22 @@ def split_corpus(
 ) -> Corpus:
     """Remove duplicates and overlap from train, and hold out a valid split if there is none."""
     unique = dict.fromkeys(splits["train"])
-    elsewhere = {pair for split in ("valid", "test") for pair in splits.get(split, ())}
+    given = {split: pairs for split, pairs in splits.items() if split != "train"}
+    elsewhere = {pair for pairs in given.values() for pair in pairs}
     train = [pair for pair in unique if pair not in elsewhere]
     duplicates = len(splits["train"]) - len(unique)
     overlap = len(unique) - len(train)
     held: list[Pair] = []
     if "valid" not in splits:
-        held = _choose_held_out(train)
-        held_out = set(held)
-        train = [pair for pair in train if pair not in held_out]
+        held, relatives = choose_held_out(train)
+        if len(train) > 1 and not held:
+            raise CorpusError(
+                f"{where}: almost all of its {len(train):,} pairs share sentences with each other, "
+                "so no valid split can be held out; expected a valid split of your own"
+            )
+        gone = relatives.union(held)
+        train = [pair for pair in train if pair not in gone]
+        overlap += len(relatives)
         splits = {**splits, "valid": held}
         counts = {**counts, "valid": SplitCounts(held_out=len(held))}
     counts["train"] = dataclasses.replace(
@@ -137,12 +173,19 @@ def split_corpus(
     if not train or not splits["valid"]:
         raise CorpusError(f"{where}: {_explain_empty(counts['train'])}")
     splits = {**splits, "train": train}
+    in_train, shared = count_shared(train, given)
+    shared["train"] = in_train
+    ordered = [split for split in ("train", "valid", "test") if split in splits]
     return Corpus(
-        {split: splits[split] for split in ("train", "valid", "test") if split in splits},
+        {split: splits[split] for split in ordered},
         {
-            split: dataclasses.replace(counts[split], pairs=len(splits[split]))
-            for split in ("train", "valid", "test")
-            if split in splits
+            split: dataclasses.replace(
+                counts[split],
+                identical=sum(src == trg for src, trg in splits[split]),
+                shared=shared.get(split, 0),  # a valid split that was held out shares nothing
+                pairs=len(splits[split]),
+            )
+            for split in ordered
         },
     )
 
@@ -168,7 +211,9 @@ def _read_split(
 
     for part in parts:
         before = read
-        for record in read_records(part, sides, on_malformed):
+        recognized = recognize(part, sides)
+        log.info("%s", recognized)
+        for record in read_records(recognized, sides, on_malformed):
             read += 1
             if progress is not None and read % _REPORT_EVERY == 0:
                 progress(f"read {split}", read, 0)
@@ -187,23 +232,11 @@ def _read_split(
     return pairs, SplitCounts(read=read, malformed=malformed, empty=empty)
 
 
-def _choose_held_out(train: list[Pair]) -> list[Pair]:
-    """Choose pairs by a hash of their text, so that the order of the files does not matter."""
-    if len(train) < 2:
-        return []
-    share = min(MAX_HELD_OUT, max(1, round(len(train) * HELD_OUT_SHARE)))
-    return heapq.nsmallest(share, train, key=_digest)
-
-
-def _digest(pair: Pair) -> bytes:
-    return hashlib.blake2b("\n".join(pair).encode(), digest_size=16).digest()
-
-
 def _explain_empty(counts: SplitCounts) -> str:
     dropped = {
-        known.name.replace("_", " "): getattr(counts, known.name)
-        for known in dataclasses.fields(counts)
-        if known.name not in ("read", "pairs", "held_out") and getattr(counts, known.name)
+        name.replace("_", " "): getattr(counts, name)
+        for name in ("malformed", "empty", "duplicates", "overlap", "too_long")
+        if getattr(counts, name)
     }
     why = (
         f" ({', '.join(f'{number:,} {name}' for name, number in dropped.items())})"

@@ -160,15 +160,18 @@ def _encode_in_order(
         return
     with ThreadPoolExecutor(workers) as pool:
         waiting: deque[tuple[int, Future[tuple[_FlatIds, _FlatIds]]]] = deque()
-        for chunk in chunks:
-            waiting.append(
-                (len(chunk), pool.submit(_encode_chunk, chunk, vocabularies, max_length))
-            )
-            if len(waiting) > 2 * workers:
-                count, future = waiting.popleft()
+        try:
+            for chunk in chunks:
+                waiting.append(
+                    (len(chunk), pool.submit(_encode_chunk, chunk, vocabularies, max_length))
+                )
+                if len(waiting) > 2 * workers:
+                    count, future = waiting.popleft()
+                    yield count, future.result()
+            for count, future in waiting:
                 yield count, future.result()
-        for count, future in waiting:
-            yield count, future.result()
+        finally:  # after Ctrl-C, encode no further chunk
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _encode_chunk(

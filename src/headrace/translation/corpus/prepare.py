@@ -9,21 +9,19 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.atomic_files import build_folder, user_cache
 from headrace.errors import CorpusError
-from headrace.translation.corpus.corpus import Corpus, read_pair_files
+from headrace.schema import require_regular_file
+from headrace.translation.corpus.corpus import Corpus, corpus_warnings, read_pair_files
 from headrace.translation.corpus.encoded import write_ids
-from headrace.translation.corpus.pair_files import (
-    OnProgress,
-    Pair,
-    PairFiles,
-    Sides,
-    find_pair_files,
-)
+from headrace.translation.corpus.languages import Sides
+from headrace.translation.corpus.pair_files import OnProgress, Pair, PairFiles, find_pair_files
+from headrace.translation.corpus.pair_formats import recognize
 from headrace.translation.corpus.prepared import (
     FORMAT,
     FORMAT_VERSION,
@@ -38,18 +36,23 @@ from headrace.translation.corpus.toy.generator import (
     builtin_corpus,
     builtin_sides,
 )
-from headrace.translation.corpus.vocabulary import MIN_SIZE, Vocabulary
+from headrace.translation.corpus.vocabulary import MAX_PIECE_LENGTH, MIN_SIZE, Vocabulary
 from headrace.translation.settings import TrainSettings
 
+log = logging.getLogger("headrace")
+_HASH_BYTES = 1 << 22
 # With a larger vocabulary whole phrases of this small language become one token each.
 BUILTIN_VOCABULARY = 1000
 
 
 def check_data(settings: TrainSettings) -> None:
-    """Raise if files of a run's corpus are missing. They are not read."""
+    """Raise if files of a run's corpus are missing or have no known format. Only the beginning of
+    each is read."""
     sides = Sides(settings.src, settings.trg)
     if settings.data:
-        find_pair_files(_paths(settings), sides)
+        for groups in find_pair_files(_paths(settings), sides).values():
+            for group in groups:
+                recognize(group, sides)
     else:
         builtin_sides(settings.src, settings.trg)
 
@@ -114,7 +117,7 @@ def prepare(
         "skip_bad": skip_bad,
         "builtin": GRAMMAR_VERSION if files is None else None,
     }
-    key = _key(files, settings)
+    key = _key(files, settings, progress)
     folder = Path(cache) / f"{src}-{trg}-{key[:16]}"
 
     def build(temporary: Path) -> None:
@@ -131,7 +134,10 @@ def prepare(
             raise CorpusError(
                 f"{folder}: cannot be written ({problem.strerror or problem})"
             ) from problem
-    return load_prepared(folder)
+    prepared = load_prepared(folder)
+    for warning in corpus_warnings(prepared.counts):
+        log.warning("%s", warning)
+    return prepared
 
 
 def _encode_into(
@@ -186,39 +192,55 @@ def _train_vocabularies(
     train: list[Pair], settings: Mapping[str, Any], progress: OnProgress | None
 ) -> tuple[Vocabulary, Vocabulary]:
     size = settings["vocabulary_size"]
+    # Pairs that are surely too long are left out: they will not be trained on.
+    longest = MAX_PIECE_LENGTH * settings["max_length"]
+    fitting = [pair for pair in train if len(pair[0]) <= longest and len(pair[1]) <= longest]
+    pairs = fitting or train
     steps = 1 if settings["joint"] else 2
     if progress is not None:
         progress("vocabulary", 0, steps)
     if settings["joint"]:
-        both = Vocabulary.train([text for pair in train for text in pair], size)
+        both = Vocabulary.train([text for pair in pairs for text in pair], size)
         vocabularies = both, both
     else:
-        src = Vocabulary.train([pair[0] for pair in train], size)
+        src = Vocabulary.train([pair[0] for pair in pairs], size)
         if progress is not None:
             progress("vocabulary", 1, steps)
-        vocabularies = src, Vocabulary.train([pair[1] for pair in train], size)
+        vocabularies = src, Vocabulary.train([pair[1] for pair in pairs], size)
     if progress is not None:
         progress("vocabulary", steps, steps)
     return vocabularies
 
 
-def _key(files: Mapping[str, Sequence[PairFiles]] | None, settings: Mapping[str, Any]) -> str:
+def _key(
+    files: Mapping[str, Sequence[PairFiles]] | None,
+    settings: Mapping[str, Any],
+    progress: OnProgress | None,
+) -> str:
     """The cache key: a hash of all that the prepared folder depends on."""
     import sentencepiece
 
     parts: list[Any] = [FORMAT, FORMAT_VERSION, sentencepiece.__version__, dict(settings)]
     for split, groups in (files or {}).items():
         for group in groups:
-            parts.append([split, group.format, *(_file_hash(path) for path in group.paths)])
+            hashes = [_file_hash(path, progress) for path in group.paths]
+            parts.append([split, group.format, *hashes])
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
-def _file_hash(path: Path) -> str:
+def _file_hash(path: Path, progress: OnProgress | None) -> str:
+    total_mb = require_regular_file(path, CorpusError) >> 20
+    digest, done = hashlib.sha256(), 0
     try:
         with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
+            while part := file.read(_HASH_BYTES):
+                digest.update(part)
+                done += len(part)
+                if progress is not None and total_mb > 100:
+                    progress(f"hash {path.name} (MB)", done >> 20, total_mb)
     except OSError as problem:
         raise CorpusError(f"{path}: cannot be read ({problem.strerror})") from problem
+    return digest.hexdigest()
 
 
 def _is_usable(folder: Path, key: str) -> bool:

@@ -10,13 +10,13 @@ from typing import Any
 
 from headrace.errors import CorpusError
 from headrace.text_table import text_table
-from headrace.translation.corpus.corpus import SplitCounts, counts_table
+from headrace.translation.corpus.corpus import SplitCounts, counts_table, describe_novelty
 from headrace.translation.corpus.encoded import IdPairs
 from headrace.translation.corpus.pair_files import Pair
 from headrace.translation.corpus.vocabulary import Vocabulary
 
 FORMAT = "headrace prepared text"
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 META_FILE = "prepared.json"
 #: Splits that are scored, so their text is stored beside their ids.
 SCORED_SPLITS = ("valid", "test")
@@ -56,6 +56,10 @@ class Prepared:
             raise CorpusError(f"{self.folder}: the text of {split} has sides of different lengths")
         return list(zip(*sides, strict=True))
 
+    def describe_novelty(self, split: str) -> str:
+        """What "never seen in training" means for a scored split, in one sentence."""
+        return describe_novelty(split, self.counts)
+
     def table(self) -> str:
         """Counts, tokens, lengths and vocabulary sizes as text tables."""
         rows = [
@@ -64,10 +68,12 @@ class Prepared:
         columns = ("split", "pairs", "src tokens", "trg tokens", "longest src", "longest trg")
         src, trg = (f"{len(vocabulary):,}" for vocabulary in self.vocabularies)
         pieces = f"{src}, joint" if self.joint else f"{src} src, {trg} trg"
+        scored = [split for split in SCORED_SPLITS if split in self.counts]
         return "\n".join(
             (
                 counts_table(self.counts),
                 text_table(columns, rows),
+                *(f" {self.describe_novelty(split)}" for split in scored),
                 f" vocabulary: {pieces}; {self.settings['src']} to {self.settings['trg']}",
             )
         )

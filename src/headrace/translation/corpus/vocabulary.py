@@ -6,14 +6,16 @@ survive: U+2581, with which SentencePiece marks spaces, is decoded as a space.
 
 from __future__ import annotations
 
-import io
 import re
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from headrace.errors import CorpusError
+from headrace.schema import require_regular_file
+from headrace.translation.corpus.sentencepiece_trainer import train_model
 
 PAD, UNK, BOS, EOS = range(4)
 # The four special ids, 256 bytes, and some room for characters.
@@ -23,6 +25,28 @@ _RESERVED = 4 + 256
 # characters are spelled in bytes.
 _COVERAGE = 0.9995
 _MAX_SENTENCES = 1_000_000
+# The time of SentencePiece grows with the square of a line's length if the line repeats itself. So
+# all lines are cut to so many characters, and lines that compress to a quarter to far fewer.
+_MAX_CHARACTERS = 2_000
+_MAX_REPETITIVE_CHARACTERS = 100
+#: No piece has more characters. SentencePiece's own default.
+MAX_PIECE_LENGTH = 16
+_OPTIONS = {
+    "model_type": "unigram",
+    "hard_vocab_limit": False,
+    "character_coverage": 1.0,
+    "byte_fallback": True,
+    "split_digits": True,
+    "normalization_rule_name": "identity",  # the corpus is already NFC-normalized
+    "max_sentence_length": 1 << 20,
+    "max_sentencepiece_length": MAX_PIECE_LENGTH,
+    "num_threads": 16,  # fixed, because the model depends on it
+    "pad_id": PAD,
+    "unk_id": UNK,
+    "bos_id": BOS,
+    "eos_id": EOS,
+    "minloglevel": 3,
+}
 
 
 class Vocabulary:
@@ -65,10 +89,10 @@ class Vocabulary:
         text = text[:: -(-len(text) // _MAX_SENTENCES) or 1]
         if not text:
             raise CorpusError("no text to train a vocabulary on; expected sentences")
-        text = _without_rare_characters(text, size)
+        text = _without_rare_characters([_shortened(line) for line in text], size)
         for _ in range(3):
             try:
-                return cls(_train_model(text, size))
+                return cls(train_model(text, {**_OPTIONS, "vocab_size": size}))
             except RuntimeError as problem:
                 # The message says which size this text needs, or allows.
                 limit = re.search(r"required_chars\. \d+ vs (\d+)|value <= (\d+)", str(problem))
@@ -82,6 +106,7 @@ class Vocabulary:
     @classmethod
     def load(cls, path: Path) -> Vocabulary:
         """Read a `.model` file."""
+        require_regular_file(Path(path), CorpusError)
         try:
             model = Path(path).read_bytes()
         except OSError as problem:
@@ -126,6 +151,16 @@ class Vocabulary:
         return texts
 
 
+def _shortened(line: str) -> str:
+    """The line without what would keep SentencePiece busy for minutes."""
+    if len(line) <= _MAX_REPETITIVE_CHARACTERS:
+        return line
+    line = line[:_MAX_CHARACTERS]
+    content = line.encode(errors="replace")
+    is_repetitive = len(zlib.compress(content, 1)) * 4 < len(content)
+    return line[:_MAX_REPETITIVE_CHARACTERS] if is_repetitive else line
+
+
 def _without_rare_characters(text: list[str], size: int) -> list[str]:
     """Replace characters that get no piece by spaces.
 
@@ -146,28 +181,3 @@ def _without_rare_characters(text: list[str], size: int) -> list[str]:
             rare[ord(character)] = " "
         covered += count
     return [sentence.translate(rare) for sentence in text]
-
-
-def _train_model(text: list[str], size: int) -> bytes:
-    import sentencepiece
-
-    model = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(text),
-        model_writer=model,
-        model_type="unigram",
-        vocab_size=size,
-        hard_vocab_limit=False,
-        character_coverage=1.0,
-        byte_fallback=True,
-        split_digits=True,
-        normalization_rule_name="identity",  # the corpus is already NFC-normalized
-        max_sentence_length=1 << 20,
-        num_threads=16,  # fixed, because the model depends on it
-        pad_id=PAD,
-        unk_id=UNK,
-        bos_id=BOS,
-        eos_id=EOS,
-        minloglevel=3,
-    )
-    return model.getvalue()

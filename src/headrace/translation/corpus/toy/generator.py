@@ -11,6 +11,7 @@ import random
 
 from headrace.errors import CorpusError
 from headrace.translation.corpus.corpus import Corpus, SplitCounts
+from headrace.translation.corpus.languages import language_code
 from headrace.translation.corpus.pair_files import Pair
 from headrace.translation.corpus.toy.grammar import draw_sentence
 
@@ -24,7 +25,7 @@ _TRIES_PER_PAIR = 60
 
 def builtin_sides(src: str, trg: str) -> tuple[str, str]:
     """The two languages as the built-in corpus names them; an error if it does not have them."""
-    sides = {"ch": "zh"}.get(src, src), {"ch": "zh"}.get(trg, trg)
+    sides = language_code(src), language_code(trg)
     if set(sides) != set(LANGUAGES):
         raise CorpusError(
             f"src = {src!r} and trg = {trg!r}: the built-in corpus is Chinese and English; "
