@@ -490,7 +490,7 @@ class TestLoop:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         result = Engine(model, optimizer, bad_once, device=device).epoch(data(5))
         assert result.non_finite[0] == 2
-        assert "loss not finite at batch 2" in caplog.text
+        assert "loss not finite at batch 3 of epoch 1" in caplog.text
         assert json.loads(result.to_json())["losses"][2] is None
 
     def test_nvtx_ranges_do_no_harm(self, device: Device) -> None:

@@ -117,7 +117,7 @@ def test_a_bad_loss_among_the_last_values_reaches_on_error(device: Device) -> No
     batches, problems = data(5), []
     batches[4].fill_(float("nan"))
     engine = new(device, on_nonfinite="stop", on_error=problems.append)
-    with pytest.raises(NonFiniteError, match="batch 4"):
+    with pytest.raises(NonFiniteError, match="batch 5 of epoch 1"):
         engine.epoch(batches)
     assert [type(problem) for problem in problems] == [NonFiniteError]
 

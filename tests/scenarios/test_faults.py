@@ -377,7 +377,7 @@ class TestLoader:
         engine = make_engine(device, on_error=ask, on_nonfinite="stop")
         with pytest.raises(OSError, match="the disk is gone"):
             engine.epoch(broken())
-        assert "batch 3" in str(asked[0])
+        assert "batch 4" in str(asked[0])
 
     @pytest.mark.parametrize("accumulate", [1, 2])
     def test_an_error_at_any_moment(self, accumulate: int) -> None:

@@ -104,7 +104,7 @@ class TestAfterAnError:
         steps = engine.steps(bad_batches(60, 2))
         while next(steps).batch < 4:
             pass
-        with pytest.raises(NonFiniteError, match="batch 2"):
+        with pytest.raises(NonFiniteError, match="batch 3"):
             engine.settle()
         assert pending_in(engine.state_dict()) == [0, 1, 2, 3, 4]
         steps.close()  # the loop is left, without the same error once more
