@@ -375,7 +375,7 @@ class TestCommands:
         )
         assert found.exit_code == 0, found.output
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
-        assert "no source and no target sentence of its 4 pairs stands in train" in found.stdout
+        assert "train has no source and no target sentence of its 4 pairs" in found.stdout
         stored = yaml.safe_load((tmp_path / "runs" / "exp" / "config.yaml").read_text())
         assert (stored["epochs"], stored["width"]) == (1, 16)  # flags override the file
         assert (stored["data"], stored["time_limit"]) == ([str(corpus / "pairs.tsv")], 3600.0)
@@ -405,7 +405,7 @@ class TestCommands:
         )
         assert found.exit_code == 0, found.output
         assert "lowercased" in found.stdout
-        assert "no source and no target sentence of its 4 pairs stands in train" in found.stdout
+        assert "train has no source and no target sentence of its 4 pairs" in found.stdout
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
 
     def test_prepare_says_where(self, corpus: Path, tmp_path: Path) -> None:

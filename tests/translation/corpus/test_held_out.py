@@ -1,4 +1,4 @@
-"""An honest split: no held-out sentence stands in train, on either side."""
+"""An honest split: train has no held-out sentence, on either side."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def test_given_splits_are_checked_and_kept(tmp_path: Path) -> None:
     }
     assert corpus.table().splitlines()[0].split() == ["split", "read", "overlap", "shared", "pairs"]
     assert describe_novelty("valid", corpus.counts) == (
-        "valid: 1 of 3 pairs have a source or a target sentence that also stands in train; "
+        "valid: 1 of 3 pairs have a source or a target sentence that train has, too; "
         "expect a lower score on new text"
     )
     assert [warning.partition(" have ")[0] for warning in corpus_warnings(corpus.counts)] == [
@@ -111,7 +111,7 @@ def test_what_was_never_seen_is_said(tmp_path: Path) -> None:
     counts = read_corpus(path, src="en", trg="fr").counts
     assert corpus_warnings(counts) == []
     assert describe_novelty("valid", counts) == (
-        "valid: no source and no target sentence of its 2 pairs stands in train"
+        "valid: train has no source and no target sentence of its 2 pairs"
     )
 
 

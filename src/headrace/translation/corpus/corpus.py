@@ -72,10 +72,10 @@ def describe_novelty(split: str, counts: Mapping[str, SplitCounts]) -> str:
     """What "never seen in training" means for the pairs of a scored split, in one sentence."""
     scored = counts[split].pairs + counts[split].too_long
     if not counts[split].shared:
-        return f"{split}: no source and no target sentence of its {scored:,} pairs stands in train"
+        return f"{split}: train has no source and no target sentence of its {scored:,} pairs"
     return (
         f"{split}: {counts[split].shared:,} of {scored:,} pairs have a source or a target sentence "
-        "that also stands in train; expect a lower score on new text"
+        "that train has, too; expect a lower score on new text"
     )
 
 

@@ -53,7 +53,7 @@ def count_shared(
     train: Iterable[Pair], scored: Mapping[str, Sequence[Pair]]
 ) -> tuple[int, dict[str, int]]:
     """How many pairs of train have a source or a target that stands in a scored split, and of each
-    scored split how many have one that stands in train."""
+    scored split how many have one that train has, too."""
     sources = {src for pairs in scored.values() for src, _ in pairs}
     targets = {trg for pairs in scored.values() for _, trg in pairs}
     in_train = [pair for pair in train if pair[0] in sources or pair[1] in targets]
