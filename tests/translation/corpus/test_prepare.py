@@ -404,12 +404,13 @@ def test_folders_that_prepare_did_not_make_are_refused(tmp_path: Path, copy: Pat
     content = json.loads(meta.read_text(encoding="utf-8"))
     for text, message in (
         ("{", "is not JSON"),
-        ("[]", "is not Headrace's"),
+        ("[]", "expected a mapping, found"),
         ('{"format": "x"}', "is not Headrace's"),
         (json.dumps({**content, "version": 99}), "has version 99; expected 2. Prepare it again"),
-        (json.dumps({**content, "files": 3}), "is damaged"),
-        (json.dumps({**content, "counts": {"train": {"no": 1}}}), "is damaged"),
-        (json.dumps({key: content[key] for key in ("format", "version")}), "is damaged"),
+        (json.dumps({**content, "files": 3}), "files = 3: expected a mapping"),
+        (json.dumps({**content, "files": {"a": "b"}}), "files.a = 'b': expected a whole number"),
+        (json.dumps({**content, "counts": {"train": {"no": 1}}}), "expected train and valid"),
+        (json.dumps({key: content[key] for key in ("format", "version")}), "key is missing"),
     ):
         meta.write_text(text, encoding="utf-8")
         with pytest.raises(CorpusError, match=message):

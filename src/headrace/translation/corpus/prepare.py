@@ -28,8 +28,10 @@ from headrace.translation.corpus.prepared import (
     META_FILE,
     SCORED_SPLITS,
     Prepared,
+    PreparedRecord,
+    PreparedSettings,
     load_prepared,
-    read_meta,
+    read_record,
 )
 from headrace.translation.corpus.toy.generator import (
     GRAMMAR_VERSION,
@@ -108,15 +110,15 @@ def prepare(
     files = None if data is None else find_pair_files(data, sides)
     if files is None:
         vocabulary_size = min(vocabulary_size, BUILTIN_VOCABULARY)
-    settings: dict[str, Any] = {
-        "src": src,
-        "trg": trg,
-        "vocabulary_size": vocabulary_size,
-        "joint": joint,
-        "max_length": max_length,
-        "skip_bad": skip_bad,
-        "builtin": GRAMMAR_VERSION if files is None else None,
-    }
+    settings = PreparedSettings(
+        src=src,
+        trg=trg,
+        vocabulary_size=vocabulary_size,
+        joint=joint,
+        max_length=max_length,
+        skip_bad=skip_bad,
+        builtin=GRAMMAR_VERSION if files is None else None,
+    )
     key = _key(files, settings, progress)
     folder = Path(cache) / f"{src}-{trg}-{key[:16]}"
 
@@ -143,14 +145,14 @@ def prepare(
 def _encode_into(
     folder: Path,
     corpus: Corpus,
-    settings: Mapping[str, Any],
+    settings: PreparedSettings,
     key: str,
     workers: int | None,
     progress: OnProgress | None,
 ) -> None:
     """Train vocabularies, encode all splits, and write everything into `folder`."""
     vocabularies = _train_vocabularies(corpus.splits["train"], settings, progress)
-    names = ("joint",) if settings["joint"] else ("src", "trg")
+    names = ("joint",) if settings.joint else ("src", "trg")
     for name, vocabulary in zip(names, vocabularies, strict=False):
         vocabulary.save(folder / f"{name}.model")
     counts = {}
@@ -160,7 +162,7 @@ def _encode_into(
             split,
             pairs,
             vocabularies,
-            max_length=settings["max_length"],
+            max_length=settings.max_length,
             workers=workers,
             progress=progress,
         )
@@ -169,37 +171,31 @@ def _encode_into(
         )
         if too_long == len(pairs) and split != "test":
             raise CorpusError(
-                f"max_length = {settings['max_length']}: all {len(pairs):,} pairs of {split} are "
+                f"max_length = {settings.max_length}: all {len(pairs):,} pairs of {split} are "
                 "longer, in tokens; expected at least one that is not"
             )
         if split in SCORED_SPLITS:
             for side, name in enumerate(("src", "trg")):
                 text = "".join(f"{pair[side]}\n" for pair in pairs)
                 (folder / f"{split}.{name}.txt").write_bytes(text.encode("utf-8"))
-    meta = {
-        "format": FORMAT,
-        "version": FORMAT_VERSION,
-        "key": key,
-        "settings": dict(settings),
-        "counts": {split: dataclasses.asdict(count) for split, count in counts.items()},
-        "files": {path.name: path.stat().st_size for path in sorted(folder.iterdir())},
-    }
-    text = json.dumps(meta, indent=1, ensure_ascii=False)
+    files = {path.name: path.stat().st_size for path in sorted(folder.iterdir())}
+    record = PreparedRecord(FORMAT, FORMAT_VERSION, key, settings, counts, files)
+    text = json.dumps(dataclasses.asdict(record), indent=1, ensure_ascii=False)
     (folder / META_FILE).write_text(text, encoding="utf-8")
 
 
 def _train_vocabularies(
-    train: list[Pair], settings: Mapping[str, Any], progress: OnProgress | None
+    train: list[Pair], settings: PreparedSettings, progress: OnProgress | None
 ) -> tuple[Vocabulary, Vocabulary]:
-    size = settings["vocabulary_size"]
+    size = settings.vocabulary_size
     # Pairs that are surely too long are left out: they will not be trained on.
-    longest = MAX_PIECE_LENGTH * settings["max_length"]
+    longest = MAX_PIECE_LENGTH * settings.max_length
     fitting = [pair for pair in train if len(pair[0]) <= longest and len(pair[1]) <= longest]
     pairs = fitting or train
-    steps = 1 if settings["joint"] else 2
+    steps = 1 if settings.joint else 2
     if progress is not None:
         progress("vocabulary", 0, steps)
-    if settings["joint"]:
+    if settings.joint:
         both = Vocabulary.train([text for pair in pairs for text in pair], size)
         vocabularies = both, both
     else:
@@ -214,13 +210,14 @@ def _train_vocabularies(
 
 def _key(
     files: Mapping[str, Sequence[PairFiles]] | None,
-    settings: Mapping[str, Any],
+    settings: PreparedSettings,
     progress: OnProgress | None,
 ) -> str:
     """The cache key: a hash of all that the prepared folder depends on."""
     import sentencepiece
 
-    parts: list[Any] = [FORMAT, FORMAT_VERSION, sentencepiece.__version__, dict(settings)]
+    parts: list[Any] = [FORMAT, FORMAT_VERSION, sentencepiece.__version__]
+    parts.append(dataclasses.asdict(settings))
     for split, groups in (files or {}).items():
         for group in groups:
             hashes = [_file_hash(path, progress) for path in group.paths]
@@ -245,6 +242,6 @@ def _file_hash(path: Path, progress: OnProgress | None) -> str:
 
 def _is_usable(folder: Path, key: str) -> bool:
     try:
-        return read_meta(folder)["key"] == key and bool(load_prepared(folder))
+        return read_record(folder).key == key and bool(load_prepared(folder))
     except CorpusError:
         return False

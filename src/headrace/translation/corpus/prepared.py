@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from headrace.errors import CorpusError
+from headrace.schema import Invalid, read_json
 from headrace.text_table import text_table
 from headrace.translation.corpus.corpus import SplitCounts, counts_table, describe_novelty
 from headrace.translation.corpus.encoded import IdPairs
@@ -20,6 +18,37 @@ FORMAT_VERSION = 2
 META_FILE = "prepared.json"
 #: Splits that are scored, so their text is stored beside their ids.
 SCORED_SPLITS = ("valid", "test")
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedSettings:
+    """What a corpus was prepared with. `builtin` is the version of the built-in corpus, if it is
+    that one."""
+
+    src: str
+    trg: str
+    vocabulary_size: int
+    joint: bool
+    max_length: int
+    skip_bad: bool
+    builtin: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PreparedRecord:
+    """`prepared.json`: the cache key, settings, counts, and the size of each file in the folder."""
+
+    format: str
+    version: int
+    key: str
+    settings: PreparedSettings
+    counts: dict[str, SplitCounts]
+    files: dict[str, int]
+
+    def invalid(self) -> Invalid | None:
+        if {"train", "valid"} <= self.counts.keys():
+            return None
+        return Invalid("counts", list(self.counts), "train and valid among its splits")
 
 
 @dataclass(frozen=True)
@@ -34,7 +63,7 @@ class Prepared:
     splits: dict[str, IdPairs]
     vocabularies: tuple[Vocabulary, Vocabulary]
     counts: dict[str, SplitCounts]
-    settings: dict[str, Any]
+    settings: PreparedSettings
 
     @property
     def joint(self) -> bool:
@@ -74,7 +103,7 @@ class Prepared:
                 counts_table(self.counts),
                 text_table(columns, rows),
                 *(f" {self.describe_novelty(split)}" for split in scored),
-                f" vocabulary: {pieces}; {self.settings['src']} to {self.settings['trg']}",
+                f" vocabulary: {pieces}; {self.settings.src} to {self.settings.trg}",
             )
         )
 
@@ -82,19 +111,8 @@ class Prepared:
 def load_prepared(folder: Path) -> Prepared:
     """Open a folder that `prepare` made. Raises if a file is missing or has another size."""
     folder = Path(folder)
-    meta = read_meta(folder)
-    try:
-        return _open(folder, meta)
-    except (KeyError, TypeError, AttributeError, ValueError, OSError) as problem:
-        if isinstance(problem, CorpusError):
-            raise
-        raise CorpusError(
-            f"{folder / META_FILE}: is damaged ({problem!r}); prepare it again"
-        ) from None
-
-
-def _open(folder: Path, meta: Mapping[str, Any]) -> Prepared:
-    for name, size in meta["files"].items():
+    record = read_record(folder)
+    for name, size in record.files.items():
         if name != Path(name).name:
             raise CorpusError(
                 f"{folder / META_FILE}: names {name!r}; expected a file in its folder"
@@ -104,8 +122,7 @@ def _open(folder: Path, meta: Mapping[str, Any]) -> Prepared:
         if found != size:
             there = "does not exist" if found is None else f"has {found:,} bytes"
             raise CorpusError(f"{path}: {there}; expected {size:,} bytes. Prepare it again")
-    settings = meta["settings"]
-    if settings["joint"]:
+    if record.settings.joint:
         both = Vocabulary.load(folder / "joint.model")
         vocabularies = both, both
     else:
@@ -113,36 +130,26 @@ def _open(folder: Path, meta: Mapping[str, Any]) -> Prepared:
             Vocabulary.load(folder / "src.model"),
             Vocabulary.load(folder / "trg.model"),
         )
-    counts = {split: SplitCounts(**count) for split, count in meta["counts"].items()}
-    splits = {split: IdPairs(folder, split) for split in counts}
+    splits = {split: IdPairs(folder, split) for split in record.counts}
     for ids in splits.values():
         ids.check_ids(len(vocabularies[0]), len(vocabularies[1]))
-    return Prepared(folder, splits, vocabularies, counts, settings)
+    return Prepared(folder, splits, vocabularies, record.counts, record.settings)
 
 
-def read_meta(folder: Path) -> dict[str, Any]:
-    """Read `prepared.json`: settings, counts, files, and the cache key."""
+def read_record(folder: Path) -> PreparedRecord:
+    """Read `prepared.json`."""
     path = folder / META_FILE
-    try:
-        meta = json.loads(path.read_bytes())
-    except OSError as problem:
-        raise CorpusError(
-            f"{path}: cannot be read ({problem.strerror}); expected a folder made by prepare()"
-        ) from problem
-    except (ValueError, RecursionError) as problem:
-        raise CorpusError(f"{path}: is not JSON ({problem}); prepare it again") from None
-    if not isinstance(meta, dict) or meta.get("format") != FORMAT:
+    if not path.exists():
+        raise CorpusError(f"{path}: does not exist; expected a folder made by prepare()")
+    fields = read_json(path, CorpusError)
+    if fields.values.get("format") != FORMAT:
         raise CorpusError(f"{path}: is not Headrace's; expected a folder made by prepare()")
-    if meta.get("version") != FORMAT_VERSION:
+    if fields.values.get("version") != FORMAT_VERSION:
         raise CorpusError(
-            f"{path}: has version {meta.get('version')}; expected {FORMAT_VERSION}. "
+            f"{path}: has version {fields.values.get('version')}; expected {FORMAT_VERSION}. "
             "Prepare it again"
         )
-    settings = meta.get("settings")
-    whole = isinstance(settings, dict) and {"src", "trg", "joint"} <= set(settings)
-    if not whole or not {"key", "counts", "files"} <= set(meta):
-        raise CorpusError(f"{path}: is damaged; prepare it again")
-    return meta
+    return fields.record(PreparedRecord)
 
 
 def _longest(ids: IdPairs) -> tuple[int, int]:
