@@ -680,7 +680,7 @@ class Checkpoints:
             log.warning("%s", other)
 
     def reopen(self, path: Path | None, *, new_patience: bool) -> None:
-        """Make a finished run unfinished, with or without counting its patience anew. `path` is the
+        """Make a finished run unfinished; with `new_patience`, count its patience from 0. `path` is the
         checkpoint that it continues from; without one this is an error."""
         if path is None:
             raise TranslationError(

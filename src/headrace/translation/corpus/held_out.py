@@ -99,12 +99,12 @@ def _choose_groups(
     """Whole groups, together about `wanted` pairs, in the order of one digest each: so each pair is
     as likely to be held out as any other."""
     keyed = [(digests[min(group, key=train.__getitem__)], group) for group in groups]
-    most = max(1, int(wanted * _MAX_GROUP_SHARE))
+    max_size = max(1, int(wanted * _MAX_GROUP_SHARE))
     chosen: list[int] = []
     for _, group in sorted(keyed):
         if len(chosen) >= wanted:
             return chosen
-        if len(group) <= most:
+        if len(group) <= max_size:
             chosen += group
     if len(chosen) * 2 < wanted:
         for _, group in sorted(keyed, key=lambda one: (len(one[1]), one[0])):
