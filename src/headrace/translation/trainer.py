@@ -680,8 +680,8 @@ class Checkpoints:
             log.warning("%s", other)
 
     def reopen(self, path: Path | None, *, new_patience: bool) -> None:
-        """Make a finished run unfinished; with `new_patience`, count its patience from 0. `path` is the
-        checkpoint that it continues from; without one this is an error."""
+        """Make a finished run unfinished. With `new_patience`, count its patience from 0. `path` is
+        the checkpoint that it continues from; without one this is an error."""
         if path is None:
             raise TranslationError(
                 f"{self.folder.state}: has no checkpoint from which this finished run could "

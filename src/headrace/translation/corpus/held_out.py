@@ -110,7 +110,7 @@ def _choose_groups(
         for _, group in sorted(keyed, key=lambda one: (len(one[1]), one[0])):
             if len(chosen) >= wanted:
                 break
-            if len(group) > most and len(chosen) + len(group) <= max_pairs:
+            if len(group) > max_size and len(chosen) + len(group) <= max_pairs:
                 chosen += group
     return chosen
 
