@@ -364,7 +364,7 @@ def test_found_before(prepared: Path) -> None:
         shutil.copytree(prepared, there)
         meta = (there / "prepared.json").read_text(encoding="utf-8")
         (there / "prepared.json").write_text(meta.replace('"src":', '"sic":', 1), encoding="utf-8")
-        with pytest.raises(HeadraceError, match="is damaged"):
+        with pytest.raises(HeadraceError, match=r"settings\.src is missing: expected text"):
             load_prepared(there)
         run = RunFolder.create(folder, "run")
         (run.path / "result.json").write_text("[" * 100_000, encoding="utf-8")
