@@ -22,44 +22,24 @@ from headrace.atomic_files import (
     unique_path,
 )
 from headrace.errors import RunError
+from support.paths import TESTS
 
-# For every n, a child process replaces a file and dies in its n-th call that changes the disk; a
-# write is done in half. Leaves one folder for each n.
+# Leaves one folder for each call at which the process died.
 CRASHES = """
-import os, sys
+import sys
 from pathlib import Path
+sys.path.insert(0, sys.argv[1])
 from headrace.atomic_files import replace_file
 from headrace.errors import RunError
+from support.crashes import crash_at_each_call
 
-def die_at(n):
-    calls = 0
-    def patch(name):
-        original = getattr(os, name)
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == n:
-                if name == "write":
-                    original(args[0], args[1][: len(args[1]) // 2])
-                os._exit(9)
-            return original(*args, **kwargs)
-        setattr(os, name, call)
-    for name in "write fsync rename replace mkdir unlink rmdir".split():
-        patch(name)
-
-n, status = 0, None
-while status != 0:
-    n += 1
-    folder = Path(sys.argv[1], str(n))
+def prepare(n):
+    folder = Path(sys.argv[2], str(n))
     folder.mkdir()
     (folder / "file").write_bytes(b"old")
-    child = os.fork()
-    if child == 0:
-        die_at(n)
-        replace_file(folder / "file", b"new content", RunError)
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 9), status
+    return folder
+
+crash_at_each_call(prepare, lambda folder: replace_file(folder / "file", b"new content", RunError))
 """
 
 
@@ -68,7 +48,7 @@ def names(folder: Path) -> list[str]:
 
 
 def test_killed_at_every_point_of_a_replacement(tmp_path: Path) -> None:
-    subprocess.run([sys.executable, "-c", CRASHES, tmp_path], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", CRASHES, TESTS, tmp_path], check=True, timeout=100)
     outcomes = []
     for number in sorted(map(int, names(tmp_path))):
         folder = tmp_path / str(number)
@@ -247,52 +227,36 @@ class TestBuildFolder:
         assert names(tmp_path / "cache") == []
 
 
-# For every n, a child process builds a folder over a damaged one and dies in its n-th call that
-# changes the disk. Leaves one folder for each n.
+# A build over a damaged folder. Leaves one folder for each call at which the process died.
 BUILD_CRASHES = """
 import os, sys
 from pathlib import Path
+sys.path.insert(0, sys.argv[1])
 from headrace.atomic_files import build_folder
+from support.crashes import crash_at_each_call
 
-def die_at(n):
-    calls = 0
-    def patch(name):
-        original = getattr(os, name)
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == n:
-                os._exit(9)
-            return original(*args, **kwargs)
-        setattr(os, name, call)
-    for name in "rename mkdir unlink rmdir open".split():
-        patch(name)
+def prepare(n):
+    folder = Path(sys.argv[2], str(n))
+    (folder / "built").mkdir(parents=True)
+    (folder / "built" / "damaged").touch()
+    return folder
 
-def build(folder):
+def fill(folder):
     for name in ("a", "b"):
         os.close(os.open(folder / name, os.O_CREAT))
     os.mkdir(folder / "sub")
 
-n, status = 0, None
-while status != 0:
-    n += 1
-    folder = Path(sys.argv[1], str(n))
-    (folder / "built").mkdir(parents=True)
-    (folder / "built" / "damaged").touch()
-    child = os.fork()
-    if child == 0:
-        die_at(n)
-        build_folder(folder / "built", build, usable=lambda there: (there / "sub").exists())
-        os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    assert status in (0, 9), status
+def build(folder):
+    build_folder(folder / "built", fill, usable=lambda there: (there / "sub").exists())
+
+crash_at_each_call(prepare, build, ("rename", "mkdir", "unlink", "rmdir", "open"))
 """
 
 
 def test_killed_at_every_point_of_a_build(tmp_path: Path) -> None:
     """What is at the path is complete or known to be damaged, and the next build removes the
     rest."""
-    subprocess.run([sys.executable, "-c", BUILD_CRASHES, tmp_path], check=True, timeout=100)
+    subprocess.run([sys.executable, "-c", BUILD_CRASHES, TESTS, tmp_path], check=True, timeout=100)
     numbers = sorted(map(int, names(tmp_path)))
     assert len(numbers) > 8
     found = []

@@ -20,48 +20,24 @@ from support.paths import TESTS
 # --- crashes --------------------------------------------------------------------------------------
 
 
-# For every n, a child process does one save and dies in its n-th call that changes the disk; a
-# write is done in half. Leaves one folder for each n.
+# Leaves, for each kind of save, one folder for each call at which the process died.
 CRASHES = """
-import os, shutil, sys
+import shutil, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from support.checkpoints import SAVES, example
 from headrace.checkpoint import save_checkpoint
-
-def die_at(n):
-    calls = 0
-    def patch(name):
-        original = getattr(os, name)
-        def call(*args, **kwargs):
-            nonlocal calls
-            calls += 1
-            if calls == n:
-                if name == "write":
-                    original(args[0], args[1][: len(args[1]) // 2])
-                os._exit(9)
-            return original(*args, **kwargs)
-        setattr(os, name, call)
-    for name in "write fsync rename replace mkdir unlink rmdir".split():
-        patch(name)
+from support.checkpoints import SAVES, example
+from support.crashes import crash_at_each_call
 
 for name, (steps, step) in SAVES.items():
     before = Path(sys.argv[2], name, "before")
     before.mkdir(parents=True)
     for old in steps:
         save_checkpoint(before, example(old), step=old, keep=9)
-    n, status = 0, None
-    while status != 0:
-        n += 1
-        folder = before.with_name(str(n))
-        shutil.copytree(before, folder)
-        child = os.fork()
-        if child == 0:
-            die_at(n)
-            save_checkpoint(folder, example(1000), step=step, keep=2)
-            os._exit(0)
-        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        assert status in (0, 9), status
+    crash_at_each_call(
+        lambda n: Path(shutil.copytree(before, before.with_name(str(n)))),
+        lambda folder: save_checkpoint(folder, example(1000), step=step, keep=2),
+    )
 """
 
 

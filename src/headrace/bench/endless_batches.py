@@ -24,7 +24,7 @@ class EndlessBatches:
         self.ahead: int = workers * (getattr(loader, "prefetch_factor", None) or 2)
 
     def take(self, count: int) -> Iterator[Any]:
-        """The next `count` batches. The loader is asked for no more than that."""
+        """The next `count` batches. Asks the loader for no more."""
         return itertools.islice(self._batches, count)
 
     def close(self) -> None:

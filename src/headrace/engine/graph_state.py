@@ -13,6 +13,7 @@ import torch
 
 from headrace.engine.step import StepParts
 from headrace.engine.step_state import StepState
+from headrace.errors import CaptureError
 
 
 def tensors_of(parts: StepParts) -> list[torch.Tensor]:
@@ -82,8 +83,8 @@ class StateBeforeCapture:
         """Whether a parameter's gradient is another tensor now."""
         return any(parameter.grad is not before for parameter, before in self._gradients)
 
-    def replaced_tensor(self) -> str | None:
-        """The name of a buffer or attribute that the model's forward has replaced, if any."""
+    def require_in_place(self) -> None:
+        """Raise `CaptureError` if the step has replaced a buffer or a tensor attribute."""
         for module, buffers, attributes in self._modules:
             for before, now in (
                 (buffers, module._buffers),
@@ -91,8 +92,10 @@ class StateBeforeCapture:
             ):
                 for name in before.keys() | now.keys():
                     if before.get(name) is not now.get(name):
-                        return f"{type(module).__name__}.{name}"
-        return None
+                        raise CaptureError(
+                            f"the step replaces {type(module).__name__}.{name}, and a graph would "
+                            "keep using the old tensor: write to it in place, with copy_()"
+                        )
 
     def restore(self) -> None:
         for parameter, gradient in self._gradients:

@@ -21,7 +21,6 @@ with. After a replay, `p.grad` is what it was after the capture.
 from __future__ import annotations
 
 import functools
-from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -84,6 +83,15 @@ class _Gradients:
 
 
 @dataclass(frozen=True, slots=True)
+class _Found:
+    """What a step uses: its state, the values that it can read, and all that has a gradient."""
+
+    state: StepState
+    values: FrozenValues
+    parameters: list[torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
 class _Outcome:
     """What a captured call leaves: its result and, for each parameter, its gradient."""
 
@@ -109,17 +117,14 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._step, self._device, self._plan_name = step, device, plan_name
         self._given_modules, self._given_optimizers = modules, optimizers
         self._watch = StepWatch(max(watch_after - 1, 1), watch_after)
-        self._watch_after = watch_after
         self._graphs: GraphCache[_Outcome] = GraphCache(
             device, max_graphs=max_graphs, capture_after=0
         )
-        self._uses: Counter[int] = Counter()
         # Calls, by the hash of their key, that use no gradients of the calls before.
         self._starts_clean: set[int] = set()
         self._observed: list[torch.nn.Module | torch.optim.Optimizer] = []
-        self._state: StepState | None = None
-        self._values: FrozenValues | None = None
-        self._parameters: list[torch.Tensor] = []
+        #: None before the first call, and after a call has shown more than the search had found.
+        self._found: _Found | None = None
         self._capturable: list[CapturableOptimizer] = []
         # Of the captured graphs: the addresses they use, and tensors that must not be freed.
         self._addresses: tuple[Hashable, ...] | None = None
@@ -134,14 +139,18 @@ class GraphedFunction(Generic[Arguments, Returned]):
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
         call = (args, kwargs)
         key = self._key_for(call) if self._why_eager is None else None
-        captured = None if key is None else self._graph_for(key, call)
+        if key is None or self._found is None:
+            self._one_by_one += 1
+            return self._step(*args, **kwargs)
+        found = self._found
+        captured = self._graph_for(found, key, call)
         if captured is not None:
-            return self._replay(captured, call)
+            return self._replay(found, captured, call)
         self._one_by_one += 1
-        if key is not None and self._why_eager is None:
-            self._uses[hash(key)] += 1
-            if self._watch.wants(hash(key), self._uses[hash(key)]):
-                return self._run_watched(key, call)
+        if self._why_eager is None:
+            self._graphs.find(key)  # counts the call; graphs have keys with gradients
+            if self._watch.wants(hash(key), self._graphs.uses(key)):
+                return self._run_watched(found, key, call)
         return self._step(*args, **kwargs)
 
     def report(self) -> GraphReport:
@@ -163,20 +172,20 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     # --- what the step uses -----------------------------------------------------------------------
 
-    def _find_state(self) -> tuple[StepState, FrozenValues]:
+    def _search(self) -> _Found:
         """Find the step's modules, optimizers and scalers, and the values that it can read."""
-        found = PythonState(self._device, self._step, self._given_modules or ()).owners()
+        owners = PythonState(self._device, self._step, self._given_modules or ()).owners()
         observed = self._observed
         modules = self._given_modules or (
-            *found.modules,
+            *owners.modules,
             *(one for one in observed if isinstance(one, torch.nn.Module)),
         )
         optimizers = self._given_optimizers or (
-            *found.optimizers,
+            *owners.optimizers,
             *(one for one in observed if isinstance(one, torch.optim.Optimizer)),
         )
         state = StepState(
-            self._device, self._step, _unique(modules), _unique(optimizers), tuple(found.scalers)
+            self._device, self._step, _unique(modules), _unique(optimizers), tuple(owners.scalers)
         )
         for module in state.modules:
             if parallelism_of(module) != "plain":
@@ -189,16 +198,12 @@ class GraphedFunction(Generic[Arguments, Returned]):
         values = FrozenValues(state)
         values.check()
         leaves = [one for one in values.tensors() if one.requires_grad and one.is_leaf]
-        self._parameters = list(_unique((*state.parameters(), *leaves)))
-        self._state, self._values = state, values
-        return state, values
+        return _Found(state, values, list(_unique((*state.parameters(), *leaves))))
 
     @contextmanager
-    def _observing(self, tracer: StepTracer, entry: _Gradients) -> Iterator[None]:
+    def _observing(self, state: StepState, tracer: StepTracer, entry: _Gradients) -> Iterator[None]:
         """Note modules and optimizers that the step uses and the search has not found. Do not trace
         optimizers: a plain one counts its steps in Python, its capturable form on the device."""
-        state = self._state
-        assert state is not None
         known = {id(one) for one in (*state.all_modules(), *state.optimizers, *self._observed)}
 
         def note(used: Any, *_: object) -> None:
@@ -214,17 +219,18 @@ class GraphedFunction(Generic[Arguments, Returned]):
         def resume(*_: object) -> None:
             tracer.is_paused = False
 
-        with ExitStack() as hooks:
-            handles = [
-                register_optimizer_step_pre_hook(pause),
-                register_optimizer_step_post_hook(resume),
-            ]
-            if not any(type(module).__name__ == "OptimizedModule" for module in state.modules):
-                # Compiled modules would be compiled again for a hook.
-                handles.append(register_module_forward_pre_hook(note))
-            for handle in handles:
-                hooks.callback(handle.remove)
+        handles = [
+            register_optimizer_step_pre_hook(pause),
+            register_optimizer_step_post_hook(resume),
+        ]
+        if not any(type(module).__name__ == "OptimizedModule" for module in state.modules):
+            # Compiled modules would be compiled again for a hook.
+            handles.append(register_module_forward_pre_hook(note))
+        try:
             yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     # --- one call ---------------------------------------------------------------------------------
 
@@ -232,12 +238,12 @@ class GraphedFunction(Generic[Arguments, Returned]):
         """The key of a call: what its graph depends on. None if the step cannot be captured. Drops
         graphs that were captured with other values or other memory."""
         try:
-            if self._state is None or self._values is None:
-                state, values = self._find_state()
+            if self._found is None:
+                self._found = self._search()
             else:
-                state, values = self._state, self._values
+                state = self._found.state
                 was_reset = any(optimizer.was_reset for optimizer in self._capturable)
-                if values.check() or was_reset or self._memory_moved(state):
+                if self._found.values.check() or was_reset or self._memory_moved(state):
                     self._drop_graphs()
                     self._watch.forget()
                     if was_reset:
@@ -248,41 +254,42 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
                 torch.are_deterministic_algorithms_enabled(),
             )
-            return (signature(call), modes, tuple(p.grad is None for p in self._parameters))
+            without = tuple(p.grad is None for p in self._found.parameters)
+            return (signature(call), modes, without)
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
 
-    def _graph_for(self, key: Hashable, call: Any) -> CapturedWork[_Outcome] | None:
+    def _graph_for(self, found: _Found, key: Hashable, call: Any) -> CapturedWork[_Outcome] | None:
         """The graph for this call, captured now if it is due; None: run the step eagerly."""
         if not self._watch.has_agreed(hash(key)):
             return None
-        graph_key = (key, self._gradient_key(key))
+        graph_key = (key, self._gradient_key(found, key))
         captured = self._graphs.find(graph_key)
         # Gradients of an eager call have other memory each time: wait until an address comes again.
         settled = graph_key[1] is None or self._graphs.uses(graph_key) > 1
         if captured is not None or not settled or not self._graphs.is_due(graph_key):
             return captured
         try:
-            return self._capture(key, graph_key, call)
+            return self._capture(found, key, graph_key, call)
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
 
-    def _gradient_key(self, key: Hashable) -> Hashable:
+    def _gradient_key(self, found: _Found, key: Hashable) -> Hashable:
         """The gradients that a graph would read: their addresses, or nothing if it reads none."""
         if hash(key) in self._starts_clean:
             return None
-        return tuple(0 if p.grad is None else p.grad.data_ptr() for p in self._parameters)
+        return tuple(0 if p.grad is None else p.grad.data_ptr() for p in found.parameters)
 
-    def _run_watched(self, key: Hashable, call: Any) -> Returned:
+    def _run_watched(self, found: _Found, key: Hashable, call: Any) -> Returned:
         """Run the step eagerly, and look for what no graph could repeat."""
         device, (args, kwargs) = self._device, call
         tracer = StepTracer(device, caller=GraphedFunction._run_watched.__code__)
-        entry = _Gradients(self._parameters)
-        known = storages([*entry.tensors, *self._known_tensors(), *flatten_batch(call)])
+        entry = _Gradients(found.parameters)
+        known = storages([*entry.tensors, *self._known_tensors(found), *flatten_batch(call)])
         observed = len(self._observed)
-        with device.watch() as obstacles, self._observing(tracer, entry), tracer:
+        with device.watch() as obstacles, self._observing(found.state, tracer, entry), tracer:
             result = self._step(*args, **kwargs)
         numbers = {str(at): one for at, one in enumerate(tree_leaves(result)) if _is_number(one)}
         tracer.trace.returned = numbers
@@ -291,32 +298,29 @@ class GraphedFunction(Generic[Arguments, Returned]):
         else:
             self._starts_clean.discard(hash(key))
         if len(self._observed) > observed:  # watch again, with all that the step uses
-            self._state = self._values = None
-            self._uses[hash(key)] -= 1
+            self._found = None
             return result
-        is_first = self._uses[hash(key)] == 1
+        is_first = self._graphs.uses(key) == 1
         if obstacles:
             why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
         else:
-            known |= storages(self._known_tensors())
-            known |= storages(p.grad for p in self._parameters if p.grad is not None)
+            known |= storages(self._known_tensors(found))
+            known |= storages(p.grad for p in found.parameters if p.grad is not None)
             why = self._watch.learn(hash(key), tracer.trace, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return result
 
-    def _known_tensors(self) -> list[torch.Tensor]:
+    def _known_tensors(self, found: _Found) -> list[torch.Tensor]:
         """Tensors that the step may read, since other checks notice if one is replaced."""
-        if self._state is None or self._values is None:
-            return []
         rates = [optimizer.rates for optimizer in self._capturable if optimizer.rates is not None]
         own = [tensor for rate in rates for tensor in rate.tensors()]
-        return [*self._state.tensors(), *self._values.tensors(), *own]
+        return [*found.state.tensors(), *found.values.tensors(), *own]
 
-    def _replay(self, captured: CapturedWork[_Outcome], call: Any) -> Returned:
+    def _replay(self, found: _Found, captured: CapturedWork[_Outcome], call: Any) -> Returned:
         self._write_rates()
         outcome = captured.replay(flatten_batch(call))
-        for parameter, gradient in zip(self._parameters, outcome.gradients, strict=True):
+        for parameter, gradient in zip(found.parameters, outcome.gradients, strict=True):
             parameter.grad = gradient
         self.replays += 1
         returned: Returned = tree_map_only(torch.Tensor, torch.clone, outcome.result)
@@ -325,26 +329,21 @@ class GraphedFunction(Generic[Arguments, Returned]):
     # --- capture ----------------------------------------------------------------------------------
 
     def _capture(
-        self, key: Hashable, graph_key: Hashable, call: Any
+        self, found: _Found, key: Hashable, graph_key: Hashable, call: Any
     ) -> CapturedWork[_Outcome] | None:
         """Capture the step on this call. Returns None if it must run eagerly once more, because it
         creates something that stays, such as the optimizer's state of a parameter."""
-        state, values = self._state, self._values
-        assert state is not None
-        assert values is not None
+        state, values = found.state, found.values
         if (obstacle := state_obstacle(state)) is not None:
             raise CaptureError(obstacle)
-        entry = [p.grad for p in self._parameters if p.grad is not None]
+        entry = [p.grad for p in found.parameters if p.grad is not None]
         with self._ready_for_capture(state, values) as succeeded:
             before = StateBeforeCapture(state)
             try:
-                captured = self._graphs.capture(graph_key, call, self._work_to_capture)
-                replaced = before.replaced_tensor()
-                if replaced is not None:
-                    raise CaptureError(
-                        f"the step replaces {replaced}, and a graph would keep using the old "
-                        "tensor: write to it in place, with copy_()"
-                    )
+                captured = self._graphs.capture(
+                    graph_key, call, lambda own: self._work_to_capture(found, own)
+                )
+                before.require_in_place()
                 if before.optimizer_changed():
                     self._graphs.drop(graph_key)
                     return None
@@ -355,10 +354,10 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._addresses = addresses(state, state.tensors())
         values.note_capture()
         # A graph must not outlive the tensors it uses.
-        self._kept_alive += [*self._known_tensors(), *entry, *self._watch.read_by(hash(key))]
+        self._kept_alive += [*self._known_tensors(found), *entry, *self._watch.read_by(hash(key))]
         return captured
 
-    def _work_to_capture(self, call: Any) -> _Outcome:
+    def _work_to_capture(self, found: _Found, call: Any) -> _Outcome:
         args, kwargs = call
         with ExitStack() as stack:
             for optimizer in self._capturable:
@@ -367,7 +366,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             result = self._step(*args, **kwargs)
         # Copies: a result may be a view of a weight, or of a gradient.
         result = tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
-        return _Outcome(result, tuple(p.grad for p in self._parameters))
+        return _Outcome(result, tuple(p.grad for p in found.parameters))
 
     @contextmanager
     def _ready_for_capture(

@@ -346,12 +346,7 @@ class StepGraphs:
             before = StateBeforeCapture(parts.state)
             try:
                 captured = self._graphs.capture(key, batch, self._work_to_capture)
-                replaced = before.replaced_tensor()
-                if replaced is not None:
-                    raise CaptureError(
-                        f"the model replaces {replaced} in its forward, and a graph would keep "
-                        "using the old tensor: write to it in place, with copy_()"
-                    )
+                before.require_in_place()
                 if before.optimizer_changed():
                     self._graphs.drop(key)
                     return None

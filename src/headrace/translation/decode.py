@@ -13,8 +13,8 @@ arrived. Except for rounding, a translation does not depend on the other sentenc
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from torch import Tensor
 from headrace.device import Device
 from headrace.engine import DeferredScalars
 from headrace.errors import TranslationError
+from headrace.parallel import eval_mode
 from headrace.translation.corpus.vocabulary import BOS, EOS, PAD
 from headrace.translation.model import Translator
 
@@ -37,7 +38,7 @@ def greedy(
     `max_length` is in tokens without eos. None allows 1.5 times the source's length plus 10. The
     model's max_length is a limit in any case.
     """
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), eval_mode(model):
         limits, steps = _limits(model, src, max_length)
         hypotheses = _Greedy(model, src, limits, steps)
         return _run(hypotheses, device, steps)
@@ -60,7 +61,7 @@ def beam_search(
     `greedy`, where `max_length` is explained.
     """
     _check_search(beam, length_penalty)
-    with torch.no_grad(), evaluating(model):
+    with torch.no_grad(), eval_mode(model):
         limits, steps = _limits(model, src, max_length)
         hypotheses = _Beams(model, src, limits, steps, beam, length_penalty)
         return _run(hypotheses, device, steps)
@@ -111,18 +112,6 @@ def translate_ids(
         if progress is not None:
             progress(done, len(sources))
     return found
-
-
-@contextmanager
-def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Inside the block the model is in eval mode. Afterwards each module has its old mode."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 class _Greedy:
