@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.testing.costs import Costs
+    from headrace.testing.cuda import FakeCuda, fake_cuda
     from headrace.testing.fake import FakeDevice
     from headrace.testing.faults import Hang
     from headrace.testing.races import Access, HiddenWait, Race
@@ -26,23 +27,27 @@ if TYPE_CHECKING:
 _HOMES = {
     "Access": "races",
     "Costs": "costs",
+    "FakeCuda": "cuda",
     "FakeDevice": "fake",
     "FakeEvent": "streams",
     "FakeStream": "streams",
     "Hang": "faults",
     "HiddenWait": "races",
     "Race": "races",
+    "fake_cuda": "cuda",
 }
 
 __all__ = [
     "Access",
     "Costs",
+    "FakeCuda",
     "FakeDevice",
     "FakeEvent",
     "FakeStream",
     "Hang",
     "HiddenWait",
     "Race",
+    "fake_cuda",
 ]
 
 

@@ -64,6 +64,8 @@ class FakeDevice(host_threads.Hosts):
     """
 
     captures = True
+    #: The mode that makes this device's name work in PyTorch's calls.
+    function_mode: type[FunctionMode] = FunctionMode
 
     def __init__(
         self,
@@ -116,10 +118,16 @@ class FakeDevice(host_threads.Hosts):
 
     def enter_modes(self) -> None:
         """Watch the calling thread: PyTorch's modes hold for one thread each."""
-        modes = (FunctionMode(self), DispatchMode(self))
+        modes = (self.function_mode(self), DispatchMode(self))
         for mode in modes:
             mode.__enter__()  # type: ignore[no-untyped-call]
         self._thread.modes = [*getattr(self._thread, "modes", []), modes]
+
+    def is_named_by(self, target: object) -> bool:
+        """Whether `target`, the argument of a `device=` or `.to(…)`, means this device."""
+        if target is None or isinstance(target, int):
+            return False
+        return torch.device(target) == self.torch_device  # type: ignore[call-overload, no-any-return]
 
     def watches_this_thread(self) -> bool:
         return bool(getattr(self._thread, "modes", None))
@@ -335,7 +343,7 @@ class FakeDevice(host_threads.Hosts):
         fresh = self.call.changed(named=None, inside=None, moving=None, storing_number=False)
         with fresh:
             if self.watches_this_thread() and not FunctionMode.is_on(self):
-                with FunctionMode(self):
+                with self.function_mode(self):
                     yield
             else:
                 yield

@@ -106,7 +106,7 @@ def _call(device: FakeDevice, func: Callable[..., Any], args: Any, kwargs: dict[
     call, target = device.call, kwargs.get("device")
     named = None
     if target is not None:
-        named = "device" if _is_here(target, device) else "host"
+        named = "device" if device.is_named_by(target) else "host"
     if named == "device":
         kwargs = {**kwargs, "device": "cpu"}
     inside = named or call.inside
@@ -141,7 +141,7 @@ def _any_held(device: FakeDevice, values: Any) -> bool:
 def _to(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     target, dtype, non_blocking, memory_format = _parse_to(device, args[1:], kwargs)
     copied = bool(kwargs.get("copy", False))
-    here, there = device.holds(tensor), _is_here(target, device)
+    here, there = device.holds(tensor), device.is_named_by(target)
     if target is None or (here and not there and _device_from_cpp()):
         target, there = None, here
     if target is None and not copied and memory_format is None:
@@ -327,12 +327,6 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
 
 
 # --- devices as arguments -------------------------------------------------------------------------
-
-
-def _is_here(target: Any, device: FakeDevice) -> bool:
-    if target is None or isinstance(target, int):
-        return False
-    return torch.device(target) == device.torch_device
 
 
 def _device_from_cpp() -> bool:
