@@ -32,8 +32,8 @@ class Generator(metaclass=_AnyGenerator):
 
 
 class _CudaGenerator(_RealGenerator):
-    @property  # type: ignore[override]
-    def device(self) -> torch.device:
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", 0)
 
     def clone_state(self) -> Any:
