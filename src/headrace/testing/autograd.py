@@ -224,7 +224,7 @@ def _record_stream(gradients: Sequence[torch.Tensor | None], stream: FakeStream)
         for gradient in gradients:
             tracked = None if gradient is None else stream.device.checker.storage_of(gradient)
             if tracked is not None:
-                tracked.recorded_streams.add(stream.actor.number)
+                tracked.recorded_streams.add(stream.state.number)
 
 
 def _begins(gradients: Sequence[torch.Tensor | None]) -> None:

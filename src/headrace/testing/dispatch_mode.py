@@ -36,7 +36,10 @@ class DispatchMode(TorchDispatchMode):
             self._refuse_mixed(operation, inputs, on_device)
             autograd.notice(operation.short, on_device)
             if operation.short in operators.METADATA_ONLY:
-                return operation.run()
+                result = operation.run()
+                if on_device and operation.short in operators.RESIZING:
+                    self._device.resized(on_device[0])
+                return result
             if operation.short in ("copy_", "_foreach_copy_"):
                 return self._copies(operation)
             if operation.short == "_to_copy" and self._device.call.moving is not None:

@@ -19,7 +19,10 @@ class Entry:
     tick: int
     layout: Layout
     access: Access
+    #: A use of the memory before it was freed and handed out again.
     of_previous_owner: bool = False
+    #: Not a use: the memory was allocated.
+    is_allocation: bool = False
 
 
 class Entries:

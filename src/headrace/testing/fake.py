@@ -216,7 +216,7 @@ class FakeDevice(host_threads.Hosts):
             tracked = self.checker.storage_of(tensor)
             if tracked is None or tracked.home != "device":
                 raise DeviceError(f"record_stream: the tensor is not on {self}")
-            tracked.recorded_streams.add(stream.actor.number)
+            tracked.recorded_streams.add(stream.state.number)
 
     def memory(self) -> MemoryFigures:
         used, peak = self.checker.device_bytes, self.checker.peak_device_bytes
@@ -257,9 +257,10 @@ class FakeDevice(host_threads.Hosts):
             if stream is not None:
                 self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, "synchronize")
                 return
-            for actor in self.checker.actors():
-                if not actor.is_host:
-                    self.host_waits(dict(actor.clock), actor.time_ns, "synchronize device")
+            host = self.host()
+            for state in self.checker.streams:
+                clock = dict(host.view(state).clock)
+                self.host_waits(clock, state.time_ns, "synchronize device")
 
     def graph_pool(self) -> object:
         return graphs.GraphPool(self)
@@ -351,6 +352,19 @@ class FakeDevice(host_threads.Hosts):
     def mark_pinned(self, tensor: torch.Tensor) -> None:
         with torch._C.DisableTorchFunction(), self.lock:
             self.checker.track(tensor, "pinned", self.host(), calling_site())
+
+    def shares(self, tensor: torch.Tensor) -> None:
+        """Watch a tensor that was made of memory from elsewhere, if that memory is watched."""
+        with torch._C.DisableTorchFunction(), self.lock:
+            self.checker.alias(tensor)
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Notice that a storage has changed its size in place."""
+        site = calling_site()
+        with torch._C.DisableTorchFunction(), self.lock:
+            actor = self.current_stream().actor
+            self.launch(actor)
+            self.checker.resized(tensor, actor, site)
 
     def operation(
         self,

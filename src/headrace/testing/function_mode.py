@@ -33,6 +33,8 @@ _PLAIN_PROPERTIES = frozenset(
     getattr(torch.Tensor, name)
     for name in ("shape", "dtype", "ndim", "grad", "requires_grad", "is_leaf", "layout", "grad_fn")
 )
+#: Functions that may return a tensor of an array's own memory.
+_SHARING = frozenset(("as_tensor", "asarray"))
 _TORCH = Path(torch.__file__).resolve().parent
 _OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
 _ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
@@ -96,6 +98,8 @@ class FunctionMode(TorchFunctionMode):
             special = _TENSOR_METHODS.get(name)
             if special is not None:
                 return special(device, func, tensor, args, kwargs)
+        elif name in _SHARING:
+            return _as_tensor(device, func, args, kwargs)
         if kwargs.pop("pin_memory", False):
             return _pinned(device, _call(device, func, args, kwargs))
         return _call(device, func, args, kwargs)
@@ -261,6 +265,40 @@ def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwarg
         )
     device.operation(None, "numpy", "host", reads=[tensor])
     return func(*args, **kwargs)
+
+
+def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    """Replaces `UntypedStorage.resize_`: 0 frees the memory, and to grow is to allocate."""
+    result = patches.originals["resize_"](storage, nbytes)
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+    for device in patches.devices:
+        device.resized(tensor)
+    return result
+
+
+def _sharing(name: str) -> Callable[..., Any]:
+    """Replaces a function that makes a tensor of memory it is handed, which may be watched."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        result = patches.originals[name](*args, **kwargs)
+        for device in patches.devices:
+            device.shares(result)
+        return result
+
+    return make
+
+
+patches.patch(torch.UntypedStorage, "resize_", _resize_storage)
+for _name in ("from_numpy", "from_dlpack", "frombuffer"):
+    patches.patch(torch, _name, _sharing(_name))
+
+
+def _as_tensor(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    result = _call(device, func, args, kwargs)
+    if isinstance(result, torch.Tensor):
+        device.shares(result)
+    return result
 
 
 def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:

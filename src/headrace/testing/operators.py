@@ -21,11 +21,13 @@ MAY_MIX = (
 )
 # The position of a result that lies on the host although the operator runs on the device.
 HOST_RESULTS = {"_pack_padded_sequence": 1}
-# In-place operators that launch no kernel: they change only the tensor's view of its memory.
+# Operators that launch no kernel: they change or ask for the tensor's view of its memory only.
 METADATA_ONLY = (
     *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "as_strided_"),
-    *("detach_", "set_", "resize_", "resize_as_", "rename_"),
+    *("detach_", "set_", "resize_", "resize_as_", "rename_", "is_pinned"),
 )
+# Those of them that allocate memory if the tensor has too little.
+RESIZING = ("resize_", "resize_as_")
 # Arguments that an operator writes although its schema does not say so.
 _UNDECLARED_WRITES = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),

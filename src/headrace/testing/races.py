@@ -144,6 +144,8 @@ def missing_call(kind: str, first: Access, second: Access) -> str:
         )
     if first.on_host:
         return f"a lock, queue or join between {first.where} and the thread that launches there"
+    if first.where == second.where:
+        return f"a lock, queue or join between the threads that put work on {first.where!r}"
     return (
         f"event.record({first.where}) after {first.site}, and "
         f"{second.where}.wait_event(event) before {second.site}"

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from headrace.device import Event, Stream
 from headrace.testing import graphs
-from headrace.testing.checker import Clock, join
+from headrace.testing.checker import Clock, StreamView, join
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
@@ -17,9 +17,14 @@ class FakeStream(Stream):
 
     def __init__(self, device: FakeDevice, name: str, priority: int = 0) -> None:
         super().__init__(device, name, priority)
-        self.actor = device.checker.new_actor(name, is_host=False)
+        self.state = device.checker.new_stream(name)
         #: The capture that this stream is part of.
         self.tape: graphs.Tape | None = None
+
+    @property
+    def actor(self) -> StreamView:
+        """The stream as the calling thread uses it."""
+        return self.device.host().view(self.state)
 
     def mark(self) -> graphs.Mark | None:
         """The stream's position in its capture; None if it is not being captured."""
