@@ -34,7 +34,7 @@ from headrace.testing.checker import Actor, Clock, join
 from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
 from headrace.testing.function_mode import Call, FunctionMode
-from headrace.testing.races import HiddenWait, Launch, Race, calling_site, report
+from headrace.testing.races import HiddenWait, Launch, Race, calling_frames, calling_site, report
 from headrace.testing.streams import FakeEvent, FakeStream
 
 _NS_PER_US = 1_000
@@ -379,7 +379,8 @@ class FakeDevice(host_threads.Hosts):
     ) -> None:
         """Run one operation on a stream, or on this host thread if `stream` is None."""
         site = calling_site()
-        launch = Launch(name, kind, reads, writes, cost_ns, site, autograd.forward_site())
+        forward_site, frames = autograd.forward_site(), calling_frames()
+        launch = Launch(name, kind, reads, writes, cost_ns, site, forward_site, frames)
         with torch._C.DisableTorchFunction(), self.lock:
             if stream is None:
                 self._run(self.host(), launch)

@@ -64,7 +64,7 @@ class FakeCuda(FakeDevice):
         if stream_id == 0:
             return self.default_stream
         for stream in self.made_at:
-            if stream.actor.number == stream_id:
+            if stream.state.number == stream_id:
                 return stream
         raise RuntimeError(f"stream_id = {stream_id}: this fake device has no such stream")
 

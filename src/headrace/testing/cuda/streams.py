@@ -51,7 +51,7 @@ class Stream:
 
     @property
     def stream_id(self) -> int:
-        return self._fake.actor.number if self._fake is not self._fake.device.default_stream else 0
+        return self._fake.state.number
 
     @property
     def cuda_stream(self) -> int:
