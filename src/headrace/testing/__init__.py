@@ -21,33 +21,41 @@ if TYPE_CHECKING:
     from headrace.testing.cuda import FakeCuda, fake_cuda
     from headrace.testing.fake import FakeDevice
     from headrace.testing.faults import Hang
+    from headrace.testing.findings import CodeLine, Finding
+    from headrace.testing.orders import ordered
     from headrace.testing.races import Access, HiddenWait, Race
     from headrace.testing.streams import FakeEvent, FakeStream
 
 _HOMES = {
     "Access": "races",
+    "CodeLine": "findings",
     "Costs": "costs",
     "FakeCuda": "cuda",
     "FakeDevice": "fake",
     "FakeEvent": "streams",
     "FakeStream": "streams",
+    "Finding": "findings",
     "Hang": "faults",
     "HiddenWait": "races",
     "Race": "races",
     "fake_cuda": "cuda",
+    "ordered": "orders",
 }
 
 __all__ = [
     "Access",
+    "CodeLine",
     "Costs",
     "FakeCuda",
     "FakeDevice",
     "FakeEvent",
     "FakeStream",
+    "Finding",
     "Hang",
     "HiddenWait",
     "Race",
     "fake_cuda",
+    "ordered",
 ]
 
 

@@ -181,12 +181,6 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None =
     )
 
 
-def report(races: Sequence[Race]) -> str:
-    """All races as one text."""
-    head = f"{len(races)} race{'s' if len(races) != 1 else ''} found"
-    return "\n\n".join([head, *map(str, races)])
-
-
 def calling_site() -> Site:
     """The innermost line of the user's, or of the part of Headrace that is being tested."""
     frame: FrameType | None = sys._getframe(1)
@@ -211,6 +205,11 @@ def calling_frames() -> Frames:
             frames.append((code, frame.f_lasti))
         frame = frame.f_back
     return tuple(frames)
+
+
+def is_users_frame(frame: FrameType) -> bool:
+    """Whether a report would name this frame."""
+    return not _is_internal(frame.f_code.co_filename)
 
 
 @cache

@@ -21,8 +21,7 @@ def source_line(site: Site) -> str:
 def name_of_new_object() -> str | None:
     """The name that the running line gives to the object it makes: `self.copies` for
     `self.copies = torch.cuda.Stream()`. None if it gives none."""
-    site = calling_site()
-    return _assigned_name(site.file, site.line)
+    return assigned_name(calling_site())
 
 
 def ordered_by(site: Site) -> str | None:
@@ -79,8 +78,9 @@ def _statement(file: str, line: int) -> ast.stmt | None:
 
 
 @lru_cache(maxsize=1024)
-def _assigned_name(file: str, line: int) -> str | None:
-    for node in reversed(_path_to(file, line)):
+def assigned_name(site: Site) -> str | None:
+    """The name that a line gives to what it makes; None if it gives none."""
+    for node in reversed(_path_to(site.file, site.line)):
         if isinstance(node, ast.keyword) and node.arg is not None:
             return node.arg
         if isinstance(node, ast.NamedExpr | ast.AnnAssign):

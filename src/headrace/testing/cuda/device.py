@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from headrace.source_lines import Site
 from headrace.testing.costs import Costs
 from headrace.testing.cuda import state
+from headrace.testing.cuda.fixes import missing_call
 from headrace.testing.cuda.tensors import CudaFunctionMode
 from headrace.testing.fake import FakeDevice
 from headrace.testing.races import calling_site
@@ -41,6 +43,7 @@ class FakeCuda(FakeDevice):
         self.wrappers: dict[FakeStream, Any] = {}
         #: The line that made each stream.
         self.made_at: dict[FakeStream, Site] = {}
+        self.checker.missing_call = partial(missing_call, self)
 
     def new_stream(self, name: str | None, priority: int) -> FakeStream:
         """A new stream, as `torch.cuda.Stream()` makes it. CUDA has 32 for each priority and hands
@@ -58,6 +61,15 @@ class FakeCuda(FakeDevice):
             stream = FakeStream(self, unique, priority)
             self.made_at[stream] = site
         return stream
+
+    def stream_named(self, name: str) -> FakeStream | None:
+        for stream in (self.default_stream, *self.made_at):
+            if stream.name == name:
+                return stream
+        return None
+
+    def stream_sites(self) -> dict[str, Site]:
+        return {stream.name: site for stream, site in self.made_at.items()}
 
     def stream_by_id(self, stream_id: int) -> FakeStream:
         """The stream that `torch.cuda.Stream(stream_id=…)` means."""
