@@ -21,8 +21,10 @@ if TYPE_CHECKING:
     from headrace.testing.cuda import FakeCuda, fake_cuda
     from headrace.testing.fake import FakeDevice
     from headrace.testing.faults import Hang
-    from headrace.testing.findings import CodeLine, Finding
+    from headrace.testing.findings import CodeLine, Finding, race_report
     from headrace.testing.orders import ordered
+    from headrace.testing.pages import race_page
+    from headrace.testing.program import ProgramResult, run_program
     from headrace.testing.races import Access, HiddenWait, Race
     from headrace.testing.streams import FakeEvent, FakeStream
 
@@ -37,9 +39,13 @@ _HOMES = {
     "Finding": "findings",
     "Hang": "faults",
     "HiddenWait": "races",
+    "ProgramResult": "program",
     "Race": "races",
     "fake_cuda": "cuda",
     "ordered": "orders",
+    "race_page": "pages",
+    "race_report": "findings",
+    "run_program": "program",
 }
 
 __all__ = [
@@ -53,9 +59,13 @@ __all__ = [
     "Finding",
     "Hang",
     "HiddenWait",
+    "ProgramResult",
     "Race",
     "fake_cuda",
     "ordered",
+    "race_page",
+    "race_report",
+    "run_program",
 ]
 
 

@@ -34,10 +34,10 @@ from headrace.testing import autograd, faults, graphs, host_threads, patches
 from headrace.testing.checker import Actor, Clock, join
 from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
-from headrace.testing.findings import Finding, accepted_because, find, report
+from headrace.testing.findings import Finding, accepted_because, find, race_report
 from headrace.testing.function_mode import Call, FunctionMode
 from headrace.testing.history import History, Picture
-from headrace.testing.race_page import page
+from headrace.testing.pages import race_page
 from headrace.testing.races import HiddenWait, Launch, Race, calling_frames, calling_site
 from headrace.testing.streams import FakeEvent, FakeStream
 
@@ -161,11 +161,11 @@ class FakeDevice(host_threads.Hosts):
     def check(self) -> None:
         """Raise `RaceError` if there were any races, with all of them in its message."""
         if self.races:
-            raise RaceError(report(self.findings()))
+            raise RaceError(race_report(self.findings()))
 
     def write_report(self, path: str | Path) -> None:
         """Write the races as one HTML file, with a picture of each."""
-        Path(path).write_text(page(self.findings()), encoding="utf-8")
+        Path(path).write_text(race_page(self.findings()), encoding="utf-8")
 
     def timeline(self) -> Timeline:
         """What ran when on the virtual clock, without operations that cost nothing."""

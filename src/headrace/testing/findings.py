@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
@@ -105,10 +106,11 @@ def find(
     return list(found.values())
 
 
-def report(findings: Sequence[Finding]) -> str:
+def race_report(findings: Sequence[Finding]) -> str:
     """All findings as one text."""
     head = f"{len(findings)} race{'s' if len(findings) != 1 else ''} found"
-    return "\n\n".join([head, *map(str, findings)])
+    text = "\n\n".join([head, *map(str, findings)])
+    return text.replace(f"{Path.cwd()}{os.sep}", "")
 
 
 def accepted_because(race: Race) -> str | None:

@@ -28,7 +28,7 @@ _INTERNAL = (
 )
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 # Frames that run the user's program: a report shows none that are further out.
-_RUNNERS = (os.sep + "runpy.py", os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep)
+_RUNNERS = ("<frozen runpy>", os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep)
 _MAX_FRAMES = 12
 
 #: A call stack, the innermost call first: code, and the index of the instruction in it.

@@ -52,7 +52,7 @@ class Drawing:
     height: int
 
 
-def page(findings: Sequence[Finding], title: str = "Stream races") -> str:
+def race_page(findings: Sequence[Finding], title: str = "Stream races") -> str:
     """The whole page. It loads nothing."""
     environment = jinja2.Environment(
         loader=jinja2.PackageLoader("headrace.testing"),
