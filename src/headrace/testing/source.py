@@ -6,9 +6,11 @@ import ast
 import linecache
 import re
 from functools import lru_cache
+from itertools import islice
+from typing import Any
 
 from headrace.source_lines import Site
-from headrace.testing.races import calling_site
+from headrace.testing.races import calling_frames
 
 _ORDERED = re.compile(r"#\s*headrace:\s*ordered-by\b[:\s]*(.*)")
 
@@ -19,9 +21,19 @@ def source_line(site: Site) -> str:
 
 
 def name_of_new_object() -> str | None:
-    """The name that the running line gives to the object it makes: `self.copies` for
+    """The name that the running call gives to the object it makes: `self.copies` for
     `self.copies = torch.cuda.Stream()`. None if it gives none."""
-    return assigned_name(calling_site())
+    frames = calling_frames()
+    if not frames:
+        return None
+    code, instruction = frames[0]
+    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None))
+    return _name_at(code.co_filename, line or 0, column)
+
+
+def assigned_name(site: Site) -> str | None:
+    """The name that a line gives to what it makes; None if it gives none."""
+    return _name_at(site.file, site.line, None)
 
 
 def ordered_by(site: Site) -> str | None:
@@ -57,8 +69,9 @@ def _tree(file: str) -> ast.Module | None:
         return None
 
 
-def _path_to(file: str, line: int) -> list[ast.AST]:
-    """The nodes that contain a line, the outermost first. Of several on one line, the last."""
+def _path_to(file: str, line: int, column: int | None = None) -> list[ast.AST]:
+    """The nodes that contain a line, or a place in it, the outermost first. Without a column, no
+    further than the statement."""
     node: ast.AST | None = _tree(file)
     path: list[ast.AST] = []
     while node is not None:
@@ -66,10 +79,19 @@ def _path_to(file: str, line: int) -> list[ast.AST]:
         inside = [
             child
             for child in ast.iter_child_nodes(node)
-            if getattr(child, "lineno", line + 1) <= line <= (getattr(child, "end_lineno", 0) or 0)
+            if isinstance(child, ast.stmt | ast.expr | ast.keyword | ast.excepthandler)
+            and _contains(child, line, column)
+            and (column is not None or isinstance(child, ast.stmt | ast.excepthandler))
         ]
         node = inside[-1] if inside else None
     return path
+
+
+def _contains(node: Any, line: int, column: int | None) -> bool:
+    if column is None:
+        return bool(node.lineno <= line <= node.end_lineno)
+    start, end = (node.lineno, node.col_offset), (node.end_lineno, node.end_col_offset)
+    return bool(start <= (line, column) < end)
 
 
 def _statement(file: str, line: int) -> ast.stmt | None:
@@ -78,9 +100,8 @@ def _statement(file: str, line: int) -> ast.stmt | None:
 
 
 @lru_cache(maxsize=1024)
-def assigned_name(site: Site) -> str | None:
-    """The name that a line gives to what it makes; None if it gives none."""
-    for node in reversed(_path_to(site.file, site.line)):
+def _name_at(file: str, line: int, column: int | None) -> str | None:
+    for node in reversed(_path_to(file, line, column)):
         if isinstance(node, ast.keyword) and node.arg is not None:
             return node.arg
         if isinstance(node, ast.NamedExpr | ast.AnnAssign):

@@ -51,12 +51,15 @@ def fake_cuda(**options: Any) -> Iterator[FakeCuda]:
 
 @contextmanager
 def _default_device_restored() -> Iterator[None]:
-    before = torch.get_default_device()
+    def current() -> Any:
+        return getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+
+    before = current()
     try:
         yield
     finally:
-        if torch.get_default_device() != before:
-            torch.set_default_device(before)
+        if current() is not before:
+            torch.set_default_device(None if before is None else before.device)
 
 
 @contextmanager
