@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import runpy
 import sys
 import traceback
@@ -30,10 +31,23 @@ def run_program(program: str, arguments: Sequence[str], *, as_module: bool) -> P
     prints it."""
     if not as_module and not Path(program).is_file():
         raise DeviceError(f"{program}: no such file; expected a Python script, or -m and a module")
+    if as_module and not _is_module(program):
+        raise DeviceError(f"{program}: no such module; expected one that `python -m` would find")
     with fake_cuda(check=False) as device:
         exit_code = _run(program, arguments, as_module)
     findings = tuple(device.findings())
     return ProgramResult(exit_code, findings, _accepted(device))
+
+
+def _is_module(name: str) -> bool:
+    with _command_line([name], str(Path.cwd())):
+        try:
+            return importlib.util.find_spec(name) is not None
+        except ModuleNotFoundError as problem:
+            # Its package is missing, or imports something that is.
+            if problem.name is not None and f"{name}.".startswith(f"{problem.name}."):
+                return False
+            raise
 
 
 def _accepted(device: FakeCuda) -> int:

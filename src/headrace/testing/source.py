@@ -101,13 +101,26 @@ def _statement(file: str, line: int) -> ast.stmt | None:
 
 @lru_cache(maxsize=1024)
 def _name_at(file: str, line: int, column: int | None) -> str | None:
-    for node in reversed(_path_to(file, line, column)):
+    path = _path_to(file, line, column)
+    for node in reversed(path):
         if isinstance(node, ast.keyword) and node.arg is not None:
             return node.arg
         if isinstance(node, ast.NamedExpr | ast.AnnAssign):
             return ast.unparse(node.target)
         if isinstance(node, ast.Assign):
-            return ast.unparse(node.targets[0])
+            return _target(node, path)
         if isinstance(node, ast.stmt):
             return None
+    return None
+
+
+def _target(node: ast.Assign, path: list[ast.AST]) -> str | None:
+    """What an assignment gives its value to; of `a, b = f(), g()`, the one on this path."""
+    target, value = node.targets[0], node.value
+    if not isinstance(target, ast.Tuple):
+        return ast.unparse(target)
+    if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+        for name, part in zip(target.elts, value.elts, strict=True):
+            if part in path:
+                return ast.unparse(name)
     return None

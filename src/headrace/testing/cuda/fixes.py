@@ -28,8 +28,7 @@ def missing_call(
     is running now can use, or else those that their own line gave them."""
     here = _place(second.site)
     if kind == "reuse":
-        tensor = freed and assigned_name(freed.allocated_at)
-        tensor = tensor if tensor and "," not in tensor else "tensor"
+        tensor = (freed and assigned_name(freed.allocated_at)) or "tensor"
         streams = _stream_name(device, first.where), _stream_name(device, second.where)
         return (
             f"{tensor}.record_stream({streams[0]}) before the last reference to it goes, or "
