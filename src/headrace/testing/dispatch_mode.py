@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from headrace.testing.streams import FakeStream
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+
+
 class DispatchMode(TorchDispatchMode):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -29,6 +32,12 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            # Outside of inference mode, autograd has taken it apart before this mode sees it.
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
         operation = Operation(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():
             inputs = operation.inputs()
@@ -98,6 +107,10 @@ class DispatchMode(TorchDispatchMode):
             )
             if stream.tape is not None and (writes or written):
                 stream.tape.after_operation(operation, result, written)
+        if operation.short in operators.STORING:
+            operation.stores_host_value = device.call.storing_number or not self._holds(
+                operation.args[2]
+            )
         if operation.makes_the_host_wait():
             device.hidden_wait(stream, operation.name)
         return result

@@ -340,6 +340,15 @@ def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
     return _call(device, func, args, kwargs)
 
 
+def _one_hot(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """As on CUDA, do not check the classes if their number is given: that makes the host wait."""
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if not device.holds(tensor) or classes < 1 or tensor.numel() == 0:
+        return _call(device, func, args, kwargs)
+    empty = _call(device, torch.Tensor.new_zeros, (tensor, (*tensor.shape, classes)), {})
+    return _call(device, torch.Tensor.scatter_, (empty, -1, tensor.unsqueeze(-1), 1), {})
+
+
 def _pad_packed(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     """Return the lengths on the host."""
     padded, lengths = _call(device, func, args, kwargs)
@@ -360,6 +369,7 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
     "new_tensor": _new_tensor,
     "__setitem__": _setitem,
     "ctc_loss": _ctc_loss,
+    "one_hot": _one_hot,
     "_pad_packed_sequence": _pad_packed,
 }
 
