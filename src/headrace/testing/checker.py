@@ -407,6 +407,15 @@ class Checker:
         else:
             kind = "-".join("write" if one.writes else "read" for one in (first, second))
         self._unordered.add((first.site, first.where, second.where))
+        self._add_race(kind, tracked, first, second)
+
+    def report_freed(self, tensor: torch.Tensor, captured: Access, replayed: Access) -> None:
+        """Report that a graph uses memory that was freed after the capture."""
+        tracked = self.storage_of(tensor)
+        if tracked is not None:
+            self._add_race("freed", tracked, captured, replayed)
+
+    def _add_race(self, kind: str, tracked: Storage, first: Access, second: Access) -> None:
         # A loop repeats the same race at every step: report it once.
         key = (kind, first.site, first.where, second.site, second.where)
         if key not in self._reported:

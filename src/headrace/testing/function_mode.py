@@ -144,6 +144,10 @@ def _any_held(device: FakeDevice, values: Any) -> bool:
 
 def _to(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     target, dtype, non_blocking, memory_format = _parse_to(device, args[1:], kwargs)
+    if len(patches.devices) > 1 and any(
+        _is_here(target, other) for other in patches.devices if other is not device
+    ):
+        return func(*args, **kwargs)  # another fake device's mode moves it there
     copied = bool(kwargs.get("copy", False))
     here, there = device.holds(tensor), _is_here(target, device)
     if target is None or (here and not there and _device_from_cpp()):

@@ -208,12 +208,20 @@ def _collect(values: Any, found: list[torch.Tensor]) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor itself; a sparse one's indices and values; nothing inside `vmap`."""
-    if torch._C._has_storage(tensor):
+    """The tensor itself; a sparse one's indices and values; nothing inside `vmap` and for a wrapper
+    around other tensors."""
+    if torch._C._has_storage(tensor) and not dispatches_itself(type(tensor)):
         return [tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return []
+
+
+@cache
+def dispatches_itself(kind: type) -> bool:
+    """Whether it is a wrapper around other tensors, such as `DTensor`."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own not in (None, torch._C._disabled_torch_dispatch_impl, torch.Tensor.__torch_dispatch__)
 
 
 def only_allocates(short: str) -> bool:
