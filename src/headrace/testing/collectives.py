@@ -246,7 +246,11 @@ if torch.distributed.is_available():
         if _returns_work(_method):
             patches.patch(_Group, _name, _launching(_Group, _name))
     for _kind, _name, _wrapper in (
-        *((kind, "wait", _wait) for kind in (_Work, *_Work.__subclasses__()) if "wait" in vars(kind)),
+        *(
+            (kind, "wait", _wait)
+            for kind in (_Work, *_Work.__subclasses__())
+            if "wait" in vars(kind)
+        ),
         (_Work, "synchronize", _wait),
         (_Work, "is_completed", _is_completed),
         (_Work, "get_future", _get_future),

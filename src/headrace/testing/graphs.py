@@ -132,7 +132,7 @@ class Tape:
         """Count how often this tape refers to memory from outside."""
         with unobserved():
             kept = [(launch.reads, launch.writes) for launch in self.launches]
-            kept += [(step.args, step.kwargs) for step in self.arithmetic]  # type: ignore[misc]
+            kept += [(step.args, step.kwargs) for step in self.arithmetic]
             outputs = [[output for _, output in step.outputs] for step in self.arithmetic]
             distinct = {id(tensor): tensor for tensor in tensors([kept, outputs])}
             for tensor in distinct.values():
@@ -152,7 +152,7 @@ class Tape:
             use
             for key, use in self._inputs.items()
             # One more is the storage's own Python object.
-            if torch._C._storage_Use_Count(key) <= references[key] + 1  # type: ignore[attr-defined]
+            if torch._C._storage_Use_Count(key) <= references[key] + 1
         ]
 
     def forget(self) -> None:

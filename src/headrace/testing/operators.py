@@ -221,7 +221,11 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
 def dispatches_itself(kind: type) -> bool:
     """Whether it is a wrapper around other tensors, such as `DTensor`."""
     own = getattr(kind, "__torch_dispatch__", None)
-    return own not in (None, torch._C._disabled_torch_dispatch_impl, torch.Tensor.__torch_dispatch__)
+    return own not in (
+        None,
+        torch._C._disabled_torch_dispatch_impl,
+        torch.Tensor.__torch_dispatch__,
+    )
 
 
 def only_allocates(short: str) -> bool:

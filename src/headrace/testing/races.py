@@ -177,7 +177,9 @@ def calling_site() -> Site:
 
 @cache
 def _is_internal(file: str) -> bool:
-    if file.endswith(os.sep + "typing_extensions.py"):  # PyTorch's decorator of deprecated functions
+    if file.endswith(
+        os.sep + "typing_extensions.py"
+    ):  # PyTorch's decorator of deprecated functions
         return True
     if file.startswith(_STANDARD_LIBRARY):
         # Installed packages can be inside the standard library's folder.
