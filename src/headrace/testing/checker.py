@@ -412,13 +412,29 @@ class Checker:
         else:
             kind = "-".join("write" if one.writes else "read" for one in (first, second))
         self._unordered.add((first.site, first.where, second.where))
+        self._add_race(kind, tracked, first, second, entry.freed)
+
+    def report_freed(self, tensor: torch.Tensor, captured: Access, replayed: Access) -> None:
+        """Report that a graph uses memory that was freed after the capture."""
+        tracked = self.storage_of(tensor)
+        if tracked is not None:
+            self._add_race("freed", tracked, captured, replayed)
+
+    def _add_race(
+        self,
+        kind: str,
+        tracked: Storage,
+        first: Access,
+        second: Access,
+        freed: Freed | None = None,
+    ) -> None:
         # A loop repeats the same race at every step: report it once.
         key = race_key(kind, first, second)
         times = self._reported.get(key, 0)
         self._reported[key] = times + 1
         if times == 0:
-            missing = self.missing_call(kind, first, second, entry.freed)
-            self.races.append(Race(kind, str(tracked), first, second, missing, entry.freed))
+            missing = self.missing_call(kind, first, second, freed)
+            self.races.append(Race(kind, str(tracked), first, second, missing, freed))
 
     def times(self, race: Race) -> int:
         """How often a race was seen."""

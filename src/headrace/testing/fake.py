@@ -7,6 +7,7 @@ for races, and gives it a place on a virtual clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
@@ -38,7 +39,7 @@ from headrace.testing.findings import Finding, accepted_because, find, race_repo
 from headrace.testing.function_mode import Call, FunctionMode
 from headrace.testing.history import History, Picture
 from headrace.testing.pages import race_page
-from headrace.testing.races import HiddenWait, Launch, Race, calling_frames, calling_site
+from headrace.testing.races import Access, HiddenWait, Launch, Race, calling_frames, calling_site
 from headrace.testing.streams import FakeEvent, FakeStream
 
 _NS_PER_US = 1_000
@@ -101,6 +102,8 @@ class FakeDevice(host_threads.Hosts):
         self.history = History()
         self._pictures: list[Picture] = []
         self._entered = 0
+        #: How often captures refer to each storage from outside of them.
+        self.captured_references: Counter[int] = Counter()
         self._streams: dict[str, FakeStream] = {}
         self.default_stream = FakeStream(self, "default")
 
@@ -435,6 +438,14 @@ class FakeDevice(host_threads.Hosts):
             self._run(actor, Launch("graph replay", "kernel", (), (pool,), 0, site, None))
             for launch in launches:
                 self._run(actor, launch, replayed_at=site)
+
+    def replays_freed(self, tensor: torch.Tensor, launch: Launch) -> None:
+        """Report that a graph is replayed whose input was freed."""
+        stream, site = self.current_stream(), calling_site()
+        captured = Access(launch.site, "capture", launch.name, writes=False)
+        replayed = Access(site, stream.name, "graph replay", writes=False, captured_at=launch.site)
+        with torch._C.DisableTorchFunction(), self.lock:
+            self.checker.report_freed(tensor, captured, replayed)
 
     @contextmanager
     def _watch_work(self, trace: Trace) -> Iterator[None]:

@@ -144,6 +144,10 @@ def _any_held(device: FakeDevice, values: Any) -> bool:
 
 def _to(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     target, dtype, non_blocking, memory_format = _parse_to(device, args[1:], kwargs)
+    if len(patches.devices) > 1 and any(
+        other.is_named_by(target) for other in patches.devices if other is not device
+    ):
+        return func(*args, **kwargs)  # another fake device's mode moves it there
     copied = bool(kwargs.get("copy", False))
     here, there = device.holds(tensor), device.is_named_by(target)
     if target is None or (here and not there and _device_from_cpp()):
@@ -263,6 +267,10 @@ def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwarg
             f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the "
             "tensor to host memory first."
         )
+    if func.__name__ == "numpy" and device.is_pinned(tensor):
+        from headrace.testing import numpy_views  # PyTorch works without numpy
+
+        return numpy_views.watch(device, tensor, func(*args, **kwargs))
     device.operation(None, "numpy", "host", reads=[tensor])
     return func(*args, **kwargs)
 
@@ -340,6 +348,15 @@ def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
     return _call(device, func, args, kwargs)
 
 
+def _one_hot(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """As on CUDA, do not check the classes if their number is given: that makes the host wait."""
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if not device.holds(tensor) or classes < 1 or tensor.numel() == 0:
+        return _call(device, func, args, kwargs)
+    empty = _call(device, torch.Tensor.new_zeros, (tensor, (*tensor.shape, classes)), {})
+    return _call(device, torch.Tensor.scatter_, (empty, -1, tensor.unsqueeze(-1), 1), {})
+
+
 def _pad_packed(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     """Return the lengths on the host."""
     padded, lengths = _call(device, func, args, kwargs)
@@ -360,6 +377,7 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
     "new_tensor": _new_tensor,
     "__setitem__": _setitem,
     "ctc_loss": _ctc_loss,
+    "one_hot": _one_hot,
     "_pad_packed_sequence": _pad_packed,
 }
 

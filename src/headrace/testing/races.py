@@ -116,7 +116,8 @@ class Race:
 
     `kind` is "write-read", "read-write" or "write-write", in program order. It is "reuse" if the
     memory was freed and handed out again while `first` could still be running; `second` is then the
-    new allocation.
+    new allocation. It is "freed" if `second` replays a graph whose input, captured by `first`, was
+    freed in between.
     """
 
     kind: str
@@ -164,6 +165,10 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None =
             f"keep the tensor until {second.where!r} has waited for {first.where!r}, or call "
             f"device.record_stream(tensor, {first.where}) before letting it go"
         )
+    if kind == "freed":
+        return f"keep the tensor that was captured at {first.site} until the last replay"
+    if first.operation.startswith(("c10d::", "_c10d_functional::")):
+        return f"work.wait() of the collective at {first.site}, before {second.site}"
     if first.on_host and second.on_host:
         return f"a lock, queue or join between {first.where} and {second.where}"
     if second.on_host:
@@ -219,6 +224,10 @@ def _is_runner(file: str) -> bool:
 
 @cache
 def _is_internal(file: str) -> bool:
+    if file.endswith(
+        os.sep + "typing_extensions.py"
+    ):  # PyTorch's decorator of deprecated functions
+        return True
     if file.startswith(_STANDARD_LIBRARY):
         # Installed packages can be inside the standard library's folder.
         return "site-packages" not in file and "dist-packages" not in file

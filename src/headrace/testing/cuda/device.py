@@ -63,7 +63,7 @@ class FakeCuda(FakeDevice):
         return stream
 
     def stream_named(self, name: str) -> FakeStream | None:
-        for stream in (self.default_stream, *self.made_at):
+        for stream in (self.default_stream, *self.made_at, *self._streams.values()):
             if stream.name == name:
                 return stream
         return None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from headrace.testing import races
 from headrace.testing.cuda.streams import Stream
 from headrace.testing.findings import short_path
 from headrace.testing.races import Access, Freed, is_users_frame
@@ -34,6 +35,8 @@ def missing_call(
             f"{tensor}.record_stream({streams[0]}) before the last reference to it goes, or "
             f"{streams[1]}.wait_stream({streams[0]}) before {here}"
         )
+    if kind == "freed" or first.operation.startswith(("c10d::", "_c10d_functional::")):
+        return races.missing_call(kind, first, second)
     if first.on_host or (first.where == second.where):
         threads = "host threads" if first.on_host and second.on_host else "threads that launch them"
         return f"a lock, queue or join between the two {threads}"
