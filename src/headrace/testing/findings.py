@@ -69,7 +69,7 @@ class Finding:
         ):
             parts.append(f"  {title} {self.describe(access)}")
             parts += _listed(lines)
-        parts.append(f"  missing: {race.missing}")
+        parts.append("  missing: " + race.missing.replace(", or ", ",\n        or "))
         if self.times > 1:
             parts.append(f"  seen {self.times} times")
         return "\n".join(parts)
