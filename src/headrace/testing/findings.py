@@ -90,7 +90,10 @@ def find(
     for race, picture in zip(checker.races, pictures, strict=True):
         if accepted_because(race) is not None:
             continue
-        lines = race.first.site, race.first.where, race.second.site, race.second.where
+        lines = tuple(
+            (access.site, access.where.partition(" #")[0])  # a line may make several streams
+            for access in (race.first, race.second)
+        )
         if lines in found:
             known = found[lines]
             found[lines] = replace(known, times=known.times + times(race))
