@@ -185,6 +185,8 @@ class DispatchMode(TorchDispatchMode):
         if stream.tape is not None:
             stream.tape.allocated(tensors(result))
             stream.tape.copied(result, source)
+        for tensor in tensors(result):
+            device.made(tensor)
         return result
 
     def _host_to_device(

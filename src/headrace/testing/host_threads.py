@@ -21,7 +21,7 @@ import torch
 
 from headrace.device import Device, Ledger
 from headrace.testing import patches
-from headrace.testing.checker import Actor, Checker, Host, Knowledge, join
+from headrace.testing.checker import Checker, Clock, Host, StreamView, join
 
 # Locks made by these packages hand nothing over between the user's threads.
 _UNTRACED_CALLERS = ("headrace.device", "headrace.testing", "logging", "torch")
@@ -48,7 +48,7 @@ class Hosts(Device):
             name = threading.current_thread().name
             host = self.adopt_thread(f"host thread {name!r}", self.all_hosts())
         if self._host_order == "total" and len(self.checker.hosts) > 1:
-            host.learn(self.all_hosts())
+            join(host.clock, self.all_hosts())
         return host
 
     def known_host(self) -> Host | None:
@@ -56,39 +56,46 @@ class Hosts(Device):
         host: Host | None = getattr(self._thread, "host", None)
         return host
 
-    def adopt_thread(self, name: str, knows: Knowledge, time_ns: int = 0) -> Host:
+    def adopt_thread(self, name: str, knows: Clock, time_ns: int = 0) -> Host:
         """Make an actor for the calling thread, ordered after `knows`."""
         with self.lock:
             host: Host
             host = self._thread.host = self.checker.new_host(name)
-            host.learn(knows)
+            join(host.clock, knows)
             host.time_ns = time_ns
         return host
 
-    def all_hosts(self) -> Knowledge:
+    def all_hosts(self) -> Clock:
         with self.lock:
-            everyone = Knowledge()
+            everyone: Clock = {}
             for host in self.checker.hosts:
-                host.publish(everyone)
+                join(everyone, host.clock)
             return everyone
 
-    def launch(self, actor: Actor) -> None:
+    def launch(self, view: StreamView) -> None:
         """Order a stream's next operation after what this host thread is ordered after."""
-        join(actor.clock, self.host().clock)
+        view.refresh()
+        join(view.clock, view.host.clock)
+
+    def queued(self, view: StreamView) -> None:
+        """Count that something is on the stream, for other threads that use it."""
+        if len(self.checker.hosts) > 1:
+            view.queued()
 
 
 def _start(thread: threading.Thread) -> None:
     begin = []
     for device in patches.devices:
-        host, knowledge = device.host(), Knowledge()
-        host.publish(knowledge)
-        begin.append((device, knowledge, host.time_ns))
+        host = device.host()
+        if len(device.checker.hosts) == 1:
+            device.checker.expect_threads()
+        begin.append((device, dict(host.clock), host.time_ns))
     run = thread.run
 
     def run_watched() -> None:
         hosts = []
-        for device, knowledge, time_ns in begin:
-            hosts.append(device.adopt_thread(f"host thread {thread.name!r}", knowledge, time_ns))
+        for device, clock, time_ns in begin:
+            hosts.append(device.adopt_thread(f"host thread {thread.name!r}", clock, time_ns))
             device.enter_modes()
         try:
             run()
@@ -108,9 +115,8 @@ def _join(thread: threading.Thread, timeout: float | None = None) -> None:
         for device in patches.devices:
             for host in ended:
                 if host in device.checker.hosts:
-                    mine, knowledge = device.host(), Knowledge()
-                    host.publish(knowledge)
-                    mine.learn(knowledge)
+                    mine = device.host()
+                    join(mine.clock, host.clock)
                     mine.time_ns = max(mine.time_ns, host.time_ns)
 
 
@@ -118,20 +124,19 @@ class _HandOver:
     """What the threads that publish here know, for those that learn here."""
 
     def __init__(self) -> None:
-        self._knowledge: dict[int, Knowledge] = {}
+        self._knowledge: dict[int, Clock] = {}
 
     def learn(self) -> None:
         for device in patches.devices:
             host = device.known_host()
-            knowledge = self._knowledge.get(id(device))
-            if host is not None and knowledge is not None:
-                host.learn(knowledge)
+            if host is not None:
+                join(host.clock, self._knowledge.get(id(device), {}))
 
     def publish(self) -> None:
         for device in patches.devices:
             host = device.known_host()
             if host is not None:
-                host.publish(self._knowledge.setdefault(id(device), Knowledge()))
+                join(self._knowledge.setdefault(id(device), {}), host.clock)
 
 
 class _TracedLock:
