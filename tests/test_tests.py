@@ -23,6 +23,7 @@ OTHERS = {
     "checkpoint/test_durability.py": "folders.py, when the process dies or the disk fails",
     "engine/test_step_graphs_changes.py": "step_graphs.py, where model, optimizer or data change",
     "testing/test_capture.py": "graphs.py: what a capture refuses",
+    "testing/test_race_table.py": "checker.py, with the bugs of support/race_table.py",
     "testing/test_oracle.py": "the checker against a brute-force oracle, on random programs",
     "testing/test_memory.py": "what lies on the fake device: both modes and the checker together",
     "test_exports.py": "the `__all__` of every room",

@@ -13,7 +13,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -381,12 +381,13 @@ class Checker:
             actor.advance()
             read = Access(site, actor.name, "resize_", writes=False)
             self._check(tracked, Layout.whole(copied), actor, read)
-        self._free(tracked)
         self._count(after - before)
+        old = replace(tracked)
         tracked.nbytes, tracked.address = after, storage.data_ptr()
         tracked.owner, tracked.allocated_at = actor, site
-        tracked.recorded_streams.clear()
+        tracked.recorded_streams = set()
         self._allocate(tracked)
+        self._free(old)  # after the allocation, which cannot get this memory
         if copied:
             write = Access(site, actor.name, "resize_", writes=True)
             self._check(tracked, Layout.whole(copied), actor, write)
