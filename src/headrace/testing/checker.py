@@ -39,6 +39,11 @@ def storage_key(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else id(tensor)
 
 
+def memory_key(tensor: torch.Tensor) -> int:
+    """`storage_key` where PyTorch's function modes are off and the tensor has a storage."""
+    return tensor.untyped_storage()._cdata
+
+
 def join(into: Clock, other: Clock) -> None:
     """Order `into` after everything that `other` is ordered after."""
     for actor, tick in other.items():
@@ -193,6 +198,7 @@ class Checker:
         self._actors: dict[int, Actor] = {}
         self._numbers = 0
         self._storages: dict[int, Storage] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         #: For storages that share another one's memory: how many bytes after its start they begin.
         self._offsets: dict[int, int] = {}
         # By the stream that owned it and the pool: uses of freed memory by other streams that may
@@ -259,7 +265,7 @@ class Checker:
             *(home, owner, site, tensor.shape, tensor.dtype, nbytes, storage.data_ptr()),
             pooled=pooled,
         )
-        weakref.finalize(storage, self._forget, key).atexit = False
+        self._watch_end(storage, key)
         if home == "device" and not pooled:
             self._allocate(tracked)
         return tracked
@@ -290,7 +296,7 @@ class Checker:
             if tracked.address <= address < tracked.address + tracked.nbytes:
                 self._storages[key] = tracked
                 self._offsets[key] = address - tracked.address
-                weakref.finalize(storage, self._forget, key).atexit = False
+                self._watch_end(storage, key)
                 return
 
     def _count(self, nbytes: int) -> None:
@@ -302,7 +308,12 @@ class Checker:
         self.device_bytes += nbytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
+    def _watch_end(self, storage: torch.UntypedStorage, key: int) -> None:
+        # Not `weakref.finalize`, which takes three times as long: every result is tracked.
+        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
+
     def _forget(self, key: int) -> None:
+        del self._alive[key]
         tracked = self._storages.pop(key)
         if self._offsets.pop(key, None) is None and tracked.home == "device":
             self.device_bytes -= tracked.nbytes

@@ -10,7 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.device import host_copy
 from headrace.testing import autograd, collectives, operators, patches
-from headrace.testing.checker import storage_key
+from headrace.testing.checker import memory_key
 from headrace.testing.operators import Operation, tensors
 
 if TYPE_CHECKING:
@@ -88,9 +88,9 @@ class DispatchMode(TorchDispatchMode):
         if stream.tape is not None:
             stream.tape.before_operation(operation, writes)
         result = operation.run()
-        known = {storage_key(tensor) for tensor in inputs}
+        known = {memory_key(tensor) for tensor in inputs}
         outputs = tensors(result)
-        keys = [storage_key(tensor) for tensor in outputs]
+        keys = [memory_key(tensor) for tensor in outputs]
         aliases = known.intersection(keys)
         on_host = operators.HOST_RESULTS.get(operation.short)
         fresh = [
@@ -100,7 +100,7 @@ class DispatchMode(TorchDispatchMode):
         ]
         if aliases and not writes:
             # A view, even if the schema does not say so: no kernel runs.
-            reads = [tensor for tensor in reads if storage_key(tensor) not in aliases]
+            reads = [tensor for tensor in reads if memory_key(tensor) not in aliases]
         written = [] if operators.only_allocates(operation.short) else fresh
         if reads or writes or fresh:
             device.operation(

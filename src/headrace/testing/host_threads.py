@@ -39,6 +39,7 @@ class Hosts(Device):
         self._host_order = host_order
         self._thread = threading.local()
         self._thread.host = self.checker.new_host("host")
+        self._ended: list[Host] = []
 
     def host(self) -> Host:
         """The actor of this host thread."""
@@ -56,14 +57,36 @@ class Hosts(Device):
         host: Host | None = getattr(self._thread, "host", None)
         return host
 
-    def adopt_thread(self, name: str, knows: Clock, time_ns: int = 0) -> Host:
-        """Make an actor for the calling thread, ordered after `knows`."""
+    def adopt_thread(
+        self, name: str, knows: Clock, time_ns: int = 0, successor_of: Host | None = None
+    ) -> Host:
+        """Make an actor for the calling thread, ordered after `knows`; or let it go on as the actor
+        of a thread that has ended."""
         with self.lock:
             host: Host
-            host = self._thread.host = self.checker.new_host(name)
+            host = self._thread.host = successor_of or self.checker.new_host(name)
+            host.name = name
             join(host.clock, knows)
             host.time_ns = time_ns
         return host
+
+    def end_thread(self, host: Host) -> Clock:
+        """Let a later thread go on as this one's actor. Returns what it knows at its end."""
+        with self.lock:
+            host.advance()
+            self._ended.append(host)
+            return dict(host.clock)
+
+    def take_ended(self) -> Host | None:
+        """An actor whose thread has ended before what this thread knows. A program may start a
+        thread at every step, and each actor makes all clocks longer."""
+        mine = self.host().clock
+        with self.lock:
+            for host in self._ended:
+                if mine.get(host.number, 0) >= host.clock[host.number]:
+                    self._ended.remove(host)
+                    return host
+        return None
 
     def all_hosts(self) -> Clock:
         with self.lock:
@@ -89,20 +112,24 @@ def _start(thread: threading.Thread) -> None:
         host = device.host()
         if len(device.checker.hosts) == 1:
             device.checker.expect_threads()
-        begin.append((device, dict(host.clock), host.time_ns))
+        begin.append((device, dict(host.clock), host.time_ns, device.take_ended()))
     run = thread.run
 
     def run_watched() -> None:
         hosts = []
-        for device, clock, time_ns in begin:
-            hosts.append(device.adopt_thread(f"host thread {thread.name!r}", clock, time_ns))
+        for device, clock, time_ns, ended in begin:
+            name = f"host thread {thread.name!r}"
+            hosts.append(device.adopt_thread(name, clock, time_ns, ended))
             device.enter_modes()
         try:
             run()
         finally:
-            for device, _, _ in reversed(begin):
+            for device, *_ in reversed(begin):
                 device.exit_modes()
-            thread._headrace_hosts = hosts  # type: ignore[attr-defined]
+            thread._headrace_ends = [  # type: ignore[attr-defined]
+                (device, host.time_ns, device.end_thread(host))
+                for (device, *_), host in zip(begin, hosts, strict=True)
+            ]
 
     thread.run = run_watched  # type: ignore[method-assign]
     patches.originals["start"](thread)
@@ -111,13 +138,11 @@ def _start(thread: threading.Thread) -> None:
 def _join(thread: threading.Thread, timeout: float | None = None) -> None:
     patches.original(threading.Thread, "join")(thread, timeout)
     if not thread.is_alive():
-        ended = getattr(thread, "_headrace_hosts", [])
-        for device in patches.devices:
-            for host in ended:
-                if host in device.checker.hosts:
-                    mine = device.host()
-                    join(mine.clock, host.clock)
-                    mine.time_ns = max(mine.time_ns, host.time_ns)
+        for device, time_ns, clock in getattr(thread, "_headrace_ends", []):
+            if device in patches.devices:
+                mine = device.host()
+                join(mine.clock, clock)
+                mine.time_ns = max(mine.time_ns, time_ns)
 
 
 class _HandOver:
