@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.device import host_copy
 from headrace.testing import autograd, collectives, operators, patches
-from headrace.testing.checker import storage_key
+from headrace.testing.checker import memory_key
 from headrace.testing.operators import Operation, tensors
 
 if TYPE_CHECKING:
@@ -91,9 +91,9 @@ class DispatchMode(TorchDispatchMode):
         if stream.tape is not None:
             stream.tape.before_operation(operation, writes)
         result = operation.run()
-        known = {storage_key(tensor) for tensor in inputs}
+        known = {memory_key(tensor) for tensor in inputs}
         outputs = tensors(result)
-        keys = [storage_key(tensor) for tensor in outputs]
+        keys = [memory_key(tensor) for tensor in outputs]
         aliases = known.intersection(keys)
         on_host = operators.HOST_RESULTS.get(operation.short)
         fresh = [
@@ -103,7 +103,7 @@ class DispatchMode(TorchDispatchMode):
         ]
         if aliases and not writes:
             # A view, even if the schema does not say so: no kernel runs.
-            reads = [tensor for tensor in reads if storage_key(tensor) not in aliases]
+            reads = [tensor for tensor in reads if memory_key(tensor) not in aliases]
         written = [] if operators.only_allocates(operation.short) else fresh
         if reads or writes or fresh:
             device.operation(
@@ -188,6 +188,8 @@ class DispatchMode(TorchDispatchMode):
         if stream.tape is not None:
             stream.tape.allocated(tensors(result))
             stream.tape.copied(result, source)
+        for tensor in tensors(result):
+            device.made(tensor)
         return result
 
     def _host_to_device(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.source_lines import Site
 from headrace.testing.races import Access, Race
 
-_KEPT = 4096
+_KEPT = 2048
 # How many operations of one stream a picture shows on each side of what matters.
 _SHOWN_AROUND = 2
 
@@ -33,13 +32,16 @@ class History:
     """What happened last, in the program's order."""
 
     def __init__(self) -> None:
-        self._moments: deque[Moment] = deque(maxlen=_KEPT)
+        # No deque: in a block, deques order the threads that use them.
+        self._moments: list[Moment] = []
         self._count = 0
         self._last: dict[str, int] = {}
 
     def add(self, lane: str, does: str, name: str, site: Site, after: int | None = None) -> int:
         self._count += 1
         self._moments.append(Moment(self._count, lane, does, name, site, after))
+        if len(self._moments) > 2 * _KEPT:
+            del self._moments[:_KEPT]
         self._last[lane] = self._count
         return self._count
 
