@@ -21,7 +21,7 @@ from headrace.source_lines import Site
 from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
-from headrace.testing.races import Access, Race, missing_call
+from headrace.testing.races import Access, Freed, Race, missing_call, race_key
 
 Clock = dict[int, int]
 
@@ -41,7 +41,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def memory_key(tensor: torch.Tensor) -> int:
     """`storage_key` where PyTorch's function modes are off and the tensor has a storage."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def join(into: Clock, other: Clock) -> None:
@@ -204,7 +204,10 @@ class Checker:
         # By the stream that owned it and the pool: uses of freed memory by other streams that may
         # still be running, the newest of each line.
         self._freed: dict[tuple[int, str], dict[tuple[object, ...], Entry]] = {}
-        self._reported: set[tuple[object, ...]] = set()
+        #: How often each race was seen.
+        self._reported: dict[tuple[object, ...], int] = {}
+        #: Names the call that would remove a race.
+        self.missing_call: Callable[[str, Access, Access, Freed | None], str] = missing_call
         # A first use with the stream that is not ordered after it. If that stream gets the memory
         # of the use, too, the cause is the same.
         self._unordered: set[tuple[object, ...]] = set()
@@ -331,6 +334,7 @@ class Checker:
             known = owner.knows(use.actor, use.tick)
             if not known:
                 entry = Entry(use.actor, use.tick, whole, use.access, of_previous_owner=True)
+                entry.freed = use.freed
                 tracked.entries.add(entry)
             if (known and len(self.hosts) == 1) or (
                 (use.access.site, use.access.where, owner.name) in self._unordered
@@ -368,6 +372,7 @@ class Checker:
             uses = self._freed.setdefault(pool, {})
             known = uses.get(line)
             if known is None or known.tick < entry.tick:
+                entry.freed = Freed(str(tracked), tracked.allocated_at)
                 uses[line] = entry
 
     def resized(self, tensor: torch.Tensor, actor: Actor, site: Site) -> None:
@@ -454,7 +459,7 @@ class Checker:
         else:
             kind = "-".join("write" if one.writes else "read" for one in (first, second))
         self._unordered.add((first.site, first.where, second.where))
-        self._add_race(kind, tracked, first, second)
+        self._add_race(kind, tracked, first, second, entry.freed)
 
     def report_freed(self, tensor: torch.Tensor, captured: Access, replayed: Access) -> None:
         """Report that a graph uses memory that was freed after the capture."""
@@ -462,13 +467,25 @@ class Checker:
         if tracked is not None:
             self._add_race("freed", tracked, captured, replayed)
 
-    def _add_race(self, kind: str, tracked: Storage, first: Access, second: Access) -> None:
+    def _add_race(
+        self,
+        kind: str,
+        tracked: Storage,
+        first: Access,
+        second: Access,
+        freed: Freed | None = None,
+    ) -> None:
         # A loop repeats the same race at every step: report it once.
-        key = (kind, first.site, first.where, second.site, second.where)
-        if key not in self._reported:
-            self._reported.add(key)
-            missing = missing_call(kind, first, second)
-            self.races.append(Race(kind, str(tracked), first, second, missing))
+        key = race_key(kind, first, second)
+        times = self._reported.get(key, 0)
+        self._reported[key] = times + 1
+        if times == 0:
+            missing = self.missing_call(kind, first, second, freed)
+            self.races.append(Race(kind, str(tracked), first, second, missing, freed))
+
+    def times(self, race: Race) -> int:
+        """How often a race was seen."""
+        return self._reported[race.key]
 
 
 def _pool(nbytes: int) -> str:

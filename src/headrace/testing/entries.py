@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.testing.layout import Layout
-from headrace.testing.races import Access
+from headrace.testing.races import Access, Freed
 
 _MAX_LISTED = 8
 
@@ -23,6 +23,8 @@ class Entry:
     of_previous_owner: bool = False
     #: Not a use: the memory was allocated.
     is_allocation: bool = False
+    #: For a use before the memory was freed: the tensor that was freed.
+    freed: Freed | None = None
 
 
 class Entries:

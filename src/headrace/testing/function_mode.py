@@ -110,7 +110,7 @@ def _call(device: FakeDevice, func: Callable[..., Any], args: Any, kwargs: dict[
     call, target = device.call, kwargs.get("device")
     named = None
     if target is not None:
-        named = "device" if _is_here(target, device) else "host"
+        named = "device" if device.is_named_by(target) else "host"
     if named == "device":
         kwargs = {**kwargs, "device": "cpu"}
     inside = named or call.inside
@@ -145,11 +145,11 @@ def _any_held(device: FakeDevice, values: Any) -> bool:
 def _to(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     target, dtype, non_blocking, memory_format = _parse_to(device, args[1:], kwargs)
     if len(patches.devices) > 1 and any(
-        _is_here(target, other) for other in patches.devices if other is not device
+        other.is_named_by(target) for other in patches.devices if other is not device
     ):
         return func(*args, **kwargs)  # another fake device's mode moves it there
     copied = bool(kwargs.get("copy", False))
-    here, there = device.holds(tensor), _is_here(target, device)
+    here, there = device.holds(tensor), device.is_named_by(target)
     if target is None or (here and not there and _device_from_cpp()):
         target, there = None, here
     if target is None and not copied and memory_format is None:
@@ -383,12 +383,6 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
 
 
 # --- devices as arguments -------------------------------------------------------------------------
-
-
-def _is_here(target: Any, device: FakeDevice) -> bool:
-    if target is None or isinstance(target, int):
-        return False
-    return torch.device(target) == device.torch_device
 
 
 def _device_from_cpp() -> bool:

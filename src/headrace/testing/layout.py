@@ -114,8 +114,8 @@ class Layout(NamedTuple):
         # The rows that end after the piece begins, and begin before it ends.
         first = max(0, (piece.low - self.low - row_bytes) // stride + 1)
         last = min(rows - 1, (piece.high - 1 - self.low) // stride)
-        inside = -((self.low - piece.low) // stride)  # the first that begins in the piece
-        if first <= inside <= last and self._row(inside).high <= piece.high:
+        inside = max(first, -((self.low - piece.low) // stride))  # the first to begin in the piece
+        if inside <= last and self._row(inside).high <= piece.high:
             return True
         return any(self._row(number).overlaps(piece) for number in range(first, last + 1))
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from headrace.device import Event, Stream
 from headrace.testing import graphs
 from headrace.testing.checker import Clock, StreamView, join
+from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
@@ -42,6 +43,7 @@ class FakeStream(Stream):
         if graphs.wait(self, event.captured):
             return
         with self.device.lock:
+            self.device.note_wait(self.name, "wait_event", event.moment)
             self.joins(event.clock, event.passes_ns)
 
     def _wait_stream(self, other: Stream) -> None:
@@ -49,6 +51,8 @@ class FakeStream(Stream):
         if graphs.wait(self, other.mark()):
             return
         with self.device.lock:
+            last = self.device.history.last_on(other.name)
+            self.device.note_wait(self.name, f"wait_stream({other.name})", last)
             recorded = other.actor
             self.device.launch(recorded)  # CUDA records a hidden event on it now
             self.joins(recorded.clock, recorded.time_ns)
@@ -70,6 +74,8 @@ class FakeEvent(Event):
         self.clock: Clock = {}
         self.passes_ns = 0
         self.captured: graphs.Mark | None = None
+        #: The number of the last record in the device's history.
+        self.moment: int | None = None
 
     def _record(self, stream: Stream) -> None:
         assert isinstance(stream, FakeStream)
@@ -77,6 +83,8 @@ class FakeEvent(Event):
         if self.captured is not None:
             return
         with self.device.lock:
+            site, history = calling_site(), self.device.history
+            self.moment = history.add(stream.name, "record", "record_event", site)
             actor = stream.actor
             self.device.launch(actor)
             # A new dict each time: a stream that waited for the last record keeps the old one.
@@ -92,6 +100,7 @@ class FakeEvent(Event):
         self._refuse_captured("a wait for an event")
         self.device.wait_while_hung()
         with self.device.lock:
+            self.device.note_wait(self.device.host().name, "event.synchronize", self.moment)
             self.device.host_waits(self.clock, self.passes_ns, "wait for event")
 
     def _elapsed_ms(self, end: Event) -> float:
