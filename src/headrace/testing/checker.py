@@ -252,6 +252,16 @@ class Checker:
         tracked = self.storage_of(tensor)
         return tracked is not None and tracked.home == "device"
 
+    def held(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the tensors that lie in device memory. Each must have a storage."""
+        get = self._storages.get
+        found = []
+        for tensor in tensors:
+            tracked = get(tensor.untyped_storage()._cdata)
+            if tracked is not None and tracked.home == "device":
+                found.append(tensor)
+        return found
+
     def track(
         self, tensor: torch.Tensor, home: str, owner: Actor, site: Site, *, pooled: bool = False
     ) -> Storage:
