@@ -229,7 +229,7 @@ _add(
 """,
 )
 
-# --- the host, and calls that do not wait ----------------------------------------------------------
+# --- the host, and calls that do not wait ---------------------------------------------------------
 
 for _call in (
     "x[m] = 0.5",

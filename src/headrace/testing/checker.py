@@ -41,7 +41,7 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 def memory_key(tensor: torch.Tensor) -> int:
     """`storage_key` where PyTorch's function modes are off and the tensor has a storage."""
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)
 
 
 def join(into: Clock, other: Clock) -> None:
@@ -251,6 +251,16 @@ class Checker:
         """Whether the tensor lies in device memory."""
         tracked = self.storage_of(tensor)
         return tracked is not None and tracked.home == "device"
+
+    def held(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the tensors that lie in device memory. Each must have a storage."""
+        get = self._storages.get
+        found = []
+        for tensor in tensors:
+            tracked = get(tensor.untyped_storage()._cdata)
+            if tracked is not None and tracked.home == "device":
+                found.append(tensor)
+        return found
 
     def track(
         self, tensor: torch.Tensor, home: str, owner: Actor, site: Site, *, pooled: bool = False

@@ -46,7 +46,7 @@ class DispatchMode(TorchDispatchMode):
         operation = Operation(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():
             inputs = operation.inputs()
-            on_device = [tensor for tensor in inputs if self._holds(tensor)]
+            on_device = self._device.checker.held(inputs)
             self._refuse_mixed(operation, inputs, on_device)
             autograd.notice(operation.short, on_device)
             if on_device and collectives.is_collective(operation.name):
@@ -87,7 +87,7 @@ class DispatchMode(TorchDispatchMode):
         reads, writes = operation.reads_and_writes()
         if mixed:
             self._take_from_host(stream, operation, [t for t in reads if not self._holds(t)])
-            reads = [tensor for tensor in reads if self._holds(tensor)]
+            reads = device.checker.held(reads)
         if stream.tape is not None:
             stream.tape.before_operation(operation, writes)
         result = operation.run()

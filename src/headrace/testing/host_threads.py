@@ -211,6 +211,11 @@ class _TracedRLock(_TracedLock):
 
 
 class _Deque(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if _called_from_untraced():
+            return _deque(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
     def __instancecheck__(cls, value: object) -> bool:
         return isinstance(value, _deque)  # also one from before the block
 
