@@ -228,6 +228,8 @@ _deque = collections.deque
 class _TracedDeque(_deque, metaclass=_Deque):  # type: ignore[type-arg]
     """A deque that orders a thread that takes an item after the thread that put it there."""
 
+    _hand_over: _HandOver
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         made = super().__new__(cls, *args, **kwargs)
         made._hand_over = _HandOver()
