@@ -39,7 +39,14 @@ from headrace.testing.findings import Finding, accepted_because, find, race_repo
 from headrace.testing.function_mode import Call, FunctionMode
 from headrace.testing.history import History, Picture
 from headrace.testing.pages import race_page
-from headrace.testing.races import Access, HiddenWait, Launch, Race, calling_frames, calling_site
+from headrace.testing.races import (
+    Access,
+    HiddenWait,
+    Launch,
+    Race,
+    calling_site,
+    calling_site_and_frames,
+)
 from headrace.testing.streams import FakeEvent, FakeStream
 
 _NS_PER_US = 1_000
@@ -422,8 +429,8 @@ class FakeDevice(host_threads.Hosts):
         cost_ns: int | None = None,
     ) -> None:
         """Run one operation on a stream, or on this host thread if `stream` is None."""
-        site = calling_site()
-        forward_site, frames = autograd.forward_site(), calling_frames()
+        site, frames = calling_site_and_frames()
+        forward_site = autograd.forward_site()
         launch = Launch(name, kind, reads, writes, cost_ns, site, forward_site, frames)
         with torch._C.DisableTorchFunction(), self.lock:
             if stream is None:
