@@ -28,6 +28,10 @@ def patched(seeds: range) -> Iterator[int]:
         yield from seeds
 
 
+def store(path: Path | None, seed: int, counts: dict[str, int]) -> None:
+    save(path, {**header("race_oracle.py"), "result": {"first seed": seed, **counts}})
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--programs", type=int, default=100_000)
@@ -51,9 +55,9 @@ def main() -> None:
                 print(f"seed {seed}:", *differences, program, sep="\n  ", flush=True)
         if counts["programs"] % 5000 == 0:
             print(counts, f"{time.monotonic() - start:.0f} s", flush=True)
+            store(arguments.out, arguments.seed, counts)
     print("\n".join(f"{name:14} {count:>10,}" for name, count in counts.items()))
-    result = {"first seed": arguments.seed, **counts}
-    save(arguments.out, {**header("race_oracle.py"), "result": result})
+    store(arguments.out, arguments.seed, counts)
     sys.exit(1 if counts["differences"] else 0)
 
 

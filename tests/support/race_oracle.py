@@ -265,7 +265,17 @@ class Oracle:
         if conflict.kind == "use":
             return self._is_replaced(first, second.among, second)
         # Other uses of the new memory have taken the place of its allocation.
-        return self._is_replaced(None, second.among, second)
+        return self._is_replaced(None, second.among, second) or (
+            first is not None and self._is_read_again(first, second)
+        )
+
+    def _is_read_again(self, use: Access, before: Access) -> bool:
+        """Whether a read of the new memory has taken the place of a read of the freed memory."""
+        return not use.writes and any(
+            other.bytes == WHOLE and self.reaches(use.node, other.node)
+            for other in before.among
+            if other.node < before.node
+        )
 
     def _is_replaced(
         self, access: Access | None, among: list[Access], before: Access | None

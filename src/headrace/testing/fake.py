@@ -71,8 +71,8 @@ class FakeDevice(host_threads.Hosts):
 
     `device.hang = Hang()` stops the device.
 
-    Not seen: what C++ does with a raw pointer, numpy writing into a tensor's memory, and threads
-    that were started before the block (unless they enter `with device:`).
+    Not seen: what C++ does with a raw pointer, and threads that were started before the block
+    (unless they enter `with device:`).
     """
 
     captures = True

@@ -212,12 +212,14 @@ class _TracedRLock(_TracedLock):
 
 class _Deque(type):
     def __call__(cls, *args: Any, **kwargs: Any) -> Any:
-        if _called_from_untraced():
+        if cls is _TracedDeque and _called_from_untraced():
             return _deque(*args, **kwargs)
         return super().__call__(*args, **kwargs)
 
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _deque)  # also one from before the block
+        if cls is _TracedDeque:
+            return isinstance(value, _deque)  # also one from before the block
+        return super().__instancecheck__(value)
 
 
 _deque = collections.deque
@@ -226,9 +228,12 @@ _deque = collections.deque
 class _TracedDeque(_deque, metaclass=_Deque):  # type: ignore[type-arg]
     """A deque that orders a thread that takes an item after the thread that put it there."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._hand_over = _HandOver()
-        super().__init__(*args, **kwargs)
+    _hand_over: _HandOver
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls, *args, **kwargs)
+        made._hand_over = _HandOver()
+        return made
 
 
 def _putting(name: str) -> Any:
@@ -252,6 +257,7 @@ def _taking(name: str) -> Any:
     return take
 
 
+_TracedDeque.__name__ = "deque"  # as it is printed
 for _name in ("append", "appendleft", "extend", "extendleft", "insert", "__setitem__", "__iadd__"):
     setattr(_TracedDeque, _name, _putting(_name))
 for _name in ("pop", "popleft", "__getitem__", "__iter__"):
