@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,6 +131,31 @@ def test_names_held_anywhere_lead_to_the_fake(fake_cuda: FakeCuda) -> None:
     event().record()
     assert graph().replay
     synchronize()
+
+
+def test_names_imported_inside_are_the_real_ones_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_inside.py").write_text(
+        "import torch\n"
+        "from torch import Generator, Stream as AnyStream\n"
+        "from torch.cuda import Event, current_stream as now\n"
+        "from torch._C import _accelerator_setDeviceIndex as set_index\n"
+        "from torch._C import _accelerator_hooks_set_current_device as set_current\n",
+        encoding="utf-8",
+    )
+    with fake_cuda():
+        inside = importlib.import_module("imported_inside")
+        inside.set_index(0)
+        assert isinstance(inside.now(), inside.AnyStream)
+    del sys.modules["imported_inside"]
+    assert inside.Generator is torch.Generator
+    assert inside.AnyStream is torch.Stream
+    assert inside.Event is torch.cuda.Event
+    assert inside.now is torch.cuda.current_stream
+    assert inside.set_index is torch._C._accelerator_setDeviceIndex
+    assert inside.set_current is torch._C._accelerator_hooks_set_current_device
 
 
 def test_a_class_derived_before_the_block_is_an_error(fake_cuda: FakeCuda) -> None:

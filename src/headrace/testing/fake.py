@@ -285,8 +285,11 @@ class FakeDevice(host_threads.Hosts):
         graphs.refuse(self, "device.synchronize()", stream)
         self.wait_while_hung()
         with self.lock:
+            site, host = calling_site(), self.host().name
             for one in self.checker.streams if stream is None else [stream]:
-                self.note_wait(self.host().name, "synchronize", self.history.last_on(one.name))
+                last = self.history.last_on(one.name)
+                if last is not None:
+                    self.history.add(host, "wait", "synchronize", site, last)
             name = "synchronize device" if stream is None else "synchronize"
             states = self.checker.streams if stream is None else [stream.state]
             views = [self.host().view(state) for state in states]
