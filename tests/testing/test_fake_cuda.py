@@ -185,6 +185,9 @@ def test_every_way_to_the_device(fake_cuda: FakeCuda) -> None:
         "as_tensor": torch.as_tensor(host.numpy(), device="cuda"),
         "module": model.cuda().weight,
         "module to": torch.nn.Linear(2, 2).to("cuda").weight,
+        "module keyword": torch.nn.Linear(2, 2).to(device="cuda", dtype=torch.float64).weight,
+        "module int": torch.nn.Linear(2, 2).to(0).weight,
+        "parallel": torch.nn.DataParallel(model)(host),
         "module device": torch.nn.Linear(2, 2, device="cuda").bias,
         "result": model(host.cuda()),
     }
@@ -195,6 +198,7 @@ def test_every_way_to_the_device(fake_cuda: FakeCuda) -> None:
     made["default"] = torch.arange(3)
     torch.set_default_device("cpu")
     assert [name for name, tensor in made.items() if not on_cuda(tensor)] == []
+    assert torch.device(0) == torch.device("cuda", 0)
     assert made["type"].dtype == torch.float16
     assert made["type"].type() == "torch.cuda.HalfTensor"
     assert (made["cuda()"].get_device(), host.get_device()) == (0, -1)
@@ -459,6 +463,12 @@ def test_figures_and_tools(fake_cuda: FakeCuda) -> None:
     torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
     with torch.backends.cudnn.flags(enabled=True):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    with torch.profiler.profile(
+        activities=list(torch.profiler.ProfilerActivity.__members__.values())
+    ):
+        torch.ones(2, device="cuda").sum()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(1 << 50, device="cuda")
     assert torch.compile(len) is len
     torch.cuda.synchronize(torch.device("cuda"))
 

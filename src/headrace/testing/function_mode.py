@@ -87,6 +87,8 @@ class FunctionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         device, name = self._device, getattr(func, "__name__", "")
+        if name == "_parse_to":
+            return func(*args, **kwargs)  # `Module.to` asks what its arguments mean
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if tensor is not None:
             if name == "__get__":

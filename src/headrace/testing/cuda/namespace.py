@@ -386,12 +386,27 @@ def _tools() -> Iterator[Replacement]:
         stop=_returning(None),
         profile=_no_range,
     )
+    profile = torch.autograd.profiler.profile
+    yield Replacement(
+        profile, "__init__", _host_profile(copy_of(profile.__init__)), "there are no CUDA events"
+    )
     yield Replacement(torch, "compile", _compile, "the compiler would generate kernels for a GPU")
 
 
 @contextmanager
 def _no_range(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
+
+
+def _host_profile(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's profiler, which then watches the host only."""
+
+    def make(self: Any, enabled: bool = True, **options: Any) -> None:
+        if options.get("use_device") == "cuda":
+            options["use_device"] = None
+        original(self, enabled, **{**options, "use_cuda": False})
+
+    return make
 
 
 def _compile(model: Any = None, **options: Any) -> Any:
@@ -425,8 +440,16 @@ def _driver() -> Iterator[Replacement]:
         "_cuda_synchronize": synchronize,
         "_cuda_isCurrentStreamCapturing": lambda: state.device().current_stream().tape is not None,
         "_cuda_isInBadFork": state.in_forked_child,
+        "_scatter": _scatter,
     }.items():
         yield Replacement(torch._C, name, new, "what torch.cuda's functions call")
+
+
+def _scatter(tensor: torch.Tensor, devices: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+    """For `nn.DataParallel`, which has one device here."""
+    if len(devices) > 1:
+        raise state.not_imitated(f"a scatter to {len(devices)} devices")
+    return (tensor.to(torch.device("cuda", devices[0]), non_blocking=True),)
 
 
 # --- torch.accelerator ----------------------------------------------------------------------------
@@ -527,7 +550,7 @@ def _refusing_class(what: str) -> type:
 
 
 def _no_such_call(name: str) -> Any:
-    if name.startswith("_cuda_"):
+    if name.startswith(("_cuda", "_nccl", "_broadcast", "_scatter", "_gather")):
         raise state.not_imitated(f"torch._C.{name}")
     raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
 
