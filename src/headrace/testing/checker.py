@@ -213,15 +213,13 @@ class Checker:
         self._unordered: set[tuple[object, ...]] = set()
 
     def new_host(self, name: str) -> Host:
+        if len(self.hosts) == 1:  # from now on, threads tell each other what is on their streams
+            for view in self.hosts[0].views.values():
+                view.queued()
         host = Host(self._new_number(), name, self)
         self._actors[host.number] = host
         self.hosts.append(host)
         return host
-
-    def expect_threads(self) -> None:
-        """Let the first host thread tell others what it has put on its streams."""
-        for view in self.hosts[0].views.values():
-            view.queued()
 
     def new_stream(self, name: str) -> StreamState:
         stream = StreamState(len(self.streams), name)
