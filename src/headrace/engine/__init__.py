@@ -7,6 +7,7 @@ from the options, `loop.py` is the loop over batches, and `step.py` trains on on
 
 from __future__ import annotations
 
+from headrace.engine.carry import Carry
 from headrace.engine.compiled import CompileReport
 from headrace.engine.deferred import DeferredScalars, DeferredValues
 from headrace.engine.ema import Ema
@@ -20,6 +21,7 @@ from headrace.engine.stages import Progress, StepInfo
 from headrace.engine.step_graphs import GraphReport
 
 __all__ = [
+    "Carry",
     "CompileReport",
     "DeferredScalars",
     "DeferredValues",

@@ -68,26 +68,26 @@ class CompiledLoss:
         self._function = _function_of(loss)
         self._compiled = torch.compile(self._function)
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: Any, *inputs: Any) -> Any:
         if self.mode == "plain" or self.why_uncompiled is not None:
-            return self.plain(model, batch)
+            return self.plain(model, *inputs)
         if self.mode == "compiled":
             with _tiling_analysis(self._compilations == 0):
-                return self._compiled(model, batch)
-        return self._call_or_fall_back(model, batch)
+                return self._compiled(model, *inputs)
+        return self._call_or_fall_back(model, *inputs)
 
     def report(self) -> CompileReport:
         """Whether compiled code has run so far, and if not, why."""
         compiled = self._ran_compiled and self.why_uncompiled is None
         return CompileReport(compiled, self.why_uncompiled, self._compilations, self.seconds)
 
-    def _call_or_fall_back(self, model: Any, batch: Any) -> Any:
+    def _call_or_fall_back(self, model: Any, *inputs: Any) -> Any:
         random_state = self._device.random_state()
         for with_analysis in self._attempts():
             before, start = _compiled_graphs(), time.perf_counter()
             try:
                 with _strict_compiler(), _tiling_analysis(with_analysis):
-                    returned = self._compiled(model, batch)
+                    returned = self._compiled(model, *inputs)
             except Exception as error:
                 if not _is_compiler_error(error):
                     raise
@@ -98,7 +98,7 @@ class CompiledLoss:
                 self._count(_compiled_graphs() - before, time.perf_counter() - start)
                 return returned
         self._give_up(problem)
-        return self.plain(model, batch)
+        return self.plain(model, *inputs)
 
     def _attempts(self) -> tuple[bool, ...]:
         """Whether each attempt to compile uses the tiling analysis."""

@@ -34,7 +34,7 @@ from headrace.engine.graph_state import (
 from headrace.engine.graph_timing import TIMED_STEPS, GraphTiming
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
-from headrace.engine.loss_output import LossOutput
+from headrace.engine.loss_output import LossOutput, map_tensors
 from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.step import EagerStep, StepParts
 from headrace.engine.step_trace import StepTracer, storages
@@ -208,7 +208,11 @@ class StepGraphs:
             cleared = any(parameter.grad is not gradient for parameter, gradient in self._outside)
             if self._values.check() or cleared:
                 self._drop_graphs_and_rewatch()
-            return signature(batch)
+            carry = self._parts.carry
+            if carry is None:
+                return signature(batch)
+            carry.before(batch)  # now the state is in the memory that a graph would read
+            return (signature(batch), carry.key())
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
@@ -251,6 +255,7 @@ class StepGraphs:
             if updated := group.is_full:
                 self.drop_unreached_gradients()
                 parts.run_update()
+            parts.keep_carried(loss)
         return parts.make_launched(fetched, loss, updated=updated)
 
     def _run_watched(self, key: Hashable, fetched: Fetched) -> Launched:
@@ -297,6 +302,10 @@ class StepGraphs:
                 if updated := group.is_full:
                     self.drop_unreached_gradients()
                     self._update()
+            if parts.carry is not None:
+                parts.carry.hold(loss.carried)
+            if loss.outputs is not None:  # the next replay overwrites them
+                loss = replace(loss, outputs=map_tensors(torch.clone, loss.outputs))
             launched = parts.make_launched(fetched, loss, updated=updated, replayed=True)
         if self._timing is not None and self._timing.is_complete():
             log.info("plan %s: %s", self._plan_name, self._timing.decide())
@@ -410,18 +419,17 @@ class StepGraphs:
         parts, group = self._parts, self._parts.group
         with loss_mode(parts.forward.loss, "compiled"):
             loss = parts.forward(batch)
-        # Copies: a metric may be a view of a weight, which the update changes.
-        values = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in loss.values.items()
-        }
+        # A copy: a metric may be a view of a weight, which the update changes.
+        result = loss.detached_copy()
         if group.size == 1:
             parts.backward(loss)
             parts.update(group)
         else:
             with self._recording_reached():
                 parts.backward(loss)
-        return replace(loss, loss=loss.loss.detach(), values=values)
+        if parts.carry is None:
+            return result
+        return replace(result, carried=parts.carry.write(loss.carried, capturing=True))
 
     # --- accumulation: gradients that keep their memory -------------------------------------------
 
