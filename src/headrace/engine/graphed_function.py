@@ -285,7 +285,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
     def _run_watched(self, found: _Found, key: Hashable, call: Any) -> Returned:
         """Run the step eagerly, and look for what no graph could repeat."""
         device, (args, kwargs) = self._device, call
-        tracer = StepTracer(device, caller=GraphedFunction._run_watched.__code__)
+        tracer = StepTracer(
+            device, GraphedFunction._run_watched.__code__, as_captured=self._watch.as_captured
+        )
         entry = _Gradients(found.parameters)
         known = storages([*entry.tensors, *self._known_tensors(found), *flatten_batch(call)])
         observed = len(self._observed)
@@ -301,12 +303,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
             self._found = None
             return result
         is_first = self._graphs.uses(key) == 1
-        if obstacles:
-            why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
-        else:
-            known |= storages(self._known_tensors(found))
-            known |= storages(p.grad for p in found.parameters if p.grad is not None)
-            why = self._watch.learn(hash(key), tracer.trace, known, first=is_first)
+        known |= storages(self._known_tensors(found))
+        known |= storages(p.grad for p in found.parameters if p.grad is not None)
+        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return result

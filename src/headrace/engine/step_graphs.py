@@ -256,16 +256,15 @@ class StepGraphs:
     def _run_watched(self, key: Hashable, fetched: Fetched) -> Launched:
         """Train on a batch eagerly, and look for what no graph could repeat."""
         device = self._parts.device
-        tracer = StepTracer(device, caller=StepGraphs._run_eagerly.__code__)
+        tracer = StepTracer(
+            device, StepGraphs._run_eagerly.__code__, as_captured=self._watch.as_captured
+        )
         known = storages([*self._known_tensors(), *flatten_batch(fetched.batch)])
         with loss_mode(self._parts.forward.loss, "plain"), device.watch() as obstacles:
             launched = self._run_eagerly(key, fetched, tracer)
         is_first = self._graphs.uses(key) == 1
-        if obstacles:
-            why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
-        else:
-            known |= storages(self._known_tensors())
-            why = self._watch.learn(hash(key), tracer.trace, known, first=is_first)
+        known |= storages(self._known_tensors())
+        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return launched
