@@ -352,6 +352,22 @@ def test_options_are_checked() -> None:
         hr.graphed(3)  # type: ignore[arg-type]
     with pytest.raises(StepError, match="at least 1"):
         hr.graphed(print, after=0)
+    with pytest.raises(StepError, match="at least 1"):
+        hr.graphed(shapes=0)
+
+
+def test_as_a_decorator_with_options(capturing: Device) -> None:
+    made = make_accumulating(capturing)
+
+    @hr.graphed(device=capturing, after=1, modules=made.modules, optimizers=made.optimizers)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        """Trains."""
+        return made.step(x)  # type: ignore[no-any-return]
+
+    for batch in batches(capturing, 5, sizes=(6,)):
+        step(batch)
+    assert step.__doc__ == "Trains."
+    assert step.report().replays == 3
 
 
 def test_an_engine_replays_a_step_of_ones_own(capturing: Device) -> None:

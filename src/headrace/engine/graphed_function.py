@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -416,6 +416,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._kept_alive = []
 
 
+@overload
 def graphed(
     step: Callable[Arguments, Returned],
     *,
@@ -424,8 +425,32 @@ def graphed(
     optimizers: Iterable[torch.optim.Optimizer] | None = None,
     shapes: int = 16,
     after: int = 2,
-) -> GraphedFunction[Arguments, Returned]:
+) -> GraphedFunction[Arguments, Returned]: ...
+
+
+@overload
+def graphed(
+    *,
+    device: Device | str | torch.device = "auto",
+    modules: Iterable[torch.nn.Module] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    shapes: int = 16,
+    after: int = 2,
+) -> Callable[[Callable[Arguments, Returned]], GraphedFunction[Arguments, Returned]]: ...
+
+
+def graphed(
+    step: Callable[Arguments, Returned] | None = None,
+    *,
+    device: Device | str | torch.device = "auto",
+    modules: Iterable[torch.nn.Module] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    shapes: int = 16,
+    after: int = 2,
+) -> Any:
     """Capture a training step of your own as graphs. Call what this returns instead of `step`.
+
+    `hr.graphed(step, after=3)`, or as a decorator: `@hr.graphed` or `@hr.graphed(after=3)`.
 
     The step may do anything that runs on the device: several models and optimizers, several
     backward passes, `zero_grad`, random numbers, averages of weights. Its arguments are the batch
@@ -440,10 +465,19 @@ def graphed(
     You may keep what a call returns: a replay returns copies. `report()` of the result says what
     was captured, or why not; `close()` frees the graphs.
     """
-    if not callable(step):
-        raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
     if after < 1 or shapes < 1:
         raise StepError(f"graphed: shapes = {shapes}, after = {after}; expected at least 1 each")
+    if step is None:
+        return functools.partial(
+            graphed,
+            device=device,
+            modules=modules,
+            optimizers=optimizers,
+            shapes=shapes,
+            after=after,
+        )
+    if not callable(step):
+        raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
     return GraphedFunction(
         step,
         open_device(device),
