@@ -43,7 +43,12 @@ from headrace.engine.graph_state import StateBeforeCapture, addresses
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.python_state import PythonState
-from headrace.engine.step_graphs import GraphReport, describe_failure, warn_not_captured
+from headrace.engine.step_graphs import (
+    GraphReport,
+    describe_failure,
+    log_rounding,
+    warn_not_captured,
+)
 from headrace.engine.step_state import StepState
 from headrace.engine.step_trace import StepTracer, Storage, storages
 from headrace.errors import CaptureError, StepError
@@ -155,6 +160,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def report(self) -> GraphReport:
         """What was captured and replayed, and why not."""
+        rounding = [optimizer.rounding for optimizer in self._capturable]
         return GraphReport(
             shapes=len(self._graphs),
             captures=self._graphs.captures,
@@ -164,6 +170,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             memory_bytes=self._graphs.memory_bytes,
             why=self._why_eager,
             decision=None,
+            rounding="; ".join(dict.fromkeys(filter(None, rounding))) or None,
         )
 
     def close(self) -> None:
@@ -350,6 +357,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 before.restore()
             values.require_unchanged()
             succeeded()
+        if self._graphs.captures == 1:
+            log_rounding(self._plan_name, self.report().rounding)
         self._addresses = addresses(state, state.tensors())
         values.note_capture()
         # A graph must not outlive the tensors it uses.
