@@ -29,7 +29,7 @@ from headrace.device import Device, deterministic_kernels
 from headrace.engine.accelerate_wrappers import unwrap_optimizer
 from headrace.engine.carry import CarriedState, Carry
 from headrace.engine.clipping import Clipping
-from headrace.engine.compiled import CompiledLoss, CompileReport
+from headrace.engine.compiled import CompiledLoss, CompileReport, compile_obstacle
 from headrace.engine.deferred import DeferredScalars, SummedScalars
 from headrace.engine.ema import Ema
 from headrace.engine.forward import Forward, LossFunction
@@ -194,12 +194,14 @@ class ModelStepBuilder:
             guard = previous.guard if previous is not None else None
             on_device = scales_on_device(optimizer)
             guard = guard or UpdateGuard(device, self._policy.max_skipped, on_device)
-        compiles = plan.compile and device.compiles
+        loss = self._loss
+        if plan.compile and device.compiles:
+            loss = CompiledLoss(loss, device, compile_obstacle(device, loss, self.model))
         forward = Forward(
             device,
             self.model,
             optimizer,
-            CompiledLoss(self._loss, device) if compiles else self._loss,
+            loss,
             user_loss=self._loss,
             precision=plan.precision,
             distributed=spread != "plain",

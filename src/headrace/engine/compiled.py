@@ -29,6 +29,9 @@ import torch
 from headrace.atomic_files import user_cache
 from headrace.device import Device
 from headrace.engine.forward import LossFunction
+from headrace.engine.python_state import PythonState
+from headrace.engine.user_compiled import describe_own_graphs, recurrent_obstacle
+from headrace.parallel import unwrap
 
 log = logging.getLogger("headrace")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._higher_order_ops")
@@ -53,9 +56,10 @@ class CompileReport:
 
 class CompiledLoss:
     """A loss function that is compiled at its first call, and for new shapes. If compilation fails,
-    it runs uncompiled from then on, and the log says why, once."""
+    it runs uncompiled from then on, and the log says why, once. `obstacle` says why it is not worth
+    trying."""
 
-    def __init__(self, loss: LossFunction, device: Device) -> None:
+    def __init__(self, loss: LossFunction, device: Device, obstacle: str | None = None) -> None:
         self.plain = loss
         #: "fallback" runs compiled code, or the plain code if compilation fails.
         self.mode: Literal["fallback", "plain", "compiled"] = "fallback"
@@ -67,6 +71,8 @@ class CompiledLoss:
         _set_cache_folder()
         self._function = _function_of(loss)
         self._compiled = torch.compile(self._function)
+        if obstacle is not None:
+            self._give_up(obstacle)
 
     def __call__(self, model: Any, *inputs: Any) -> Any:
         if self.mode == "plain" or self.why_uncompiled is not None:
@@ -121,6 +127,14 @@ class CompiledLoss:
         self._device.warn_once(
             f"compile: {why}", "the step is not compiled and runs as it is: %s", why
         )
+
+
+def compile_obstacle(device: Device, loss: LossFunction, model: torch.nn.Module) -> str | None:
+    """Why a loss function is better not compiled, as far as that is known before; else None."""
+    found = PythonState(device, loss, (unwrap(model),)).owners()
+    if found.own_graphs is not None:  # compiled again, it would lose them
+        return describe_own_graphs(found.own_graphs)
+    return recurrent_obstacle(found.modules)
 
 
 def uncompiled(loss: LossFunction) -> LossFunction:

@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -44,7 +44,12 @@ from headrace.engine.graph_state import StateBeforeCapture, addresses
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.python_state import PythonState
-from headrace.engine.step_graphs import GraphReport, describe_failure, warn_not_captured
+from headrace.engine.step_graphs import (
+    GraphReport,
+    describe_failure,
+    log_rounding,
+    warn_not_captured,
+)
 from headrace.engine.step_state import StepState
 from headrace.engine.step_trace import StepTracer, Storage, storages
 from headrace.errors import CaptureError, StepError
@@ -175,6 +180,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def report(self) -> GraphReport:
         """What was captured and replayed, and why not."""
+        rounding = [optimizer.rounding for optimizer in self._capturable]
         return GraphReport(
             shapes=len(self._graphs),
             captures=self._graphs.captures,
@@ -184,6 +190,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             memory_bytes=self._graphs.memory_bytes,
             why=self._why_eager,
             decision=None,
+            rounding="; ".join(dict.fromkeys(filter(None, rounding))) or None,
         )
 
     def close(self) -> None:
@@ -322,7 +329,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
     def _run_watched(self, found: _Found, key: Hashable, call: Any) -> Returned:
         """Run the step eagerly, and look for what no graph could repeat."""
         device = self._device
-        tracer = StepTracer(device, caller=GraphedFunction._run_watched.__code__)
+        tracer = StepTracer(
+            device, GraphedFunction._run_watched.__code__, as_captured=self._watch.as_captured
+        )
         entry = _Gradients(found.parameters)
         known = storages([*entry.tensors, *self._known_tensors(found), *flatten_batch(call)])
         observed = len(self._observed)
@@ -341,12 +350,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
             self._found = None
             return result
         is_first = self._graphs.uses(key) == 1
-        if obstacles:
-            why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
-        else:
-            known |= storages(self._known_tensors(found))
-            known |= storages(p.grad for p in found.parameters if p.grad is not None)
-            why = self._watch.learn(hash(key), tracer.trace, known, first=is_first)
+        known |= storages(self._known_tensors(found))
+        known |= storages(p.grad for p in found.parameters if p.grad is not None)
+        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return result
@@ -395,6 +401,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 before.restore()
             values.require_unchanged()
             succeeded()
+        if self._graphs.captures == 1:
+            log_rounding(self._plan_name, self.report().rounding)
         self._addresses = addresses(state, state.tensors())
         values.note_capture()
         # A graph must not outlive the tensors it uses.
@@ -462,6 +470,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._kept_alive = []
 
 
+@overload
 def graphed(
     step: Callable[Arguments, Returned],
     *,
@@ -471,8 +480,34 @@ def graphed(
     carry: Any = None,
     shapes: int = 16,
     after: int = 2,
-) -> GraphedFunction[Arguments, Returned]:
+) -> GraphedFunction[Arguments, Returned]: ...
+
+
+@overload
+def graphed(
+    *,
+    device: Device | str | torch.device = "auto",
+    modules: Iterable[torch.nn.Module] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    carry: Any = None,
+    shapes: int = 16,
+    after: int = 2,
+) -> Callable[[Callable[Arguments, Returned]], GraphedFunction[Arguments, Returned]]: ...
+
+
+def graphed(
+    step: Callable[Arguments, Returned] | None = None,
+    *,
+    device: Device | str | torch.device = "auto",
+    modules: Iterable[torch.nn.Module] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    carry: Any = None,
+    shapes: int = 16,
+    after: int = 2,
+) -> Any:
     """Capture a training step of your own as graphs. Call what this returns instead of `step`.
+
+    `hr.graphed(step, after=3)`, or as a decorator: `@hr.graphed` or `@hr.graphed(after=3)`.
 
     The step may do anything that runs on the device: several models and optimizers, several
     backward passes, `zero_grad`, random numbers, averages of weights. Its arguments are the batch
@@ -491,10 +526,20 @@ def graphed(
     You may keep what a call returns: a replay returns copies. `report()` of the result says what
     was captured, or why not; `close()` frees the graphs.
     """
-    if not callable(step):
-        raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
     if after < 1 or shapes < 1:
         raise StepError(f"graphed: shapes = {shapes}, after = {after}; expected at least 1 each")
+    if step is None:
+        return functools.partial(
+            graphed,
+            device=device,
+            modules=modules,
+            optimizers=optimizers,
+            carry=carry,
+            shapes=shapes,
+            after=after,
+        )
+    if not callable(step):
+        raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
     device, spec = open_device(device), Carry.of(carry)
     return GraphedFunction(
         step,

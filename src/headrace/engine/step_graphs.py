@@ -57,7 +57,8 @@ class GraphReport:
     """What became of a plan's graphs. `shapes` is how many shapes have a graph now. `replays`
     counts batches that were replayed, `one_by_one` those whose kernels were launched one by one.
     `why` says why nothing is captured (any more); None if graphs are in use. `decision` says what
-    `graphs="auto"` measured."""
+    `graphs="auto"` measured. `rounding` says why the last digits differ from those of the plain
+    loop; None if nothing is known to change them."""
 
     shapes: int
     captures: int
@@ -67,6 +68,7 @@ class GraphReport:
     memory_bytes: int
     why: str | None
     decision: str | None
+    rounding: str | None = None
 
 
 class GraphedStep:
@@ -189,6 +191,7 @@ class StepGraphs:
             memory_bytes=self._graphs.memory_bytes + self._updates.memory_bytes,
             why=self._why_eager,
             decision=None if self._timing is None else self._timing.decision,
+            rounding=None if self._capturable is None else self._capturable.rounding,
         )
 
     def close(self) -> None:
@@ -261,16 +264,15 @@ class StepGraphs:
     def _run_watched(self, key: Hashable, fetched: Fetched) -> Launched:
         """Train on a batch eagerly, and look for what no graph could repeat."""
         device = self._parts.device
-        tracer = StepTracer(device, caller=StepGraphs._run_eagerly.__code__)
+        tracer = StepTracer(
+            device, StepGraphs._run_eagerly.__code__, as_captured=self._watch.as_captured
+        )
         known = storages([*self._known_tensors(), *flatten_batch(fetched.batch)])
         with loss_mode(self._parts.forward.loss, "plain"), device.watch() as obstacles:
             launched = self._run_eagerly(key, fetched, tracer)
         is_first = self._graphs.uses(key) == 1
-        if obstacles:
-            why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
-        else:
-            known |= storages(self._known_tensors())
-            why = self._watch.learn(hash(key), tracer.trace, known, first=is_first)
+        known |= storages(self._known_tensors())
+        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return launched
@@ -369,6 +371,8 @@ class StepGraphs:
                 group.reached.clear()
             self._values.require_unchanged()
             succeeded()
+        if self._graphs.captures == 1:
+            log_rounding(self._plan_name, self.report().rounding)
         self._addresses = self._current_addresses()
         self._values.note_capture()
         own = {id(p) for p in group.parameters()}
@@ -534,6 +538,12 @@ def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
         plan_name,
         why,
     )
+
+
+def log_rounding(plan_name: str, rounding: str | None) -> None:
+    """Log after the first capture why the last digits differ from the plain loop's."""
+    if rounding is not None:
+        log.info("plan %s: %s", plan_name, rounding)
 
 
 def describe_failure(problem: CaptureError) -> str:
