@@ -18,6 +18,7 @@ from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.run_ahead import RunAhead
 from headrace.engine.stages import Progress, StepInfo
 from headrace.engine.step_graphs import GraphReport
+from headrace.engine.step_state import StepState
 
 __all__ = [
     "CompileReport",
@@ -34,6 +35,7 @@ __all__ = [
     "Progress",
     "RunAhead",
     "StepInfo",
+    "StepState",
     "autocast",
     "graphed",
 ]
