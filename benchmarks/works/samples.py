@@ -1,0 +1,79 @@
+"""What the scripts in this folder share: samples in memory, their loader, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+
+class Samples(Dataset[Any]):
+    """Tensors whose first dimension counts samples. A batch is gathered at once."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self.tensors = tensors
+
+    def __len__(self) -> int:
+        return len(self.tensors[0])
+
+    def __getitem__(self, index: int) -> tuple[Tensor, ...]:
+        return tuple(tensor[index] for tensor in self.tensors)
+
+    def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
+        return tuple(tensor[indices] for tensor in self.tensors)
+
+
+def loader_of(
+    data: Dataset[Any],
+    batch_size: int | None,
+    *,
+    shuffle: bool = True,
+    seed: int,
+    workers: int,
+    prefetch_factor: int,
+    pin: bool,
+) -> DataLoader[Any]:
+    """A loader with a random generator of its own: the order of batches depends on the seed only,
+    not on what else draws random numbers. Without a batch size, `data` holds whole batches."""
+    return DataLoader(
+        data,
+        batch_size,
+        shuffle=shuffle,
+        drop_last=batch_size is not None,
+        collate_fn=_unchanged,
+        num_workers=workers,
+        prefetch_factor=prefetch_factor if workers else None,
+        persistent_workers=workers > 0,
+        pin_memory=pin,
+        generator=torch.Generator().manual_seed(seed),
+    )
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
+
+
+def run(description: str | None, train: Any) -> None:
+    """Read the command line, train, and print the loss of every tenth step."""
+    parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
+    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--workers", type=int, default=4)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
+    options = parser.parse_args()
+    losses: Iterator[Tensor] = train(
+        torch.device(options.device),
+        tiny=options.tiny,
+        seed=options.seed,
+        workers=options.workers,
+        pin=options.device != "cpu",
+    )
+    for step, loss in enumerate(islice(losses, options.steps), 1):
+        if step % 10 == 0 or step == options.steps:
+            print(f"step {step}: loss {loss.item():.4f}", flush=True)
