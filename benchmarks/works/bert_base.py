@@ -46,6 +46,7 @@ def work(
     lengths = torch.randint(length // 2, length + 1, (shape[0], 1), generator=draw)
     mask = torch.arange(length) < lengths
     masked = (torch.rand(shape, generator=draw) < MASKED) & mask
+    masked[:, 0] = True  # the mean over no masked word would not be a number
     samples = Samples(
         words.masked_fill(masked, MASK_ID).masked_fill(~mask, 0),
         mask.long(),

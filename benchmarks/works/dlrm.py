@@ -48,7 +48,7 @@ class DLRM(nn.Module):
         found = [table(categories[:, at]) for at, table in enumerate(self.tables)]
         features = torch.stack([dense, *found], dim=1)
         products = torch.bmm(features, features.transpose(1, 2)).flatten(1)
-        together = torch.cat([dense, products.index_select(1, self.pairs)], dim=1)
+        together = torch.cat([dense, products[:, self.pairs]], dim=1)
         logits: Tensor = self.out(self.top(together)).squeeze(1)
         return logits
 

@@ -53,7 +53,7 @@ def work(
     *,
     tiny: bool = False,
     batch_size: int = 32,
-    batches: int = 128,
+    batches: int = 1000,
     seed: int = 0,
     workers: int = 2,
     prefetch_factor: int = 2,
@@ -70,7 +70,6 @@ def work(
     loader = loader_of(
         Text(text, length),
         None,
-        shuffle=False,
         seed=seed,
         workers=workers,
         prefetch_factor=prefetch_factor,

@@ -9,7 +9,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, RandomSampler
+
+EPOCH = 1000  # batches: a short epoch would measure how loaders begin and end
 
 
 class Samples(Dataset[Any]):
@@ -32,25 +34,31 @@ def loader_of(
     data: Dataset[Any],
     batch_size: int | None,
     *,
-    shuffle: bool = True,
     seed: int,
     workers: int,
     prefetch_factor: int,
     pin: bool,
 ) -> DataLoader[Any]:
-    """A loader with a random generator of its own: the order of batches depends on the seed only,
-    not on what else draws random numbers. Without a batch size, `data` holds whole batches."""
+    """A loader that draws samples; if `batch_size` is None, `data` holds whole batches, in order.
+
+    Its random generator is its own: the batches depend on the seed only, not on what else draws
+    random numbers.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    sampler = None
+    if batch_size is not None:
+        count = EPOCH * batch_size
+        sampler = RandomSampler(data, replacement=True, num_samples=count, generator=draw)
     return DataLoader(
         data,
         batch_size,
-        shuffle=shuffle,
-        drop_last=batch_size is not None,
+        sampler=sampler,
         collate_fn=_unchanged,
         num_workers=workers,
         prefetch_factor=prefetch_factor if workers else None,
         persistent_workers=workers > 0,
         pin_memory=pin,
-        generator=torch.Generator().manual_seed(seed),
+        generator=draw,
     )
 
 

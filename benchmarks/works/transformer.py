@@ -31,10 +31,11 @@ def work(
     pin: bool = False,
 ) -> Any:
     """Transformer base, 30 sentences of 60 tokens."""
-    preset, vocabulary, length = "base", 32_000, 60
+    settings, vocabulary, length = ModelSettings.preset("base"), 32_000, 60
     if tiny:
-        preset, vocabulary, length, batch_size = "tiny", 50, 7, min(batch_size, 3)
-    model = Translator(ModelSettings.preset(preset), vocabulary, vocabulary)
+        settings = ModelSettings.preset("tiny").replace(encoder_layers=1, decoder_layers=1)
+        vocabulary, length, batch_size = 50, 7, min(batch_size, 3)
+    model = Translator(settings, vocabulary, vocabulary)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     draw = torch.Generator().manual_seed(seed)
     count = batches * batch_size
