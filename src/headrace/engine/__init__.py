@@ -19,6 +19,7 @@ from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.run_ahead import RunAhead
 from headrace.engine.stages import Progress, StepInfo
 from headrace.engine.step_graphs import GraphReport
+from headrace.engine.step_state import StepState
 
 __all__ = [
     "Carry",
@@ -36,6 +37,7 @@ __all__ = [
     "Progress",
     "RunAhead",
     "StepInfo",
+    "StepState",
     "autocast",
     "graphed",
 ]

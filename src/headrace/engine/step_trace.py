@@ -172,8 +172,7 @@ class StepTracer(TorchDispatchMode):
             for value in tree_iter((args, kwargs or {})):
                 if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
                     self.trace.touched.add(Storage(value.untyped_storage()))
-        result = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._record_made(value, on_device)
