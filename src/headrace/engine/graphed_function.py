@@ -262,7 +262,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 torch.are_deterministic_algorithms_enabled(),
             )
             without = tuple(p.grad is None for p in self._found.parameters)
-            return (signature(call), modes, without)
+            return (signature(call, self._device), modes, without)
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None

@@ -211,7 +211,7 @@ class StepGraphs:
             cleared = any(parameter.grad is not gradient for parameter, gradient in self._outside)
             if self._values.check() or cleared:
                 self._drop_graphs_and_rewatch()
-            return signature(batch)
+            return signature(batch, self._parts.device)
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
