@@ -45,6 +45,17 @@ def test_there_are_eleven() -> None:
     assert len(WORKS) == 11
 
 
+def test_the_plain_script_prints_every_tenth_loss(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module = work_called("dlrm").build.__globals__
+    line = "dlrm.py --tiny --steps 12 --device cpu --workers 0"
+    monkeypatch.setattr("sys.argv", line.split())
+    module["run"](module["__doc__"], module["train"])
+    steps = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert steps == ["step 10", "step 12"]
+
+
 @pytest.mark.parametrize("name", WORKS)
 def test_every_plan_has_the_losses_of_the_plain_script(name: str) -> None:
     expected = plain_losses(name)
