@@ -19,17 +19,19 @@ speed   Target tokens per second. First in turns: a block of batches in a runnin
         the monitor's and the watchdog's threads run all the time. Then one after the other, each
         alone: a whole `headrace train` of `--steps` updates, and as many steps of the plain loop.
         This part needs a quiet machine; the others do not.
+
+Each part is stored in `--out` with its command. Parts that are already in the file stay there.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -69,13 +71,16 @@ class Contest:
 
     def train(self, name: str, **changes: Any) -> TrainResult:
         """What `headrace train` does."""
-        return Trainer.create(
+        result = Trainer.create(
             self.settings.replace(**changes),
             project=self.work / "runs",
             name=name,
             cache=self.work / "cache",
             quiet=self._quiet,
         ).run()
+        if result.stopped is not None:
+            raise SystemExit(f"stopped by {result.stopped}")
+        return result
 
     def parts(self, **changes: Any) -> RunParts:
         """The parts that `train` makes of the same settings: the initial weights, the batches."""
@@ -166,10 +171,10 @@ def bleu(contest: Contest) -> Row:
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(1, spawn, torch.set_num_threads, (max(1, threads // 2),)) as process:
-        rows_later = process.submit(plain_epochs, contest)
+    with spawn.Pool(1, torch.set_num_threads, (max(1, threads // 2),)) as process:
+        plain = process.apply_async(plain_epochs, (contest,))
         result = contest.train("bleu")
-        rows = rows_later.result()
+        rows = plain.get()
     torch.set_num_threads(threads)
     assert result.scores is not None
     lines = [line for line in read_metrics(result.folder.metrics) if line["kind"] == "epoch"]
@@ -443,9 +448,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    result: Row = header("learning.py")
-    result["command"] = result["command"].replace(str(arguments.data), arguments.data.name)
-    result["threads"] = arguments.threads
+    about = header("learning.py") | {"threads": arguments.threads}
+    about["command"] = about["command"].replace(str(arguments.data), arguments.data.name)
     with tempfile.TemporaryDirectory(prefix="headrace-learning-") as work:
         values = stored_values(arguments.config)
         settings = TrainSettings.from_dict(values | {"data": str(arguments.data.absolute())})
@@ -458,18 +462,24 @@ def main() -> None:
         texts = []
         for part in arguments.part or PARTS:
             if part == "losses":
-                result[part] = losses(contest, arguments.steps)
-                texts.append(losses_table(result[part]))
+                found = losses(contest, arguments.steps)
+                texts.append(losses_table(found))
             elif part == "bleu":
-                result[part] = bleu(contest)
-                texts.append(bleu_table(result[part]))
+                found = bleu(contest)
+                texts.append(bleu_table(found))
             else:
-                result[part] = speed(
+                found = speed(
                     contest, steps=arguments.steps, rounds=arguments.rounds, block=arguments.block
                 )
-                texts.append(speed_table(result[part]))
-            save(arguments.out, result)
+                texts.append(speed_table(found))
+            save(arguments.out, _stored(arguments.out) | {part: about | found})
     print("\n".join(texts))
+
+
+def _stored(path: Path | None) -> Row:
+    if path is None or not path.exists():
+        return {}
+    return json.loads(path.read_text(encoding="utf-8"))
 
 
 if __name__ == "__main__":
