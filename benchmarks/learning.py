@@ -16,9 +16,9 @@ bleu    Train to the end, with dropout: training loss, validation loss and BLEU 
         not equal. Both train at the same time, each in a process with half of the threads.
 speed   Target tokens per second. First in turns: a block of batches in a running `headrace train`,
         then the same block in the plain loop, in one process. No checkpoint is written meanwhile;
-        the monitor's and the watchdog's threads run all the time. Then one after the other, each
-        alone: a whole `headrace train` of `--steps` updates, and as many steps of the plain loop.
-        This part needs a quiet machine; the others do not.
+        the monitor's and the watchdog's threads run all the time. Then each alone, one after the
+        other: a whole `headrace train` of one epoch, and an epoch of the plain loop. This part
+        needs a quiet machine; the others do not.
 
 Each part is stored in `--out` with its command. Parts that are already in the file stay there.
 """
@@ -27,12 +27,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -166,11 +166,10 @@ def bleu(contest: Contest) -> Row:
     """Loss and BLEU by epoch of both, and the BLEU of a word-for-word translation."""
     settings = contest.settings
     parts = contest.parts()  # prepares the corpus, which both then find in the cache
-    scored = {split: parts.data.texts(split) for split in ("valid", "test")}
     contest.say(f"bleu: headrace train and the plain loop, {settings.epochs} epochs")
     threads = torch.get_num_threads()
     torch.set_num_threads(max(1, threads // 2))
-    spawn = multiprocessing.get_context("spawn")
+    spawn = get_context("spawn")
     with spawn.Pool(1, torch.set_num_threads, (max(1, threads // 2),)) as process:
         plain = process.apply_async(plain_epochs, (contest,))
         result = contest.train("bleu")
@@ -179,13 +178,13 @@ def bleu(contest: Contest) -> Row:
     assert result.scores is not None
     lines = [line for line in read_metrics(result.folder.metrics) if line["kind"] == "epoch"]
     trained = TrainedModel.load(result.folder.path, weights="last", device="cpu")
-    ours_test = trained.score(scored["test"], beam=1)[0].bleu
     contest.say("bleu: the word-for-word translation")
     words = WordForWord(_training_text(parts))
+    valid, test = _scored_pairs(parts)
     return {
         "pairs": len(parts.data.splits["train"]),
         "parameters": sum(weight.numel() for weight in parts.model.parameters()),
-        "settings": _told_settings(settings),
+        "settings": _changed_settings(settings),
         "epochs": [
             {
                 "epoch": number,
@@ -195,18 +194,12 @@ def bleu(contest: Contest) -> Row:
             }
             for number, (line, row) in enumerate(zip(lines, rows["epochs"], strict=True), 1)
         ],
-        "valid BLEU word for word": _bleu_of(
-            words.translate(src for src, _ in scored["valid"][: settings.valid_sentences]),
-            scored["valid"][: settings.valid_sentences],
-            settings,
-        ),
+        "valid BLEU word for word": _word_for_word_bleu(words, valid, settings),
         "test BLEU": {
-            "headrace, last weights, greedy": ours_test,
+            "headrace, last weights, greedy": trained.score(test, beam=1)[0].bleu,
             "plain, last weights, greedy": rows["test"],
             f"headrace, best weights, beam {settings.beam}": result.scores.bleu,
-            "word for word": _bleu_of(
-                words.translate(src for src, _ in scored["test"]), scored["test"], settings
-            ),
+            "word for word": _word_for_word_bleu(words, test, settings),
         },
         "signature": result.scores.bleu_signature,
         "examples": [
@@ -217,14 +210,14 @@ def bleu(contest: Contest) -> Row:
 
 
 def plain_epochs(contest: Contest) -> Row:
-    """Train the plain loop for all epochs. Losses and BLEU by epoch, and BLEU of test."""
+    """Train the plain loop for all epochs: losses and BLEU by epoch, and BLEU of test."""
     settings, parts = contest.settings, contest.parts()
-    valid = parts.data.texts("valid")[: settings.valid_sentences]
+    valid, test = _scored_pairs(parts)
     loop = PlainLoop(plain_copy(parts.model), settings)
     torch.manual_seed(settings.seed)
     rows = []
     for epoch in range(settings.epochs):
-        total = tokens = 0
+        total = tokens = 0.0
         for src, trg in batches_of(parts, epoch):
             weight = target_tokens(trg)
             total, tokens = total + loop.step(src, trg) * weight, tokens + weight
@@ -238,7 +231,18 @@ def plain_epochs(contest: Contest) -> Row:
             f"valid {row['valid loss']:.4f}, BLEU {row['BLEU']:.2f}"
         )
         rows.append(row)
-    return {"epochs": rows, "test": _plain_bleu(loop, parts, parts.data.texts("test"))}
+    return {"epochs": rows, "test": _plain_bleu(loop, parts, test)}
+
+
+def _scored_pairs(parts: RunParts) -> tuple[list[Pair], list[Pair]]:
+    """What the trainer translates after each epoch, and in the end: test, if there is one."""
+    valid = parts.data.texts("valid")
+    test = parts.data.texts("test") if "test" in parts.data.splits else valid
+    return valid[: parts.settings.valid_sentences], test
+
+
+def _word_for_word_bleu(words: WordForWord, pairs: list[Pair], settings: TrainSettings) -> float:
+    return _bleu_of(words.translate(src for src, _ in pairs), pairs, settings)
 
 
 def _plain_bleu(loop: PlainLoop, parts: RunParts, pairs: list[Pair]) -> float:
@@ -262,7 +266,7 @@ def _training_text(parts: RunParts) -> list[Pair]:
     )
 
 
-def _told_settings(settings: TrainSettings) -> Row:
+def _changed_settings(settings: TrainSettings) -> Row:
     """The settings that differ from the defaults, without the path of the corpus."""
     usual = TrainSettings().to_dict()
     return {
@@ -289,11 +293,11 @@ def bleu_table(found: Row) -> str:
 # --- speed ----------------------------------------------------------------------------------------
 
 
-def speed(contest: Contest, *, steps: int, rounds: int, block: int, warm_up: int = 40) -> Row:
+def speed(contest: Contest, *, rounds: int, block: int, warm_up: int = 40) -> Row:
     """Target tokens per second of both, in turns and each alone."""
     return {
         "in turns": in_turns(contest, rounds=rounds, block=block, warm_up=warm_up),
-        "alone": alone(contest, steps),
+        "alone": alone(contest),
     }
 
 
@@ -361,49 +365,45 @@ def in_turns(contest: Contest, *, rounds: int, block: int, warm_up: int) -> Row:
     }
 
 
-def alone(contest: Contest, steps: int) -> Row:
-    """The rate of a whole `headrace train`, and that of the plain loop on the same batches."""
-    contest.say(f"speed: headrace train alone, {steps} updates")
-    steps_s = [0.0]
+def alone(contest: Contest) -> Row:
+    """The rate of a whole `headrace train` of one epoch, and of the plain loop on its batches."""
+    parts = contest.parts()  # the corpus is in the cache now
+    steps_s = 0.0
 
     def timed(_: Engine, progress: Iterator[Any]) -> Iterator[Any]:
+        nonlocal steps_s
         begun = time.perf_counter()
         yield from progress
-        steps_s[0] += time.perf_counter() - begun
+        steps_s = time.perf_counter() - begun
 
-    contest.parts()  # the corpus is in the cache now, as in the run before
+    contest.say(f"speed: headrace train alone, {len(parts.loader)} updates")
     begun = time.perf_counter()
     with engine_steps(timed):
-        result = contest.train("alone", max_steps=steps, epochs=steps)
+        result = contest.train("alone", epochs=1)
     whole_s = time.perf_counter() - begun
-    lines = [line for line in read_metrics(result.folder.metrics) if line["kind"] == "epoch"]
-    validation_s = sum(line["validation_s"] for line in lines)
-    contest.say(f"speed: the plain loop alone, {steps} updates")
-    parts = contest.parts()
+    (line,) = (line for line in read_metrics(result.folder.metrics) if line["kind"] == "epoch")
+    validation_s = line["validation_s"]
+    contest.say("speed: the plain loop alone")
     loop = PlainLoop(plain_copy(parts.model), parts.settings)
-    begun, tokens, done, epoch = time.perf_counter(), 0, 0, 0
-    while done < steps:
-        for src, trg in batches_of(parts, epoch):
-            loop.step(src, trg)
-            tokens, done = tokens + target_tokens(trg), done + 1
-            if done == steps:
-                break
-        epoch += 1
+    begun, tokens = time.perf_counter(), 0
+    for src, trg in batches_of(parts, 0):
+        loop.step(src, trg)
+        tokens += target_tokens(trg)
     plain_s = time.perf_counter() - begun
     return {
-        "updates": steps,
+        "updates": result.updates,
         "target tokens": tokens,
         "tokens/s": {
             "plain loop: steps only": tokens / plain_s,
             "headrace: steps, with metrics and the checkpoints written meanwhile": (
-                tokens / steps_s[0]
+                tokens / steps_s
             ),
-            "headrace: the same and validation": tokens / (steps_s[0] + validation_s),
+            "headrace: the same and validation": tokens / (steps_s + validation_s),
             "headrace: the whole command, with the final score and the report": tokens / whole_s,
         },
         "seconds": {
             "plain steps": plain_s,
-            "headrace steps": steps_s[0],
+            "headrace steps": steps_s,
             "validation": validation_s,
             "the whole command": whole_s,
         },
@@ -441,9 +441,9 @@ def main() -> None:
     parser.add_argument("--part", choices=PARTS, action="append", help="default: all")
     parser.add_argument("--pairs", type=int, help="train on the first N pairs only")
     parser.add_argument("--epochs", type=int, help="epochs of the part bleu")
-    parser.add_argument("--steps", type=int, default=200, help="updates of losses and of speed")
-    parser.add_argument("--rounds", type=int, default=12, help="rounds of speed, in turns")
-    parser.add_argument("--block", type=int, default=25, help="batches per turn")
+    parser.add_argument("--steps", type=int, default=200, help="updates of the part losses")
+    parser.add_argument("--rounds", type=int, default=16, help="rounds of the part speed")
+    parser.add_argument("--block", type=int, default=15, help="batches per turn")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, help="write all figures here, as JSON")
     arguments = parser.parse_args()
@@ -468,9 +468,7 @@ def main() -> None:
                 found = bleu(contest)
                 texts.append(bleu_table(found))
             else:
-                found = speed(
-                    contest, steps=arguments.steps, rounds=arguments.rounds, block=arguments.block
-                )
+                found = speed(contest, rounds=arguments.rounds, block=arguments.block)
                 texts.append(speed_table(found))
             save(arguments.out, _stored(arguments.out) | {part: about | found})
     print("\n".join(texts))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import multiprocessing.dummy
 from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
@@ -39,10 +40,24 @@ def test_without_dropout_both_have_the_same_losses(learning: ModuleType, contest
 
 
 def test_the_turns_have_the_same_batches(learning: ModuleType, contest: Any) -> None:
-    found = learning.in_turns(contest, rounds=2, block=3, warm_up=2)
-    assert [len(found[name]["all"]) for name in ("ratio", "plain tokens/s")] == [2, 2]
+    found = learning.speed(contest, rounds=2, block=3, warm_up=2)
+    turns = found["in turns"]
+    assert [len(turns[name]["all"]) for name in ("ratio", "plain tokens/s")] == [2, 2]
+    assert found["alone"]["updates"] == 13
+    assert "plain loop: steps only" in learning.speed_table(found)
     with pytest.raises(SystemExit, match="the epoch has only 13 batches"):
         learning.in_turns(contest, rounds=4, block=3, warm_up=2)
+
+
+def test_both_learn(learning: ModuleType, contest: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A thread in place of the second process, whose start would take seconds.
+    monkeypatch.setattr(learning, "get_context", lambda _: multiprocessing.dummy)
+    found = learning.bleu(contest)
+    for who in ("headrace", "plain"):
+        first, second = (line["valid loss"][who] for line in found["epochs"])
+        assert second < first
+    assert found["test BLEU"]["word for word"] > 20
+    assert "word for word" in learning.bleu_table(found)
 
 
 @pytest.mark.parametrize("joint", [False, True])
