@@ -127,3 +127,15 @@ def test_source_identical_to_target(tmp_path: Path, identical: int, warned: bool
         "train: in 30 of 100 pairs source and target are the same text, which teaches the model to "
         "copy; expected translations. Check your files"
     ]
+
+
+def test_many_malformed_lines_are_warned_about(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    for bad, warned in ((10, False), (12, True)):
+        path.write_text("".join(f"s{n}\tt{n}\n" for n in range(100)) + "one column\n" * bad)
+        counts = read_corpus(path, src="en", trg="fr", skip_bad=True).counts
+        assert counts["train"].malformed == bad
+        assert corpus_warnings(counts) == warned * [
+            "train: 12 of 112 lines are malformed and were left out (skip_bad); expected a few. "
+            "Without --skip-bad the first one is an error that says what is wrong"
+        ]

@@ -25,6 +25,7 @@ from headrace.translation.corpus.pair_formats import read_records, recognize
 log = logging.getLogger("headrace")
 _REPORT_EVERY = 5_000
 _MAX_IDENTICAL_SHARE = 0.1
+_MAX_MALFORMED_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,12 @@ def corpus_warnings(counts: Mapping[str, SplitCounts]) -> list[str]:
         if split != "train" and counts[split].shared
     ]
     for split, count in counts.items():
+        if count.malformed > _MAX_MALFORMED_SHARE * count.read:
+            found.append(
+                f"{split}: {count.malformed:,} of {count.read:,} lines are malformed and were left "
+                "out (skip_bad); expected a few. Without --skip-bad the first one is an error that "
+                "says what is wrong"
+            )
         kept = count.pairs + count.too_long
         if count.identical > _MAX_IDENTICAL_SHARE * kept:
             found.append(
