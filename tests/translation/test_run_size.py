@@ -85,8 +85,8 @@ def test_a_run_that_ends_within_its_warmup_is_warned_about(corpus: Path) -> None
         return warmup_warning(build_run(settings, prepared_for(settings, corpus / "cache")))
 
     assert warning() == (  # 2 epochs of 13 batches
-        "the learning rate does not reach its peak: warmup = 26 updates, but 2 epochs have only "
-        "26. Use a smaller --warmup, or more --epochs"
+        "the learning rate does not reach its peak: the run has 26 updates, its warmup 26. "
+        "Use a smaller --warmup, or more --epochs"
     )
     assert warning(epochs=3) is None
     assert warning(epochs=3, accumulate=2) is not None  # 21 updates

@@ -86,9 +86,8 @@ def warmup_warning(parts: RunParts) -> str | None:
     if settings.max_steps is not None or updates > settings.warmup:
         return None
     return (
-        f"the learning rate does not reach its peak: warmup = {settings.warmup:,} updates, but "
-        f"{settings.epochs:,} epoch{'' if settings.epochs == 1 else 's'} have only {updates:,}. "
-        "Use a smaller --warmup, or more --epochs"
+        f"the learning rate does not reach its peak: the run has {updates:,} updates, its warmup "
+        f"{settings.warmup:,}. Use a smaller --warmup, or more --epochs"
     )
 
 

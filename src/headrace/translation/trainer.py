@@ -256,6 +256,7 @@ class Trainer:
         if not self._ranks.is_first:
             self._ranks.barrier(ledger)
         data = prepared_for(self.settings, self._cache, progress.status)
+        progress.end_status()
         progress.message(data.table())
         save_vocabularies(self.folder.path / "vocabulary", data.vocabularies)
         if self._ranks.is_first:

@@ -26,6 +26,7 @@ log = logging.getLogger("headrace")
 _REPORT_EVERY = 5_000
 _MAX_IDENTICAL_SHARE = 0.1
 _MAX_MALFORMED_SHARE = 0.1
+_MAX_TOO_LONG_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,11 @@ def corpus_warnings(counts: Mapping[str, SplitCounts]) -> list[str]:
                 "says what is wrong"
             )
         kept = count.pairs + count.too_long
+        if split == "train" and count.too_long > _MAX_TOO_LONG_SHARE * kept:
+            found.append(
+                f"{split}: {count.too_long:,} of {kept:,} pairs are too long and are not trained "
+                "on; a larger --max-length keeps them, and a larger --vocabulary makes them shorter"
+            )
         if count.identical > _MAX_IDENTICAL_SHARE * kept:
             found.append(
                 f"{split}: in {count.identical:,} of {kept:,} pairs source and target are the same "
