@@ -12,14 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 
 import headrace as hr
 from headrace.device import Device
 from headrace.errors import StepError
-from headrace.testing import FakeDevice
 
 Step = Callable[..., Any]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
@@ -482,58 +479,3 @@ def test_an_engine_replays_a_step_of_ones_own(capturing: Device) -> None:
     assert found.metrics == plain.metrics
     assert report.why is None
     assert found.statistics.replays == report.replays >= 10
-
-
-@st.composite
-def steps(draw: st.DrawFn) -> dict[str, Any]:
-    return {
-        "models": draw(st.integers(1, 3)),
-        "zero": draw(st.sampled_from(["start", "end", "zeros", "never"])),
-        "every": draw(st.integers(1, 3)),
-        "optimizer": draw(st.sampled_from([fused, momentum])),
-        "penalty": draw(st.booleans()),
-        "counts": draw(st.sampled_from([False, False, False, True])),
-        "sizes": draw(st.sampled_from([(4,), (4, 3), (4, 4, 2)])),
-    }
-
-
-@settings(max_examples=8, deadline=None)
-@given(steps())
-def test_random_steps_are_equal_or_refused(drawn: dict[str, Any]) -> None:
-    def make(device: Device) -> Made:
-        models = [network(4, 6, 4).to(device.torch_device) for _ in range(drawn["models"])]
-        optimizers = [drawn["optimizer"](model.parameters()) for model in models]
-        counter = [0]
-
-        def step(x: torch.Tensor, update: bool) -> list[torch.Tensor]:
-            losses = []
-            for model, optimizer in zip(models, optimizers, strict=True):
-                if drawn["zero"] == "start":
-                    optimizer.zero_grad()
-                if drawn["counts"]:
-                    counter[0] += 1
-                loss = (model(x) + torch.randn_like(x)).square().mean()
-                if drawn["penalty"]:
-                    weight = model[0].weight
-                    (slope,) = torch.autograd.grad(loss, weight, create_graph=True)
-                    loss = loss + slope.square().sum()
-                loss.backward()
-                if update:
-                    optimizer.step()
-                    if drawn["zero"] in ("end", "zeros"):
-                        optimizer.zero_grad(set_to_none=drawn["zero"] == "end")
-                losses.append(loss.detach())
-            return losses
-
-        return Made(step, list(models), optimizers)
-
-    with FakeDevice() as device:
-        report = check_equal(
-            device,
-            make,
-            count=15,
-            arguments=lambda at: {"update": at % drawn["every"] == drawn["every"] - 1},
-        )
-    assert (report.why is None) == (not drawn["counts"])
-    if drawn["counts"]:
-        assert "counter" in str(report.why)
