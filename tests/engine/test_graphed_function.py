@@ -240,6 +240,45 @@ def test_calls_that_leave_gradients_alone_do_not_overwrite_them(capturing: Devic
     assert report.replays > 12
 
 
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_two_steps_that_leave_each_other_gradients(capturing: Device, set_to_none: bool) -> None:
+    """Each drops its own gradients first, and leaves some in the other's model."""
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        where = capturing.torch_device
+        generator, critic = network(4, 8, 4).to(where), network(4, 8, 1).to(where)
+        g_optimizer, d_optimizer = fused(generator.parameters()), momentum(critic.parameters())
+
+        def d_step(
+            real: torch.Tensor, g: Any = generator, d: Any = critic, update: Any = d_optimizer
+        ) -> torch.Tensor:
+            update.zero_grad(set_to_none=set_to_none)
+            loss = d(g(torch.randn_like(real)).detach()).mean() - d(real).mean()
+            loss.backward()
+            update.step()
+            return loss.detach()
+
+        def g_step(
+            real: torch.Tensor, g: Any = generator, d: Any = critic, update: Any = g_optimizer
+        ) -> torch.Tensor:
+            update.zero_grad(set_to_none=set_to_none)
+            loss = -d(g(torch.randn_like(real))).mean()
+            loss.backward()
+            update.step()
+            return loss.detach()
+
+        steps: list[Any] = [d_step, g_step]
+        if graphed:
+            steps = [hr.graphed(step, device=capturing) for step in steps]
+        returned = [step(x) for x in batches(capturing, 12, sizes=(6,)) for step in steps]
+        parameters = [*generator.parameters(), *critic.parameters()]
+        gradients = [host(p.grad) for p in parameters if p.grad is not None]
+        found.append([list(map(host, returned)), list(map(host, parameters)), gradients])
+    assert found[0] == found[1]
+    assert all(step.report().replays >= 8 for step in steps)
+
+
 def test_learning_rates_may_change_between_calls(capturing: Device) -> None:
     def schedule(at: int, made: Made) -> None:
         for number, optimizer in enumerate(made.optimizers):
