@@ -24,7 +24,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -37,17 +37,24 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from headrace.data import flatten_batch, host_rng_states, set_host_rng_states
 from headrace.device import Device, open_device
 from headrace.engine.capturable_optimizer import CapturableOptimizer
+from headrace.engine.carry import CarriedState, Carry
 from headrace.engine.graph_cache import CapturedWork, GraphCache, signature
 from headrace.engine.graph_obstacles import state_obstacle
 from headrace.engine.graph_state import StateBeforeCapture, addresses
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.python_state import PythonState
-from headrace.engine.step_graphs import GraphReport, describe_failure, warn_not_captured
+from headrace.engine.step_graphs import (
+    GraphReport,
+    describe_failure,
+    log_rounding,
+    warn_not_captured,
+)
 from headrace.engine.step_state import StepState
 from headrace.engine.step_trace import StepTracer, Storage, storages
 from headrace.errors import CaptureError, StepError
 from headrace.parallel import parallelism_of
+from headrace.source_lines import describe_function
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -93,10 +100,12 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a captured call leaves: its result and, for each parameter, its gradient."""
+    """What a captured call leaves: its result, for each parameter its gradient, and the state for
+    the next call."""
 
     result: Any
     gradients: Gradients
+    carried: Any
 
 
 class GraphedFunction(Generic[Arguments, Returned]):
@@ -109,13 +118,17 @@ class GraphedFunction(Generic[Arguments, Returned]):
         *,
         modules: tuple[torch.nn.Module, ...] | None,
         optimizers: tuple[torch.optim.Optimizer, ...] | None,
+        carry: CarriedState | None,
         max_graphs: int,
         watch_after: int,
         plan_name: str = "graph",
     ) -> None:
         functools.update_wrapper(self, step)
         self._step, self._device, self._plan_name = step, device, plan_name
-        self._given_modules, self._given_optimizers = modules, optimizers
+        self._given_modules, self._given_optimizers, self._carry = modules, optimizers, carry
+        if carry is not None:
+            carry.in_place = device.captures
+        self._name = f"the step {describe_function(step)}"
         self._watch = StepWatch(max(watch_after - 1, 1), watch_after)
         self._graphs: GraphCache[_Outcome] = GraphCache(
             device, max_graphs=max_graphs, capture_after=0
@@ -141,7 +154,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         key = self._key_for(call) if self._why_eager is None else None
         if key is None or self._found is None:
             self._one_by_one += 1
-            return self._step(*args, **kwargs)
+            return self._run(call)
         found = self._found
         captured = self._graph_for(found, key, call)
         if captured is not None:
@@ -151,10 +164,23 @@ class GraphedFunction(Generic[Arguments, Returned]):
             self._graphs.find(key)  # counts the call; graphs have keys with gradients
             if self._watch.wants(hash(key), self._graphs.uses(key)):
                 return self._run_watched(found, key, call)
-        return self._step(*args, **kwargs)
+        return self._run(call)
+
+    @property
+    def carried(self) -> Any:
+        """The state that the next call gets, as live tensors; None without a `carry`, or if it is
+        the initial state. Set it to continue from another state, or to None to begin anew."""
+        return None if self._carry is None else self._carry.state
+
+    @carried.setter
+    def carried(self, state: Any) -> None:
+        if self._carry is None:
+            raise StepError("this step carries no state: expected graphed(step, carry=…)")
+        self._carry.set(state)
 
     def report(self) -> GraphReport:
         """What was captured and replayed, and why not."""
+        rounding = [optimizer.rounding for optimizer in self._capturable]
         return GraphReport(
             shapes=len(self._graphs),
             captures=self._graphs.captures,
@@ -164,6 +190,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             memory_bytes=self._graphs.memory_bytes,
             why=self._why_eager,
             decision=None,
+            rounding="; ".join(dict.fromkeys(filter(None, rounding))) or None,
         )
 
     def close(self) -> None:
@@ -234,6 +261,20 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     # --- one call ---------------------------------------------------------------------------------
 
+    def _run(self, call: Any) -> Returned:
+        """Run the step eagerly."""
+        returned, carried = self._call_step(call)
+        if self._carry is not None:
+            self._carry.keep(carried)
+        return returned
+
+    def _call_step(self, call: Any) -> tuple[Returned, Any]:
+        """Call the step. Returns what it returned, and the state for the next call."""
+        args, kwargs = call
+        if self._carry is None:
+            return self._step(*args, **kwargs), None
+        return self._carry.call(self._step, self._name, _batch_of(call), *args, **kwargs)
+
     def _key_for(self, call: Any) -> Hashable | None:
         """The key of a call: what its graph depends on. None if the step cannot be captured. Drops
         graphs that were captured with other values or other memory."""
@@ -255,7 +296,10 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 torch.are_deterministic_algorithms_enabled(),
             )
             without = tuple(p.grad is None for p in self._found.parameters)
-            return (signature(call), modes, without)
+            if self._carry is None:
+                return (signature(call, self._device), modes, without)
+            self._carry.before(_batch_of(call))  # now it is in the memory that a graph would read
+            return (signature(call, self._device), modes, without, self._carry.key())
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
@@ -284,13 +328,18 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def _run_watched(self, found: _Found, key: Hashable, call: Any) -> Returned:
         """Run the step eagerly, and look for what no graph could repeat."""
-        device, (args, kwargs) = self._device, call
-        tracer = StepTracer(device, caller=GraphedFunction._run_watched.__code__)
+        device = self._device
+        tracer = StepTracer(
+            device, GraphedFunction._run_watched.__code__, as_captured=self._watch.as_captured
+        )
         entry = _Gradients(found.parameters)
         known = storages([*entry.tensors, *self._known_tensors(found), *flatten_batch(call)])
         observed = len(self._observed)
         with device.watch() as obstacles, self._observing(found.state, tracer, entry), tracer:
-            result = self._step(*args, **kwargs)
+            result, carried = self._call_step(call)
+        if self._carry is not None:
+            self._carry.keep(carried)
+            del carried
         numbers = {str(at): one for at, one in enumerate(tree_leaves(result)) if _is_number(one)}
         tracer.trace.returned = numbers
         if entry.are_unused(tracer.trace.touched):
@@ -301,12 +350,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
             self._found = None
             return result
         is_first = self._graphs.uses(key) == 1
-        if obstacles:
-            why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
-        else:
-            known |= storages(self._known_tensors(found))
-            known |= storages(p.grad for p in found.parameters if p.grad is not None)
-            why = self._watch.learn(hash(key), tracer.trace, known, first=is_first)
+        known |= storages(self._known_tensors(found))
+        known |= storages(p.grad for p in found.parameters if p.grad is not None)
+        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return result
@@ -315,6 +361,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
         """Tensors that the step may read, since other checks notice if one is replaced."""
         rates = [optimizer.rates for optimizer in self._capturable if optimizer.rates is not None]
         own = [tensor for rate in rates for tensor in rate.tensors()]
+        if self._carry is not None:
+            own += self._carry.tensors()
         return [*found.state.tensors(), *found.values.tensors(), *own]
 
     def _replay(self, found: _Found, captured: CapturedWork[_Outcome], call: Any) -> Returned:
@@ -322,6 +370,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
         outcome = captured.replay(flatten_batch(call))
         for parameter, gradient in zip(found.parameters, outcome.gradients, strict=True):
             parameter.grad = gradient
+        if self._carry is not None:
+            self._carry.hold(outcome.carried)
         self.replays += 1
         returned: Returned = tree_map_only(torch.Tensor, torch.clone, outcome.result)
         return returned
@@ -351,6 +401,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 before.restore()
             values.require_unchanged()
             succeeded()
+        if self._graphs.captures == 1:
+            log_rounding(self._plan_name, self.report().rounding)
         self._addresses = addresses(state, state.tensors())
         values.note_capture()
         # A graph must not outlive the tensors it uses.
@@ -358,15 +410,16 @@ class GraphedFunction(Generic[Arguments, Returned]):
         return captured
 
     def _work_to_capture(self, found: _Found, call: Any) -> _Outcome:
-        args, kwargs = call
         with ExitStack() as stack:
             for optimizer in self._capturable:
                 if optimizer.rates is not None:
                     stack.enter_context(optimizer.rates.in_param_groups())
-            result = self._step(*args, **kwargs)
+            result, carried = self._call_step(call)
         # Copies: a result may be a view of a weight, or of a gradient.
         result = tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
-        return _Outcome(result, tuple(p.grad for p in found.parameters))
+        if self._carry is not None:
+            carried = self._carry.write(carried, capturing=True)
+        return _Outcome(result, tuple(p.grad for p in found.parameters), carried)
 
     @contextmanager
     def _ready_for_capture(
@@ -417,16 +470,44 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._kept_alive = []
 
 
+@overload
 def graphed(
     step: Callable[Arguments, Returned],
     *,
     device: Device | str | torch.device = "auto",
     modules: Iterable[torch.nn.Module] | None = None,
     optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    carry: Any = None,
     shapes: int = 16,
     after: int = 2,
-) -> GraphedFunction[Arguments, Returned]:
+) -> GraphedFunction[Arguments, Returned]: ...
+
+
+@overload
+def graphed(
+    *,
+    device: Device | str | torch.device = "auto",
+    modules: Iterable[torch.nn.Module] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    carry: Any = None,
+    shapes: int = 16,
+    after: int = 2,
+) -> Callable[[Callable[Arguments, Returned]], GraphedFunction[Arguments, Returned]]: ...
+
+
+def graphed(
+    step: Callable[Arguments, Returned] | None = None,
+    *,
+    device: Device | str | torch.device = "auto",
+    modules: Iterable[torch.nn.Module] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    carry: Any = None,
+    shapes: int = 16,
+    after: int = 2,
+) -> Any:
     """Capture a training step of your own as graphs. Call what this returns instead of `step`.
+
+    `hr.graphed(step, after=3)`, or as a decorator: `@hr.graphed` or `@hr.graphed(after=3)`.
 
     The step may do anything that runs on the device: several models and optimizers, several
     backward passes, `zero_grad`, random numbers, averages of weights. Its arguments are the batch
@@ -435,24 +516,46 @@ def graphed(
 
     - `modules`, `optimizers`: what the step uses. Found by looking at the step's code, unless
       given.
+    - `carry`: state that is carried from call to call: tensors on the device, nested as you like,
+      or a `Carry`. The step gets it as its last positional argument, which you leave out, and
+      returns `(result, carried)`; the call returns the result. `carried` of what this returns is
+      the present state.
     - `shapes`: how many graphs there are at most; the least used is dropped.
     - `after`: how many calls with a shape run eagerly before it is captured.
 
     You may keep what a call returns: a replay returns copies. `report()` of the result says what
     was captured, or why not; `close()` frees the graphs.
     """
-    if not callable(step):
-        raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
     if after < 1 or shapes < 1:
         raise StepError(f"graphed: shapes = {shapes}, after = {after}; expected at least 1 each")
+    if step is None:
+        return functools.partial(
+            graphed,
+            device=device,
+            modules=modules,
+            optimizers=optimizers,
+            carry=carry,
+            shapes=shapes,
+            after=after,
+        )
+    if not callable(step):
+        raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
+    device, spec = open_device(device), Carry.of(carry)
     return GraphedFunction(
         step,
-        open_device(device),
+        device,
         modules=None if modules is None else tuple(modules),
         optimizers=None if optimizers is None else tuple(optimizers),
+        carry=None if spec is None else CarriedState(spec, device),
         max_graphs=shapes,
         watch_after=after,
     )
+
+
+def _batch_of(call: Any) -> Any:
+    """The batch of a call: its first argument."""
+    args, kwargs = call
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _unique(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -9,6 +9,7 @@ and is checked and timed like any other work.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,6 +93,9 @@ class Tape:
     _allocated: dict[int, torch.Tensor] = field(default_factory=dict)
     _before: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _problem: RuntimeError | None = None
+    #: Memory from outside the capture, and the first captured operation that uses it.
+    _inputs: dict[int, tuple[torch.Tensor, Launch]] = field(default_factory=dict)
+    _references: Counter[int] = field(default_factory=Counter)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -107,6 +111,7 @@ class Tape:
             if self._unjoined:
                 names = ", ".join(sorted(stream.name for stream in self._unjoined))
                 raise RuntimeError(f"capturing stream has unjoined work: on {names}")
+            self._count_references()
         finally:
             self.over, self._problem = True, None
             for stream in self._counts:
@@ -123,8 +128,38 @@ class Tape:
             memory.fill_(_GARBAGE)
         self._before.clear()
 
+    def _count_references(self) -> None:
+        """Count how often this tape refers to memory from outside."""
+        with unobserved():
+            kept = [(launch.reads, launch.writes) for launch in self.launches]
+            kept += [(step.args, step.kwargs) for step in self.arithmetic]
+            outputs = [[output for _, output in step.outputs] for step in self.arithmetic]
+            distinct = {id(tensor): tensor for tensor in tensors([kept, outputs])}
+            for tensor in distinct.values():
+                self._references[storage_key(tensor)] += 1
+            for launch in self.launches:
+                for tensor in (*launch.reads, *launch.writes):
+                    key = storage_key(tensor)
+                    if key not in self._allocated and self.device.checker.storage_of(tensor):
+                        self._inputs.setdefault(key, (tensor, launch))
+        self.device.captured_references.update(self._references)
+
+    def freed_inputs(self) -> list[tuple[torch.Tensor, Launch]]:
+        """Memory from outside the capture that only captures refer to any more: on CUDA, where they
+        refer to none, it is freed, and may belong to somebody else."""
+        references = self.device.captured_references
+        return [
+            use
+            for key, use in self._inputs.items()
+            # One more is the storage's own Python object.
+            if torch._C._storage_Use_Count(key) <= references[key] + 1
+        ]
+
     def forget(self) -> None:
         """Free all memory."""
+        self.device.captured_references.subtract(self._references)
+        self._references.clear()
+        self._inputs.clear()
         self.launches.clear()
         self.arithmetic.clear()
         self._allocated.clear()
@@ -237,6 +272,8 @@ class FakeGraph(Graph):
         if tape is None:
             raise ClosedError("a graph was replayed after its close()")
         refuse(tape.device, "the replay of a graph")
+        for tensor, launch in tape.freed_inputs():
+            tape.device.replays_freed(tensor, launch)
         with unobserved():
             for step in tape.arithmetic:
                 step.run()
@@ -318,6 +355,7 @@ def unobserved() -> Iterator[None]:
 
 # --- what PyTorch asks the real device ------------------------------------------------------------
 
+_IS_CAPTURING = "_cuda_isCurrentStreamCapturing"
 _HEALTH_CHECK = next(
     name
     for name in (
@@ -340,6 +378,17 @@ def _health_check(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _is_capturing() -> bool:
+    """Replaces what `torch.cuda.is_current_stream_capturing` calls."""
+    for device in patches.devices:
+        if device.current_stream().tape is not None:
+            return True
+        query = device.call.capture_query
+        if query is not None and query.ask():
+            return True
+    return torch.cuda.is_available() and bool(patches.originals[_IS_CAPTURING]())
+
+
 def _capturable_devices(supports_xla: bool = True) -> list[str]:
     """PyTorch's list, with "cpu" added: that is what C++ takes the fake's tensors for."""
     devices: list[str] = patches.originals["_get_capturable_supported_devices"](supports_xla)
@@ -360,6 +409,7 @@ def _not_captured(name: str) -> Callable[..., Any]:
 
 for _name in ("manual_seed", "set_rng_state"):
     patches.patch(torch.random, _name, _not_captured(_name))
+patches.patch(torch.cuda.graphs, _IS_CAPTURING, _is_capturing)
 patches.patch(torch.optim.Optimizer, _HEALTH_CHECK, _health_check)
 _optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim hides the name
 patches.patch(_optimizer, "_get_capturable_supported_devices", _capturable_devices)
