@@ -28,7 +28,7 @@ _INTERNAL = (
 )
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 # Frames that run the user's program: a report shows none that are further out.
-_RUNNERS = ("<frozen runpy>", os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep)
+_RUNNERS = (os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep)
 _MAX_FRAMES = 12
 
 #: A call stack, the innermost call first: code, and the index of the instruction in it.
@@ -200,16 +200,27 @@ def calling_site() -> Site:
 
 def calling_frames() -> Frames:
     """The user's calls that led here. Lines are looked up when a report needs them."""
+    return calling_site_and_frames()[1]
+
+
+def calling_site_and_frames() -> tuple[Site, Frames]:
+    """Both in one walk over the stack: each launch does this."""
     frame: FrameType | None = sys._getframe(1)
+    site = None
     frames: list[tuple[CodeType, int]] = []
     while frame is not None and len(frames) < _MAX_FRAMES:
         code = frame.f_code
-        if _is_runner(code.co_filename):
-            break
-        if not _is_internal(code.co_filename):
+        file = code.co_filename
+        if not _is_internal(file):
+            if _is_runner(file):
+                break
+            if site is None:
+                site = Site(file, frame.f_lineno)
             frames.append((code, frame.f_lasti))
+        elif file == "<frozen runpy>":
+            break
         frame = frame.f_back
-    return tuple(frames)
+    return site or calling_site(), tuple(frames)
 
 
 def is_users_frame(frame: FrameType) -> bool:
