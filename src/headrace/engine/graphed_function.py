@@ -48,6 +48,7 @@ from headrace.engine.python_state import PythonState
 from headrace.engine.step_graphs import (
     GraphReport,
     describe_failure,
+    join_reasons,
     log_rounding,
     warn_not_captured,
 )
@@ -197,7 +198,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def report(self) -> GraphReport:
         """What was captured and replayed, and why not."""
-        rounding = [optimizer.rounding for optimizer in self._capturable]
+        rounding = (optimizer.rounding for optimizer in self._capturable)
         return GraphReport(
             shapes=len(self._graphs),
             captures=self._graphs.captures,
@@ -207,7 +208,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             memory_bytes=self._graphs.memory_bytes,
             why=self._why_eager,
             decision=None,
-            rounding="; ".join(dict.fromkeys(filter(None, rounding))) or None,
+            rounding=join_reasons(self._watch.rounding, *rounding),
         )
 
     def close(self) -> None:
