@@ -18,8 +18,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from headrace.errors import DeviceError, NotImitatedError, RaceError
 from headrace.testing import FakeCuda, fake_cuda
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
-
 
 class Keeper:
     """Holds names of `torch.cuda` where no module has them."""
@@ -68,8 +66,9 @@ def test_the_device_is_there_inside_the_block_only() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert seen() == before
-    with pytest.raises(AssertionError, match="not compiled with CUDA"):
-        torch.zeros(1).cuda()
+    if torch.version.cuda is None:
+        with pytest.raises(AssertionError, match="not compiled with CUDA"):
+            torch.zeros(1).cuda()
 
 
 def test_a_block_in_a_block_is_an_error(fake_cuda: FakeCuda) -> None:
@@ -96,6 +95,20 @@ def test_an_object_used_after_its_block_says_so() -> None:
         stream = torch.cuda.Stream()
     with pytest.raises(RuntimeError, match="after its fake_cuda"):
         stream.synchronize()
+
+
+def test_a_stream_kept_for_the_next_block_is_a_stream_there() -> None:
+    with fake_cuda():
+        kept = torch.cuda.Stream(), torch.cuda.default_stream(), torch.cuda.Event()
+        kept[2].record()
+    with fake_cuda(check=False) as device:
+        stream, default, event = kept
+        assert default == torch.cuda.default_stream()
+        with torch.cuda.stream(stream):
+            x = torch.ones(2, device="cuda")
+        event.wait()  # of the other block: not recorded here
+        x.add_(1)
+    assert [race.first.where for race in device.races] == ["kept"]
 
 
 # --- names from before the block ------------------------------------------------------------------

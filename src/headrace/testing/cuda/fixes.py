@@ -86,4 +86,4 @@ def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
 
 
 def _is(value: object, stream: FakeStream) -> bool:
-    return issubclass(type(value), Stream) and value._fake is stream  # type: ignore[attr-defined]
+    return issubclass(type(value), Stream) and value._made is stream  # type: ignore[attr-defined]

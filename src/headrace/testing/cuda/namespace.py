@@ -63,7 +63,7 @@ def replacements() -> list[Replacement]:
         one
         for part in (
             *(_streams, _devices, _memory, _tensors_and_storages, _random, _autocast, _tools),
-            *(_accelerator,),
+            *(_driver, _accelerator),
         )
         for one in part()
     ]
@@ -172,6 +172,9 @@ def _devices() -> Iterator[Replacement]:
         get_gencode_flags=_returning("-gencode compute=compute_90,code=sm_90"),
     )
     yield from _all(torch.backends.cuda, "PyTorch looks built with CUDA", is_built=lambda: True)
+    yield from _all(
+        torch.backends.cudnn, "cuDNN would be given CPU tensors", is_acceptable=_returning(False)
+    )
     yield from _all(
         torch.distributed, "NCCL needs GPUs", init_process_group=_without_nccl("init_process_group")
     )
@@ -396,6 +399,34 @@ def _compile(model: Any = None, **options: Any) -> Any:
         "compile", "fake_cuda runs what torch.compile was given without compiling it"
     )
     return model if model is not None else lambda function: function
+
+
+# --- the calls below torch.cuda -------------------------------------------------------------------
+
+
+def _driver() -> Iterator[Replacement]:
+    """Libraries call these where `torch.cuda`'s own functions take too long for them."""
+
+    def ids(stream: Any) -> tuple[int, int, int]:
+        return stream.state.number, 0, 1
+
+    def synchronize() -> None:
+        state.device().synchronize("torch.cuda.synchronize")
+
+    for name, new in {
+        "_cuda_getDevice": lambda: (state.device(), 0)[1],
+        "_cuda_setDevice": state.check_index,
+        "_cuda_exchangeDevice": _exchange_device,
+        "_cuda_maybeExchangeDevice": _exchange_device,
+        "_cuda_getDeviceCount": lambda: 1,
+        "_cuda_getCurrentStream": lambda index: ids(state.device().current_stream()),
+        "_cuda_getDefaultStream": lambda index: ids(state.device().default_stream),
+        "_cuda_setStream": _set_stream_by_id,
+        "_cuda_synchronize": synchronize,
+        "_cuda_isCurrentStreamCapturing": lambda: state.device().current_stream().tape is not None,
+        "_cuda_isInBadFork": state.in_forked_child,
+    }.items():
+        yield Replacement(torch._C, name, new, "what torch.cuda's functions call")
 
 
 # --- torch.accelerator ----------------------------------------------------------------------------
