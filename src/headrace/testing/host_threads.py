@@ -34,8 +34,8 @@ class Hosts(Device):
 
     def __init__(self, torch_device: torch.device, host_order: str) -> None:
         super().__init__(torch_device, Ledger(lambda: self.host().time_ns))
-        self.checker = Checker(self.known_host)
         self.lock = untraced_rlock()
+        self.checker = Checker(self.known_host, self.lock)
         self._host_order = host_order
         self._thread = threading.local()
         self._thread.host = self.checker.new_host("host")
