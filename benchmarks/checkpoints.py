@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_works import Work, mlp, transformer
 from measuring import header, save, table
-from works import Work, mlp, transformer
 
 from headrace.checkpoint import CheckpointWriter
 from headrace.device import Device, open_device

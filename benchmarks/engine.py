@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 import torch
+from engine_works import Work, mlp, resnet50, transformer
 from measuring import header, interleaved_ms, save, table
-from works import Work, mlp, resnet50, transformer
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine, Progress

@@ -468,7 +468,7 @@ def _object_of(frame: FrameType) -> object | None:
 def trace(package: str) -> dict[str, Any]:
     """Train with the package's engine. Returns what a steady batch called."""
     import torch
-    from works import mlp
+    from engine_works import mlp
 
     import headrace as hr
 

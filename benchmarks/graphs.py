@@ -27,9 +27,9 @@ from typing import Any
 
 import numpy
 import torch
+from engine_works import Translator, Work, transformer, translation_loss
 from measuring import header, interleaved_ms, save, table
 from peers import PEERS
-from works import Translator, Work, transformer, translation_loss
 
 from engine import Planned
 from headrace.bench.equality import remove_dropout

@@ -13,8 +13,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from engine_works import Work, transformer
 from measuring import header, save
-from works import Work, transformer
 
 from engine import Planned
 from headrace.device import Device, open_device

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from engine_works import Work, mlp
 from measuring import header, interleaved_ms, save, table
-from works import Work, mlp
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from engine_works import Work
 from torch.utils.data import DataLoader, Dataset
-from works import Work
 
 from headrace.device import Device
 

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from engine_works import Translator, translation_loss
 from measuring import header, interleaved_ms, save, table
 from torch import nn
-from works import Translator, translation_loss
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine

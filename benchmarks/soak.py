@@ -19,8 +19,8 @@ from typing import Any
 
 import psutil
 import torch
+from engine_works import Work, mlp
 from measuring import header, save, table
-from works import Work, mlp
 
 from headrace.checkpoint import CheckpointWriter
 from headrace.device import Device, open_device

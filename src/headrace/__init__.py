@@ -33,6 +33,7 @@ if TYPE_CHECKING:
         open_device,
     )
     from headrace.engine import (
+        Carry,
         CompileReport,
         DeferredScalars,
         DeferredValues,
@@ -57,6 +58,7 @@ _HOMES = {
     "BucketBatches": "data",
     "Buckets": "data",
     "BusyWindow": "runs",
+    "Carry": "engine",
     "CompileReport": "engine",
     "DeferredScalars": "engine",
     "DeferredValues": "engine",
@@ -100,6 +102,7 @@ __all__ = [
     "BucketBatches",
     "Buckets",
     "BusyWindow",
+    "Carry",
     "CompileReport",
     "DeferredScalars",
     "DeferredValues",

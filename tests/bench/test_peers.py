@@ -11,7 +11,8 @@ import torch
 
 from headrace.bench import Bench, entries_of, find_work, peers_of, plans_here
 from headrace.bench.peers import PEERS
-from headrace.bench.works.work import Training, work_of
+from headrace.bench.works.training import Training
+from headrace.bench.works.work import work_of
 from headrace.device import Device, open_device
 from headrace.errors import BenchError
 from headrace.runs.records import BenchResult

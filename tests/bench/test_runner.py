@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,11 @@ from headrace.bench import Bench, entries_of, find_work, plans_here, text_of
 from headrace.bench.contestants import Contestant, Pool
 from headrace.bench.loss_comparison import LossComparison
 from headrace.bench.observation import _first_steps, _while_timed, short_name
+from headrace.bench.peers import PEERS
 from headrace.bench.plan_list import noise_pair
 from headrace.bench.trainable import Timing
-from headrace.bench.works.work import Training, Work, work_of
+from headrace.bench.works.training import Training
+from headrace.bench.works.work import Work, work_of
 from headrace.device import Device, Span, Timeline, open_device
 from headrace.errors import BenchError, PlanError
 from headrace.plan import PRESETS
@@ -215,6 +217,33 @@ def order_dependent() -> Training:
 _calls = itertools.count()
 
 
+def two_models(
+    returns: str = "loss", change: Callable[[torch.Tensor], object] | None = None
+) -> Work:
+    """A step with two models and two optimizers. `change` is called with a weight that the losses
+    do not depend on."""
+
+    def make() -> Any:
+        one, two = torch.nn.Linear(3, 3), torch.nn.Linear(3, 1)
+        unused = torch.nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (one, two)]
+
+        def step(batch: torch.Tensor) -> Any:
+            loss = two(one(batch) + torch.randn_like(batch)).mean()
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+            if change is not None:
+                change(unused.weight.data)
+            return {"loss": loss.detach(), "weight": 2} if returns == "loss" else None
+
+        return step, [torch.ones(2, 3) * number for number in range(3)]
+
+    return work_of(make, name="two models")
+
+
 def failing(at: int) -> Work:
     """Raises in its `at`-th step."""
 
@@ -232,6 +261,89 @@ def failing(at: int) -> Work:
         return Training(model, optimizer, loss, [torch.ones(2, 3)])
 
     return work_of(make, name="failing")
+
+
+class TestSteps:
+    """A work that returns a step of its own."""
+
+    def test_is_measured_and_compared_as_others(self, device: Device) -> None:
+        plans = ",".join(plan for plan in plans_here(device) if plan != "max")
+        result = bench(two_models(), device, plans, repeats=1).run()
+        assert not result.failed
+        assert {row.equal.verdict for row in result.rows[1:]} == {"identical"}
+        assert all(len(row.losses) == 10 for row in result.rows)
+        assert result.work.units_per_step == 2
+        if device.captures:
+            graphs = result.row("graph").graphs
+            assert graphs is not None
+            assert graphs["why"] is None
+            assert graphs["replays"] > 0
+
+    def test_a_work_that_carries_state(self, device: Device) -> None:
+        def make() -> Any:
+            model = torch.nn.Linear(3, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def loss(model: Any, batch: torch.Tensor, carried: Any) -> Any:
+                hidden = model(batch + carried["h"])
+                return hidden.mean(), {"h": hidden}
+
+            def step(batch: torch.Tensor, carried: Any) -> Any:
+                optimizer.zero_grad()
+                found, carried = loss(model, batch, carried)
+                found.backward()
+                optimizer.step()
+                return found.detach(), carried
+
+            batches, carry = [torch.ones(2, 3)], {"h": torch.zeros(2, 3)}
+            return (step, batches, carry) if own else (model, optimizer, loss, batches, carry)
+
+        plans = ",".join(plan for plan in plans_here(device) if plan != "max")
+        found = []
+        for own in (False, True):  # noqa: B007 - `make` reads it
+            result = bench(work_of(make), device, plans, repeats=1).run()
+            assert {row.equal.verdict for row in result.rows[1:]} == {"identical"}
+            assert not result.failed
+            found.append(result.rows[0].losses)
+        assert found[0] == found[1]
+        assert len(set(found[0])) == 10
+
+    def test_max_runs_it_as_a_graph_and_says_so(self) -> None:
+        class Compiling(FakeDevice):
+            compiles = True
+
+        with Compiling() as fake:
+            row = bench(two_models(), fake, "baseline,max", repeats=1).run().row("max")
+        assert row.equal.verdict == "identical"
+        assert any("is not compiled" in note and "your own step" in note for note in row.notes)
+
+    def test_weights_are_compared_even_if_losses_match(self) -> None:
+        calls = itertools.count()
+        for returns in ("loss", "nothing"):
+            work = two_models(returns, lambda weight: weight.fill_(next(calls)))
+            row = bench(work, open_device("cpu"), repeats=1).run().row("pipeline")
+            assert row.equal.verdict == "unequal"
+            assert "weights after the last step: 'Linear 3, weight' differs" in row.equal.why
+
+    def test_without_a_loss_only_weights_are_compared(self) -> None:
+        result = bench(two_models("nothing"), open_device("cpu"), repeats=1).run()
+        assert result.row("pipeline").equal.verdict == "identical"
+        assert result.row("pipeline").losses == ()
+
+    def test_with_neither_there_is_nothing_to_compare(self) -> None:
+        work = work_of(lambda: (lambda batch: None, [torch.ones(2)]), name="empty")
+        equal = bench(work, open_device("cpu"), repeats=1).run().row("pipeline").equal
+        assert equal.verdict == "not compared"
+        assert "its modules were not found" in equal.why
+
+    def test_what_it_cannot_have_is_refused(self) -> None:
+        cpu = open_device("cpu")
+        half = Bench(two_models(), cpu, entries_of(["baseline"], "bf16"), precision="bf16")
+        with pytest.raises(BenchError, match=r"precision = 'bf16'.*Write torch\.autocast into"):
+            half.run()
+        peer = bench(two_models(), cpu, peers=[PEERS["reduce-overhead"]], repeats=1).run().rows[-1]
+        assert peer.error is not None
+        assert "which is all that peers can train: leave out --peers" in peer.error
 
 
 class TestEquality:
@@ -361,8 +473,8 @@ class TestFailures:
         assert result.verdict.take is None
 
     def test_a_work_that_cannot_be_made_is_an_error_at_once(self) -> None:
-        with pytest.raises(BenchError, match="returned 2 things"):
-            bench(work_of(lambda: (1, 2), name="two"), open_device("cpu")).run()
+        with pytest.raises(BenchError, match="returned a tuple of 1"):
+            bench(work_of(lambda: (1,), name="one"), open_device("cpu")).run()
 
     def test_nor_does_one_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*arguments: Any, **more: Any) -> None:

@@ -534,6 +534,7 @@ def test_ddp_is_watched_after_its_first_steps(
         user_loss=loss,
         precision=None,
         distributed=False,
+        carry=None,
     )
     parts = replace(engine._builder.parts, forward=forward, parallelism="ddp", ranks=NcclRanks())
     graphs = StepGraphs(parts, GRAPH)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,7 +52,9 @@ def test_a_host_number_that_device_work_returned_is_no_constant() -> None:
     """Attention returns the seed and offset of its dropout on the host, and backward takes them as
     arguments. They differ for each batch; in a capture they stay on the device."""
     seam: Any = SimpleNamespace(
-        holds=lambda tensor: tensor.dim() > 0, read_host=lambda tensor: tensor.tolist()
+        holds=lambda tensor: tensor.dim() > 0,
+        read_host=lambda tensor: tensor.tolist(),
+        answering=nullcontext,
     )
     x, drawn = torch.ones(3), iter([0.1, 0.2])
 

@@ -162,7 +162,7 @@ class TestBadState:
     def test_a_state_that_is_not_an_engines(self, device: Device) -> None:
         engine = make(device, "pipeline")
         with pytest.raises(
-            StepError, match="not an engine's state of a format from 1 to 4: found None"
+            StepError, match="not an engine's state of a format from 1 to 5: found None"
         ):
             engine.load_state_dict({"model": {}})
 

@@ -485,6 +485,12 @@ _add(
 + C.wait_stream(S)
   torch.add(x, 1, out=e)
   l = on(64)  # SECOND
+== out= grows, beside an alias of other memory
+  e, v = torch.empty(1, device=D), torch.from_dlpack(y); S.wait_stream(C)
+  with d.use(S): k = e * 2  # FIRST
++ C.wait_stream(S)
+  torch.add(x, 1, out=e)
+  l = on(64)  # SECOND
 == set_ drops the old memory
   with d.use(S): k = x * 2  # FIRST
 + C.wait_stream(S)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.device import CaptureQuery
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
 from headrace.testing import Costs, FakeDevice
 from support.captures import TrainedModel, line, on, same
@@ -290,6 +291,17 @@ class TestWatch:
             "the device, once and outside the step, or let the loader return it in the "
             "batch",
         ]
+
+    def test_pytorch_is_told_whether_a_capture_is_under_way(self, device: FakeDevice) -> None:
+        asked = torch.cuda.is_current_stream_capturing
+        value = on(device, 4)
+        _, inside = device.capture(lambda: (value.add_(1), asked())[1], device.graph_pool())
+        assert (inside, asked()) == (True, False)
+        for answer in (True, False):
+            query = CaptureQuery(answer)
+            with device.answering(query):
+                assert asked() is answer
+            assert query.asked
 
     def test_a_step_without_obstacles(self, device: FakeDevice) -> None:
         training = TrainedModel(device)

@@ -1,14 +1,16 @@
-"""Compares losses step by step: bit for bit, or within a tolerance."""
+"""Compares losses step by step, and weights: bit for bit, or within a tolerance."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import nn
 
+from headrace.device import Device
 from headrace.runs.records import Equality
 
 
@@ -54,6 +56,53 @@ def compare(
     return Equality("within", tolerance, largest, None, why)
 
 
+def compare_weights(
+    device: Device,
+    reference: Mapping[str, torch.Tensor],
+    found: Mapping[str, torch.Tensor],
+    losses: Equality,
+    *,
+    tolerance: float,
+) -> Equality:
+    """Compare the weights after the last step, as strictly as the losses were compared.
+
+    Returns `losses` if the weights match, too. A weight's difference is the norm of the difference,
+    relative to the weight's norm.
+    """
+    if not reference:
+        why = "the step's modules were not found, so only losses were compared"
+        return replace(losses, why="; ".join(filter(None, (losses.why, why))))
+    if reference.keys() != found.keys():
+        odd = next(iter(reference.keys() ^ found.keys()))
+        return Equality("unequal", why=f"weights: only one of the two runs has {odd!r}")
+    allowed = 0.0 if losses.verdict == "identical" and not losses.why else tolerance
+    for name, relative in zip(reference, _differences(device, reference, found), strict=True):
+        if not relative <= allowed:
+            why = f"weights after the last step: {name!r} differs by {relative:.2g} of its norm"
+            return Equality("unequal", allowed or None, None, None, why)
+    return losses
+
+
+def _differences(
+    device: Device, reference: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
+) -> list[float]:
+    """The relative difference of each weight, computed on the device and read at once."""
+    if not reference:
+        return []
+    figures = []
+    for name, one in reference.items():
+        expected, other = one.double(), found[name].double()
+        same = (expected == other) | (expected.isnan() & other.isnan())
+        apart = torch.where(same, torch.zeros_like(expected), other - expected)
+        norm = torch.linalg.vector_norm(expected).clamp(min=1e-12)
+        figures.append(torch.linalg.vector_norm(apart) / norm)
+    on_host = torch.empty(1, len(figures), dtype=torch.float64)
+    with device.ledger.waiting("bench"):
+        on_host[0].copy_(torch.stack(figures))
+    device.synchronize("bench")
+    return device.read_host(on_host)[0]
+
+
 def difference(reference: float, found: float) -> float:
     """The relative difference; infinite if one is not finite and they are not the same."""
     if reference == found or (math.isnan(reference) and math.isnan(found)):
@@ -73,10 +122,3 @@ def remove_dropout(model: nn.Module) -> int:
             setattr(module, name, 0.0)
             removed += 1
     return removed
-
-
-def rounds_differently(optimizer: Any) -> bool:
-    """Whether an optimizer rounds differently once it is made capturable for a graph. A fused one
-    does not."""
-    defaults = optimizer.defaults
-    return "capturable" in defaults and not defaults.get("fused")

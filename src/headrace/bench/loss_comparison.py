@@ -13,11 +13,17 @@ from typing import Any
 import torch
 
 from headrace.bench.endless_batches import EndlessBatches
-from headrace.bench.equality import ComparedLosses, compare, remove_dropout, rounds_differently
+from headrace.bench.equality import (
+    ComparedLosses,
+    compare,
+    compare_weights,
+    remove_dropout,
+)
 from headrace.bench.plan_list import PlanEntry
 from headrace.bench.text import DEFAULT_PRECISION
 from headrace.bench.trainable import EngineTrainable, Trainable, describe_error, release_memory
-from headrace.bench.works.work import Training, Work
+from headrace.bench.works.training import Made, StepTraining
+from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.errors import BenchError, HeadraceError
 from headrace.runs.records import Equality
@@ -30,11 +36,21 @@ _STILL_RANDOM = (
 
 
 @dataclass(frozen=True, slots=True)
+class _Run:
+    """The losses of a plan, and why their last digits may differ from the reference's."""
+
+    losses: tuple[float, ...]
+    rounding: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Pass:
-    """A run of the reference: its losses, and whether it drew random numbers on the device."""
+    """A run of the reference: its losses, whether it drew random numbers on the device and, for a
+    step of the user's own, the weights that it left."""
 
     losses: tuple[float, ...]
     is_random: bool
+    weights: dict[str, torch.Tensor] | None
 
 
 def first_batches(
@@ -45,6 +61,8 @@ def first_batches(
     batches: EndlessBatches | None = None
     try:
         made = work.make(device, seed=seed, loader=entry.loader, pin=True)
+        if isinstance(made, StepTraining):
+            made.require_precision(entry.plan.precision)
         batches = EndlessBatches(made.loader, work.name)
         return list(batches.take(count))
     except HeadraceError:
@@ -100,15 +118,16 @@ class LossComparison:
         for step, loss in enumerate(reference.losses, 1):
             if not math.isfinite(loss):
                 return _not_compared(f"{base.name}'s loss is not finite at step {step}")
-        compiled = entry.plan.compile and self._device.compiles
+        # A step of the user's own is not compiled.
+        compiled = entry.plan.compile and self._device.compiles and reference.weights is None
         without_dropout = compiled and reference.is_random
         if without_dropout:
             reference = self._pass(without_dropout=True)
             if reference.is_random:
                 return _not_compared(_STILL_RANDOM)
         made = self._make(entry, without_dropout)
-        why = self._why_within(entry, made, compiled, without_dropout)
-        losses = self._run(entry, made, deterministic=self._deterministic and not compiled)
+        run = self._run(entry, made, deterministic=self._deterministic and not compiled)
+        losses, why = run.losses, self._why_within(entry, run, compiled, without_dropout)
         if compiled:
             torch.compiler.reset()  # no other compiled code is in use yet
         equal = compare(
@@ -118,6 +137,16 @@ class LossComparison:
             tolerance=self._tolerance,
             why=why or self._why_not_exact,
         )
+        if reference.weights is not None and not (losses or reference.weights):
+            return _not_compared("the step returns no loss, and its modules were not found")
+        if reference.weights is not None and equal.verdict != "unequal":
+            equal = compare_weights(
+                self._device,
+                reference.weights,
+                _weights(made, self._device),
+                equal,
+                tolerance=self._tolerance,
+            )
         return ComparedLosses(equal, losses, reference.losses if without_dropout else ())
 
     def _of_peer(self, make: Callable[[], Trainable]) -> ComparedLosses:
@@ -136,7 +165,7 @@ class LossComparison:
         return ComparedLosses(equal, losses)
 
     def _why_within(
-        self, entry: PlanEntry, made: Training, compiled: bool, without_dropout: bool
+        self, entry: PlanEntry, run: _Run, compiled: bool, without_dropout: bool
     ) -> str:
         """Why the losses need not match bit for bit; empty if they must."""
         if compiled:
@@ -144,10 +173,7 @@ class LossComparison:
         own, reference = entry.plan.precision, self._reference.plan.precision
         if own != reference:
             return f"{own or DEFAULT_PRECISION} instead of {reference or DEFAULT_PRECISION}"
-        captured = entry.plan.graphs != "off" and self._device.captures
-        if captured and rounds_differently(made.optimizer):
-            return "the optimizer was made capturable and rounds differently; a fused one does not"
-        return ""
+        return run.rounding or ""
 
     def _pass(self, *, without_dropout: bool) -> _Pass:
         """The reference's run, which is kept. It runs again without deterministic kernels if the
@@ -168,29 +194,37 @@ class LossComparison:
     def _reference_pass(self, without_dropout: bool) -> _Pass:
         made = self._make(self._reference, without_dropout)
         before = self._device.random_state()
-        losses = self._run(self._reference, made, deterministic=self._deterministic)
-        return _Pass(losses, not torch.equal(before, self._device.random_state()))
+        losses = self._run(self._reference, made, deterministic=self._deterministic).losses
+        is_random = not torch.equal(before, self._device.random_state())
+        weights = _weights(made, self._device) if isinstance(made, StepTraining) else None
+        return _Pass(losses, is_random, weights)
 
-    def _make(self, entry: PlanEntry, without_dropout: bool) -> Training:
+    def _make(self, entry: PlanEntry, without_dropout: bool) -> Made:
         made = self._work.make(self._device, seed=self._seed, loader=entry.loader)
-        if without_dropout:
+        if without_dropout and not isinstance(made, StepTraining):
             remove_dropout(made.model)
         return made
 
-    def _run(self, entry: PlanEntry, made: Training, *, deterministic: bool) -> tuple[float, ...]:
+    def _run(self, entry: PlanEntry, made: Made, *, deterministic: bool) -> _Run:
         trainable = EngineTrainable(
             self._work,
             self._device,
             entry,
             seed=self._seed,
             deterministic=deterministic,
-            training=made,
+            made=made,
         )
         self._trainable = trainable
         try:
-            return trainable.losses(self._batches)
+            return _Run(trainable.losses(self._batches), trainable.rounding)
         finally:
             trainable.close()
+
+
+def _weights(made: Made, device: Device) -> dict[str, torch.Tensor]:
+    """The weights of the modules that a step uses. Nothing else changes them after this."""
+    assert isinstance(made, StepTraining)
+    return {name: tensor.detach() for name, tensor in made.state(device).weights().items()}
 
 
 def _not_compared(why: str) -> ComparedLosses:

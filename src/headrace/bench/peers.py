@@ -21,7 +21,8 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from headrace.bench.endless_batches import EndlessBatches
 from headrace.bench.trainable import Timing, Trainable, timed
-from headrace.bench.works.work import Training, Work, seed_all
+from headrace.bench.works.training import Training
+from headrace.bench.works.work import Work, seed_all
 from headrace.data import prefetch
 from headrace.device import Device
 from headrace.engine import autocast
@@ -82,7 +83,13 @@ class _PeerTrainable(abc.ABC):
 
     def __init__(self, work: Work, device: Device, precision: str | None, seed: int) -> None:
         self._device, self._precision, self._seed = device, precision, seed
-        self._made: Training | None = work.make(device, seed=seed, pin=True)
+        made = work.make(device, seed=seed, pin=True)
+        if not isinstance(made, Training):
+            raise BenchError(
+                f"{work.name} does not return (model, optimizer, loss, loader), which is all that "
+                "peers can train: leave out --peers"
+            )
+        self._made: Training | None = made
         self._batches = EndlessBatches(self._made.loader, work.name)
         self.trained, self._seed_next = 0, False
 

@@ -11,7 +11,8 @@ import torch
 
 from headrace.bench.endless_batches import EndlessBatches
 from headrace.bench.plan_list import PlanEntry
-from headrace.bench.works.work import Training, Work
+from headrace.bench.works.training import Made
+from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.engine import Engine, EpochResult
 from headrace.errors import BenchError
@@ -74,19 +75,12 @@ class EngineTrainable:
         *,
         seed: int,
         deterministic: bool = False,
-        training: Training | None = None,
+        made: Made | None = None,
     ) -> None:
-        made = training or work.make(device, seed=seed, loader=entry.loader, pin=entry.plan.pin)
+        made = made or work.make(device, seed=seed, loader=entry.loader, pin=entry.plan.pin)
         self._device = device
         self._batches: EndlessBatches | None = EndlessBatches(made.loader, work.name)
-        self._engine: Engine | None = Engine(
-            made.model,
-            made.optimizer,
-            made.loss,
-            plan=entry.plan,
-            device=device,
-            deterministic=deterministic,
-        )
+        self._engine: Engine | None = made.engine(device, entry.plan, deterministic=deterministic)
         self.lead_in, self.trained = self._batches.ahead, 0
 
     def run(self, steps: int) -> Timing:
@@ -101,6 +95,13 @@ class EngineTrainable:
         assert self._engine is not None
         report = self._engine.graphs
         return None if report is None else asdict(report)
+
+    @property
+    def rounding(self) -> str | None:
+        """Why the last digits of its losses may differ from a plain loop's; None if they do not."""
+        assert self._engine is not None
+        report = self._engine.graphs
+        return None if report is None else report.rounding
 
     def compiled(self) -> dict[str, Any] | None:
         assert self._engine is not None

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from headrace.device.base import Device, Event, MemoryFigures, Result, Stream
 from headrace.device.determinism import deterministic_kernels
-from headrace.device.graph import Graph, Obstacle, host_copy, host_wait
+from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_copy, host_wait
 from headrace.device.ledger import Ledger, LedgerStatistics, WaitStatistics
 from headrace.device.opening import available_devices, open_device
 from headrace.device.pinned import PinnedBuffer, PinnedPool
@@ -27,6 +27,7 @@ from headrace.device.timeline import Kind, Span, Timeline, pack_spans, unpack_sp
 from headrace.device.trace import Trace
 
 __all__ = [
+    "CaptureQuery",
     "Device",
     "Event",
     "Graph",

@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import torch
 
-from headrace.device.graph import Graph, Obstacle
+from headrace.device.graph import CaptureQuery, Graph, Obstacle
 from headrace.device.ledger import Ledger
 from headrace.device.pinned import PinnedPool
 from headrace.device.sensors import Sensors
@@ -311,6 +311,12 @@ class Device(abc.ABC):
         """Watch a step that runs in the block. Afterwards the list has what a graph could not
         repeat: host waits, copies from host memory, random numbers drawn on the host."""
         return nullcontext([])
+
+    def answering(self, query: CaptureQuery) -> AbstractContextManager[None]:
+        """Inside the block, `query` answers code that asks whether its work is being captured
+        (`torch.cuda.is_current_stream_capturing`), in this thread and in autograd's. In a capture
+        the answer is always yes."""
+        return nullcontext()
 
     def random_state(self) -> torch.Tensor:
         """The state of this device's default random generator. Does not wait."""

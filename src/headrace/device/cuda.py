@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,7 +15,7 @@ import torch
 from headrace.device import kineto
 from headrace.device.accelerator import AcceleratorDevice, AcceleratorStream
 from headrace.device.base import Result, Stream
-from headrace.device.graph import Graph, Obstacle, host_wait
+from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_wait
 from headrace.device.host_activity import HostActivity
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
@@ -287,6 +288,24 @@ class CudaDevice(AcceleratorDevice):
                 warnings.warn_explicit(
                     warning.message, warning.category, warning.filename, warning.lineno
                 )
+
+    @contextmanager
+    def answering(self, query: CaptureQuery) -> Iterator[None]:
+        # All of PyTorch's Python functions that answer this call that one name.
+        graphs: Any = torch.cuda.graphs
+        truth, thread = graphs._cuda_isCurrentStreamCapturing, threading.get_ident()
+
+        def answer() -> bool:
+            if truth():
+                return True
+            in_backward = torch._C._current_graph_task_id() != -1  # runs in a thread of its own
+            return (in_backward or threading.get_ident() == thread) and query.ask()
+
+        graphs._cuda_isCurrentStreamCapturing = answer
+        try:
+            yield
+        finally:
+            graphs._cuda_isCurrentStreamCapturing = truth
 
     def _raw_event(self, timing: bool) -> Any:
         # blocking: a waiting host sleeps, and does not spin on a core that the loader needs.

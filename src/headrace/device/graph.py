@@ -25,6 +25,29 @@ class Graph(abc.ABC):
         graphs of the pool are closed."""
 
 
+@dataclass(slots=True)
+class CaptureQuery:
+    """Code that asks PyTorch whether its work is being captured, and what it is answered.
+
+    Some libraries run other code in a capture than outside of one: transformers reads a padding
+    mask back to the host only outside. A trial run that answers "yes" runs what a capture would
+    run. `answer` is given outside captures; `asked` says whether anybody has asked.
+    """
+
+    answer: bool = False
+    asked: bool = False
+    #: Set while code runs that must get the true answer: an optimizer's step refuses a capture if
+    #: it was not made capturable.
+    is_paused: bool = False
+
+    def ask(self) -> bool:
+        """The answer outside a capture."""
+        if self.is_paused:
+            return False
+        self.asked = True
+        return self.answer
+
+
 @dataclass(frozen=True, slots=True)
 class Obstacle:
     """Something in a step that a graph could not repeat, its line, and what to do about it."""

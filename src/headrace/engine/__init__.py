@@ -7,6 +7,7 @@ from the options, `loop.py` is the loop over batches, and `step.py` trains on on
 
 from __future__ import annotations
 
+from headrace.engine.carry import Carry
 from headrace.engine.compiled import CompileReport
 from headrace.engine.deferred import DeferredScalars, DeferredValues
 from headrace.engine.ema import Ema
@@ -18,8 +19,10 @@ from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.run_ahead import RunAhead
 from headrace.engine.stages import Progress, StepInfo
 from headrace.engine.step_graphs import GraphReport
+from headrace.engine.step_state import StepState
 
 __all__ = [
+    "Carry",
     "CompileReport",
     "DeferredScalars",
     "DeferredValues",
@@ -34,6 +37,7 @@ __all__ = [
     "Progress",
     "RunAhead",
     "StepInfo",
+    "StepState",
     "autocast",
     "graphed",
 ]

@@ -27,8 +27,9 @@ from headrace.data import (
 )
 from headrace.device import Device, deterministic_kernels
 from headrace.engine.accelerate_wrappers import unwrap_optimizer
+from headrace.engine.carry import CarriedState, Carry
 from headrace.engine.clipping import Clipping
-from headrace.engine.compiled import CompiledLoss, CompileReport
+from headrace.engine.compiled import CompiledLoss, CompileReport, compile_obstacle
 from headrace.engine.deferred import DeferredScalars, SummedScalars
 from headrace.engine.ema import Ema
 from headrace.engine.forward import Forward, LossFunction
@@ -45,9 +46,22 @@ from headrace.engine.recorder import HoldingRecorder, Recorder
 from headrace.engine.restoring import RestoringStep, SavedBuffers
 from headrace.engine.resume import Start
 from headrace.engine.run_ahead import RunAhead
-from headrace.engine.schedules import Schedule, Scheduler, SchedulerInterval, schedule_of
+from headrace.engine.schedules import (
+    LearningRateFunction,
+    Schedule,
+    Scheduler,
+    SchedulerInterval,
+    schedule_of,
+)
 from headrace.engine.stages import Progress, Standing, Step
-from headrace.engine.step import EagerStep, EvaluationStep, StepFunction, StepParts, UserStep
+from headrace.engine.step import (
+    EagerStep,
+    EvaluationStep,
+    StepFunction,
+    StepParts,
+    UpdateCount,
+    UserStep,
+)
 from headrace.engine.step_graphs import GraphedStep, StepGraphs, warn_not_captured
 from headrace.engine.update import Update, scales_on_device
 from headrace.errors import StepError
@@ -75,7 +89,17 @@ class StepBuilder(Protocol):
         """Set up what the plan asks for. Warn about what is not possible here."""
         ...
 
-    def begin_epoch(self) -> None: ...
+    @property
+    def updates(self) -> int:
+        """Updates so far, over all passes."""
+        ...
+
+    @property
+    def carry(self) -> CarriedState | None: ...
+
+    def begin_epoch(self, *, from_start: bool) -> None:
+        """Prepare for a pass, `from_start` of its epoch or in the middle of it."""
+        ...
 
     def batches_for(self, updates: int) -> int:
         """How many more batches the next `updates` updates take."""
@@ -101,19 +125,23 @@ class ModelStepBuilder:
         accumulate_by: Literal["weight", "count"],
         scheduler: Scheduler | None,
         scheduler_every: SchedulerInterval,
+        lr: LearningRateFunction | None,
         ema_decay: float | None,
         policy: NonFinitePolicy,
         restores_buffers: bool,
         on_oom: Literal["raise", "halve"],
+        carry: Any,
     ) -> None:
         _check_numbers(accumulate, accumulate_by, clip_norm, on_oom)
         optimizer = unwrap_optimizer(optimizer, accumulate)
         _check_types(device, model, optimizer, has_scheduler=scheduler is not None)
-        require_loss_function(loss)
+        spec = Carry.of(carry)
+        self.carry = None if spec is None else CarriedState(spec, device)
+        require_loss_function(loss, carries=self.carry is not None)
         self.device, self.model, self.ranks = device, model, ranks_of(model)
         self._optimizer, self._loss, self._policy = optimizer, loss, policy
         self._halves = on_oom == "halve"
-        self.schedule = schedule_of(scheduler, scheduler_every, optimizer, accumulate)
+        self.schedule = schedule_of(scheduler, scheduler_every, optimizer, accumulate, lr)
         self.ema = None if ema_decay is None else Ema(model, ema_decay)
         self._clipping = (
             None if clip_norm is None else Clipping(device, model, optimizer, clip_norm)
@@ -138,7 +166,9 @@ class ModelStepBuilder:
     def apply_plan(self, plan: Plan) -> None:
         device = self.device
         if self._halves:
-            require_halvable(self.model, plan)
+            require_halvable(self.model, plan, carries=self.carry is not None)
+        if self.carry is not None:
+            self.carry.in_place = plan.graphs != "off" and device.captures
         self._parts = self._build_parts(plan)
         self.graphs = None
         if plan.graphs != "off" and device.captures:
@@ -164,15 +194,18 @@ class ModelStepBuilder:
             guard = previous.guard if previous is not None else None
             on_device = scales_on_device(optimizer)
             guard = guard or UpdateGuard(device, self._policy.max_skipped, on_device)
-        compiles = plan.compile and device.compiles
+        loss = self._loss
+        if plan.compile and device.compiles:
+            loss = CompiledLoss(loss, device, compile_obstacle(device, loss, self.model))
         forward = Forward(
             device,
             self.model,
             optimizer,
-            CompiledLoss(self._loss, device) if compiles else self._loss,
+            loss,
             user_loss=self._loss,
             precision=plan.precision,
             distributed=spread != "plain",
+            carry=self.carry,
         )
         update = Update(
             device,
@@ -192,7 +225,11 @@ class ModelStepBuilder:
             return loss.report()
         return CompileReport(compiled=False, why=f"Headrace does not compile for {self.device}")
 
-    def begin_epoch(self) -> None:
+    @property
+    def updates(self) -> int:
+        return self._group.updates
+
+    def begin_epoch(self, *, from_start: bool) -> None:
         """Check everything again: the user may have changed the loss function or the model since
         the last epoch. With accumulation watch two batches, because only the second one can change
         gradients of the first."""
@@ -200,6 +237,8 @@ class ModelStepBuilder:
         for part in (self._clipping, self.graphs, self._buffers):
             if part is not None:
                 part.begin_epoch()
+        if self.carry is not None:
+            self.carry.begin_epoch(from_start=from_start)
 
     def batches_for(self, updates: int) -> int:
         return self._group.batches_for(updates)
@@ -228,20 +267,26 @@ class UserStepBuilder:
 
     parts = None
 
-    def __init__(self, device: Device, step: StepFunction) -> None:
+    def __init__(self, device: Device, step: StepFunction, carry: Any = None) -> None:
         self._device, self._step = device, step
+        spec = Carry.of(carry)
+        self.carry = None if spec is None else CarriedState(spec, device)
+        self._count = UpdateCount()
         self.ranks: Ranks = SINGLE
         self.schedule: Schedule | None = None
         self.graphs: GraphedFunction[Any, Any] | None = None
 
     def apply_plan(self, plan: Plan) -> None:
         self.graphs = None
+        if self.carry is not None:
+            self.carry.in_place = False
         if plan.graphs != "off":
             self.graphs = GraphedFunction(
                 self._step,
                 self._device,
                 modules=None,
                 optimizers=None,
+                carry=self.carry,
                 max_graphs=plan.graph_shapes,
                 watch_after=plan.graph_after,
                 plan_name=plan.name,
@@ -251,8 +296,14 @@ class UserStepBuilder:
     def compiled(self) -> CompileReport:
         return CompileReport(compiled=False, why="it is your own step (Engine.from_step)")
 
-    def begin_epoch(self) -> None:
-        """Do nothing: a user's step is not checked."""
+    @property
+    def updates(self) -> int:
+        return self._count.updates
+
+    def begin_epoch(self, *, from_start: bool) -> None:
+        """Reset the carried state, if it is due. A user's step is not checked."""
+        if self.carry is not None:
+            self.carry.begin_epoch(from_start=from_start)
 
     def batches_for(self, updates: int) -> int:
         return updates
@@ -261,7 +312,7 @@ class UserStepBuilder:
         return Lanes(self._device, plan, split=False, annotate=annotate)
 
     def step(self, lanes: Lanes) -> Step:
-        return UserStep(self._step, self._device, lanes, self.graphs)
+        return UserStep(self._step, self._device, lanes, self._count, self.carry, self.graphs)
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,6 +22,12 @@ class CapturableOptimizer:
     def __init__(self, device: Device, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
         groups: list[dict[str, Any]] = optimizer.param_groups
+        self._rounds = any(
+            "capturable" in group
+            and not group.get("fused")
+            and not (group["capturable"] and isinstance(group["lr"], torch.Tensor))
+            for group in groups
+        )
         self._plain_groups = [g for g in groups if "capturable" in g and not g["capturable"]]
         for group in self._plain_groups:
             group["capturable"] = True
@@ -40,6 +46,22 @@ class CapturableOptimizer:
         optimizer._warned_capturable_if_run_uncaptured = True
         by_tensor = takes_rates_as_tensors(optimizer)
         self.rates = LearningRates(device, optimizer) if by_tensor else None
+
+    @property
+    def rounding(self) -> str | None:
+        """How results differ now from those of the optimizer as it was; None if they do not."""
+        if not self._rounds:
+            return None
+        remedy = (
+            "fused=True would make them equal"
+            if all("fused" in group for group in self._optimizer.param_groups)
+            else "made with capturable=True and lr as a tensor on the device, it computes the same "
+            "bits without graphs"
+        )
+        return (
+            f"{type(self._optimizer).__name__} was made capturable, with its learning rate on the "
+            f"device, and its results differ from the plain loop's in the last digits: {remedy}"
+        )
 
     @property
     def was_reset(self) -> bool:

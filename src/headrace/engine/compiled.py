@@ -29,6 +29,9 @@ import torch
 from headrace.atomic_files import user_cache
 from headrace.device import Device
 from headrace.engine.forward import LossFunction
+from headrace.engine.python_state import PythonState
+from headrace.engine.user_compiled import describe_own_graphs, recurrent_obstacle
+from headrace.parallel import unwrap
 
 log = logging.getLogger("headrace")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._higher_order_ops")
@@ -53,9 +56,10 @@ class CompileReport:
 
 class CompiledLoss:
     """A loss function that is compiled at its first call, and for new shapes. If compilation fails,
-    it runs uncompiled from then on, and the log says why, once."""
+    it runs uncompiled from then on, and the log says why, once. `obstacle` says why it is not worth
+    trying."""
 
-    def __init__(self, loss: LossFunction, device: Device) -> None:
+    def __init__(self, loss: LossFunction, device: Device, obstacle: str | None = None) -> None:
         self.plain = loss
         #: "fallback" runs compiled code, or the plain code if compilation fails.
         self.mode: Literal["fallback", "plain", "compiled"] = "fallback"
@@ -67,27 +71,29 @@ class CompiledLoss:
         _set_cache_folder()
         self._function = _function_of(loss)
         self._compiled = torch.compile(self._function)
+        if obstacle is not None:
+            self._give_up(obstacle)
 
-    def __call__(self, model: Any, batch: Any) -> Any:
+    def __call__(self, model: Any, *inputs: Any) -> Any:
         if self.mode == "plain" or self.why_uncompiled is not None:
-            return self.plain(model, batch)
+            return self.plain(model, *inputs)
         if self.mode == "compiled":
             with _tiling_analysis(self._compilations == 0):
-                return self._compiled(model, batch)
-        return self._call_or_fall_back(model, batch)
+                return self._compiled(model, *inputs)
+        return self._call_or_fall_back(model, *inputs)
 
     def report(self) -> CompileReport:
         """Whether compiled code has run so far, and if not, why."""
         compiled = self._ran_compiled and self.why_uncompiled is None
         return CompileReport(compiled, self.why_uncompiled, self._compilations, self.seconds)
 
-    def _call_or_fall_back(self, model: Any, batch: Any) -> Any:
+    def _call_or_fall_back(self, model: Any, *inputs: Any) -> Any:
         random_state = self._device.random_state()
         for with_analysis in self._attempts():
             before, start = _compiled_graphs(), time.perf_counter()
             try:
                 with _strict_compiler(), _tiling_analysis(with_analysis):
-                    returned = self._compiled(model, batch)
+                    returned = self._compiled(model, *inputs)
             except Exception as error:
                 if not _is_compiler_error(error):
                     raise
@@ -98,7 +104,7 @@ class CompiledLoss:
                 self._count(_compiled_graphs() - before, time.perf_counter() - start)
                 return returned
         self._give_up(problem)
-        return self.plain(model, batch)
+        return self.plain(model, *inputs)
 
     def _attempts(self) -> tuple[bool, ...]:
         """Whether each attempt to compile uses the tiling analysis."""
@@ -121,6 +127,14 @@ class CompiledLoss:
         self._device.warn_once(
             f"compile: {why}", "the step is not compiled and runs as it is: %s", why
         )
+
+
+def compile_obstacle(device: Device, loss: LossFunction, model: torch.nn.Module) -> str | None:
+    """Why a loss function is better not compiled, as far as that is known before; else None."""
+    found = PythonState(device, loss, (unwrap(model),)).owners()
+    if found.own_graphs is not None:  # compiled again, it would lose them
+        return describe_own_graphs(found.own_graphs)
+    return recurrent_obstacle(found.modules)
 
 
 def uncompiled(loss: LossFunction) -> LossFunction:

@@ -31,10 +31,12 @@ _ON_DEVICE = float("nan")
 @dataclass(frozen=True, slots=True)
 class DeferredValues:
     """One step's values, arrived on the host. They are exact: the copy uses float64, or float32 if
-    that holds all of them."""
+    that holds all of them. `outputs` are the tensors that the loss function returned under that
+    name; they are on the device."""
 
     step: int
     values: dict[str, float]
+    outputs: Any = None
 
     @property
     def non_finite(self) -> tuple[str, ...]:

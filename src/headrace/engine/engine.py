@@ -31,13 +31,14 @@ from headrace.engine.loop import Observers, Pass
 from headrace.engine.nonfinite import NonFinitePolicy, NonFiniteWatch
 from headrace.engine.results import EpochResult
 from headrace.engine.resume import PositionTracker, Start, set_loader_epoch
-from headrace.engine.schedules import Scheduler, SchedulerInterval
+from headrace.engine.schedules import LearningRateFunction, Scheduler, SchedulerInterval
 from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
 from headrace.engine.step_graphs import GraphReport
 from headrace.errors import StepError
 from headrace.parallel import Ranks, device_of, eval_mode, unwrap
 from headrace.plan import PLAN_VARIABLE, Plan, effective_plan
+from headrace.schema import require_whole
 from headrace.source_lines import users_line
 
 log = logging.getLogger("headrace")
@@ -58,13 +59,17 @@ class Engine:
             losses and metrics of all ranks together (docs/scaling.md).
         optimizer: The model's optimizer, also one prepared by Accelerate.
         loss: A function `loss(model, batch)`. It returns a 0-dim tensor, or a dict with `loss`,
-            optionally `weight` (how many samples or tokens the loss is a mean over) and metrics.
+            optionally `weight` (how many samples or tokens the loss is a mean over), metrics, and
+            `outputs`: tensors of any shape that stay on the device and are handed out with the
+            batch's values (`DeferredValues.outputs`, `on_outputs`).
         plan: A `Plan`, a preset's name, a dict of fields, or the path of a YAML file.
         device: Where to train. [default: the model's device]
         scheduler: A learning-rate scheduler of PyTorch, transformers or timm, also one prepared by
             Accelerate.
         scheduler_every: Step the scheduler after each "step" (optimizer update) or each "epoch". A
             timm scheduler decides that itself (`t_in_epochs`).
+        lr: A function of the update (0, 1, …) that returns its learning rate, or one for each
+            parameter group, instead of a scheduler.
         clip_norm: Clip gradients exactly as `clip_grad_norm_(model.parameters(), clip_norm)` does.
         accumulate: Batches per optimizer update.
         accumulate_by: How the batches of an update count. "weight": the update uses the mean loss
@@ -74,6 +79,9 @@ class Engine:
         precision: "fp32", "tf32", "bf16" or "fp16", instead of the plan's. If neither sets one, the
             model computes in float32 and PyTorch's TF32 settings stay as they are.
         ema_decay: Keep an exponential moving average of the weights in `engine.ema`.
+        carry: State that is carried from batch to batch, such as a recurrent model's: tensors on
+            the device, nested as you like, or a `Carry` with more options. The loss function is
+            then called as `loss(model, batch, carried)` and returns `(loss, carried)`.
         deterministic: Use deterministic kernels; an operation that has none raises.
         nvtx: Mark forward and backward as ranges in the vendor's profiler (Nsight Systems).
         on_nonfinite: What to do about a NaN or infinite loss or gradient: "report" it, "stop",
@@ -83,8 +91,12 @@ class Engine:
         loader_timeout: Raise `LoaderError` after waiting this many seconds for a batch; 0 waits
             forever.
         on_step: Called after each batch with a `Progress`.
+        on_update: Called with a `Progress` after an optimizer update, every `on_update_every`
+            updates.
         on_values: Called as `on_values(step, values)`, once for each batch and in order, when its
             values have arrived on the host; also after a `break` or an error.
+        on_outputs: Called as `on_outputs(step, outputs)`, right after `on_values`, for each batch
+            that has `outputs`.
         on_epoch: Called after each epoch with its `EpochResult`.
         on_error: Called with the exception that ends a loop, if the state is still the one after
             the last batch trained on: save a checkpoint here. Not called with several ranks.
@@ -100,18 +112,23 @@ class Engine:
         device: Device | str | torch.device | None = None,
         scheduler: Scheduler | None = None,
         scheduler_every: SchedulerInterval = "step",
+        lr: LearningRateFunction | None = None,
         clip_norm: float | None = None,
         accumulate: int = 1,
         accumulate_by: Literal["weight", "count"] = "weight",
         precision: str | None = None,
         ema_decay: float | None = None,
+        carry: Any = None,
         deterministic: bool = False,
         nvtx: bool = False,
         on_nonfinite: str = "report",
         on_oom: Literal["raise", "halve"] = "raise",
         loader_timeout: float = 0,
         on_step: Callable[[Progress], object] | None = None,
+        on_update: Callable[[Progress], object] | None = None,
+        on_update_every: int = 1,
         on_values: Callable[[int, dict[str, float]], object] | None = None,
+        on_outputs: Callable[[int, Any], object] | None = None,
         on_epoch: Callable[[EpochResult], object] | None = None,
         on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
@@ -127,10 +144,12 @@ class Engine:
             accumulate_by=accumulate_by,
             scheduler=scheduler,
             scheduler_every=scheduler_every,
+            lr=lr,
             ema_decay=ema_decay,
             policy=policy,
             restores_buffers=on_error is not None,
             on_oom=on_oom,
+            carry=carry,
         )
         self._set_up(
             builder,
@@ -144,6 +163,8 @@ class Engine:
             on_error=on_error,
         )
         self.on_step, self.on_values, self.on_epoch = on_step, on_values, on_epoch
+        self.on_update, self.on_outputs = on_update, on_outputs
+        self.on_update_every = on_update_every
 
     @classmethod
     def from_step(
@@ -152,22 +173,30 @@ class Engine:
         *,
         device: Device | str | torch.device = "auto",
         plan: Plan | str | Path | Mapping[str, Any] = "pipeline",
+        carry: Any = None,
         deterministic: bool = False,
         nvtx: bool = False,
         on_step: Callable[[Progress], object] | None = None,
+        on_update: Callable[[Progress], object] | None = None,
+        on_update_every: int = 1,
         on_values: Callable[[int, dict[str, float]], object] | None = None,
+        on_outputs: Callable[[int, Any], object] | None = None,
         on_epoch: Callable[[EpochResult], object] | None = None,
     ) -> Engine:
         """An engine that calls your own training step, for a GAN or two optimizers for example.
 
         `step(batch)` does the forward, the backward and the update, on one stream. It returns what
         to report, as a loss function does, or None. The engine adds what the plan says of
-        prefetching, deferred values, run-ahead and host waits.
+        prefetching, deferred values, run-ahead, host waits and graphs. With a `carry`, it is called
+        as `step(batch, carried)` and returns a tuple of what to report and the state for the next
+        batch. The other arguments are those of `Engine`; each batch counts as an update.
         """
         engine, device = cls.__new__(cls), open_device(device)
-        builder = UserStepBuilder(device, step)
+        builder = UserStepBuilder(device, step, carry)
         engine._set_up(builder, device, plan, deterministic=deterministic, nvtx=nvtx)
         engine.on_step, engine.on_values, engine.on_epoch = on_step, on_values, on_epoch
+        engine.on_update, engine.on_outputs = on_update, on_outputs
+        engine.on_update_every = on_update_every
         return engine
 
     def _set_up(
@@ -226,6 +255,18 @@ class Engine:
     def ema(self) -> Ema | None:
         """The averaged weights; None without `ema_decay`."""
         return self._builder.ema if isinstance(self._builder, ModelStepBuilder) else None
+
+    @property
+    def carried(self) -> Any:
+        """The state that the next batch gets, as live tensors; None without a `carry`, or if it is
+        the initial state. Set it to continue from another state, or to None to begin anew."""
+        return None if self._builder.carry is None else self._builder.carry.state
+
+    @carried.setter
+    def carried(self, state: Any) -> None:
+        if self._builder.carry is None:
+            raise StepError("this engine carries no state: expected Engine(…, carry=…)")
+        self._builder.carry.set(state)
 
     def _stateful_builder(self) -> ModelStepBuilder:
         if not isinstance(self._builder, ModelStepBuilder):
@@ -307,9 +348,10 @@ class Engine:
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that a new process needs to continue exactly here: model, optimizer,
-        scheduler, scaler, averages, gradients of an open group, random states, the decision of
-        `graphs="auto"`, the ledger, values not yet reported, and the position in the epoch (how
-        many batches were trained on, and the loader's own state after them, if it has one).
+        scheduler, scaler, averages, carried state, gradients of an open group, random states, the
+        decision of `graphs="auto"`, the ledger, values not yet reported, and the position in the
+        epoch (how many batches were trained on, and the loader's own state after them, if it has
+        one).
 
         Call it outside a loop, between two batches of `steps()`, in `on_step` or in `on_error`. The
         tensors are the live ones, not copies: copy them before training continues.
@@ -337,9 +379,15 @@ class Engine:
             return self._tracker.restore(own)
 
     @torch.no_grad()
-    def evaluate(self, loader: Iterable[Any]) -> EpochResult:
-        """Compute loss and metrics over a loader: in eval mode, without gradients, under the
-        plan."""
+    def evaluate(
+        self,
+        loader: Iterable[Any],
+        *,
+        on_outputs: Callable[[int, Any], object] | None = None,
+    ) -> EpochResult:
+        """Compute loss and metrics over a loader: in eval mode, without gradients, under the plan.
+        Carried state begins with the initial one. `on_outputs(step, outputs)` gets what the loss
+        function returns under `outputs`, such as predictions for a metric."""
         if not isinstance(self._builder, ModelStepBuilder):
             raise StepError(
                 "evaluate needs a model and a loss function: this engine is from Engine.from_step"
@@ -348,7 +396,8 @@ class Engine:
             self._running.tally.keep_peak()
         with eval_mode(self.model), self.device.ledger.apart():
             lanes, step = self._builder.evaluation(self.plan, annotate=self._nvtx)
-            observers = Observers(None, NonFiniteWatch(NonFinitePolicy("report"), self.device))
+            watch = NonFiniteWatch(NonFinitePolicy("report"), self.device)
+            observers = Observers(None, watch, on_outputs=on_outputs)
             options = self._pass_options(loader_timeout=0)
             run = open_pass(options, loader, lanes, step, observers, Start(), epoch=self.epochs)
             with closing(iter(run)) as steps:
@@ -390,8 +439,7 @@ class Engine:
     @property
     def updates(self) -> int:
         """Optimizer updates so far, including those of a restored state."""
-        parts = self._builder.parts
-        return 0 if parts is None else parts.group.updates
+        return self._builder.updates
 
     @property
     def ranks(self) -> Ranks:
@@ -441,10 +489,18 @@ class Engine:
 
     def _open(self, loader: Iterable[Any], max_steps: int | None, start: Start) -> Pass:
         builder = self._builder
-        builder.begin_epoch()
+        require_whole("on_update_every", self.on_update_every, 1, StepError)
+        builder.begin_epoch(from_start=start.first == 0)
         lanes = builder.lanes(self.plan, annotate=self._nvtx)
         observers = Observers(
-            builder.schedule, self._non_finite, self.on_values, self.on_step, self._on_error
+            builder.schedule,
+            self._non_finite,
+            on_update=self.on_update,
+            on_update_every=self.on_update_every,
+            on_values=self.on_values,
+            on_outputs=self.on_outputs,
+            on_step=self.on_step,
+            on_error=self._on_error,
         )
         return open_pass(
             self._pass_options(self._loader_timeout),

@@ -1,33 +1,37 @@
 """Calls the loss function in the plan's precision, and checks what it returns.
 
 `loss(model, batch)` returns a tensor, or a dict with `loss` (a mean), optionally `weight` (how many
-samples or tokens the mean is over) and metrics.
+samples or tokens the mean is over), metrics and `outputs`. With a `carry` it is called as
+`loss(model, batch, carried)` and returns a tuple of that and the state for the next batch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from headrace.data import batch_leaves
 from headrace.device import Device
-from headrace.engine.deferred import Scalar
+from headrace.engine.carry import CarriedState
 from headrace.engine.loss_output import LossOutput
 from headrace.engine.loss_watch import call_watched
 from headrace.errors import StepError
 from headrace.parallel import set_gradient_sync, unwrap
 from headrace.source_lines import describe_function
 
-LossFunction = Callable[[Any, Any], torch.Tensor | Mapping[str, Scalar]]
+LossFunction = Callable[..., Any]
 _AUTOCAST = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Forward:
     """Computes a batch's loss. `user_loss` is the loss function as the user wrote it; `loss` is the
-    same function or its compiled form. `distributed`: the model is wrapped in DDP or FSDP2."""
+    same function or its compiled form. `distributed`: the model is wrapped in DDP or FSDP2.
+    `carry` is the state that training carries from batch to batch."""
 
     def __init__(
         self,
@@ -39,11 +43,12 @@ class Forward:
         user_loss: LossFunction,
         precision: str | None,
         distributed: bool,
+        carry: CarriedState | None,
     ) -> None:
         self._device, self.model, self._optimizer = device, model, optimizer
         self.loss, self._user_loss, self._precision = loss, user_loss, precision
         self._name = f"the loss function {describe_function(user_loss)}"
-        self._distributed = distributed
+        self._distributed, self.carry = distributed, carry
         self._batches_to_watch = 0
 
     def watch(self, batches: int) -> None:
@@ -51,11 +56,11 @@ class Forward:
         `optimizer.step()` and scaling to the engine."""
         self._batches_to_watch = batches
 
-    def evaluate(self, batch: Any) -> LossOutput:
-        """Compute the loss without gradients and without the other ranks."""
+    def evaluate(self, batch: Any, carry: CarriedState | None) -> LossOutput:
+        """Compute the loss without gradients and without the other ranks. `carry` is the state that
+        this evaluation carries from batch to batch."""
         with autocast(self._device, self._precision):
-            returned = self.loss(unwrap(self.model), batch)
-        return LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
+            return self._output(self.loss, unwrap(self.model), batch, carry, needs_grad=False)
 
     def __call__(self, batch: Any, *, averages: bool = True) -> LossOutput:
         """Compute the loss. `averages`: its backward averages gradients over ranks, instead of only
@@ -66,17 +71,31 @@ class Forward:
             if self._batches_to_watch:
                 self._batches_to_watch -= 1
                 require_tensor(batch)
-                returned = call_watched(
+                loss = partial(
+                    call_watched,
                     self.loss,
-                    self.model,
-                    batch,
                     device=self._device,
                     optimizer=self._optimizer,
                     user_loss=self._user_loss,
                 )
-            else:
-                returned = self.loss(self.model, batch)
-        return LossOutput.of(returned, self._device, needs_grad=True, by=self._name)
+                return self._output(loss, self.model, batch, self.carry, needs_grad=True)
+            return self._output(self.loss, self.model, batch, self.carry, needs_grad=True)
+
+    def _output(
+        self,
+        loss: LossFunction,
+        model: torch.nn.Module,
+        batch: Any,
+        carry: CarriedState | None,
+        *,
+        needs_grad: bool,
+    ) -> LossOutput:
+        if carry is None:
+            returned, carried = loss(model, batch), None
+        else:
+            returned, carried = carry.call(loss, self._name, batch, model, batch)
+        output = LossOutput.of(returned, self._device, needs_grad=needs_grad, by=self._name)
+        return output if carried is None else replace(output, carried=carried)
 
 
 def require_tensor(batch: Any) -> None:

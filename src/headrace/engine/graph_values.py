@@ -14,6 +14,7 @@ import torch
 from headrace.engine.capturable_optimizer import takes_rates_as_tensors
 from headrace.engine.python_state import PythonState
 from headrace.engine.step_state import StepState
+from headrace.engine.user_compiled import describe_own_graphs
 from headrace.errors import CaptureError
 from headrace.parallel import unwrap
 
@@ -86,6 +87,8 @@ class FrozenValues:
             state = self._state
             modules = tuple(map(unwrap, state.modules))
             self._python = PythonState(state.device, state.function, modules)
+            if (compiled := self._python.owners().own_graphs) is not None:
+                raise CaptureError(describe_own_graphs(compiled))
             if (iterator := self._python.iterator()) is not None:
                 name, line = iterator
                 where = "" if line is None else f" ({line})"

@@ -2,14 +2,25 @@
 
 `StepWatch` compares the last batches of a shape before its capture. Two in a row must run the same
 operations on the same tensors: otherwise a graph would repeat what Python decided at capture.
+
+Some code asks PyTorch whether it is being captured, and runs something else then: transformers
+reads a padding mask back to the host (`padding_mask.all()`) only outside of captures. Such a step
+is watched again, and from then on is told in each trial that it is being captured. So the trial
+runs what the capture would run, and only what stands in the way of the capture itself counts. This
+is right because the answer is true for every batch that a graph will train on, and because a
+library that asks promises the same result either way, up to rounding: it may choose another kernel.
+Optimizers ask too, and refuse a capture unless they were made capturable, which happens only right
+before one; they are told the truth.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 
 import torch
 
+from headrace.device import Obstacle
 from headrace.engine.step_trace import StepTrace, Storage
 
 # Give up capturing after this many batches of a shape without two in a row that agree.
@@ -32,6 +43,8 @@ class StepWatch:
         #: Shapes of which two batches agreed, and the tensors that they read from elsewhere.
         self._agreed: dict[int, list[torch.Tensor]] = {}
         self._made: set[Storage] = set()
+        #: Whether trials are told that they are being captured, because a trial has asked.
+        self.as_captured = False
 
     def wants(self, key: int, uses: int) -> bool:
         """Whether to watch the next batch of a shape that was used `uses` times."""
@@ -44,16 +57,44 @@ class StepWatch:
         """Whether two batches of this shape in a row did the same."""
         return key in self._agreed
 
+    @property
+    def rounding(self) -> str | None:
+        """Why a captured step may differ in the last digits from one that is not; None if it does
+        not."""
+        if not self.as_captured:
+            return None
+        return (
+            "code in the step asks whether it is being captured and may run other kernels then, as "
+            "attention masks of transformers do, so the last digits may differ from the plain "
+            "loop's"
+        )
+
     def read_by(self, key: int) -> list[torch.Tensor]:
         """Tensors that a shape's batches read besides the batch and the `known` ones."""
         return self._agreed[key]
 
-    def learn(self, key: int, trace: StepTrace, known: set[Storage], *, first: bool) -> str | None:
-        """Add a batch's trace. Returns why the step cannot be captured, if that is clear now.
+    def learn(
+        self,
+        key: int,
+        trace: StepTrace,
+        obstacles: Sequence[Obstacle],
+        known: set[Storage],
+        *,
+        first: bool,
+    ) -> str | None:
+        """Add a batch's trace and the obstacles that it met. Returns why the step cannot be
+        captured, if that is clear now.
 
-        `known` is memory that the step may read: the caller notices when it is replaced. Later
-        batches may read what a shape's `first` batch has made: that may be a one-time setup.
+        `known` is memory that the step may read: the caller notices when it is replaced. A shape's
+        `first` batch may meet obstacles, and later ones may read what it has made: that may be a
+        one-time setup.
         """
+        if trace.asked and not trace.as_captured:
+            self.as_captured = True
+            self.forget()
+            return None
+        if obstacles:
+            return None if first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
         trace.read = {storage: read for storage, read in trace.read.items() if storage not in known}
         for storage, read in trace.read.items():
             if storage in self._made:

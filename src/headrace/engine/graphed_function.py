@@ -15,7 +15,8 @@ eagerly; the log says why, once.
 
 Gradients may stay from call to call (an update every n-th batch). `p.grad` is then an input of the
 step, like the batch: each graph belongs to the gradients, None or tensors, that it was captured
-with. After a replay, `p.grad` is what it was after the capture.
+with. After a replay, `p.grad` is what it was after the capture. Gradients that a step neither uses
+nor drops, such as those of another step's model, stay as they are.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import functools
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -37,17 +38,25 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from headrace.data import flatten_batch, host_rng_states, set_host_rng_states
 from headrace.device import Device, open_device
 from headrace.engine.capturable_optimizer import CapturableOptimizer
+from headrace.engine.carry import CarriedState, Carry
 from headrace.engine.graph_cache import CapturedWork, GraphCache, signature
 from headrace.engine.graph_obstacles import state_obstacle
 from headrace.engine.graph_state import StateBeforeCapture, addresses
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.python_state import PythonState
-from headrace.engine.step_graphs import GraphReport, describe_failure, warn_not_captured
+from headrace.engine.step_graphs import (
+    GraphReport,
+    describe_failure,
+    join_reasons,
+    log_rounding,
+    warn_not_captured,
+)
 from headrace.engine.step_state import StepState
 from headrace.engine.step_trace import StepTracer, Storage, storages
 from headrace.errors import CaptureError, StepError
 from headrace.parallel import parallelism_of
+from headrace.source_lines import describe_function
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
@@ -55,31 +64,44 @@ Gradients = tuple[torch.Tensor | None, ...]
 
 
 class _Gradients:
-    """The gradients that a call finds, and whether it uses them."""
+    """The gradients that a call finds, and what becomes of them, by the parameter's position."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = [p for p in parameters if p.grad is not None]
-        self.tensors = [p.grad for p in self._parameters if p.grad is not None]
-        self._versions = [gradient._version for gradient in self.tensors]
-        self._seen_by_optimizer = False
+        self._entry = {
+            at: (p, p.grad, p.grad._version)
+            for at, p in enumerate(parameters)
+            if p.grad is not None
+        }
+        self.tensors = [gradient for _, gradient, _ in self._entry.values()]
+        self._seen_by_optimizer: set[int] = set()
 
     def seen_by(self, optimizer: torch.optim.Optimizer) -> None:
         """Call before an optimizer's step."""
-        own = {id(gradient) for gradient in self.tensors}
-        groups = optimizer.param_groups
-        self._seen_by_optimizer |= any(id(p.grad) in own for one in groups for p in one["params"])
+        seen = {id(p.grad) for group in optimizer.param_groups for p in group["params"]}
+        self._seen_by_optimizer |= {
+            at for at, (_, gradient, _) in self._entry.items() if id(gradient) in seen
+        }
 
-    def are_unused(self, touched: set[Storage]) -> bool:
-        """Whether the call has dropped all of them unread, as `zero_grad()` does. One that is still
-        there may be used later, and a graph must not use its memory for something else."""
-        own = {id(gradient) for gradient in self.tensors}
-        if any(id(parameter.grad) in own for parameter in self._parameters):
-            return False
-        written = any(
-            gradient._version != version
-            for gradient, version in zip(self.tensors, self._versions, strict=True)
-        )
-        return not (self._seen_by_optimizer or written or storages(self.tensors) & touched)
+    def fates(self, touched: set[Storage]) -> _Fates:
+        """Call after the call. `touched` is all memory that its operations had as arguments."""
+        used = {
+            at
+            for at, (_, gradient, version) in self._entry.items()
+            if at in self._seen_by_optimizer
+            or gradient._version != version
+            or storages([gradient]) & touched
+        }
+        stays = {at for at, (p, gradient, _) in self._entry.items() if p.grad is gradient}
+        return _Fates(frozenset(used), frozenset(stays - used))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fates:
+    """What a call does with the gradients that it finds: it has `used` some, and has left others as
+    they were (`kept`). The rest it has dropped unread, as `zero_grad()` does."""
+
+    used: frozenset[int]
+    kept: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +115,13 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a captured call leaves: its result and, for each parameter, its gradient."""
+    """What a captured call leaves: its result, for each parameter its gradient, and the state for
+    the next call. A replay leaves the gradients of the parameters in `kept` as they are."""
 
     result: Any
     gradients: Gradients
+    kept: frozenset[int]
+    carried: Any
 
 
 class GraphedFunction(Generic[Arguments, Returned]):
@@ -109,19 +134,25 @@ class GraphedFunction(Generic[Arguments, Returned]):
         *,
         modules: tuple[torch.nn.Module, ...] | None,
         optimizers: tuple[torch.optim.Optimizer, ...] | None,
+        carry: CarriedState | None,
         max_graphs: int,
         watch_after: int,
         plan_name: str = "graph",
     ) -> None:
         functools.update_wrapper(self, step)
         self._step, self._device, self._plan_name = step, device, plan_name
-        self._given_modules, self._given_optimizers = modules, optimizers
+        self._given_modules, self._given_optimizers, self._carry = modules, optimizers, carry
+        if carry is not None:
+            carry.in_place = device.captures
+        self._name = f"the step {describe_function(step)}"
         self._watch = StepWatch(max(watch_after - 1, 1), watch_after)
         self._graphs: GraphCache[_Outcome] = GraphCache(
             device, max_graphs=max_graphs, capture_after=0
         )
-        # Calls, by the hash of their key, that use no gradients of the calls before.
-        self._starts_clean: set[int] = set()
+        # What calls, by the hash of their key, do with the gradients of the calls before.
+        self._fates: dict[int, _Fates] = {}
+        # Addresses of the gradients that graphs leave: memory of the graphs' pool.
+        self._own_gradients: set[int] = set()
         self._observed: list[torch.nn.Module | torch.optim.Optimizer] = []
         #: None before the first call, and after a call has shown more than the search had found.
         self._found: _Found | None = None
@@ -141,7 +172,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         key = self._key_for(call) if self._why_eager is None else None
         if key is None or self._found is None:
             self._one_by_one += 1
-            return self._step(*args, **kwargs)
+            return self._run(call)
         found = self._found
         captured = self._graph_for(found, key, call)
         if captured is not None:
@@ -151,10 +182,23 @@ class GraphedFunction(Generic[Arguments, Returned]):
             self._graphs.find(key)  # counts the call; graphs have keys with gradients
             if self._watch.wants(hash(key), self._graphs.uses(key)):
                 return self._run_watched(found, key, call)
-        return self._step(*args, **kwargs)
+        return self._run(call)
+
+    @property
+    def carried(self) -> Any:
+        """The state that the next call gets, as live tensors; None without a `carry`, or if it is
+        the initial state. Set it to continue from another state, or to None to begin anew."""
+        return None if self._carry is None else self._carry.state
+
+    @carried.setter
+    def carried(self, state: Any) -> None:
+        if self._carry is None:
+            raise StepError("this step carries no state: expected graphed(step, carry=…)")
+        self._carry.set(state)
 
     def report(self) -> GraphReport:
         """What was captured and replayed, and why not."""
+        rounding = (optimizer.rounding for optimizer in self._capturable)
         return GraphReport(
             shapes=len(self._graphs),
             captures=self._graphs.captures,
@@ -164,6 +208,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             memory_bytes=self._graphs.memory_bytes,
             why=self._why_eager,
             decision=None,
+            rounding=join_reasons(self._watch.rounding, *rounding),
         )
 
     def close(self) -> None:
@@ -234,6 +279,20 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     # --- one call ---------------------------------------------------------------------------------
 
+    def _run(self, call: Any) -> Returned:
+        """Run the step eagerly."""
+        returned, carried = self._call_step(call)
+        if self._carry is not None:
+            self._carry.keep(carried)
+        return returned
+
+    def _call_step(self, call: Any) -> tuple[Returned, Any]:
+        """Call the step. Returns what it returned, and the state for the next call."""
+        args, kwargs = call
+        if self._carry is None:
+            return self._step(*args, **kwargs), None
+        return self._carry.call(self._step, self._name, _batch_of(call), *args, **kwargs)
+
     def _key_for(self, call: Any) -> Hashable | None:
         """The key of a call: what its graph depends on. None if the step cannot be captured. Drops
         graphs that were captured with other values or other memory."""
@@ -255,7 +314,10 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 torch.are_deterministic_algorithms_enabled(),
             )
             without = tuple(p.grad is None for p in self._found.parameters)
-            return (signature(call), modes, without)
+            if self._carry is None:
+                return (signature(call, self._device), modes, without)
+            self._carry.before(_batch_of(call))  # now it is in the memory that a graph would read
+            return (signature(call, self._device), modes, without, self._carry.key())
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
@@ -267,7 +329,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         graph_key = (key, self._gradient_key(found, key))
         captured = self._graphs.find(graph_key)
         # Gradients of an eager call have other memory each time: wait until an address comes again.
-        settled = graph_key[1] is None or self._graphs.uses(graph_key) > 1
+        settled = not any(graph_key[1]) or self._graphs.uses(graph_key) > 1
         if captured is not None or not settled or not self._graphs.is_due(graph_key):
             return captured
         try:
@@ -276,37 +338,46 @@ class GraphedFunction(Generic[Arguments, Returned]):
             self._give_up(describe_failure(problem))
             return None
 
-    def _gradient_key(self, found: _Found, key: Hashable) -> Hashable:
-        """The gradients that a graph would read: their addresses, or nothing if it reads none."""
-        if hash(key) in self._starts_clean:
-            return None
-        return tuple(0 if p.grad is None else p.grad.data_ptr() for p in found.parameters)
+    def _gradient_key(self, found: _Found, key: Hashable) -> tuple[int, ...]:
+        """The gradients that a graph would use: their addresses, and 0 for all others.
+
+        A gradient that the step leaves alone counts if another graph of this function has made it:
+        the graphs share memory, and one captured without it might use that memory for its own.
+        """
+        fates = self._fates[hash(key)]
+
+        def address(at: int, gradient: torch.Tensor | None) -> int:
+            if gradient is None or at not in fates.used | fates.kept:
+                return 0
+            found_at = gradient.data_ptr()
+            return found_at if at in fates.used or found_at in self._own_gradients else 0
+
+        return tuple(address(at, p.grad) for at, p in enumerate(found.parameters))
 
     def _run_watched(self, found: _Found, key: Hashable, call: Any) -> Returned:
         """Run the step eagerly, and look for what no graph could repeat."""
-        device, (args, kwargs) = self._device, call
-        tracer = StepTracer(device, caller=GraphedFunction._run_watched.__code__)
+        device = self._device
+        tracer = StepTracer(
+            device, GraphedFunction._run_watched.__code__, as_captured=self._watch.as_captured
+        )
         entry = _Gradients(found.parameters)
         known = storages([*entry.tensors, *self._known_tensors(found), *flatten_batch(call)])
         observed = len(self._observed)
         with device.watch() as obstacles, self._observing(found.state, tracer, entry), tracer:
-            result = self._step(*args, **kwargs)
+            result, carried = self._call_step(call)
+        if self._carry is not None:
+            self._carry.keep(carried)
+            del carried
         numbers = {str(at): one for at, one in enumerate(tree_leaves(result)) if _is_number(one)}
         tracer.trace.returned = numbers
-        if entry.are_unused(tracer.trace.touched):
-            self._starts_clean.add(hash(key))
-        else:
-            self._starts_clean.discard(hash(key))
+        self._fates[hash(key)] = entry.fates(tracer.trace.touched)
         if len(self._observed) > observed:  # watch again, with all that the step uses
             self._found = None
             return result
         is_first = self._graphs.uses(key) == 1
-        if obstacles:
-            why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
-        else:
-            known |= storages(self._known_tensors(found))
-            known |= storages(p.grad for p in found.parameters if p.grad is not None)
-            why = self._watch.learn(hash(key), tracer.trace, known, first=is_first)
+        known |= storages(self._known_tensors(found))
+        known |= storages(p.grad for p in found.parameters if p.grad is not None)
+        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return result
@@ -315,13 +386,18 @@ class GraphedFunction(Generic[Arguments, Returned]):
         """Tensors that the step may read, since other checks notice if one is replaced."""
         rates = [optimizer.rates for optimizer in self._capturable if optimizer.rates is not None]
         own = [tensor for rate in rates for tensor in rate.tensors()]
+        if self._carry is not None:
+            own += self._carry.tensors()
         return [*found.state.tensors(), *found.values.tensors(), *own]
 
     def _replay(self, found: _Found, captured: CapturedWork[_Outcome], call: Any) -> Returned:
         self._write_rates()
         outcome = captured.replay(flatten_batch(call))
-        for parameter, gradient in zip(found.parameters, outcome.gradients, strict=True):
-            parameter.grad = gradient
+        for at, parameter in enumerate(found.parameters):
+            if at not in outcome.kept:
+                parameter.grad = outcome.gradients[at]
+        if self._carry is not None:
+            self._carry.hold(outcome.carried)
         self.replays += 1
         returned: Returned = tree_map_only(torch.Tensor, torch.clone, outcome.result)
         return returned
@@ -337,11 +413,12 @@ class GraphedFunction(Generic[Arguments, Returned]):
         if (obstacle := state_obstacle(state)) is not None:
             raise CaptureError(obstacle)
         entry = [p.grad for p in found.parameters if p.grad is not None]
+        used = self._fates[hash(key)].used
         with self._ready_for_capture(state, values) as succeeded:
             before = StateBeforeCapture(state)
             try:
                 captured = self._graphs.capture(
-                    graph_key, call, lambda own: self._work_to_capture(found, own)
+                    graph_key, call, lambda own: self._work_to_capture(found, used, own)
                 )
                 before.require_in_place()
                 if before.optimizer_changed():
@@ -351,22 +428,37 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 before.restore()
             values.require_unchanged()
             succeeded()
+        if self._graphs.captures == 1:
+            log_rounding(self._plan_name, self.report().rounding)
         self._addresses = addresses(state, state.tensors())
         values.note_capture()
+        self._own_gradients |= {
+            gradient.data_ptr()
+            for at, gradient in enumerate(captured.result.gradients)
+            if gradient is not None and at not in captured.result.kept
+        }
         # A graph must not outlive the tensors it uses.
         self._kept_alive += [*self._known_tensors(found), *entry, *self._watch.read_by(hash(key))]
         return captured
 
-    def _work_to_capture(self, found: _Found, call: Any) -> _Outcome:
-        args, kwargs = call
+    def _work_to_capture(self, found: _Found, used: frozenset[int], call: Any) -> _Outcome:
+        entry = [p.grad for p in found.parameters]
         with ExitStack() as stack:
             for optimizer in self._capturable:
                 if optimizer.rates is not None:
                     stack.enter_context(optimizer.rates.in_param_groups())
-            result = self._step(*args, **kwargs)
+            result, carried = self._call_step(call)
         # Copies: a result may be a view of a weight, or of a gradient.
         result = tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
-        return _Outcome(result, tuple(p.grad for p in found.parameters))
+        if self._carry is not None:
+            carried = self._carry.write(carried, capturing=True)
+        gradients = tuple(p.grad for p in found.parameters)
+        kept = frozenset(
+            at
+            for at, gradient in enumerate(gradients)
+            if gradient is not None and gradient is entry[at] and at not in used
+        )
+        return _Outcome(result, gradients, kept, carried)
 
     @contextmanager
     def _ready_for_capture(
@@ -415,18 +507,47 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._graphs.close()
         self._addresses = None
         self._kept_alive = []
+        self._own_gradients.clear()
 
 
+@overload
 def graphed(
     step: Callable[Arguments, Returned],
     *,
     device: Device | str | torch.device = "auto",
     modules: Iterable[torch.nn.Module] | None = None,
     optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    carry: Any = None,
     shapes: int = 16,
     after: int = 2,
-) -> GraphedFunction[Arguments, Returned]:
+) -> GraphedFunction[Arguments, Returned]: ...
+
+
+@overload
+def graphed(
+    *,
+    device: Device | str | torch.device = "auto",
+    modules: Iterable[torch.nn.Module] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    carry: Any = None,
+    shapes: int = 16,
+    after: int = 2,
+) -> Callable[[Callable[Arguments, Returned]], GraphedFunction[Arguments, Returned]]: ...
+
+
+def graphed(
+    step: Callable[Arguments, Returned] | None = None,
+    *,
+    device: Device | str | torch.device = "auto",
+    modules: Iterable[torch.nn.Module] | None = None,
+    optimizers: Iterable[torch.optim.Optimizer] | None = None,
+    carry: Any = None,
+    shapes: int = 16,
+    after: int = 2,
+) -> Any:
     """Capture a training step of your own as graphs. Call what this returns instead of `step`.
+
+    `hr.graphed(step, after=3)`, or as a decorator: `@hr.graphed` or `@hr.graphed(after=3)`.
 
     The step may do anything that runs on the device: several models and optimizers, several
     backward passes, `zero_grad`, random numbers, averages of weights. Its arguments are the batch
@@ -435,24 +556,46 @@ def graphed(
 
     - `modules`, `optimizers`: what the step uses. Found by looking at the step's code, unless
       given.
+    - `carry`: state that is carried from call to call: tensors on the device, nested as you like,
+      or a `Carry`. The step gets it as its last positional argument, which you leave out, and
+      returns `(result, carried)`; the call returns the result. `carried` of what this returns is
+      the present state.
     - `shapes`: how many graphs there are at most; the least used is dropped.
     - `after`: how many calls with a shape run eagerly before it is captured.
 
     You may keep what a call returns: a replay returns copies. `report()` of the result says what
     was captured, or why not; `close()` frees the graphs.
     """
-    if not callable(step):
-        raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
     if after < 1 or shapes < 1:
         raise StepError(f"graphed: shapes = {shapes}, after = {after}; expected at least 1 each")
+    if step is None:
+        return functools.partial(
+            graphed,
+            device=device,
+            modules=modules,
+            optimizers=optimizers,
+            carry=carry,
+            shapes=shapes,
+            after=after,
+        )
+    if not callable(step):
+        raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
+    device, spec = open_device(device), Carry.of(carry)
     return GraphedFunction(
         step,
-        open_device(device),
+        device,
         modules=None if modules is None else tuple(modules),
         optimizers=None if optimizers is None else tuple(optimizers),
+        carry=None if spec is None else CarriedState(spec, device),
         max_graphs=shapes,
         watch_after=after,
     )
+
+
+def _batch_of(call: Any) -> Any:
+    """The batch of a call: its first argument."""
+    args, kwargs = call
+    return args[0] if args else next(iter(kwargs.values()), None)
 
 
 def _unique(values: Sequence[Any]) -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ weight is taken for a mean over the batch's rows. Halves that do not fit are hal
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from headrace.errors import StepError
 from headrace.plan import Plan
 
 
-def require_halvable(model: torch.nn.Module, plan: Plan) -> None:
+def require_halvable(model: torch.nn.Module, plan: Plan, *, carries: bool) -> None:
     """Raise `StepError` if halves would train differently from the whole batch, or if other ranks
     would not know of them."""
     for name, module in model.named_modules():
@@ -38,6 +38,11 @@ def require_halvable(model: torch.nn.Module, plan: Plan) -> None:
         raise StepError(
             f"on_oom = 'halve': plan {plan.name} has graphs = {plan.graphs!r}, and a graph's "
             "memory is fixed at capture: expected graphs = 'off'"
+        )
+    if carries:
+        raise StepError(
+            "on_oom = 'halve' with a `carry`: the state of a batch cannot be halved: expected "
+            "on_oom = 'raise'"
         )
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized():
@@ -197,11 +202,12 @@ def _detached(loss: LossOutput) -> LossOutput:
         name: value.detach() if isinstance(value, torch.Tensor) else value
         for name, value in loss.values.items()
     }
-    return LossOutput(loss.loss.detach(), loss.weight, loss.weighted, values)
+    return replace(loss, loss=loss.loss.detach(), values=values)
 
 
 def _combined(trained: list[_TrainedSlice]) -> LossOutput:
-    """What the whole batch would have reported: means by weight, and the sum of the weights."""
+    """What the whole batch would have reported: means by weight, and the sum of the weights. The
+    outputs of the slices are joined along their first dimension."""
     first = trained[0].loss
     total = sum(one.weight for one in trained)
     values: dict[str, Scalar] = {}
@@ -212,4 +218,13 @@ def _combined(trained: list[_TrainedSlice]) -> LossOutput:
             values[name] = sum(one.loss.values[name] * one.weight for one in trained) / total
     loss = values["loss"]
     assert isinstance(loss, torch.Tensor)
-    return LossOutput(loss, total if first.weighted else 1, first.weighted, values)
+    weight = total if first.weighted else 1
+    outputs = _joined([one.loss.outputs for one in trained])
+    return LossOutput(loss, weight, first.weighted, values, outputs=outputs)
+
+
+def _joined(outputs: list[Any]) -> Any:
+    if outputs[0] is None:
+        return None
+    columns = zip(*map(flatten_batch, outputs), strict=True)
+    return rebuild_batch(outputs[0], [torch.cat(list(map(torch.atleast_1d, c))) for c in columns])

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from headrace.data import Batches, Feed
 from headrace.device import Device, Stream
@@ -55,12 +55,15 @@ class Stages:
 
 @dataclass(frozen=True, slots=True)
 class Observers:
-    """What the loop calls after a batch, in this order: the scheduler (after an update), the watch
-    for non-finite values, and the user's callbacks."""
+    """What the loop calls after a batch, in this order: the scheduler and `on_update` (after an
+    update), the watch for non-finite values, and the user's other callbacks."""
 
     schedule: Schedule | None
     non_finite: NonFiniteWatch
+    on_update: Callable[[Progress], object] | None = None
+    on_update_every: int = 1
     on_values: Callable[[int, dict[str, float]], object] | None = None
+    on_outputs: Callable[[int, Any], object] | None = None
     on_step: Callable[[Progress], object] | None = None
     on_error: Callable[[BaseException], object] | None = None
 
@@ -95,7 +98,7 @@ class Pass:
                 recorder.send()
                 window.launched(lanes.backward)
                 if updated:
-                    self._step_schedule()
+                    self._after_update()
                 if batches.has_more(recorder.has_outstanding):
                     self._hand_out()
                 else:  # the last progress has the last values
@@ -131,10 +134,13 @@ class Pass:
         stages.lanes.wait_for_caller()
         self.progress = replace(self.progress, cursor=stages.feed.begin())
 
-    def _step_schedule(self) -> None:
-        schedule = self._observers.schedule
-        if schedule is not None:
-            schedule.after_update(self.progress.standing.updates)
+    def _after_update(self) -> None:
+        observers, updates = self._observers, self.progress.standing.updates
+        if observers.schedule is not None:
+            observers.schedule.after_update(updates)
+        if observers.on_update is not None and updates % observers.on_update_every == 0:
+            with self.stages.lanes.yielding_to_caller():
+                observers.on_update(self.progress)
 
     def _hand_out(self, *, check: bool = True) -> None:
         """Hand out the values that have arrived. `check` looks for non-finite ones first: if that
@@ -152,6 +158,11 @@ class Pass:
             with self.stages.lanes.yielding_to_caller():
                 for entry in self.progress.arrived:
                     observers.on_values(entry.step, entry.values)
+        if observers.on_outputs is not None:
+            with self.stages.lanes.yielding_to_caller():
+                for entry in self.progress.arrived:
+                    if entry.outputs is not None:
+                        observers.on_outputs(entry.step, entry.outputs)
 
     def _finish(self) -> None:
         """Make the update of a last partial group, and wait for all values."""
@@ -172,7 +183,7 @@ class Pass:
         if finished is not None:
             updates, standing = self.progress.updates + 1, finished.standing
             self.progress = replace(self.progress, updates=updates, standing=standing)
-            self._step_schedule()
+            self._after_update()
 
     # --- the end of a pass ------------------------------------------------------------------------
 

@@ -26,8 +26,9 @@ _OUTPUTS = re.compile(r"(y_?)?(input|output|out|pred|prediction|logit|score|hat|
 _TARGETS = re.compile(r"(y_?)?(target|label|true|truth|gt|gold)s?|y")
 
 
-def require_loss_function(loss: object) -> None:
-    """Raise `StepError` if `loss` is a criterion, or cannot be called as `loss(model, batch)`."""
+def require_loss_function(loss: object, *, carries: bool) -> None:
+    """Raise `StepError` if `loss` is a criterion, or cannot be called as `loss(model, batch)`. If
+    the engine `carries` state, the call is `loss(model, batch, carried)`."""
     if not callable(loss):
         raise StepError(
             f"loss is a {type(loss).__name__} (given at {users_line()}): expected a function that "
@@ -43,7 +44,7 @@ def require_loss_function(loss: object) -> None:
         )
     if _is_torch_criterion(inner):
         raise _criterion_error(loss)
-    _check_signature(loss)
+    _check_signature(loss, carries)
 
 
 def _is_torch_criterion(loss: object) -> bool:
@@ -53,19 +54,23 @@ def _is_torch_criterion(loss: object) -> bool:
     return str(getattr(loss, "__module__", "")) == "torch.nn.functional"
 
 
-def _check_signature(loss: Any) -> None:
+def _check_signature(loss: Any, carries: bool) -> None:
     try:
         called = inspect.signature(loss.forward if isinstance(loss, torch.nn.Module) else loss)
     except (TypeError, ValueError):  # not written in Python: nothing to check before its first call
         return
     try:
-        bound = called.bind(object(), object())
+        bound = called.bind(*[object()] * (3 if carries else 2))
     except TypeError as problem:
         names = [str(parameter) for parameter in called.parameters.values()]
+        call = "loss(model, batch, carried)" if carries else "loss(model, batch)"
+        wanted = f"Write it as def {call}" if carries else _suggest_signature(called)
         raise StepError(
-            f"the engine calls loss(model, batch), but {describe_function(loss)} takes "
-            f"({', '.join(names)}): {problem}. {_suggest_signature(called)}"
+            f"the engine calls {call}, but {describe_function(loss)} takes ({', '.join(names)}): "
+            f"{problem}. {wanted}"
         ) from None
+    if carries:
+        return
     outputs, targets, *_ = *(name.lower() for name in bound.arguments), "", ""
     if _OUTPUTS.fullmatch(outputs) and _TARGETS.fullmatch(targets):
         raise _criterion_error(loss)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from headrace.device import Device
 from headrace.engine.deferred import Scalar
@@ -17,8 +19,10 @@ class LossOutput:
     """What a loss function has returned for a batch.
 
     `loss` is a mean. `weight` is how many samples or tokens it is a mean over; 1 if the function
-    returned none, and then `weighted` is False. `values` has everything it returned. `counts` is
-    False for a weightless batch, which this rank repeats because only other ranks have more.
+    returned none, and then `weighted` is False. `values` has the numbers it returned, `outputs` the
+    tensors that stay on the device. `carried` is the state for the next batch, if there is a
+    `carry`. `counts` is False for a weightless batch, which this rank repeats because only other
+    ranks have more.
     """
 
     loss: torch.Tensor
@@ -26,6 +30,8 @@ class LossOutput:
     weighted: bool
     values: dict[str, Scalar]
     counts: bool = True
+    outputs: Any = None
+    carried: Any = None
 
     @classmethod
     def of(
@@ -38,19 +44,24 @@ class LossOutput:
             return cls(returned, 1, False, {"loss": returned})
         if not isinstance(returned, Mapping) or "loss" not in returned:
             raise StepError(f"{by} returned {_why_no_loss(returned)}")
-        values = dict(returned)
+        values: dict[str, Any] = dict(returned)
+        outputs = values.pop("outputs", None)
         _check_loss(values["loss"], device, needs_grad, by)
         for name, value in values.items():
             if isinstance(value, torch.Tensor) and value.numel() != 1:
                 raise StepError(
                     f"{by} returned {name!r}, which has shape {tuple(value.shape)}: expected a "
-                    "single number, as for every metric. Leave it out, or return its mean"
+                    "single number, as for every metric. Return its mean, or return it under "
+                    "'outputs', which stay on the device"
                 )
             if not isinstance(value, torch.Tensor | int | float):
                 raise StepError(
                     f"{by} returned {name!r}, which is a {type(value).__name__}: expected a number"
                 )
-        return cls(values["loss"], values.get("weight", 1), "weight" in values, values)
+        loss, weight, weighted = values["loss"], values.get("weight", 1), "weight" in values
+        return cls(
+            loss, weight, weighted, values, outputs=map_tensors(torch.Tensor.detach, outputs)
+        )
 
     def numbers(self) -> dict[str, float]:
         """The values that are Python numbers instead of tensors."""
@@ -62,18 +73,36 @@ class LossOutput:
 
     def weightless(self) -> LossOutput:
         """A copy that does not count: its weight is 0."""
-        return replace(self, weight=0, counts=False, values={**self.values, "weight": 0})
+        values = {**self.values, "weight": 0}
+        return replace(self, weight=0, counts=False, values=values, outputs=None, carried=None)
 
     def unaliased(self) -> LossOutput:
-        """A copy whose values share no memory with the model: they are read after the update, and a
-        metric may be a view of a weight. Values that autograd has computed are new memory."""
+        """A copy whose values and outputs share no memory with the model: they are read after the
+        update, and may be views of a weight. Values that autograd has computed are new memory."""
         copies = {
             name: value.detach().clone()
             for name, value in self.values.items()
             if isinstance(value, torch.Tensor)
             and (value.grad_fn is None or value._base is not None)
         }
-        return replace(self, values={**self.values, **copies}) if copies else self
+        if not copies and self.outputs is None:
+            return self
+        outputs = map_tensors(torch.clone, self.outputs)
+        return replace(self, values={**self.values, **copies}, outputs=outputs)
+
+    def detached_copy(self) -> LossOutput:
+        """A copy outside the autograd graph. Only its `carried` is not copied."""
+        values = {
+            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
+            for name, value in self.values.items()
+        }
+        outputs = map_tensors(torch.clone, self.outputs)
+        return replace(self, loss=self.loss.detach(), values=values, outputs=outputs)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    """A nested value with changed tensors. None stays None."""
+    return None if tree is None else tree_map_only(torch.Tensor, change, tree)
 
 
 _EXPECTED = "expected a 0-dim tensor, or a dict whose 'loss' is one"
@@ -91,7 +120,8 @@ def _why_no_loss(returned: object) -> str:
         return (
             f"a {type(returned).__name__} of {len(returned)} ({kinds}): {_EXPECTED}. To return "
             'more than a loss, return a dict such as {"loss": loss, "accuracy": accuracy}, whose '
-            "other values are single numbers"
+            "other values are single numbers; to carry a state to the next batch, give the engine "
+            "`carry`"
         )
     if isinstance(returned, Mapping):
         names = ", ".join(str(name) for name in returned) or "nothing"

@@ -36,16 +36,15 @@ class _Calls:
 
 
 def call_watched(
-    loss: Callable[[Any, Any], Any],
+    loss: Callable[..., Any],
     model: torch.nn.Module,
-    batch: Any,
-    *,
+    *inputs: Any,
     device: Device,
     optimizer: torch.optim.Optimizer,
     user_loss: object,
 ) -> Any:
-    """Return `loss(model, batch)`. Raise `StepError` if the call did the engine's work. `user_loss`
-    is the loss function as the user wrote it, for messages."""
+    """Return `loss(model, *inputs)`. Raise `StepError` if the call did the engine's work.
+    `user_loss` is the loss function as the user wrote it, for messages."""
     parameters = _parameters(model, optimizer)
     before = [(p, p.grad, _version(p.grad)) for p in parameters]
     calls = _Calls()
@@ -55,7 +54,7 @@ def call_watched(
             _recording_scales(calls),
             _refusing_steps(calls, optimizer, user_loss),
         ):
-            returned = loss(model, batch)
+            returned = loss(model, *inputs)
         _refuse_backward(calls, before, _loss_in(returned), user_loss)
         _refuse_scaled(calls, _loss_in(returned), device, user_loss)
     except StepError:
@@ -80,6 +79,8 @@ def _version(gradient: torch.Tensor | None) -> int:
 
 
 def _loss_in(returned: object) -> torch.Tensor | None:
+    if isinstance(returned, tuple) and returned:  # the loss, and what it carries
+        returned = returned[0]
     loss = returned.get("loss") if isinstance(returned, Mapping) else returned
     return loss if isinstance(loss, torch.Tensor) else None
 

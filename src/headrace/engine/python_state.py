@@ -40,6 +40,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from headrace.device import Device
+from headrace.engine.user_compiled import has_own_graphs
 from headrace.source_lines import Site, is_user_code
 
 _LARGE = 1000  # containers with more items are compared by length only
@@ -103,6 +104,8 @@ class StateOwners:
     modules: list[torch.nn.Module] = field(default_factory=list)
     optimizers: list[torch.optim.Optimizer] = field(default_factory=list)
     scalers: list[torch.amp.GradScaler] = field(default_factory=list)
+    #: The name of a function or module that the user compiled with CUDA graphs inside.
+    own_graphs: str | None = None
 
 
 class PythonState:
@@ -143,7 +146,7 @@ class PythonState:
         return self._found.tensors
 
     def owners(self) -> StateOwners:
-        """The modules, optimizers and gradient scalers among the values."""
+        """The modules, optimizers and gradient scalers among the values, and the like."""
         return self._found.owners
 
 
@@ -375,6 +378,7 @@ class _Search:
             )
 
     def _function(self, function: types.FunctionType, name: str, depth: int) -> None:
+        self._note_own_graphs(function, name)
         self._attributes(vars(function), f"{function.__name__}.", depth, only=self._names)
         self._follow(getattr(function, "__wrapped__", None), name, depth + 1)
         code = function.__code__
@@ -446,6 +450,8 @@ class _Search:
         for path, module in root.named_modules():
             self._is_new(module)
             prefix = f"{name}.{path}." if path else f"{name}."
+            self._note_own_graphs(module, prefix[:-1])
+            self._note_own_graphs(module._compiled_call_impl, prefix[:-1])
             for kind in type(module).__mro__:
                 if self._is_own(_file_of(kind)):
                     self._class(kind, prefix[:-1], depth)
@@ -454,6 +460,10 @@ class _Search:
             self._add_entries(module._buffers, list(module._buffers), prefix)
             for tensors in (module._parameters, module._buffers):
                 self.tensors += [one for one in tensors.values() if one is not None]
+
+    def _note_own_graphs(self, value: Any, name: str) -> None:
+        if self.owners.own_graphs is None and has_own_graphs(value):
+            self.owners.own_graphs = name
 
     def _attributes(self, mapping: Any, prefix: str, depth: int, only: Iterable[str]) -> None:
         keys = [key for key in only if key in mapping]

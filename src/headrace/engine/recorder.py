@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -37,11 +38,18 @@ class Recorder:
         # How many of them were returned by `unseen`, handed out, and added to the epoch's loss.
         self._seen = self._handed_out = self._summed = 0
         self._loss = loss
+        #: Outputs of batches whose values were not handed out yet, by the batch's index.
+        self._outputs: dict[int, Any] = {}
 
     def push(self, launched: Launched) -> None:
         """Keep a batch's values on the device, to be read back with others."""
+        self._keep_outputs(launched)
         if launched.values is not None:
             self._add(launched.fetched.index, launched.values)
+
+    def _keep_outputs(self, launched: Launched) -> None:
+        if launched.outputs is not None:
+            self._outputs[launched.fetched.index] = launched.outputs
 
     def send(self) -> None:
         """Start the copy to the host if enough values were pushed. Call it after the batch was
@@ -80,10 +88,13 @@ class Recorder:
         return found
 
     def hand_out(self) -> tuple[DeferredValues, ...]:
-        """Hand out the values that have arrived and were not handed out yet."""
+        """Hand out the values that have arrived and were not handed out yet, with the outputs of
+        their batches. The recorder does not keep those: they may take much memory."""
         found = tuple(self.entries[self._handed_out :])
         self._handed_out = len(self.entries)
-        return found
+        if not self._outputs:
+            return found
+        return tuple(replace(one, outputs=self._outputs.pop(one.step, None)) for one in found)
 
     def loss(self) -> WeightedSum:
         """The epoch's loss over all values handed out so far, before this pass and in it."""
@@ -129,6 +140,7 @@ class HoldingRecorder(Recorder):
         if launched.updated or launched.values is None:
             super().push(launched)
             return
+        self._keep_outputs(launched)
         with self._lanes.on(self._lanes.forward):
             values = {  # copies: the next replay overwrites its results
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value

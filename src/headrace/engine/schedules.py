@@ -3,13 +3,16 @@
 Schedulers of PyTorch and transformers count their steps themselves: the engine calls `step()` after
 each update or each epoch. Those that follow a metric get the epoch's mean loss. timm's get the
 count after each update (`step_update`) and after each epoch (`step`); `t_in_epochs` decides which
-of the two has an effect.
+of the two has an effect. A function of the update (`lr=get_lr`) sets the rate before each update.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NoReturn, Protocol
 
 import torch
@@ -17,10 +20,12 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from headrace.engine.accelerate_wrappers import unwrap_optimizer, unwrap_scheduler
 from headrace.errors import StepError
-from headrace.source_lines import users_line
+from headrace.source_lines import describe_function, users_line
 
 log = logging.getLogger("headrace")
 SchedulerInterval = Literal["step", "epoch"]
+#: Returns the learning rate of an update (from 0), or one for each parameter group.
+LearningRateFunction = Callable[[int], float | Sequence[float]]
 
 
 class Scheduler(Protocol):
@@ -139,16 +144,66 @@ class TimmSchedule(Schedule):
         self._scheduler.restore_lr = state["restore_lr"]
 
 
+class FunctionSchedule(Schedule):
+    """Sets the learning rates by a function of the update, before each update."""
+
+    def __init__(self, function: LearningRateFunction, optimizer: torch.optim.Optimizer) -> None:
+        super().__init__(function, "step")
+        self._function, self._optimizer, self._updates = function, optimizer, 0
+        self._set(0)
+
+    def _step_after_update(self, updates: int) -> None:
+        self._set(updates)
+
+    def _set(self, update: int) -> None:
+        groups, returned = self._optimizer.param_groups, self._function(update)
+        rates = returned if isinstance(returned, Sequence) else [returned] * len(groups)
+        if len(rates) != len(groups) or not all(map(_is_rate, rates)):
+            raise StepError(
+                f"lr: {describe_function(self._function)} returned {returned!r:.80} for update "
+                f"{update:,}: expected a number of 0 or more, or a list of {len(groups)}, one for "
+                "each parameter group of the optimizer"
+            )
+        for group, rate in zip(groups, rates, strict=True):
+            if isinstance(group["lr"], torch.Tensor):
+                group["lr"].fill_(float(rate))
+            else:
+                group["lr"] = float(rate)
+        self._updates = update
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self._updates}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._set(int(state["updates"]))
+
+
+def _is_rate(value: object) -> bool:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    return is_number and math.isfinite(value) and value >= 0  # type: ignore[arg-type, operator]
+
+
 def schedule_of(
     scheduler: Scheduler | None,
     every: SchedulerInterval,
     optimizer: torch.optim.Optimizer,
     accumulate: int,
+    lr: LearningRateFunction | None,
 ) -> Schedule | None:
-    """The way to step `scheduler`; None if there is none. Raises `StepError` if the engine cannot
-    step it, or if it belongs to another optimizer than `optimizer`, the engine's."""
+    """The way to step `scheduler`, or to set the rates by the function `lr`; None if there is
+    neither. Raises `StepError` if the engine cannot step the scheduler, or if it belongs to another
+    optimizer than `optimizer`, the engine's."""
     if every not in ("step", "epoch"):
         raise StepError(f"scheduler_every = {every!r}: expected 'step' or 'epoch'")
+    if lr is not None:
+        if scheduler is not None:
+            raise StepError("both lr and scheduler are given: expected one of them")
+        if not callable(lr):
+            raise StepError(
+                f"lr is {lr!r:.80}: expected a function of the update (0, 1, …) that returns the "
+                "learning rate. A constant rate is the optimizer's"
+            )
+        return FunctionSchedule(lr, optimizer)
     if scheduler is None:
         return None
     plain = unwrap_scheduler(scheduler)

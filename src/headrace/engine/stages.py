@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace.data import Cursor, Fetched
 from headrace.engine.deferred import DeferredValues, Scalar
@@ -31,7 +31,7 @@ class Launched:
 
     `values` are still on the device. `weighted`: the loss function returned a weight. `updated`:
     this batch ended a group, and the optimizer has updated the weights. `replayed`: the batch ran
-    as a graph.
+    as a graph. `outputs` are the tensors that the loss function wants to show.
     """
 
     fetched: Fetched
@@ -40,6 +40,7 @@ class Launched:
     updated: bool
     standing: Standing = Standing()  # noqa: RUF009 - frozen
     replayed: bool = False
+    outputs: Any = None
 
 
 @dataclass(frozen=True, slots=True)

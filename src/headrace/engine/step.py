@@ -7,7 +7,7 @@ wrappers around it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -15,8 +15,8 @@ import torch
 
 from headrace.data import Fetched
 from headrace.device import Device
+from headrace.engine.carry import CarriedState
 from headrace.engine.compiled import uncompiled
-from headrace.engine.deferred import Scalar
 from headrace.engine.forward import Forward, require_tensor
 from headrace.engine.group import Group, Phase
 from headrace.engine.lanes import Lanes
@@ -36,7 +36,7 @@ class CountsReplays(Protocol):
     def __call__(self, batch: Any) -> Any: ...
 
 
-StepFunction = Callable[[Any], torch.Tensor | Mapping[str, Scalar] | None]
+StepFunction = Callable[..., Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +59,10 @@ class StepParts:
         return self.update.optimizer
 
     @property
+    def carry(self) -> CarriedState | None:
+        return self.forward.carry
+
+    @property
     def state(self) -> StepState:
         """The owners of the state that this step shares with its graphs."""
         scaler = self.update.scaler
@@ -73,7 +77,8 @@ class StepParts:
     def own_tensors(self) -> list[torch.Tensor]:
         """The engine's own tensors that a step reads (not the model's or optimizer's)."""
         weight = self.group.weight.value
-        return [*([] if weight is None else [weight]), *self.update.own_tensors()]
+        found = [*([] if weight is None else [weight]), *self.update.own_tensors()]
+        return found if self.carry is None else [*found, *self.carry.tensors()]
 
     def begin_batch(self) -> None:
         """Clear what a failed batch or update has left of its group."""
@@ -105,6 +110,11 @@ class StepParts:
         self.update(self.group)
         self.group.end_update()
 
+    def keep_carried(self, loss: LossOutput) -> None:
+        """Call at the end of a batch: the state that it carries is now that of the next batch."""
+        if self.carry is not None and loss.counts:
+            self.carry.keep(loss.carried)
+
     def make_launched(
         self, fetched: Fetched, loss: LossOutput, *, updated: bool, replayed: bool = False
     ) -> Launched:
@@ -113,7 +123,15 @@ class StepParts:
         if guard is not None:
             values = {**values, **guard.values(updated=updated)}
         standing = self.group.standing
-        return Launched(fetched, values, loss.weighted, updated, standing, replayed)
+        return Launched(
+            fetched,
+            values,
+            loss.weighted,
+            updated,
+            standing=standing,
+            replayed=replayed,
+            outputs=loss.outputs,
+        )
 
 
 class EagerStep:
@@ -138,6 +156,8 @@ class EagerStep:
             if updated := group.is_full:
                 parts.run_update()
         lanes.backward_to_forward()
+        with lanes.on(lanes.forward):
+            parts.keep_carried(loss)
         return parts.make_launched(fetched, loss, updated=updated)
 
     def finish(self) -> Finished | None:
@@ -161,19 +181,23 @@ class EagerStep:
 
 
 class EvaluationStep:
-    """Computes a batch's loss and metrics, without training."""
+    """Computes a batch's loss and metrics, without training. State is carried from the initial one
+    on, apart from that of training."""
 
     def __init__(self, forward: Forward, lanes: Lanes) -> None:
         self._forward, self._lanes = forward, lanes
+        self._carry = None if forward.carry is None else forward.carry.fresh()
 
     def __call__(self, fetched: Fetched) -> Launched:
         if fetched.index == 0:
             require_tensor(fetched.batch)
         with self._lanes.on(self._lanes.forward, "evaluate"):
-            loss = self._forward.evaluate(fetched.batch)
+            loss = self._forward.evaluate(fetched.batch, self._carry)
         if fetched.weightless:
             loss = loss.weightless()
-        return Launched(fetched, loss.values, loss.weighted, updated=False)
+        elif self._carry is not None:
+            self._carry.keep(loss.carried)
+        return Launched(fetched, loss.values, loss.weighted, updated=False, outputs=loss.outputs)
 
     def finish(self) -> None:
         return None
@@ -182,25 +206,58 @@ class EvaluationStep:
         return True
 
 
+class UpdateCount:
+    """Counts the updates of a user's own step, over all passes: one a batch."""
+
+    def __init__(self) -> None:
+        self.updates = 0
+
+
 class UserStep:
-    """Calls the user's own step function with a batch, or replays its graphs."""
+    """Calls the user's own step function with a batch, or replays its graphs, which keep the
+    `carry` themselves."""
 
     def __init__(
-        self, step: StepFunction, device: Device, lanes: Lanes, graphs: CountsReplays | None = None
+        self,
+        step: StepFunction,
+        device: Device,
+        lanes: Lanes,
+        count: UpdateCount,
+        carry: CarriedState | None,
+        graphs: CountsReplays | None = None,
     ) -> None:
-        self._device, self._lanes, self._graphs = device, lanes, graphs
-        self._step = step if graphs is None else graphs
+        self._step, self._device, self._lanes, self._count = step, device, lanes, count
+        self._carry, self._graphs = carry, graphs
         self._name = f"the step {describe_function(step)}"
 
     def __call__(self, fetched: Fetched) -> Launched:
         replays = 0 if self._graphs is None else self._graphs.replays
         with self._lanes.on(self._lanes.forward, "step"):
-            returned = self._step(fetched.batch)
+            returned = self._call(fetched.batch)
         replayed = self._graphs is not None and self._graphs.replays > replays
+        self._count.updates += 1
+        standing = Standing(self._count.updates)
         if returned is None:
-            return Launched(fetched, None, weighted=False, updated=True, replayed=replayed)
+            return Launched(fetched, None, False, True, standing=standing, replayed=replayed)
         loss = LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
-        return Launched(fetched, loss.values, loss.weighted, updated=True, replayed=replayed)
+        return Launched(
+            fetched,
+            loss.values,
+            loss.weighted,
+            updated=True,
+            standing=standing,
+            replayed=replayed,
+            outputs=loss.outputs,
+        )
+
+    def _call(self, batch: Any) -> Any:
+        if self._graphs is not None:
+            return self._graphs(batch)
+        if self._carry is None:
+            return self._step(batch)
+        returned, carried = self._carry.call(self._step, self._name, batch, batch)
+        self._carry.keep(carried)
+        return returned
 
     def finish(self) -> None:
         return None

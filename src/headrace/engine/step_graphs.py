@@ -34,7 +34,7 @@ from headrace.engine.graph_state import (
 from headrace.engine.graph_timing import TIMED_STEPS, GraphTiming
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
-from headrace.engine.loss_output import LossOutput
+from headrace.engine.loss_output import LossOutput, map_tensors
 from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.step import EagerStep, StepParts
 from headrace.engine.step_trace import StepTracer, storages
@@ -57,7 +57,8 @@ class GraphReport:
     """What became of a plan's graphs. `shapes` is how many shapes have a graph now. `replays`
     counts batches that were replayed, `one_by_one` those whose kernels were launched one by one.
     `why` says why nothing is captured (any more); None if graphs are in use. `decision` says what
-    `graphs="auto"` measured."""
+    `graphs="auto"` measured. `rounding` says why the last digits differ from those of the plain
+    loop; None if nothing is known to change them."""
 
     shapes: int
     captures: int
@@ -67,6 +68,7 @@ class GraphReport:
     memory_bytes: int
     why: str | None
     decision: str | None
+    rounding: str | None = None
 
 
 class GraphedStep:
@@ -189,6 +191,10 @@ class StepGraphs:
             memory_bytes=self._graphs.memory_bytes + self._updates.memory_bytes,
             why=self._why_eager,
             decision=None if self._timing is None else self._timing.decision,
+            rounding=join_reasons(
+                self._watch.rounding,
+                None if self._capturable is None else self._capturable.rounding,
+            ),
         )
 
     def close(self) -> None:
@@ -208,7 +214,11 @@ class StepGraphs:
             cleared = any(parameter.grad is not gradient for parameter, gradient in self._outside)
             if self._values.check() or cleared:
                 self._drop_graphs_and_rewatch()
-            return signature(batch)
+            carry = self._parts.carry
+            if carry is None:
+                return signature(batch, self._parts.device)
+            carry.before(batch)  # now the state is in the memory that a graph would read
+            return (signature(batch, self._parts.device), carry.key())
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
@@ -251,21 +261,21 @@ class StepGraphs:
             if updated := group.is_full:
                 self.drop_unreached_gradients()
                 parts.run_update()
+            parts.keep_carried(loss)
         return parts.make_launched(fetched, loss, updated=updated)
 
     def _run_watched(self, key: Hashable, fetched: Fetched) -> Launched:
         """Train on a batch eagerly, and look for what no graph could repeat."""
         device = self._parts.device
-        tracer = StepTracer(device, caller=StepGraphs._run_eagerly.__code__)
+        tracer = StepTracer(
+            device, StepGraphs._run_eagerly.__code__, as_captured=self._watch.as_captured
+        )
         known = storages([*self._known_tensors(), *flatten_batch(fetched.batch)])
         with loss_mode(self._parts.forward.loss, "plain"), device.watch() as obstacles:
             launched = self._run_eagerly(key, fetched, tracer)
         is_first = self._graphs.uses(key) == 1
-        if obstacles:
-            why = None if is_first else "; ".join(dict.fromkeys(map(str, obstacles[:3])))
-        else:
-            known |= storages(self._known_tensors())
-            why = self._watch.learn(hash(key), tracer.trace, known, first=is_first)
+        known |= storages(self._known_tensors())
+        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return launched
@@ -297,6 +307,10 @@ class StepGraphs:
                 if updated := group.is_full:
                     self.drop_unreached_gradients()
                     self._update()
+            if parts.carry is not None:
+                parts.carry.hold(loss.carried)
+            if loss.outputs is not None:  # the next replay overwrites them
+                loss = replace(loss, outputs=map_tensors(torch.clone, loss.outputs))
             launched = parts.make_launched(fetched, loss, updated=updated, replayed=True)
         if self._timing is not None and self._timing.is_complete():
             log.info("plan %s: %s", self._plan_name, self._timing.decide())
@@ -360,6 +374,8 @@ class StepGraphs:
                 group.reached.clear()
             self._values.require_unchanged()
             succeeded()
+        if self._graphs.captures == 1:
+            log_rounding(self._plan_name, self.report().rounding)
         self._addresses = self._current_addresses()
         self._values.note_capture()
         own = {id(p) for p in group.parameters()}
@@ -410,18 +426,17 @@ class StepGraphs:
         parts, group = self._parts, self._parts.group
         with loss_mode(parts.forward.loss, "compiled"):
             loss = parts.forward(batch)
-        # Copies: a metric may be a view of a weight, which the update changes.
-        values = {
-            name: value.detach().clone() if isinstance(value, torch.Tensor) else value
-            for name, value in loss.values.items()
-        }
+        # A copy: a metric may be a view of a weight, which the update changes.
+        result = loss.detached_copy()
         if group.size == 1:
             parts.backward(loss)
             parts.update(group)
         else:
             with self._recording_reached():
                 parts.backward(loss)
-        return replace(loss, loss=loss.loss.detach(), values=values)
+        if parts.carry is None:
+            return result
+        return replace(result, carried=parts.carry.write(loss.carried, capturing=True))
 
     # --- accumulation: gradients that keep their memory -------------------------------------------
 
@@ -526,6 +541,17 @@ def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
         plan_name,
         why,
     )
+
+
+def join_reasons(*reasons: str | None) -> str | None:
+    """The reasons that there are, each once; None if there are none."""
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or None
+
+
+def log_rounding(plan_name: str, rounding: str | None) -> None:
+    """Log after the first capture why the last digits differ from the plain loop's."""
+    if rounding is not None:
+        log.info("plan %s: %s", plan_name, rounding)
 
 
 def describe_failure(problem: CaptureError) -> str:

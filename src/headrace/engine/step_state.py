@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from headrace.device import Device
+from headrace.engine.python_state import PythonState
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,14 @@ class StepState:
     modules: tuple[torch.nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     scalers: tuple[torch.amp.GradScaler, ...] = ()
+
+    @classmethod
+    def find(cls, device: Device, step: object) -> StepState:
+        """The state of a user's step: what the step's code can reach."""
+        owners = PythonState(device, step, ()).owners()
+        return cls(
+            device, step, tuple(owners.modules), tuple(owners.optimizers), tuple(owners.scalers)
+        )
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters of all modules and optimizers, each once."""
@@ -39,6 +48,24 @@ class StepState:
     def param_groups(self) -> list[dict[str, Any]]:
         """The parameter groups of all optimizers."""
         return [group for optimizer in self.optimizers for group in optimizer.param_groups]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Parameters and buffers by name, each once."""
+        found: dict[str, torch.Tensor] = {}
+        seen: set[int] = set()
+
+        def add(name: str, tensor: torch.Tensor) -> None:
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                found[name] = tensor
+
+        for number, module in enumerate(self.modules, 1):
+            owner = f"{type(module).__name__} {number}"
+            for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+                add(f"{owner}, {name}", tensor)
+        for at, parameter in enumerate(self.parameters()):
+            add(f"parameter {at}", parameter)
+        return found
 
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers and the optimizers' state, each once."""

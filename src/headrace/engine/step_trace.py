@@ -8,6 +8,7 @@ they differ, Python made a decision, and a graph would repeat the one it made at
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -17,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef as Storage
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from headrace.device import Device
+from headrace.device import CaptureQuery, Device
 from headrace.source_lines import Site, users_line_inside
 
 __all__ = ["StepTrace", "StepTracer", "Storage", "TensorRead", "storages"]
@@ -67,6 +68,9 @@ class StepTrace:
     touched: set[Storage] = field(default_factory=set)
     #: The Python numbers that the loss function returned.
     returned: dict[str, float] = field(default_factory=dict)
+    #: Whether the run asked if it was being captured, and the answer that it got.
+    asked: bool = False
+    as_captured: bool = False
 
     def difference(self, before: StepTrace) -> str | None:
         """Why a graph of this run would be wrong for the run `before`; None if it would not."""
@@ -121,18 +125,40 @@ def _at(line: Site | None) -> str:
 
 class StepTracer(TorchDispatchMode):
     """Inside the block, records operations in `trace`. `caller` is the code of the function that
-    calls the user's code: frames outside it are not searched for the user's line."""
+    calls the user's code: frames outside it are not searched for the user's line. With
+    `as_captured`, code that asks whether it is being captured gets the answer yes."""
 
-    def __init__(self, device: Device, caller: CodeType) -> None:
+    def __init__(self, device: Device, caller: CodeType, *, as_captured: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.trace = StepTrace()
-        #: Set while code runs that is not to be recorded: an optimizer's step.
-        self.is_paused = False
+        self.trace = StepTrace(as_captured=as_captured)
+        self._query = CaptureQuery(as_captured)
+        self._answering: list[AbstractContextManager[None]] = []
         self._in_backward = False
         self._device = device
         self._caller = caller
         # Host tensors that device work returned, such as an attention's random seed and offset.
         self._returned_to_host: set[Storage] = set()
+
+    def __enter__(self) -> StepTracer:
+        self._answering.append(self._device.answering(self._query))
+        self._answering[-1].__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)  # type: ignore[no-untyped-call]
+        self._answering.pop().__exit__(None, None, None)
+        self.trace.asked = self._query.asked
+
+    @property
+    def is_paused(self) -> bool:
+        """True while code runs that is neither recorded nor told that it is captured: an
+        optimizer's step."""
+        return self._query.is_paused
+
+    @is_paused.setter
+    def is_paused(self, paused: bool) -> None:
+        self._query.is_paused = paused
 
     def __torch_dispatch__(
         self,
@@ -146,8 +172,7 @@ class StepTracer(TorchDispatchMode):
             for value in tree_iter((args, kwargs or {})):
                 if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
                     self.trace.touched.add(Storage(value.untyped_storage()))
-        result = func(*args, **(kwargs or {}))
-        with torch._C.DisableTorchFunction():
+            result = func(*args, **(kwargs or {}))
             for value in tree_iter(result):
                 if isinstance(value, torch.Tensor):
                     self._record_made(value, on_device)

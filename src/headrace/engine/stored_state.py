@@ -25,7 +25,7 @@ from headrace.parallel import (
     unwrap,
 )
 
-FORMAT = 4
+FORMAT = 5
 # What PyTorch and Python raise for a state of another model, or for something else altogether.
 _MISMATCH_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
@@ -71,6 +71,7 @@ def state_of(
         "ema": None if ema is None else ema.state(),
         "step": _step_state(parts),
         "random": per_rank(position.random),
+        "carry": per_rank(None if parts.carry is None else parts.carry.leaves()),
     }
 
 
@@ -150,6 +151,8 @@ def upgrade(state: object) -> dict[str, Any]:
         }
     if found < 4:
         state = {**state, "drawn_last": None}
+    if found < 5:
+        state = {**state, "carry": None}
     return {**state, "format": FORMAT}
 
 
@@ -213,6 +216,14 @@ def _restore(
         for average, weight, stored in zip(ema.averages, ema.weights, state["ema"], strict=True):
             average.copy_(local_shard(_sharded_like(stored, weight)))
     _restore_step(state["step"], parts)
+    if parts.carry is not None:
+        parts.carry.load(_own_value(state["carry"], parts.ranks, None))
+        if parts.carry.leaves() is None and state["batch"] > 0:
+            parts.device.warn_once(
+                "carry",
+                "the stored state has no carried state for this rank, because it is older or the "
+                "number of ranks has changed: the next batch begins with the initial one",
+            )
     if graphs is not None:
         graphs.load_state_dict(state["graphs"])
     if state["ledger"] is not None:

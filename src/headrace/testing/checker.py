@@ -13,7 +13,9 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -187,8 +189,11 @@ class Checker:
     It is not thread-safe: the fake device calls it under its lock.
     """
 
-    def __init__(self, this_host: Callable[[], Host | None]) -> None:
+    def __init__(
+        self, this_host: Callable[[], Host | None], lock: AbstractContextManager[Any]
+    ) -> None:
         self._this_host = this_host
+        self._lock = lock
         self.races: list[Race] = []
         self.device_bytes = 0
         self.peak_device_bytes = 0
@@ -213,15 +218,13 @@ class Checker:
         self._unordered: set[tuple[object, ...]] = set()
 
     def new_host(self, name: str) -> Host:
+        if len(self.hosts) == 1:  # from now on, threads tell each other what is on their streams
+            for view in self.hosts[0].views.values():
+                view.queued()
         host = Host(self._new_number(), name, self)
         self._actors[host.number] = host
         self.hosts.append(host)
         return host
-
-    def expect_threads(self) -> None:
-        """Let the first host thread tell others what it has put on its streams."""
-        for view in self.hosts[0].views.values():
-            view.queued()
 
     def new_stream(self, name: str) -> StreamState:
         stream = StreamState(len(self.streams), name)
@@ -326,11 +329,12 @@ class Checker:
         self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
 
     def _forget(self, key: int) -> None:
-        del self._alive[key]
-        tracked = self._storages.pop(key)
-        if self._offsets.pop(key, None) is None and tracked.home == "device":
-            self.device_bytes -= tracked.nbytes
-            self._free(tracked)
+        with self._lock:  # any thread may drop the last reference, at any moment
+            del self._alive[key]
+            tracked = self._storages.pop(key)
+            if self._offsets.pop(key, None) is None and tracked.home == "device":
+                self.device_bytes -= tracked.nbytes
+                self._free(tracked)
 
     # --- the allocator ----------------------------------------------------------------------------
 
@@ -427,8 +431,9 @@ class Checker:
         if tracked is None:
             return
         layout = Layout.of(tensor)
-        if self._offsets:
-            layout = layout.moved(self._offsets.get(storage._cdata, 0))
+        offset = self._offsets.get(storage._cdata) if self._offsets else None
+        if offset is not None:
+            layout = layout.moved(offset)
         elif storage.nbytes() != tracked.nbytes:  # by `out=`
             self._resize(tracked, storage, actor, access.site)
         self._check(tracked, layout, actor, access)

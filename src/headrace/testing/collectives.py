@@ -195,6 +195,9 @@ def _then(kind: Any, name: str) -> Callable[..., Any]:
 
     def call(self: Any, callback: Callable[[Any], Any]) -> Any:
         before, after = _ends.get(self, []), list[Any]()
+        if before:
+            # Else the callback might run later, in a thread of the transport that nobody watches.
+            patches.original(kind, "wait")(self)
 
         def watched(future: Any) -> Any:
             if not before:

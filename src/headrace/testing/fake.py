@@ -17,6 +17,7 @@ from typing import Literal
 import torch
 
 from headrace.device import (
+    CaptureQuery,
     Device,
     Graph,
     Kind,
@@ -306,6 +307,9 @@ class FakeDevice(host_threads.Hosts):
 
     def watch(self) -> AbstractContextManager[list[Obstacle]]:
         return graphs.watch(self)
+
+    def answering(self, query: CaptureQuery) -> AbstractContextManager[None]:
+        return self.call.changed(capture_query=query)
 
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
         with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():

@@ -23,7 +23,7 @@ from headrace.testing.operators import tensors
 from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
-    from headrace.device import Obstacle
+    from headrace.device import CaptureQuery, Obstacle
     from headrace.testing.fake import FakeDevice
     from headrace.testing.graphs import Tape
 
@@ -55,6 +55,8 @@ class Call(threading.local):
     #: The capture that this thread is making, and the obstacles that `device.watch()` collects.
     tape: Tape | None = None
     obstacles: list[Obstacle] | None = None
+    #: Answers code of this thread that asks whether its work is being captured.
+    capture_query: CaptureQuery | None = None
 
     @contextmanager
     def changed(self, **changes: Any) -> Iterator[None]:

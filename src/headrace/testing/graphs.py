@@ -355,6 +355,7 @@ def unobserved() -> Iterator[None]:
 
 # --- what PyTorch asks the real device ------------------------------------------------------------
 
+_IS_CAPTURING = "_cuda_isCurrentStreamCapturing"
 _HEALTH_CHECK = next(
     name
     for name in (
@@ -377,6 +378,17 @@ def _health_check(optimizer: torch.optim.Optimizer) -> None:
             )
 
 
+def _is_capturing() -> bool:
+    """Replaces what `torch.cuda.is_current_stream_capturing` calls."""
+    for device in patches.devices:
+        if device.current_stream().tape is not None:
+            return True
+        query = device.call.capture_query
+        if query is not None and query.ask():
+            return True
+    return torch.cuda.is_available() and bool(patches.originals[_IS_CAPTURING]())
+
+
 def _capturable_devices(supports_xla: bool = True) -> list[str]:
     """PyTorch's list, with "cpu" added: that is what C++ takes the fake's tensors for."""
     devices: list[str] = patches.originals["_get_capturable_supported_devices"](supports_xla)
@@ -397,6 +409,7 @@ def _not_captured(name: str) -> Callable[..., Any]:
 
 for _name in ("manual_seed", "set_rng_state"):
     patches.patch(torch.random, _name, _not_captured(_name))
+patches.patch(torch.cuda.graphs, _IS_CAPTURING, _is_capturing)
 patches.patch(torch.optim.Optimizer, _HEALTH_CHECK, _health_check)
 _optimizer = importlib.import_module("torch.optim.optimizer")  # torch.optim hides the name
 patches.patch(_optimizer, "_get_capturable_supported_devices", _capturable_devices)

@@ -34,8 +34,8 @@ class Hosts(Device):
 
     def __init__(self, torch_device: torch.device, host_order: str) -> None:
         super().__init__(torch_device, Ledger(lambda: self.host().time_ns))
-        self.checker = Checker(self.known_host)
         self.lock = untraced_rlock()
+        self.checker = Checker(self.known_host, self.lock)
         self._host_order = host_order
         self._thread = threading.local()
         self._thread.host = self.checker.new_host("host")
@@ -46,8 +46,9 @@ class Hosts(Device):
         host = self.known_host()
         if host is None:
             # Nobody saw this thread start: order it after all host threads.
-            name = threading.current_thread().name
-            host = self.adopt_thread(f"host thread {name!r}", self.all_hosts())
+            with self.lock:
+                host = self.next_host(threading.current_thread().name, {})
+                self.begin_thread(host, self.all_hosts())
         if self._host_order == "total" and len(self.checker.hosts) > 1:
             join(host.clock, self.all_hosts())
         return host
@@ -57,18 +58,26 @@ class Hosts(Device):
         host: Host | None = getattr(self._thread, "host", None)
         return host
 
-    def adopt_thread(
-        self, name: str, knows: Clock, time_ns: int = 0, successor_of: Host | None = None
-    ) -> Host:
-        """Make an actor for the calling thread, ordered after `knows`; or let it go on as the actor
-        of a thread that has ended."""
+    def next_host(self, thread_name: str, knows: Clock) -> Host:
+        """An actor for a thread that starts after `knows`. It is that of a thread that had ended by
+        then, if there is one: a program may start a thread at every step, and each actor makes all
+        clocks longer."""
         with self.lock:
-            host: Host
-            host = self._thread.host = successor_of or self.checker.new_host(name)
-            host.name = name
+            for host in self._ended:
+                if knows.get(host.number, 0) >= host.clock[host.number]:
+                    self._ended.remove(host)
+                    break
+            else:
+                host = self.checker.new_host("")
+            host.name = f"host thread {thread_name!r}"
+            return host
+
+    def begin_thread(self, host: Host, knows: Clock, time_ns: int = 0) -> None:
+        """Make `host` the actor of the calling thread, ordered after `knows`."""
+        with self.lock:
+            self._thread.host = host
             join(host.clock, knows)
             host.time_ns = time_ns
-        return host
 
     def end_thread(self, host: Host) -> Clock:
         """Let a later thread go on as this one's actor. Returns what it knows at its end."""
@@ -76,17 +85,6 @@ class Hosts(Device):
             host.advance()
             self._ended.append(host)
             return dict(host.clock)
-
-    def take_ended(self) -> Host | None:
-        """An actor whose thread has ended before what this thread knows. A program may start a
-        thread at every step, and each actor makes all clocks longer."""
-        mine = self.host().clock
-        with self.lock:
-            for host in self._ended:
-                if mine.get(host.number, 0) >= host.clock[host.number]:
-                    self._ended.remove(host)
-                    return host
-        return None
 
     def all_hosts(self) -> Clock:
         with self.lock:
@@ -109,17 +107,14 @@ class Hosts(Device):
 def _start(thread: threading.Thread) -> None:
     begin = []
     for device in patches.devices:
-        host = device.host()
-        if len(device.checker.hosts) == 1:
-            device.checker.expect_threads()
-        begin.append((device, dict(host.clock), host.time_ns, device.take_ended()))
+        parent = device.host()
+        child = device.next_host(thread.name, parent.clock)
+        begin.append((device, child, dict(parent.clock), parent.time_ns))
     run = thread.run
 
     def run_watched() -> None:
-        hosts = []
-        for device, clock, time_ns, ended in begin:
-            name = f"host thread {thread.name!r}"
-            hosts.append(device.adopt_thread(name, clock, time_ns, ended))
+        for device, child, clock, time_ns in begin:
+            device.begin_thread(child, clock, time_ns)
             device.enter_modes()
         try:
             run()
@@ -127,8 +122,7 @@ def _start(thread: threading.Thread) -> None:
             for device, *_ in reversed(begin):
                 device.exit_modes()
             thread._headrace_ends = [  # type: ignore[attr-defined]
-                (device, host.time_ns, device.end_thread(host))
-                for (device, *_), host in zip(begin, hosts, strict=True)
+                (device, child.time_ns, device.end_thread(child)) for device, child, *_ in begin
             ]
 
     thread.run = run_watched  # type: ignore[method-assign]

@@ -25,7 +25,8 @@ from headrace.bench.tune.result import FinishedSearch
 from headrace.bench.tune.search import Search
 from headrace.bench.tune.settings import memory_of
 from headrace.bench.tune.trials import Measurement
-from headrace.bench.works.work import Training, Work, work_of
+from headrace.bench.works.training import Training
+from headrace.bench.works.work import Work, work_of
 from headrace.cli import app
 from headrace.device import Device, open_device
 from headrace.engine import Engine
@@ -88,6 +89,32 @@ class TestMeasuring:
         assert pipeline.ms_per_step == pytest.approx(10.0, rel=0.01)
         assert baseline.peak_memory_bytes is not None
         assert baseline.took_s > 0
+
+    def test_a_step_of_ones_own(self) -> None:
+        """It is measured under every plan but those that compile it, which is said."""
+        model = torch.nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+
+        class Compiling(FakeDevice):
+            compiles = True
+
+        with Compiling(costs=FREE) as fake:
+
+            def step(batch: torch.Tensor) -> torch.Tensor:
+                fake.work(10.0, "kernel", reads=[batch])
+                model(batch).mean().backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                return batch.mean()
+
+            work = work_of(lambda: (step, [torch.ones(6, 4)]), name="a step")
+            with self.measurer(fake, work) as measurer:
+                found = [measurer.measure(candidate(name), 10) for name in ("baseline", "graph")]
+                compiled = measurer.measure(candidate("max"), 10)
+        assert found[0].ms_per_step == pytest.approx(12.0)
+        assert found[1].failed is None
+        assert compiled.failed is not None
+        assert "it is your own step" in compiled.failed
 
     def test_a_step_that_is_not_compiled_is_no_candidate(
         self, monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ import torch
 from headrace.bench import find_work
 from headrace.bench.endless_batches import EndlessBatches
 from headrace.bench.works.builtin import BUILT_IN
-from headrace.bench.works.work import Training, Work, work_of
+from headrace.bench.works.training import CarryTraining, StepTraining, Training
+from headrace.bench.works.work import Work, work_of
 from headrace.data import batch_leaves, measure_leaves
 from headrace.device import Device, open_device
-from headrace.engine import Engine
+from headrace.engine import Carry, Engine
 from headrace.errors import BenchError, HeadraceError
 from headrace.plan import LoaderPlan
 
@@ -124,6 +126,14 @@ def make_work(rows=4, batch_size=None):
 """
 
 
+STEP = """import torch, headrace as hr
+def make_work():
+    def step(batch):
+        return batch.mean()
+    return step, [torch.ones(1)]
+"""
+
+
 @pytest.fixture
 def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -162,7 +172,16 @@ class TestUsersWork:
             ("def make_work(:\n", 1, "cannot be imported"),
             ("def other():\n    pass\n", None, "has no 'make_work'"),
             ("make_work = 3\n", None, "make_work is a int: expected a function"),
-            ("def make_work():\n    return 1, 2\n", 1, "returned 2 things (int, int)"),
+            ("def make_work():\n    return 1,\n", 1, "returned a tuple of 1 (int)"),
+            ("def make_work():\n    return 1, [2]\n", 1, "returned a int as step: expected a"),
+            ("def make_work():\n    return print, 2\n", 1, "returned a int as loader: expected"),
+            (STEP.replace("batch", "model, batch"), 2, "that does not take (batch)"),
+            (STEP.replace("(1)]", "(1)], 0"), 2, "that does not take (batch, carried)"),
+            (STEP.replace("step, [", "torch.nn.Linear(1, 1), ["), 2, "returned a Linear as step"),
+            (STEP.replace("step, [", "hr.graphed(step), ["), 2, "step that hr.graphed has wrapped"),
+            (GOOD.replace("return model,", "return {'step': 1},"), 4, "returned a dict as model"),
+            (GOOD.replace("range(2)]", "range(2)], 0"), 4, "a carry, but its loss does not take"),
+            (GOOD.replace("loss(model, batch)", "loss(m, batch, h)"), 4, "arguments and no carry"),
             ("def make_work():\n    pass\n", 1, "returned None without 'model'"),
             ("def make_work():\n    return {'model': 1}\n", 1, "a dict without 'optimizer'"),
             ("def make_work():\n    return 1, 2, 3, 4\n", 1, "returned a int as model: expected a"),
@@ -191,6 +210,40 @@ class TestUsersWork:
         assert "\n" not in message
         if line is not None:
             assert message.startswith(f"{here / name}.py:{line}:")
+
+    @pytest.mark.parametrize("form", ["tuple", "dict", "attributes"])
+    def test_a_step_or_a_carry_in_every_form(self, form: str) -> None:
+        def make(parts: dict[str, Any]) -> Any:
+            forms: dict[str, Any] = {"tuple": tuple(parts.values()), "dict": parts}
+            return work_of(lambda: forms.get(form, SimpleNamespace(**parts))).make(
+                open_device("cpu")
+            )
+
+        model, loader = torch.nn.Linear(3, 1), [torch.ones(2, 3)]
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+        def loss(model: Any, batch: Any, carried: Any) -> Any:
+            return model(batch).mean(), carried
+
+        parts = {"model": model, "optimizer": optimizer, "loss": loss, "loader": loader}
+        carried = make(parts | {"carry": {"h": torch.zeros(2)}})
+        assert isinstance(carried, CarryTraining)
+        assert torch.equal(carried.carry["h"], torch.zeros(2))
+        step = make({"step": lambda batch: model(batch).mean(), "loader": loader})
+        assert isinstance(step, StepTraining)
+        assert list(step.state(open_device("cpu")).weights()) == [
+            "Linear 1, weight",
+            "Linear 1, bias",
+        ]
+        both = make({"step": lambda batch, h: (None, h), "loader": loader, "carry": Carry(loader)})
+        assert isinstance(both, StepTraining)
+        assert torch.equal(both.carry.initial[0], loader[0])
+
+    def test_a_file_imports_from_its_own_folder(self, here: Path) -> None:
+        (here / "inner").mkdir()
+        sibling = written(here / "inner", "ROWS = 5\n")
+        name = written(here / "inner", f"from {sibling} import ROWS\n" + GOOD)
+        assert find_work(f"inner/{name}.py:make_work").options["rows"] == 4
 
     def test_a_module_that_is_not_there(self, here: Path) -> None:
         with pytest.raises(BenchError, match="no module 'nowhere' in"):

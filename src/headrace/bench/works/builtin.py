@@ -17,7 +17,8 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, Dataset
 
 from headrace.bench.works.resnet import ResNet
-from headrace.bench.works.work import Training, Unit, Work, settable, work_of
+from headrace.bench.works.training import Training
+from headrace.bench.works.work import Unit, Work, settable, work_of
 from headrace.errors import WorkOptionError
 from headrace.schema import require_whole
 from headrace.translation import EOS, ModelSettings, Translator, translation_loss

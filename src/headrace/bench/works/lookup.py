@@ -20,8 +20,9 @@ from headrace.source_lines import line_of_error
 def find_work(named: str, options: Mapping[str, Any] | None = None, *, small: bool = False) -> Work:
     """The workload called `named`: a built-in one, `module:function` or `file.py:function`.
 
-    `small` selects the defaults for a CPU. Modules in the current folder come first. An error in a
-    workload is one line that names your file and line.
+    `small` selects the defaults for a CPU. Modules in the current folder come first; a file can
+    also import modules in its own folder, as a script can. An error in a workload is one line that
+    names your file and line.
     """
     if ":" not in named:
         if named not in BUILT_IN:
@@ -73,6 +74,9 @@ def _from_file(path: Path, named: str) -> ModuleType:
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
     sys.modules[path.stem] = module  # loader workers import it by this name
     spec.loader.exec_module(module)
     return module
@@ -87,7 +91,7 @@ def _function(module: ModuleType, name: str) -> Callable[..., Any]:
     if not callable(function):
         raise UnknownWorkError(
             f"{file}: {name} is a {type(function).__name__}: expected a function that returns "
-            "model, optimizer, loss and loader"
+            "model, optimizer, loss and loader, or step and loader"
         )
     checked: Callable[..., Any] = function
     return checked

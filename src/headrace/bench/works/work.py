@@ -1,4 +1,5 @@
-"""A workload: what bench and tune train. It is a function that returns four things.
+"""A workload: what bench and tune train. It is a function that returns the parts of a training
+loop, in one of the forms of `training.py`.
 
     def make_work(batch_size=64):
         model = MyModel()
@@ -18,20 +19,22 @@ import random
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 
+from headrace.bench.works.training import CarryTraining, Made, StepTraining, Training
 from headrace.device import Device
-from headrace.engine import LossFunction
+from headrace.engine import GraphedFunction
 from headrace.errors import BenchError, HeadraceError, WorkOptionError
 from headrace.plan import LoaderPlan
 from headrace.schema import is_union, listed, nearest, quoted
-from headrace.source_lines import is_user_code, line_of_error
+from headrace.source_lines import describe_function, is_user_code, line_of_error
 
 Unit = Literal["samples", "tokens"]
-PARTS = ("model", "optimizer", "loss", "loader")
+MODEL_PARTS, STEP_PARTS = ("model", "optimizer", "loss", "loader"), ("step", "loader")
+FORMS = "(model, optimizer, loss, loader) or (step, loader), with carry as one more if any"
 # Parameters that Headrace passes. `--set` cannot set those of the first kind. The built-in
 # workloads call their batch size `batch`.
 _FROM_ELSEWHERE = {
@@ -41,15 +44,6 @@ _FROM_ELSEWHERE = {
 }
 _GIVEN = (*_FROM_ELSEWHERE, "workers", "prefetch_factor")
 _BATCH_SIZE = ("batch_size", "batch")
-
-
-class Training(NamedTuple):
-    """What a workload returns: the parts of a training loop. `loader` can be iterated again."""
-
-    model: torch.nn.Module
-    optimizer: torch.optim.Optimizer
-    loss: LossFunction
-    loader: Iterable[Any]
 
 
 @dataclass(frozen=True)
@@ -81,7 +75,7 @@ class Work:
         seed: int = 0,
         loader: LoaderPlan | None = None,
         pin: bool = False,
-    ) -> Training:
+    ) -> Made:
         """Build the workload on `device`: the same seed gives the same weights and batches.
         Afterwards the random generators are seeded again.
 
@@ -106,14 +100,11 @@ class Work:
                 # A built-in workload refused one of its options.
                 raise WorkOptionError(f"{self.name}: {problem}") from problem
             raise BenchError(self._failed(problem)) from problem
-        training = self._checked(returned)
-        training.model.to(device.torch_device)
-        training.model.train()
-        if isinstance(training.loss, torch.nn.Module):
-            training.loss.to(device.torch_device)
-        self._check_optimizer(training)
+        made = self._checked(returned).on(device)
+        if not isinstance(made, StepTraining):
+            self._check_optimizer(made)
         seed_all(seed)
-        return training
+        return made
 
     def _given(self, device: Device, seed: int, loader: LoaderPlan, pin: bool) -> Mapping[str, Any]:
         offered = {
@@ -134,73 +125,115 @@ class Work:
         text = " ".join(str(problem).split()) or "no message"
         return f"{site}: {self.name} raised {type(problem).__name__}: {text}"
 
-    def _checked(self, returned: object) -> Training:
-        parts = self._four_parts(returned)
-        self._refuse_step(parts[1], parts[2])
-        expected: tuple[tuple[str, bool, str], ...] = (
-            ("model", isinstance(parts[0], torch.nn.Module), "a torch.nn.Module"),
-            ("optimizer", isinstance(parts[1], torch.optim.Optimizer), "a torch.optim.Optimizer"),
-            ("loss", callable(parts[2]), "a function of (model, batch)"),
-            ("loader", isinstance(parts[3], Iterable), "a DataLoader, or a list of batches"),
-        )
-        for value, (name, good, what) in zip(parts, expected, strict=True):
-            if not good:
-                found = type(value).__name__
-                raise BenchError(f"{self._here()} returned a {found} as {name}: expected {what}")
-        if isinstance(parts[3], Iterator):
+    def _checked(self, returned: object) -> Made:
+        parts = self._parts(returned)
+        made = self._checked_step(parts) if "step" in parts else self._checked_model(parts)
+        if isinstance(parts["loader"], Iterator):
             raise BenchError(
-                f"{self._here()} returned a {type(parts[3]).__name__} as loader, which can be "
-                "iterated over only once: expected a DataLoader, or a list of batches"
+                f"{self._here()} returned a {type(parts['loader']).__name__} as loader, which can "
+                "be iterated over only once: expected a DataLoader, or a list of batches"
             )
-        return Training(*parts)
+        return made
 
-    def _refuse_step(self, optimizer: object, loss: object) -> None:
-        """Raise if these belong to `Engine.from_step`: several optimizers, or a step function."""
+    def _checked_model(self, parts: Mapping[str, Any]) -> Training | CarryTraining:
+        takes_state = "carry" in parts
+        self._refuse_parts_of_a_step(parts["optimizer"], parts["loss"])
+        self._require(parts, "model", torch.nn.Module, "a torch.nn.Module")
+        self._require(parts, "optimizer", torch.optim.Optimizer, "a torch.optim.Optimizer")
+        arguments = "(model, batch, carried)" if takes_state else "(model, batch)"
+        self._require(parts, "loss", Callable, f"a function of {arguments}")
+        self._require(parts, "loader", Iterable, "a DataLoader, or a list of batches")
+        if takes_state:
+            if not _takes(parts["loss"], 3):
+                raise BenchError(
+                    f"{self._here()} returned a carry, but its loss does not take three arguments: "
+                    "expected loss(model, batch, carried), which returns (loss, carried)"
+                )
+            return CarryTraining(**parts)
+        if callable(parts["loss"]) and _takes(parts["loss"], 3) and not _takes(parts["loss"], 2):
+            raise BenchError(
+                f"{self._here()} returned a loss of three arguments and no carry: expected "
+                "loss(model, batch), or (model, optimizer, loss, loader, carry), where carry is "
+                "the state that loss(model, batch, carried) gets with the first batch"
+            )
+        return Training(**parts)
+
+    def _checked_step(self, parts: Mapping[str, Any]) -> StepTraining:
+        step = parts["step"]
+        if isinstance(step, GraphedFunction):
+            raise BenchError(
+                f"{self._here()} returned a step that hr.graphed has wrapped: expected the "
+                "function itself, since each plan decides whether it runs as a graph"
+            )
+        self._require(parts, "step", Callable, "a function of the batch")
+        if isinstance(step, torch.nn.Module | torch.optim.Optimizer):
+            raise BenchError(
+                f"{self._here()} returned a {type(step).__name__} as step: expected a function "
+                "step(batch) that does forward, backward and update"
+            )
+        arguments = ("batch", "carried") if "carry" in parts else ("batch",)
+        if not _takes(step, len(arguments)):
+            raise BenchError(
+                f"{self._here()} returned a step, {describe_function(step)}, that does not take "
+                f"({', '.join(arguments)}): expected a function of them that does forward, "
+                "backward and update"
+            )
+        self._require(parts, "loader", Iterable, "a DataLoader, or a list of batches")
+        return StepTraining(**parts)
+
+    def _require(self, parts: Mapping[str, Any], name: str, kind: Any, expected: str) -> None:
+        if not isinstance(parts[name], kind):
+            found = type(parts[name]).__name__
+            raise BenchError(f"{self._here()} returned a {found} as {name}: expected {expected}")
+
+    def _refuse_parts_of_a_step(self, optimizer: object, loss: object) -> None:
+        """Raise if these belong to a step of the user's own: several optimizers, or a function of
+        the batch alone."""
         optimizers = list(optimizer.values()) if isinstance(optimizer, Mapping) else optimizer
+        found = None
         if isinstance(optimizers, list | tuple) and optimizers:
             if all(isinstance(one, torch.optim.Optimizer) for one in optimizers):
                 count = f"{len(optimizers)} optimizer{'s' if len(optimizers) > 1 else ''}"
-                raise self._refused_step(f"a {type(optimizer).__name__} of {count}")
-        elif callable(loss) and _takes(loss, 1) and not _takes(loss, 2):
-            raise self._refused_step("a function of the batch alone")
+                found = f"a {type(optimizer).__name__} of {count} as optimizer"
+        elif callable(loss) and _takes(loss, 1) and not (_takes(loss, 2) or _takes(loss, 3)):
+            found = "a function of the batch alone as loss"
+        if found is not None:
+            raise BenchError(
+                f"{self._here()} returned {found}: expected one torch.optim.Optimizer and "
+                "loss(model, batch). If a step of your own does forward, backward and update, "
+                "return (step, loader)"
+            )
 
-    def _refused_step(self, found: str) -> BenchError:
-        return BenchError(
-            f"{self._here()} returned {found}, as for a step of your own: bench and tune expect "
-            "one optimizer and loss(model, batch), and do backward and update themselves. To "
-            'measure a step of your own, run Engine.from_step(step, plan="pipeline")'
-            '.epoch(loader), the same with plan="baseline", and compare their '
-            "result.statistics.batches_per_s"
-        )
-
-    def _four_parts(self, returned: object) -> tuple[Any, Any, Any, Any]:
+    def _parts(self, returned: object) -> Mapping[str, Any]:
+        """What was returned, by name: the parts of a model's training, or of a step's."""
         if isinstance(returned, tuple | list) and not hasattr(returned, "_fields"):
-            if len(returned) != len(PARTS):
+            forms = (MODEL_PARTS, STEP_PARTS)
+            known = {len(form): form for names in forms for form in (names, (*names, "carry"))}
+            names = known.get(len(returned))
+            if names is None:
                 kinds = listed(type(part).__name__ for part in returned)
                 raise BenchError(
-                    f"{self._here()} returned {len(returned)} things ({kinds}): expected four, "
-                    f"{listed(PARTS)}"
+                    f"{self._here()} returned a {type(returned).__name__} of {len(returned)} "
+                    f"({kinds}): expected {FORMS}"
                 )
-            model, optimizer, loss, loader = returned
-            return model, optimizer, loss, loader
-        names = returned if isinstance(returned, Mapping) else dir(returned)
-        if "step" in names and "loss" not in names:
-            raise self._refused_step("a step")
-        found: dict[str, Any] = {}
-        for name in PARTS:
-            if isinstance(returned, Mapping) and name in returned:
-                found[name] = returned[name]
-            elif hasattr(returned, name):
-                found[name] = getattr(returned, name)
-            else:
-                kind = "None" if returned is None else f"a {type(returned).__name__}"
-                raise BenchError(
-                    f"{self._here()} returned {kind} without {name!r}: expected "
-                    f"{listed(PARTS)}, as a tuple, a dict or attributes"
-                )
-        return found["model"], found["optimizer"], found["loss"], found["loader"]
+            return _without_none(dict(zip(names, returned, strict=True)))
+        named = returned if isinstance(returned, Mapping) else _Attributes(returned)
+        has_step = "step" in named and not (
+            "loss" in named or isinstance(returned, torch.nn.Module)
+        )
+        expected = STEP_PARTS if has_step else MODEL_PARTS
+        missing = next((name for name in expected if name not in named), None)
+        if missing is not None:
+            kind = "None" if returned is None else f"a {type(returned).__name__}"
+            raise BenchError(
+                f"{self._here()} returned {kind} without {missing!r}: expected {FORMS}, as a "
+                "tuple, a dict or attributes"
+            )
+        return _without_none(
+            {name: named[name] for name in expected} | {"carry": named.get("carry")}
+        )
 
-    def _check_optimizer(self, training: Training) -> None:
+    def _check_optimizer(self, training: Training | CarryTraining) -> None:
         owned = {id(parameter) for parameter in training.model.parameters()}
         groups = training.optimizer.param_groups
         if owned.isdisjoint(id(parameter) for group in groups for parameter in group["params"]):
@@ -211,6 +244,30 @@ class Work:
 
     def _here(self) -> str:
         return f"{self.where}: {self.name}" if self.where else self.name
+
+
+def _without_none(parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts without a `carry` that is None."""
+    return {name: part for name, part in parts.items() if name != "carry" or part is not None}
+
+
+class _Attributes(Mapping[str, Any]):
+    """An object's attributes as a mapping."""
+
+    def __init__(self, owner: object) -> None:
+        self._owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        try:
+            return getattr(self._owner, name)
+        except AttributeError:
+            raise KeyError(name) from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(dir(self._owner))
+
+    def __len__(self) -> int:
+        return len(dir(self._owner))
 
 
 def work_of(
