@@ -452,7 +452,7 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['case']:28} {row['package']:13} {row['version']:9} {row['ended']:14} "
-            f"{len(row['races'])} races"
+            f"races: {len(row['races'])}"
         )
         for race in row["races"]:
             print(f"    {race['kind']}: {race['first']}  /  {race['second']}")

@@ -498,10 +498,12 @@ class FakeDevice(host_threads.Hosts):
             self.checker.learn_of_making((*launch.reads, *launch.writes), actor.host)
             if isinstance(actor, StreamView):
                 self.launch(actor)
+        moment = None
         if launch.reads or launch.writes:  # an allocation alone puts nothing on the stream
             actor.advance()
-            self.history.add(actor.name, "operation", launch.name, replayed_at or launch.site)
-        for tensor, access in launch.accesses(actor.name, actor.is_host, replayed_at):
+            site = replayed_at or launch.site
+            moment = self.history.add(actor.name, "operation", launch.name, site)
+        for tensor, access in launch.accesses(actor.name, actor.is_host, replayed_at, moment):
             self.checker.touch(tensor, actor, access)
         self._picture_new_races()
         if actor.is_host:

@@ -100,10 +100,11 @@ class Picture(NamedTuple):
 
 
 def _find(moments: Sequence[Moment], access: Access) -> Moment | None:
-    here = [m for m in moments if (m.lane, m.site) == (access.where, access.site)]
-    exact = [moment for moment in here if moment.name == access.operation]
+    if access.moment is not None:
+        return next((moment for moment in moments if moment.number == access.moment), None)
     # An allocation is no moment of its own: take the operation that made it.
-    return (exact or here)[-1] if here else None
+    here = [m for m in moments if (m.lane, m.site) == (access.where, access.site)]
+    return here[-1] if here else None
 
 
 def _waits_between(lanes: set[str], moments: Sequence[Moment], until: int) -> list[Moment]:

@@ -53,6 +53,8 @@ class Access:
     captured_at: Site | None = None
     #: The user's calls that led here, the innermost first.
     frames: Frames = field(default=(), compare=False, repr=False)
+    #: Its number in the device's history.
+    moment: int | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         does = "writes" if self.writes else "reads"
@@ -87,7 +89,7 @@ class Launch:
     frames: Frames = ()
 
     def accesses(
-        self, where: str, on_host: bool, replayed_at: Site | None
+        self, where: str, on_host: bool, replayed_at: Site | None, moment: int | None = None
     ) -> Iterator[tuple[torch.Tensor, Access]]:
         """Each tensor with its access."""
         for writes, tensors in ((False, self.reads), (True, self.writes)):
@@ -101,6 +103,7 @@ class Launch:
                     self.forward_site,
                     self.site if replayed_at else None,
                     self.frames,
+                    moment,
                 )
                 for tensor in tensors:
                     yield tensor, access
