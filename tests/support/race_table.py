@@ -35,12 +35,12 @@ class Case:
     #: The process group that it needs.
     group: Callable[[], Any] | None = None
 
-    def run(self, device: Device, *, bug: bool) -> object:
+    def run(self, device: Device, *, bug: bool) -> list[float]:
         """Run it, and return what it has called `k`, as numbers."""
         torch.manual_seed(0)
         names = _names(device)
         exec(compile(self.text(bug=bug), self.name, "exec"), names)
-        result = None if bug else _numbers(device, names.get("k"))
+        result = [] if bug else _numbers(device, names.get("k"))
         names.clear()
         return result
 
@@ -65,13 +65,14 @@ class Case:
 CASES: list[Case] = []
 
 
-def _numbers(device: Device, result: object) -> object:
+def _numbers(device: Device, result: object) -> list[float]:
     device.synchronize("result")
     if isinstance(result, torch.Tensor):
-        return result.detach().double().cpu().flatten().tolist()
-    if isinstance(result, (int, float, list)):
-        return result
-    return None
+        numbers: list[float] = result.detach().double().cpu().flatten().tolist()
+        return numbers
+    if isinstance(result, (int, float)):
+        return [result]
+    return result if isinstance(result, list) else []
 
 
 def _names(d: Device) -> dict[str, Any]:
