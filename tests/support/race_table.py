@@ -494,13 +494,13 @@ _add(
   x.resize_(100)
   l = on(64)  # SECOND
 == out= grows
-  e = torch.empty(1, device=D); S.wait_stream(C)
+  e = on(1); S.wait_stream(C)
   with d.use(S): k = e * 2  # FIRST
 + C.wait_stream(S)
   torch.add(x, 1, out=e)
   l = on(64)  # SECOND
 == out= grows, beside an alias of other memory
-  e, v = torch.empty(1, device=D), torch.from_dlpack(y); S.wait_stream(C)
+  e, v = on(1), torch.from_dlpack(y); S.wait_stream(C)
   with d.use(S): k = e * 2  # FIRST
 + C.wait_stream(S)
   torch.add(x, 1, out=e)
