@@ -6,7 +6,9 @@ from contextlib import ExitStack, nullcontext
 from itertools import groupby
 
 import pytest
+import torch
 
+from headrace.device import open_device
 from headrace.testing import FakeDevice
 from support import race_cases
 from support.race_oracle import patched_once
@@ -38,6 +40,24 @@ def test_bugs_are_reported_and_twins_are_not(cases: list[Case]) -> None:
             if found := reported(case, bug=False):
                 wrong.append(f"the twin of {case.name}: reported {found}")
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("cases", GROUPS, ids=lambda cases: cases[0].name)
+def test_twins_compute_the_same_on_cuda(cases: list[Case]) -> None:
+    cuda = open_device("cuda")
+    with ExitStack() as stack:
+        group = cases[0].group
+        stack.enter_context(nullcontext() if group is None else group())
+        for case in cases:
+            if "is_completed" in case.code:
+                continue  # the fake process group never says that it is done
+            with FakeDevice(check=False) as device:
+                expected = case.run(device, bug=False)
+            found = case.run(cuda, bug=False)
+            assert found == pytest.approx(expected, rel=1e-2, abs=1e-2), case.name
 
 
 def test_there_are_enough() -> None:
