@@ -518,3 +518,24 @@ def test_an_engine_replays_a_step_of_ones_own(capturing: Device) -> None:
     assert found.metrics == plain.metrics
     assert report.why is None
     assert found.statistics.replays == report.replays >= 10
+
+
+def test_gradients_that_are_assigned_anew_are_named(fake_device: Device) -> None:
+    """The step reads a gradient that the loop puts somewhere else each time."""
+    model = nn.Linear(3, 1).to(fake_device.torch_device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, fused=True)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        loss = model(batch).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    graphed = hr.graphed(step, device=fake_device)
+    kept = []
+    for _ in range(40):
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+            kept.append(parameter.grad)
+        graphed(torch.ones(2, 3).to(fake_device.torch_device))
+    assert "each call finds the gradients that it uses in other memory" in str(graphed.report().why)

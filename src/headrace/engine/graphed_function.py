@@ -22,6 +22,7 @@ nor drops, such as those of another step's model, stay as they are.
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -61,6 +62,13 @@ from headrace.source_lines import describe_function
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 Gradients = tuple[torch.Tensor | None, ...]
+# After this many calls in a row that find their gradients elsewhere, none is captured any more.
+_MAX_UNSETTLED = 20
+_GRADIENTS_MOVE = (
+    "each call finds the gradients that it uses in other memory, and a graph would read the old: "
+    "write to a gradient in place (p.grad.copy_(…)) instead of assigning a new tensor, or drop it "
+    "in the step with zero_grad()"
+)
 
 
 class _Gradients:
@@ -153,6 +161,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._fates: dict[int, _Fates] = {}
         # Addresses of the gradients that graphs leave: memory of the graphs' pool.
         self._own_gradients: set[int] = set()
+        # By the hash of their key: calls in a row whose gradients were in new memory.
+        self._unsettled: Counter[int] = Counter()
         self._observed: list[torch.nn.Module | torch.optim.Optimizer] = []
         #: None before the first call, and after a call has shown more than the search had found.
         self._found: _Found | None = None
@@ -330,6 +340,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
         captured = self._graphs.find(graph_key)
         # Gradients of an eager call have other memory each time: wait until an address comes again.
         settled = not any(graph_key[1]) or self._graphs.uses(graph_key) > 1
+        self._unsettled[hash(key)] = 0 if settled else self._unsettled[hash(key)] + 1
+        if self._unsettled[hash(key)] == _MAX_UNSETTLED:
+            self._give_up(_GRADIENTS_MOVE)
         if captured is not None or not settled or not self._graphs.is_due(graph_key):
             return captured
         try:
