@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -29,8 +28,6 @@ from headrace.testing.cuda.streams import (
     stream_of,
 )
 from headrace.testing.graphs import unobserved
-
-log = logging.getLogger("headrace")
 
 _CYCLES_PER_MS = 1_000_000
 
@@ -167,7 +164,9 @@ def _devices() -> Iterator[Replacement]:
         is_tf32_supported=_returning(True),
         get_device_name=_on_device(lambda: properties.name),
         get_device_capability=_on_device(lambda: (properties.major, properties.minor)),
-        get_device_properties=_on_device(lambda: properties),
+        get_device_properties=_on_device(
+            lambda: replace(properties, total_memory=state.device().memory().total)
+        ),
         get_arch_list=_returning(["sm_90"]),
         get_gencode_flags=_returning("-gencode compute=compute_90,code=sm_90"),
     )
