@@ -3,6 +3,7 @@ CUDA refuses is refused, and the checker and the clock see replays."""
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -309,3 +310,13 @@ class TestWatch:
         with device.watch() as found:
             training.step()
         assert found == []
+
+
+def test_a_graph_that_was_never_closed_leaves_no_counts_behind(fake_device: FakeDevice) -> None:
+    """Memory that has the same key later would count as used by that graph, and so as freed."""
+    value = torch.ones(3).to(fake_device.torch_device)
+    graph, result = fake_device.capture(lambda: value * 2, fake_device.graph_pool())
+    assert sum(fake_device.captured_references.values()) > 0
+    del graph, result
+    gc.collect()
+    assert sum(fake_device.captured_references.values()) == 0

@@ -9,6 +9,7 @@ and is checked and timed like any other work.
 from __future__ import annotations
 
 import importlib
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -75,7 +76,7 @@ class _Arithmetic:
                 output.copy_(found[position])
 
 
-@dataclass(eq=False, repr=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Tape:
     """One capture: the streams it covers, the work put on them, and the memory to restore."""
 
@@ -142,7 +143,11 @@ class Tape:
                     key = storage_key(tensor)
                     if key not in self._allocated and self.device.checker.storage_of(tensor):
                         self._inputs.setdefault(key, (tensor, launch))
-        self.device.captured_references.update(self._references)
+        counts = self.device.captured_references
+        counts.update(self._references)
+        # A graph may end without `close()`. Its counts must not stay: other memory will have the
+        # same keys.
+        weakref.finalize(self, counts.subtract, self._references)
 
     def freed_inputs(self) -> list[tuple[torch.Tensor, Launch]]:
         """Memory from outside the capture that only captures refer to any more: on CUDA, where they
