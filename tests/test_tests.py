@@ -23,6 +23,8 @@ OTHERS = {
     "checkpoint/test_durability.py": "folders.py, when the process dies or the disk fails",
     "engine/test_step_graphs_changes.py": "step_graphs.py, where model, optimizer or data change",
     "testing/test_capture.py": "graphs.py: what a capture refuses",
+    "testing/test_fake_cuda.py": "cuda/: what PyTorch says and does inside `fake_cuda()`",
+    "testing/test_fake_cuda_programs.py": "cuda/ and the checker on whole programs",
     "testing/test_memory.py": "what lies on the fake device: both modes and the checker together",
     "test_exports.py": "the `__all__` of every room",
     "test_floor_plan.py": "benchmarks/floor_plan.py",

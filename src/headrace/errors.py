@@ -7,6 +7,7 @@ HeadraceError
 │   ├── EventNotRecordedError   an event was waited for before it was recorded
 │   ├── StreamIndexError        no stream with this index or role (also an IndexError)
 │   ├── CaptureError            a step cannot be captured as a graph
+│   ├── NotImitatedError        fake_cuda() cannot imitate this (also an AttributeError)
 │   ├── OutOfMemoryError        a step does not fit on the device (also a RuntimeError)
 │   └── ClosedError             an object was used after close()
 ├── PlanError                   a plan or plan file is not valid (also a ValueError)
@@ -97,6 +98,10 @@ class CaptureError(DeviceError):
 class OutOfMemoryError(DeviceError, RuntimeError):
     """A step does not fit in the device's memory. The message says what occupies the memory, and
     what to change."""
+
+
+class NotImitatedError(DeviceError, AttributeError):
+    """A program in `fake_cuda()` used a part of CUDA that only a GPU has."""
 
 
 class ClosedError(DeviceError):

@@ -59,6 +59,7 @@ COMMANDS = [
     "prepare",
     "bench",
     "tune",
+    "races",
 ]
 
 

@@ -22,6 +22,7 @@ from headrace.cli import (
     output,
     plan,
     prepare,
+    races,
     report,
     train,
     translate,
@@ -35,6 +36,7 @@ Examples:
 $ headrace doctor                # check this machine
 $ headrace train --preset tiny   # train a translation model
 $ headrace bench --work resnet   # compare plans
+$ headrace races train.py        # find stream races, without a GPU
 
 Run headrace COMMAND --help for the options of a command.
 
@@ -112,3 +114,4 @@ app.command(epilog=prepare.EXAMPLE)(prepare.prepare)
 app.command(epilog=bench.EXAMPLE)(bench.bench)
 app.command(epilog=tune.EXAMPLE)(tune.tune)
 app.command(epilog=report.EXAMPLE)(report.report)
+app.command(epilog=races.EXAMPLE, context_settings=races.SETTINGS)(races.races)

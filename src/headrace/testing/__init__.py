@@ -18,31 +18,54 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.testing.costs import Costs
+    from headrace.testing.cuda import FakeCuda, fake_cuda
     from headrace.testing.fake import FakeDevice
     from headrace.testing.faults import Hang
+    from headrace.testing.findings import CodeLine, Finding, race_report
+    from headrace.testing.orders import ordered
+    from headrace.testing.pages import race_page
+    from headrace.testing.program import ProgramResult, run_program
     from headrace.testing.races import Access, HiddenWait, Race
     from headrace.testing.streams import FakeEvent, FakeStream
 
 _HOMES = {
     "Access": "races",
+    "CodeLine": "findings",
     "Costs": "costs",
+    "FakeCuda": "cuda",
     "FakeDevice": "fake",
     "FakeEvent": "streams",
     "FakeStream": "streams",
+    "Finding": "findings",
     "Hang": "faults",
     "HiddenWait": "races",
+    "ProgramResult": "program",
     "Race": "races",
+    "fake_cuda": "cuda",
+    "ordered": "orders",
+    "race_page": "pages",
+    "race_report": "findings",
+    "run_program": "program",
 }
 
 __all__ = [
     "Access",
+    "CodeLine",
     "Costs",
+    "FakeCuda",
     "FakeDevice",
     "FakeEvent",
     "FakeStream",
+    "Finding",
     "Hang",
     "HiddenWait",
+    "ProgramResult",
     "Race",
+    "fake_cuda",
+    "ordered",
+    "race_page",
+    "race_report",
+    "run_program",
 ]
 
 

@@ -31,7 +31,7 @@ from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
-    from headrace.testing.streams import FakeStream
+    from headrace.testing.streams import FakeEvent, FakeStream
 
 _KEY = "headrace.forward"
 _SUMS = ("add", "add_")
@@ -87,6 +87,8 @@ class _Run:
     sums: list[tuple[int, _Forward, int]] = field(default_factory=list)
     #: The node whose incoming gradients are being summed.
     summing_for: _Forward | None = None
+    #: Ends of collectives that C++ has launched: the caller's stream waits for them at the end.
+    ends: list[FakeEvent] = field(default_factory=list)
 
     def stream_of(self, forward: _Forward) -> FakeStream:
         caller = self.callers[forward.device]
@@ -146,6 +148,15 @@ def forward_site() -> Site | None:
 def in_node() -> bool:
     """Whether a node that belongs to a fake device is running."""
     return _running() is not None
+
+
+def wait_at_the_end(device: FakeDevice, event: FakeEvent) -> bool:
+    """Make the caller's stream wait for `event` when the engine's run ends, as DDP's reducer does.
+    Returns False outside of a run."""
+    if not _runs.stack or device not in _runs.stack[-1].callers:
+        return False
+    _runs.stack[-1].ends.append(event)
+    return True
 
 
 def notice(operation: str, inputs: Sequence[torch.Tensor]) -> None:
@@ -224,7 +235,7 @@ def _record_stream(gradients: Sequence[torch.Tensor | None], stream: FakeStream)
         for gradient in gradients:
             tracked = None if gradient is None else stream.device.checker.storage_of(gradient)
             if tracked is not None:
-                tracked.recorded_streams.add(stream.actor.number)
+                tracked.recorded_streams.add(stream.state.number)
 
 
 def _begins(gradients: Sequence[torch.Tensor | None]) -> None:
@@ -259,6 +270,8 @@ def _finish(run: _Run) -> None:
     """The engine's end: the caller's stream waits for every stream that was used."""
     for stream in run.streams:
         _join(run.callers[stream.device], _Arrival().add(stream))
+    for event in run.ends:
+        run.callers[event.device].wait_event(event)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,10 @@
 """Happens-before over streams and host threads, by vector clocks.
 
-Each *actor* (a stream or a host thread) counts its operations, and its clock says up to which
-operation of every other actor it is ordered after. Events, launches and host waits join clocks. Two
-accesses to the same bytes race if neither actor's clock has reached the other's access.
+Each *actor* counts its operations, and its clock says up to which operation of every other actor it
+is ordered after. An actor is a host thread, or a stream as one host thread uses it: two threads
+that enqueue on one stream without an order between them have no order there either. Events,
+launches and host waits join clocks. Two accesses to the same bytes race if neither actor's clock
+has reached the other's access.
 """
 
 from __future__ import annotations
@@ -18,17 +20,14 @@ from headrace.source_lines import Site
 from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
-from headrace.testing.races import Access, Race, missing_call
+from headrace.testing.races import Access, Freed, Race, missing_call, race_key
 
 Clock = dict[int, int]
 
-# PyTorch's allocator serves requests up to 1 MiB and larger ones from separate pools, and rounds
-# to 512 bytes: memory freed in one pool is never handed out in the other.
+# PyTorch's allocator serves requests up to 1 MiB and larger ones from separate pools: memory freed
+# in one pool is never handed out in the other. Within a pool it splits free blocks and merges
+# neighbours, so a freed block can become part of a request of any size.
 _SMALL_POOL_BYTES = 1 << 20
-_ROUNDING_BYTES = 512
-# A program that never orders its streams leaves freed blocks pending forever. The newest are
-# enough to report it.
-_MAX_FREED = 1000
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -44,16 +43,30 @@ def join(into: Clock, other: Clock) -> None:
             into[actor] = tick
 
 
-class Actor:
-    """A stream or a host thread, with its vector clock."""
+class StreamState:
+    """What all host threads share of a stream."""
 
-    def __init__(self, number: int, name: str, is_host: bool) -> None:
+    def __init__(self, number: int, name: str) -> None:
         self.number = number
         self.name = name
-        self.is_host = is_host
-        self.clock: Clock = {number: 0}
-        #: Virtual time: now for a host; for a stream, when it will have done all its work.
+        #: Virtual time at which the stream will have done all its work.
         self.time_ns = 0
+
+
+class Actor:
+    """A host thread, or a stream as one host thread uses it, with its vector clock."""
+
+    is_host = False
+    #: For a stream: its `StreamState.number`.
+    stream_number = -1
+    #: The host thread, or the one that uses the stream.
+    host: Host
+    time_ns: int
+
+    def __init__(self, number: int, name: str) -> None:
+        self.number = number
+        self.name = name
+        self.clock: Clock = {number: 0}
 
     def advance(self) -> None:
         """Count one more operation of this actor."""
@@ -63,10 +76,70 @@ class Actor:
         return self.clock.get(actor, 0) >= tick
 
 
+class StreamView(Actor):
+    """A stream as one host thread uses it. Its clock is what the thread's next operation on the
+    stream will be ordered after."""
+
+    def __init__(self, number: int, stream: StreamState, host: Host) -> None:
+        super().__init__(number, stream.name)
+        self._stream = stream
+        self.stream_number = stream.number
+        self.host = host
+
+    @property
+    def time_ns(self) -> int:
+        return self._stream.time_ns
+
+    @time_ns.setter
+    def time_ns(self, value: int) -> None:
+        self._stream.time_ns = value
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """What one host thread hands over to another: what it has waited for, and what it has put on
+    each stream."""
+
+    clock: Clock = field(default_factory=dict)
+    streams: dict[int, Clock] = field(default_factory=dict)
+
+
+class Host(Actor):
+    """A host thread. Its clock is what the thread has waited for."""
+
+    is_host = True
+
+    def __init__(self, number: int, name: str, checker: Checker) -> None:
+        super().__init__(number, name)
+        self.host = self
+        self.time_ns = 0
+        self.views: dict[int, StreamView] = {}
+        self._checker = checker
+
+    def view(self, stream: StreamState) -> StreamView:
+        """The stream as this thread uses it."""
+        view = self.views.get(stream.number)
+        if view is None:
+            view = self.views[stream.number] = self._checker.new_view(stream, self)
+        return view
+
+    def publish(self, into: Knowledge) -> None:
+        """Add all that this thread knows."""
+        join(into.clock, self.clock)
+        for number, view in self.views.items():
+            join(into.streams.setdefault(number, {}), view.clock)
+
+    def learn(self, knowledge: Knowledge) -> None:
+        """Order this thread after what another one handed over."""
+        join(self.clock, knowledge.clock)
+        for number, clock in knowledge.streams.items():
+            join(self.view(self._checker.streams[number]).clock, clock)
+
+
 @dataclass(slots=True)
 class Storage:
     """A tracked tensor storage. `home` is "device", "pinned", or "pool" for the tensor that
-    represents a graph pool's memory. `recorded_streams` are those of `record_stream`."""
+    represents a graph pool's memory. `recorded_streams` are those of `record_stream`, by number."""
 
     home: str
     owner: Actor
@@ -74,10 +147,14 @@ class Storage:
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
+    address: int
     entries: Entries = field(default_factory=Entries)
     recorded_streams: set[int] = field(default_factory=set)
     #: Allocated in a capture: any stream may use it first, and it is never handed out again.
     pooled: bool = False
+    #: What the thread that made it knew then. Whoever has the tensor comes after that, however it
+    #: was handed over. None until there are two host threads.
+    made_after: Knowledge | None = None
 
     def __str__(self) -> str:
         if self.home == "pool":
@@ -87,36 +164,50 @@ class Storage:
         return f"a {tuple(self.shape)} {dtype} tensor in {place}, allocated at {self.allocated_at}"
 
 
-@dataclass(slots=True)
-class _FreedBlock:
-    nbytes: int
-    entries: list[Entry]
-
-
 class Checker:
     """Records the accesses to all tracked storages and finds the races among them.
 
     It is not thread-safe: the fake device calls it under its lock.
     """
 
-    def __init__(self, this_host: Callable[[], Actor | None]) -> None:
+    def __init__(self, this_host: Callable[[], Host | None]) -> None:
         self._this_host = this_host
         self.races: list[Race] = []
         self.device_bytes = 0
         self.peak_device_bytes = 0
         self.limit_bytes = sys.maxsize
+        self.streams: list[StreamState] = []
+        self.hosts: list[Host] = []
         self._actors: list[Actor] = []
         self._storages: dict[int, Storage] = {}
-        self._freed: dict[int, list[_FreedBlock]] = {}
-        self._reported: set[tuple[object, ...]] = set()
+        #: For storages that share another one's memory: how many bytes after its start they begin.
+        self._offsets: dict[int, int] = {}
+        # By the stream that owned it and the pool: uses of freed memory by other streams that may
+        # still be running, the newest of each line.
+        self._freed: dict[tuple[int, str], dict[tuple[object, ...], Entry]] = {}
+        #: How often each race was seen.
+        self._reported: dict[tuple[object, ...], int] = {}
+        #: Names the call that would remove a race.
+        self.missing_call: Callable[[str, Access, Access, Freed | None], str] = missing_call
+        # A first use with the stream that is not ordered after it. If that stream gets the memory
+        # of the use, too, the cause is the same.
+        self._unordered: set[tuple[object, ...]] = set()
 
-    def new_actor(self, name: str, *, is_host: bool) -> Actor:
-        actor = Actor(len(self._actors), name, is_host)
-        self._actors.append(actor)
-        return actor
+    def new_host(self, name: str) -> Host:
+        host = Host(len(self._actors), name, self)
+        self._actors.append(host)
+        self.hosts.append(host)
+        return host
 
-    def actors(self) -> list[Actor]:
-        return list(self._actors)
+    def new_stream(self, name: str) -> StreamState:
+        stream = StreamState(len(self.streams), name)
+        self.streams.append(stream)
+        return stream
+
+    def new_view(self, stream: StreamState, host: Host) -> StreamView:
+        view = StreamView(len(self._actors), stream, host)
+        self._actors.append(view)
+        return view
 
     # --- storages ---------------------------------------------------------------------------------
 
@@ -142,66 +233,130 @@ class Checker:
         if known is not None:
             return known
         nbytes = storage.nbytes()
-        if home == "device" and self.device_bytes + nbytes > self.limit_bytes:
+        if home == "device":
+            self._count(nbytes)
+        tracked = self._storages[key] = Storage(
+            *(home, owner, site, tensor.shape, tensor.dtype, nbytes, storage.data_ptr()),
+            pooled=pooled,
+        )
+        weakref.finalize(storage, self._forget, key).atexit = False
+        if len(self.hosts) > 1:
+            tracked.made_after = Knowledge()
+            owner.host.publish(tracked.made_after)
+        if home == "device" and not pooled:
+            self._allocate(tracked)
+        return tracked
+
+    def alias(self, tensor: torch.Tensor) -> None:
+        """Follow a tensor that PyTorch made of memory it was handed, as `from_dlpack` and
+        `from_numpy` do, if it is a tracked storage's."""
+        storage = tensor.untyped_storage()
+        address, key = storage.data_ptr(), storage._cdata
+        for tracked in [] if key in self._storages else list(self._storages.values()):
+            if tracked.address <= address < tracked.address + tracked.nbytes:
+                self._storages[key] = tracked
+                self._offsets[key] = address - tracked.address
+                weakref.finalize(storage, self._forget, key).atexit = False
+                return
+
+    def _count(self, nbytes: int) -> None:
+        if self.device_bytes + nbytes > self.limit_bytes:
             raise torch.OutOfMemoryError(
                 f"fake out of memory: tried to allocate {nbytes:,} bytes; {self.device_bytes:,} of "
                 f"{self.limit_bytes:,} are in use"
             )
-        tracked = Storage(home, owner, site, tensor.shape, tensor.dtype, nbytes, pooled=pooled)
-        self._storages[key] = tracked
-        weakref.finalize(storage, self._freed_storage, key).atexit = False
-        if home == "device":
-            self.device_bytes += nbytes
-            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-        if home == "device" and not pooled:
-            whole = Layout.whole(nbytes)
-            tracked.entries = Entries(self._take_freed(owner, nbytes, whole))
-            # New memory is safe for the stream it was allocated on. For other streams it is not:
-            # earlier work of the owner may still use these bytes.
-            allocation = Access(site, owner.name, "allocation", writes=True)
-            tick = owner.clock[owner.number]
-            tracked.entries.add(Entry(owner.number, tick, whole, allocation))
-        return tracked
+        self.device_bytes += nbytes
+        self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
-    def _freed_storage(self, key: int) -> None:
+    def _forget(self, key: int) -> None:
         tracked = self._storages.pop(key)
-        if tracked.home != "device":
+        if self._offsets.pop(key, None) is None and tracked.home == "device":
+            self.device_bytes -= tracked.nbytes
+            self._free(tracked)
+
+    # --- the allocator ----------------------------------------------------------------------------
+
+    def _allocate(self, tracked: Storage) -> None:
+        """Give a storage memory, in the worst way that the real allocator could: memory that was
+        freed on this stream while other streams may still use it."""
+        owner, whole = tracked.owner, Layout.whole(tracked.nbytes)
+        tracked.entries = Entries()
+        uses = self._freed.get((owner.stream_number, _pool(tracked.nbytes)))
+        for key, use in list(uses.items()) if uses and tracked.nbytes else ():
+            known = owner.knows(use.actor, use.tick)
+            if not known:
+                entry = Entry(use.actor, use.tick, whole, use.access, of_previous_owner=True)
+                entry.freed = use.freed
+                tracked.entries.add(entry)
+            if (known and len(self.hosts) == 1) or (
+                (use.access.site, use.access.where, owner.name) in self._unordered
+            ):
+                uses.pop(key, None)  # type: ignore[union-attr]
+        # New memory is safe for the stream it was allocated on. For other streams it is not:
+        # earlier work of the owner may still use these bytes.
+        allocation = Access(tracked.allocated_at, owner.name, "allocation", writes=True)
+        tick = owner.clock[owner.number]
+        tracked.entries.add(Entry(owner.number, tick, whole, allocation, is_allocation=True))
+
+    def _free(self, tracked: Storage) -> None:
+        """Take a storage's memory back. It is safe for its owner at once, and after
+        `record_stream` when those streams have done what is on them now."""
+        if tracked.pooled or not tracked.nbytes:
             return
-        self.device_bytes -= tracked.nbytes
-        if tracked.pooled:
-            return
-        pending = [
-            entry
-            for entry in self._unknown(tracked.owner, tracked.entries.all())
-            if entry.actor != tracked.owner.number and entry.actor not in tracked.recorded_streams
-        ]
         host = self._this_host()
+        done = [tracked.owner.clock]
         if host is not None:  # work that this thread has waited for is over
-            pending = self._unknown(host, pending)
-        if pending:
-            blocks = self._freed.setdefault(tracked.owner.number, [])
-            blocks.append(_FreedBlock(tracked.nbytes, pending))
-            del blocks[:-_MAX_FREED]
+            done.append(host.clock)
+            for number in (tracked.owner.stream_number, *tracked.recorded_streams):
+                if number in host.views:
+                    done.append(host.views[number].clock)
+        safe = {tracked.owner.stream_number, *tracked.recorded_streams}
+        for entry in tracked.entries.all():
+            if entry.of_previous_owner or self._actors[entry.actor].stream_number in safe:
+                continue
+            if any(clock.get(entry.actor, 0) >= entry.tick for clock in done):
+                continue
+            if (entry.access.site, entry.access.where, tracked.owner.name) in self._unordered:
+                continue
+            pool = tracked.owner.stream_number, _pool(tracked.nbytes)
+            line = entry.actor, entry.access.site, entry.access.writes
+            uses = self._freed.setdefault(pool, {})
+            known = uses.get(line)
+            if known is None or known.tick < entry.tick:
+                entry.freed = Freed(str(tracked), tracked.allocated_at)
+                uses[line] = entry
 
-    def _take_freed(self, owner: Actor, nbytes: int, whole: Layout) -> list[Entry]:
-        """Hand out the newest freed block of this stream that fits and that other streams may still
-        use. The real allocator might pick another; a checker assumes the worst."""
-        blocks = self._freed.get(owner.number, [])
-        # Drop blocks whose last uses the owner is ordered after by now.
-        blocks[:] = [block for block in blocks if self._unknown(owner, block.entries)]
-        for index in reversed(range(len(blocks) if nbytes else 0)):
-            block = blocks[index]
-            if _rounded(block.nbytes) >= _rounded(nbytes) and _pool(block.nbytes) == _pool(nbytes):
-                del blocks[index]
-                return [
-                    Entry(entry.actor, entry.tick, whole, entry.access, of_previous_owner=True)
-                    for entry in self._unknown(owner, block.entries)
-                ]
-        return []
+    def resized(self, tensor: torch.Tensor, actor: Actor, site: Site) -> None:
+        """Notice that PyTorch has changed a storage's size in place: it has allocated memory on the
+        current stream, copied what was there, and freed the old memory."""
+        storage = tensor.untyped_storage()
+        tracked = self._storages.get(storage._cdata)
+        if tracked is not None and storage.nbytes() != tracked.nbytes:
+            self._resize(tracked, storage, actor, site)
 
-    @staticmethod
-    def _unknown(actor: Actor, entries: list[Entry]) -> list[Entry]:
-        return [entry for entry in entries if not actor.knows(entry.actor, entry.tick)]
+    def _resize(
+        self, tracked: Storage, storage: torch.UntypedStorage, actor: Actor, site: Site
+    ) -> None:
+        before, after = tracked.nbytes, storage.nbytes()
+        if tracked.home != "device" or tracked.pooled:
+            if tracked.home == "device":
+                self._count(after - before)
+            tracked.nbytes, tracked.address = after, storage.data_ptr()
+            return
+        copied = min(before, after)
+        if copied:
+            actor.advance()
+            read = Access(site, actor.name, "resize_", writes=False)
+            self._check(tracked, Layout.whole(copied), actor, read)
+        self._free(tracked)
+        self._count(after - before)
+        tracked.nbytes, tracked.address = after, storage.data_ptr()
+        tracked.owner, tracked.allocated_at = actor, site
+        tracked.recorded_streams.clear()
+        self._allocate(tracked)
+        if copied:
+            write = Access(site, actor.name, "resize_", writes=True)
+            self._check(tracked, Layout.whole(copied), actor, write)
 
     # --- accesses ---------------------------------------------------------------------------------
 
@@ -211,13 +366,27 @@ class Checker:
         tracked = self._storages.get(storage._cdata)
         if tracked is None:
             return
-        if storage.nbytes() != tracked.nbytes:
-            self._count_resized(tracked, storage.nbytes())
-        layout, clock = Layout.of(tensor), actor.clock
+        layout = Layout.of(tensor)
+        if self._offsets:
+            layout = layout.moved(self._offsets.get(storage._cdata, 0))
+        elif storage.nbytes() != tracked.nbytes:  # by `out=`
+            self._resize(tracked, storage, actor, access.site)
+        if tracked.made_after is not None and tracked.owner.host is not actor.host:
+            actor.host.learn(tracked.made_after)
+            join(actor.clock, actor.host.clock)
+        self._check(tracked, layout, actor, access)
+
+    def _check(self, tracked: Storage, layout: Layout, actor: Actor, access: Access) -> None:
+        clock = actor.clock
         for entry in tracked.entries.near(layout):
             ordered = clock.get(entry.actor, 0) >= entry.tick
             conflict = access.writes or entry.access.writes
-            if conflict and not ordered and layout.overlaps(entry.layout):
+            if (
+                conflict
+                and not ordered
+                and not self._same_queue(entry, actor)
+                and layout.overlaps(entry.layout)
+            ):
                 self._report(tracked, entry, access)
             # Later accesses need only be ordered after this one: drop `entry`.
             if (access.writes or (ordered and not entry.access.writes)) and layout.covers(
@@ -226,30 +395,50 @@ class Checker:
                 tracked.entries.remove(entry)
         tracked.entries.add(Entry(actor.number, clock[actor.number], layout, access))
 
-    def _count_resized(self, tracked: Storage, nbytes: int) -> None:
-        """`out=` and `resize_` change a storage's size in place."""
-        if tracked.home == "device":
-            self.device_bytes += nbytes - tracked.nbytes
-            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
-        tracked.nbytes = nbytes
+    def _same_queue(self, entry: Entry, actor: Actor) -> bool:
+        """Whether the allocator itself orders `actor` after an entry of an allocation: it handed
+        the memory out after what is on the same stream."""
+        if not (entry.is_allocation or entry.of_previous_owner):
+            return False
+        return self._actors[entry.actor].stream_number == actor.stream_number
 
     def _report(self, tracked: Storage, entry: Entry, access: Access) -> None:
         first, second = entry.access, access
         if entry.of_previous_owner:
             kind = "reuse"
             second = Access(tracked.allocated_at, tracked.owner.name, "allocation", writes=True)
+            if (first.site, first.where, second.where) in self._unordered:
+                return  # every later allocation could get this memory: the first is enough
         else:
             kind = "-".join("write" if one.writes else "read" for one in (first, second))
+        self._unordered.add((first.site, first.where, second.where))
+        self._add_race(kind, tracked, first, second, entry.freed)
+
+    def report_freed(self, tensor: torch.Tensor, captured: Access, replayed: Access) -> None:
+        """Report that a graph uses memory that was freed after the capture."""
+        tracked = self.storage_of(tensor)
+        if tracked is not None:
+            self._add_race("freed", tracked, captured, replayed)
+
+    def _add_race(
+        self,
+        kind: str,
+        tracked: Storage,
+        first: Access,
+        second: Access,
+        freed: Freed | None = None,
+    ) -> None:
         # A loop repeats the same race at every step: report it once.
-        key = (kind, first.site, first.where, second.site, second.where)
-        if key not in self._reported:
-            self._reported.add(key)
-            missing = missing_call(kind, first, second)
-            self.races.append(Race(kind, str(tracked), first, second, missing))
+        key = race_key(kind, first, second)
+        times = self._reported.get(key, 0)
+        self._reported[key] = times + 1
+        if times == 0:
+            missing = self.missing_call(kind, first, second, freed)
+            self.races.append(Race(kind, str(tracked), first, second, missing, freed))
 
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // _ROUNDING_BYTES) * _ROUNDING_BYTES
+    def times(self, race: Race) -> int:
+        """How often a race was seen."""
+        return self._reported[race.key]
 
 
 def _pool(nbytes: int) -> str:

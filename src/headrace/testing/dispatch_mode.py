@@ -9,13 +9,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.device import host_copy
-from headrace.testing import autograd, operators
+from headrace.testing import autograd, collectives, operators, patches
 from headrace.testing.checker import storage_key
 from headrace.testing.operators import Operation, tensors
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
     from headrace.testing.streams import FakeStream
+
+
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class DispatchMode(TorchDispatchMode):
@@ -29,18 +32,34 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(_COMPOSITE):
+            # Outside of inference mode, autograd has taken it apart before this mode sees it.
+            with self:
+                parts = func.decompose(*args, **(kwargs or {}))
+            if parts is not NotImplemented:
+                return parts
+        if types and any(operators.dispatches_itself(kind) for kind in types):
+            return NotImplemented  # its own handler calls operators that come here
         operation = Operation(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():
             inputs = operation.inputs()
             on_device = [tensor for tensor in inputs if self._holds(tensor)]
             self._refuse_mixed(operation, inputs, on_device)
             autograd.notice(operation.short, on_device)
+            if on_device and collectives.is_collective(operation.name):
+                return collectives.run(self._device, operation)
             if operation.short in operators.METADATA_ONLY:
-                return operation.run()
+                result = operation.run()
+                if on_device and operation.short in operators.RESIZING:
+                    self._device.resized(on_device[0])
+                return result
             if operation.short in ("copy_", "_foreach_copy_"):
                 return self._copies(operation)
             if operation.short == "_to_copy" and self._device.call.moving is not None:
                 return self._move(operation)
+            if operation.short == "_to_copy" and on_device and self._moves_elsewhere():
+                self._to_other_device(on_device[0])
+                return operation.run()
             if self._runs_on_device(operation, inputs, on_device):
                 return self._on_stream(operation, inputs, mixed=len(on_device) < len(inputs))
             self._on_host(operation, inputs)
@@ -95,6 +114,10 @@ class DispatchMode(TorchDispatchMode):
             )
             if stream.tape is not None and (writes or written):
                 stream.tape.after_operation(operation, result, written)
+        if operation.short in operators.STORING:
+            operation.stores_host_value = device.call.storing_number or not self._holds(
+                operation.args[2]
+            )
         if operation.makes_the_host_wait():
             device.hidden_wait(stream, operation.name)
         return result
@@ -138,6 +161,8 @@ class DispatchMode(TorchDispatchMode):
             stream.tape.copied(into, source)
         if to_device and from_device:
             device.operation(stream, "copy d2d", "kernel", reads=[source], writes=[into])
+        elif from_device and self._is_elsewhere(into):
+            self._to_other_device(source)
         elif to_device:
             self._host_to_device(stream, into, source, non_blocking)
         elif from_device:
@@ -166,6 +191,9 @@ class DispatchMode(TorchDispatchMode):
         self, stream: FakeStream, into: torch.Tensor, source: torch.Tensor, non_blocking: bool
     ) -> None:
         device, pinned = self._device, self._device.is_pinned(source)
+        if self._is_elsewhere(source):
+            device.operation(stream, "copy d2d", "kernel", writes=tensors(into))
+            return
         if pinned:
             device.operation(stream, "copy h2d", "copy", reads=[source], writes=[into])
         else:
@@ -188,6 +216,23 @@ class DispatchMode(TorchDispatchMode):
         device.operation(stream, "copy d2h", "copy", reads=tensors(source), writes=writes)
         if not pinned or not non_blocking:
             device.hidden_wait(stream, "blocking copy" if pinned else "copy to pageable memory")
+
+    def _to_other_device(self, source: torch.Tensor) -> None:
+        self._device.operation(
+            self._device.current_stream(), "copy d2d", "kernel", reads=tensors(source)
+        )
+
+    def _moves_elsewhere(self) -> bool:
+        return any(other.call.moving == "to device" for other in self._others())
+
+    def _is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lies on another fake device."""
+        return any(other.checker.on_device(tensor) for other in self._others())
+
+    def _others(self) -> list[FakeDevice]:
+        if len(patches.devices) == 1:
+            return []
+        return [other for other in patches.devices if other is not self._device]
 
     # --- mixing -----------------------------------------------------------------------------------
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from headrace.testing.layout import Layout
-from headrace.testing.races import Access
+from headrace.testing.races import Access, Freed
 
 _MAX_LISTED = 8
 
@@ -19,7 +19,12 @@ class Entry:
     tick: int
     layout: Layout
     access: Access
+    #: A use of the memory before it was freed and handed out again.
     of_previous_owner: bool = False
+    #: Not a use: the memory was allocated.
+    is_allocation: bool = False
+    #: For a use before the memory was freed: the tensor that was freed.
+    freed: Freed | None = None
 
 
 class Entries:

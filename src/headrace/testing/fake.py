@@ -7,9 +7,11 @@ for races, and gives it a place on a virtual clock.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -34,8 +36,11 @@ from headrace.testing import autograd, faults, graphs, host_threads, patches
 from headrace.testing.checker import Actor, Clock, join
 from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
+from headrace.testing.findings import Finding, accepted_because, find, race_report
 from headrace.testing.function_mode import Call, FunctionMode
-from headrace.testing.races import HiddenWait, Launch, Race, calling_site, report
+from headrace.testing.history import History, Picture
+from headrace.testing.pages import race_page
+from headrace.testing.races import Access, HiddenWait, Launch, Race, calling_frames, calling_site
 from headrace.testing.streams import FakeEvent, FakeStream
 
 _NS_PER_US = 1_000
@@ -65,6 +70,8 @@ class FakeDevice(host_threads.Hosts):
     """
 
     captures = True
+    #: The mode that makes this device's name work in PyTorch's calls.
+    function_mode: type[FunctionMode] = FunctionMode
 
     def __init__(
         self,
@@ -93,7 +100,11 @@ class FakeDevice(host_threads.Hosts):
         self._launches = 0
         self.call = Call()
         self.hang: faults.Hang | None = None
+        self.history = History()
+        self._pictures: list[Picture] = []
         self._entered = 0
+        #: How often captures refer to each storage from outside of them.
+        self.captured_references: Counter[int] = Counter()
         self._streams: dict[str, FakeStream] = {}
         self.default_stream = FakeStream(self, "default")
 
@@ -117,10 +128,16 @@ class FakeDevice(host_threads.Hosts):
 
     def enter_modes(self) -> None:
         """Watch the calling thread: PyTorch's modes hold for one thread each."""
-        modes = (FunctionMode(self), DispatchMode(self))
+        modes = (self.function_mode(self), DispatchMode(self))
         for mode in modes:
             mode.__enter__()  # type: ignore[no-untyped-call]
         self._thread.modes = [*getattr(self._thread, "modes", []), modes]
+
+    def is_named_by(self, target: object) -> bool:
+        """Whether `target`, the argument of a `device=` or `.to(…)`, means this device."""
+        if target is None or isinstance(target, int):
+            return False
+        return torch.device(target) == self.torch_device  # type: ignore[call-overload, no-any-return]
 
     def watches_this_thread(self) -> bool:
         return bool(getattr(self._thread, "modes", None))
@@ -131,13 +148,28 @@ class FakeDevice(host_threads.Hosts):
 
     @property
     def races(self) -> list[Race]:
-        """All races so far, each pair of lines once."""
-        return list(self.checker.races)
+        """All races so far, each pair of lines once, without those that a comment `# headrace:
+        ordered-by …` at one of the lines accepts."""
+        return [race for race in self.checker.races if accepted_because(race) is None]
+
+    def findings(self) -> list[Finding]:
+        """The races so far with all that a report shows: one finding for each two lines."""
+        with self.lock:
+            self._picture_new_races()
+            return find(self.checker, self._pictures, self.stream_sites())
+
+    def stream_sites(self) -> dict[str, Site]:
+        """The line that made each stream, by its name, where that is not the name itself."""
+        return {}
 
     def check(self) -> None:
         """Raise `RaceError` if there were any races, with all of them in its message."""
-        if self.checker.races:
-            raise RaceError(report(self.checker.races))
+        if self.races:
+            raise RaceError(race_report(self.findings()))
+
+    def write_report(self, path: str | Path) -> None:
+        """Write the races as one HTML file, with a picture of each."""
+        Path(path).write_text(race_page(self.findings()), encoding="utf-8")
 
     def timeline(self) -> Timeline:
         """What ran when on the virtual clock, without operations that cost nothing."""
@@ -209,7 +241,7 @@ class FakeDevice(host_threads.Hosts):
             tracked = self.checker.storage_of(tensor)
             if tracked is None or tracked.home != "device":
                 raise DeviceError(f"record_stream: the tensor is not on {self}")
-            tracked.recorded_streams.add(stream.actor.number)
+            tracked.recorded_streams.add(stream.state.number)
 
     def memory(self) -> MemoryFigures:
         used, peak = self.checker.device_bytes, self.checker.peak_device_bytes
@@ -247,12 +279,15 @@ class FakeDevice(host_threads.Hosts):
         graphs.refuse(self, "device.synchronize()", stream)
         self.wait_while_hung()
         with self.lock:
+            for one in self.checker.streams if stream is None else [stream]:
+                self.note_wait(self.host().name, "synchronize", self.history.last_on(one.name))
             if stream is not None:
                 self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, "synchronize")
                 return
-            for actor in self.checker.actors():
-                if not actor.is_host:
-                    self.host_waits(dict(actor.clock), actor.time_ns, "synchronize device")
+            host = self.host()
+            for state in self.checker.streams:
+                clock = dict(host.view(state).clock)
+                self.host_waits(clock, state.time_ns, "synchronize device")
 
     def graph_pool(self) -> object:
         return graphs.GraphPool(self)
@@ -307,8 +342,14 @@ class FakeDevice(host_threads.Hosts):
         self.note_obstacle(partial(host_wait, operation=operation))
         with self.lock:
             self.hidden_waits.append(HiddenWait(calling_site(), operation))
+            if orders:
+                self.note_wait(self.host().name, operation, self.history.last_on(stream.name))
             clock = dict(stream.actor.clock) if orders else {}
             self.host_waits(clock, stream.actor.time_ns, operation)
+
+    def note_wait(self, lane: str, call: str, after: int | None) -> None:
+        """Remember that `lane`, a stream or host thread, waits for a moment of the history."""
+        self.history.add(lane, "wait", call, calling_site(), after)
 
     def note_obstacle(self, describe: Callable[[Site], Obstacle]) -> None:
         """In a block of `watch`: add the obstacle that `describe` makes of the user's line."""
@@ -339,7 +380,7 @@ class FakeDevice(host_threads.Hosts):
         fresh = self.call.changed(named=None, inside=None, moving=None, storing_number=False)
         with fresh:
             if self.watches_this_thread() and not FunctionMode.is_on(self):
-                with FunctionMode(self):
+                with self.function_mode(self):
                     yield
             else:
                 yield
@@ -347,6 +388,19 @@ class FakeDevice(host_threads.Hosts):
     def mark_pinned(self, tensor: torch.Tensor) -> None:
         with torch._C.DisableTorchFunction(), self.lock:
             self.checker.track(tensor, "pinned", self.host(), calling_site())
+
+    def shares(self, tensor: torch.Tensor) -> None:
+        """Watch a tensor that was made of memory from elsewhere, if that memory is watched."""
+        with torch._C.DisableTorchFunction(), self.lock:
+            self.checker.alias(tensor)
+
+    def resized(self, tensor: torch.Tensor) -> None:
+        """Notice that a storage has changed its size in place."""
+        site = calling_site()
+        with torch._C.DisableTorchFunction(), self.lock:
+            actor = self.current_stream().actor
+            self.launch(actor)
+            self.checker.resized(tensor, actor, site)
 
     def operation(
         self,
@@ -361,7 +415,8 @@ class FakeDevice(host_threads.Hosts):
     ) -> None:
         """Run one operation on a stream, or on this host thread if `stream` is None."""
         site = calling_site()
-        launch = Launch(name, kind, reads, writes, cost_ns, site, autograd.forward_site())
+        forward_site, frames = autograd.forward_site(), calling_frames()
+        launch = Launch(name, kind, reads, writes, cost_ns, site, forward_site, frames)
         with torch._C.DisableTorchFunction(), self.lock:
             if stream is None:
                 self._run(self.host(), launch)
@@ -388,6 +443,14 @@ class FakeDevice(host_threads.Hosts):
             for launch in launches:
                 self._run(actor, launch, replayed_at=site)
 
+    def replays_freed(self, tensor: torch.Tensor, launch: Launch) -> None:
+        """Report that a graph is replayed whose input was freed."""
+        stream, site = self.current_stream(), calling_site()
+        captured = Access(launch.site, "capture", launch.name, writes=False)
+        replayed = Access(site, stream.name, "graph replay", writes=False, captured_at=launch.site)
+        with torch._C.DisableTorchFunction(), self.lock:
+            self.checker.report_freed(tensor, captured, replayed)
+
     @contextmanager
     def _watch_work(self, trace: Trace) -> Iterator[None]:
         self.synchronize("trace")
@@ -407,8 +470,10 @@ class FakeDevice(host_threads.Hosts):
         cost_ns = launch.cost_ns
         if launch.reads or launch.writes:  # an allocation alone puts nothing on the stream
             actor.advance()
+            self.history.add(actor.name, "operation", launch.name, replayed_at or launch.site)
         for tensor, access in launch.accesses(actor.name, actor.is_host, replayed_at):
             self.checker.touch(tensor, actor, access)
+        self._picture_new_races()
         if actor.is_host:
             return
         if cost_ns is None:
@@ -417,6 +482,11 @@ class FakeDevice(host_threads.Hosts):
         start_ns = max(actor.time_ns, self.host().time_ns)
         actor.time_ns = start_ns + cost_ns
         self._span(actor, launch.name, launch.kind, start_ns, actor.time_ns, launch.site)
+
+    def _picture_new_races(self) -> None:
+        """Keep what happened around a race as soon as it is found: the history forgets it."""
+        for race in self.checker.races[len(self._pictures) :]:
+            self._pictures.append(self.history.around(race))
 
     def _span(
         self, actor: Actor, name: str, kind: Kind, start_ns: int, end_ns: int, site: Site

@@ -33,6 +33,8 @@ _PLAIN_PROPERTIES = frozenset(
     getattr(torch.Tensor, name)
     for name in ("shape", "dtype", "ndim", "grad", "requires_grad", "is_leaf", "layout", "grad_fn")
 )
+#: Functions that may return a tensor of an array's own memory.
+_SHARING = frozenset(("as_tensor", "asarray"))
 _TORCH = Path(torch.__file__).resolve().parent
 _OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
 _ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
@@ -98,6 +100,8 @@ class FunctionMode(TorchFunctionMode):
             special = _TENSOR_METHODS.get(name)
             if special is not None:
                 return special(device, func, tensor, args, kwargs)
+        elif name in _SHARING:
+            return _as_tensor(device, func, args, kwargs)
         if kwargs.pop("pin_memory", False):
             return _pinned(device, _call(device, func, args, kwargs))
         return _call(device, func, args, kwargs)
@@ -108,7 +112,7 @@ def _call(device: FakeDevice, func: Callable[..., Any], args: Any, kwargs: dict[
     call, target = device.call, kwargs.get("device")
     named = None
     if target is not None:
-        named = "device" if _is_here(target, device) else "host"
+        named = "device" if device.is_named_by(target) else "host"
     if named == "device":
         kwargs = {**kwargs, "device": "cpu"}
     inside = named or call.inside
@@ -142,8 +146,12 @@ def _any_held(device: FakeDevice, values: Any) -> bool:
 
 def _to(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     target, dtype, non_blocking, memory_format = _parse_to(device, args[1:], kwargs)
+    if len(patches.devices) > 1 and any(
+        other.is_named_by(target) for other in patches.devices if other is not device
+    ):
+        return func(*args, **kwargs)  # another fake device's mode moves it there
     copied = bool(kwargs.get("copy", False))
-    here, there = device.holds(tensor), _is_here(target, device)
+    here, there = device.holds(tensor), device.is_named_by(target)
     if target is None or (here and not there and _device_from_cpp()):
         target, there = None, here
     if target is None and not copied and memory_format is None:
@@ -261,8 +269,46 @@ def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwarg
             f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the "
             "tensor to host memory first."
         )
+    if func.__name__ == "numpy" and device.is_pinned(tensor):
+        from headrace.testing import numpy_views  # PyTorch works without numpy
+
+        return numpy_views.watch(device, tensor, func(*args, **kwargs))
     device.operation(None, "numpy", "host", reads=[tensor])
     return func(*args, **kwargs)
+
+
+def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> Any:
+    """Replaces `UntypedStorage.resize_`: 0 frees the memory, and to grow is to allocate."""
+    result = patches.originals["resize_"](storage, nbytes)
+    with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
+        tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+    for device in patches.devices:
+        device.resized(tensor)
+    return result
+
+
+def _sharing(name: str) -> Callable[..., Any]:
+    """Replaces a function that makes a tensor of memory it is handed, which may be watched."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        result = patches.originals[name](*args, **kwargs)
+        for device in patches.devices:
+            device.shares(result)
+        return result
+
+    return make
+
+
+patches.patch(torch.UntypedStorage, "resize_", _resize_storage)
+for _name in ("from_numpy", "from_dlpack", "frombuffer"):
+    patches.patch(torch, _name, _sharing(_name))
+
+
+def _as_tensor(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    result = _call(device, func, args, kwargs)
+    if isinstance(result, torch.Tensor):
+        device.shares(result)
+    return result
 
 
 def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
@@ -304,6 +350,15 @@ def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
     return _call(device, func, args, kwargs)
 
 
+def _one_hot(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """As on CUDA, do not check the classes if their number is given: that makes the host wait."""
+    classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if not device.holds(tensor) or classes < 1 or tensor.numel() == 0:
+        return _call(device, func, args, kwargs)
+    empty = _call(device, torch.Tensor.new_zeros, (tensor, (*tensor.shape, classes)), {})
+    return _call(device, torch.Tensor.scatter_, (empty, -1, tensor.unsqueeze(-1), 1), {})
+
+
 def _pad_packed(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     """Return the lengths on the host."""
     padded, lengths = _call(device, func, args, kwargs)
@@ -324,17 +379,12 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
     "new_tensor": _new_tensor,
     "__setitem__": _setitem,
     "ctc_loss": _ctc_loss,
+    "one_hot": _one_hot,
     "_pad_packed_sequence": _pad_packed,
 }
 
 
 # --- devices as arguments -------------------------------------------------------------------------
-
-
-def _is_here(target: Any, device: FakeDevice) -> bool:
-    if target is None or isinstance(target, int):
-        return False
-    return torch.device(target) == device.torch_device
 
 
 def _device_from_cpp() -> bool:

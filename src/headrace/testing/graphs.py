@@ -9,6 +9,7 @@ and is checked and timed like any other work.
 from __future__ import annotations
 
 import importlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -92,6 +93,9 @@ class Tape:
     _allocated: dict[int, torch.Tensor] = field(default_factory=dict)
     _before: dict[int, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
     _problem: RuntimeError | None = None
+    #: Memory from outside the capture, and the first captured operation that uses it.
+    _inputs: dict[int, tuple[torch.Tensor, Launch]] = field(default_factory=dict)
+    _references: Counter[int] = field(default_factory=Counter)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -107,6 +111,7 @@ class Tape:
             if self._unjoined:
                 names = ", ".join(sorted(stream.name for stream in self._unjoined))
                 raise RuntimeError(f"capturing stream has unjoined work: on {names}")
+            self._count_references()
         finally:
             self.over, self._problem = True, None
             for stream in self._counts:
@@ -123,8 +128,38 @@ class Tape:
             memory.fill_(_GARBAGE)
         self._before.clear()
 
+    def _count_references(self) -> None:
+        """Count how often this tape refers to memory from outside."""
+        with unobserved():
+            kept = [(launch.reads, launch.writes) for launch in self.launches]
+            kept += [(step.args, step.kwargs) for step in self.arithmetic]
+            outputs = [[output for _, output in step.outputs] for step in self.arithmetic]
+            distinct = {id(tensor): tensor for tensor in tensors([kept, outputs])}
+            for tensor in distinct.values():
+                self._references[storage_key(tensor)] += 1
+            for launch in self.launches:
+                for tensor in (*launch.reads, *launch.writes):
+                    key = storage_key(tensor)
+                    if key not in self._allocated and self.device.checker.storage_of(tensor):
+                        self._inputs.setdefault(key, (tensor, launch))
+        self.device.captured_references.update(self._references)
+
+    def freed_inputs(self) -> list[tuple[torch.Tensor, Launch]]:
+        """Memory from outside the capture that only captures refer to any more: on CUDA, where they
+        refer to none, it is freed, and may belong to somebody else."""
+        references = self.device.captured_references
+        return [
+            use
+            for key, use in self._inputs.items()
+            # One more is the storage's own Python object.
+            if torch._C._storage_Use_Count(key) <= references[key] + 1
+        ]
+
     def forget(self) -> None:
         """Free all memory."""
+        self.device.captured_references.subtract(self._references)
+        self._references.clear()
+        self._inputs.clear()
         self.launches.clear()
         self.arithmetic.clear()
         self._allocated.clear()
@@ -237,6 +272,8 @@ class FakeGraph(Graph):
         if tape is None:
             raise ClosedError("a graph was replayed after its close()")
         refuse(tape.device, "the replay of a graph")
+        for tensor, launch in tape.freed_inputs():
+            tape.device.replays_freed(tensor, launch)
         with unobserved():
             for step in tape.arithmetic:
                 step.run()

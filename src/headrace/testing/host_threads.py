@@ -1,23 +1,27 @@
-"""Orders host threads as their program does, by `start`, `join`, locks and queues.
+"""Orders host threads as their program does, by `start`, `join`, locks, queues and deques.
 
 While a fake device is in use, `Thread.start` and `join` and the locks behind Python's queues,
 events, conditions and pools join the threads' clocks: a thread that takes a lock is ordered after
-all that the last holder was ordered after. New threads are watched like the one that starts them.
+all that the last holder was ordered after. Queues, events and conditions that are older than the
+block have locks that nobody watches, so their methods do it. New threads are watched like the one
+that starts them.
 """
 
 from __future__ import annotations
 
 import _thread
+import collections
 import queue
 import sys
 import threading
+import weakref
 from typing import Any
 
 import torch
 
 from headrace.device import Device, Ledger
 from headrace.testing import patches
-from headrace.testing.checker import Actor, Checker, Clock, join
+from headrace.testing.checker import Actor, Checker, Host, Knowledge, join
 
 # Locks made by these packages hand nothing over between the user's threads.
 _UNTRACED_CALLERS = ("headrace.device", "headrace.testing", "logging", "torch")
@@ -34,39 +38,38 @@ class Hosts(Device):
         self.lock = untraced_rlock()
         self._host_order = host_order
         self._thread = threading.local()
-        self._thread.host = self.checker.new_actor("host", is_host=True)
+        self._thread.host = self.checker.new_host("host")
 
-    def host(self) -> Actor:
+    def host(self) -> Host:
         """The actor of this host thread."""
         host = self.known_host()
         if host is None:
             # Nobody saw this thread start: order it after all host threads.
             name = threading.current_thread().name
             host = self.adopt_thread(f"host thread {name!r}", self.all_hosts())
-        if self._host_order == "total":
-            join(host.clock, self.all_hosts())
+        if self._host_order == "total" and len(self.checker.hosts) > 1:
+            host.learn(self.all_hosts())
         return host
 
-    def known_host(self) -> Actor | None:
+    def known_host(self) -> Host | None:
         """The actor of this host thread; None in a thread that is just starting."""
-        host: Actor | None = getattr(self._thread, "host", None)
+        host: Host | None = getattr(self._thread, "host", None)
         return host
 
-    def adopt_thread(self, name: str, knows: Clock, time_ns: int = 0) -> Actor:
+    def adopt_thread(self, name: str, knows: Knowledge, time_ns: int = 0) -> Host:
         """Make an actor for the calling thread, ordered after `knows`."""
         with self.lock:
-            host: Actor
-            host = self._thread.host = self.checker.new_actor(name, is_host=True)
-            join(host.clock, knows)
+            host: Host
+            host = self._thread.host = self.checker.new_host(name)
+            host.learn(knows)
             host.time_ns = time_ns
         return host
 
-    def all_hosts(self) -> Clock:
+    def all_hosts(self) -> Knowledge:
         with self.lock:
-            everyone: Clock = {}
-            for actor in self.checker.actors():
-                if actor.is_host:
-                    join(everyone, actor.clock)
+            everyone = Knowledge()
+            for host in self.checker.hosts:
+                host.publish(everyone)
             return everyone
 
     def launch(self, actor: Actor) -> None:
@@ -75,15 +78,17 @@ class Hosts(Device):
 
 
 def _start(thread: threading.Thread) -> None:
-    begin = [
-        (device, dict(device.host().clock), device.host().time_ns) for device in patches.devices
-    ]
+    begin = []
+    for device in patches.devices:
+        host, knowledge = device.host(), Knowledge()
+        host.publish(knowledge)
+        begin.append((device, knowledge, host.time_ns))
     run = thread.run
 
     def run_watched() -> None:
         hosts = []
-        for device, clock, time_ns in begin:
-            hosts.append(device.adopt_thread(f"host thread {thread.name!r}", clock, time_ns))
+        for device, knowledge, time_ns in begin:
+            hosts.append(device.adopt_thread(f"host thread {thread.name!r}", knowledge, time_ns))
             device.enter_modes()
         try:
             run()
@@ -97,15 +102,36 @@ def _start(thread: threading.Thread) -> None:
 
 
 def _join(thread: threading.Thread, timeout: float | None = None) -> None:
-    patches.originals["join"](thread, timeout)
+    patches.original(threading.Thread, "join")(thread, timeout)
     if not thread.is_alive():
         ended = getattr(thread, "_headrace_hosts", [])
         for device in patches.devices:
             for host in ended:
-                if host in device.checker.actors():
-                    mine = device.host()
-                    join(mine.clock, host.clock)
+                if host in device.checker.hosts:
+                    mine, knowledge = device.host(), Knowledge()
+                    host.publish(knowledge)
+                    mine.learn(knowledge)
                     mine.time_ns = max(mine.time_ns, host.time_ns)
+
+
+class _HandOver:
+    """What the threads that publish here know, for those that learn here."""
+
+    def __init__(self) -> None:
+        self._knowledge: dict[int, Knowledge] = {}
+
+    def learn(self) -> None:
+        for device in patches.devices:
+            host = device.known_host()
+            knowledge = self._knowledge.get(id(device))
+            if host is not None and knowledge is not None:
+                host.learn(knowledge)
+
+    def publish(self) -> None:
+        for device in patches.devices:
+            host = device.known_host()
+            if host is not None:
+                host.publish(self._knowledge.setdefault(id(device), Knowledge()))
 
 
 class _TracedLock:
@@ -113,7 +139,8 @@ class _TracedLock:
 
     def __init__(self, lock: Any) -> None:
         self._lock = lock
-        self._knowledge: dict[int, Clock] = {}
+        hand_over = _HandOver()
+        self._learn, self._publish = hand_over.learn, hand_over.publish
 
     def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
         taken = bool(self._lock.acquire(blocking, timeout))
@@ -124,18 +151,6 @@ class _TracedLock:
     def release(self) -> None:
         self._publish()
         self._lock.release()
-
-    def _learn(self) -> None:
-        for device in patches.devices:
-            host = device.known_host()
-            if host is not None:
-                join(host.clock, self._knowledge.get(id(device), {}))
-
-    def _publish(self) -> None:
-        for device in patches.devices:
-            host = device.known_host()
-            if host is not None:
-                join(self._knowledge.setdefault(id(device), {}), host.clock)
 
     def locked(self) -> bool:
         return bool(self._lock.locked())
@@ -165,6 +180,101 @@ class _TracedRLock(_TracedLock):
         return bool(self._lock._is_owned())
 
 
+class _Deque(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, _deque)  # also one from before the block
+
+
+_deque = collections.deque
+
+
+class _TracedDeque(_deque, metaclass=_Deque):  # type: ignore[type-arg]
+    """A deque that orders a thread that takes an item after the thread that put it there."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self._hand_over = _HandOver()
+        super().__init__(*args, **kwargs)
+
+
+def _putting(name: str) -> Any:
+    method = getattr(_deque, name)
+
+    def put(self: Any, *args: Any) -> Any:
+        self._hand_over.publish()
+        return method(self, *args)
+
+    return put
+
+
+def _taking(name: str) -> Any:
+    method = getattr(_deque, name)
+
+    def take(self: Any, *args: Any) -> Any:
+        result = method(self, *args)
+        self._hand_over.learn()
+        return result
+
+    return take
+
+
+for _name in ("append", "appendleft", "extend", "extendleft", "insert", "__setitem__", "__iadd__"):
+    setattr(_TracedDeque, _name, _putting(_name))
+for _name in ("pop", "popleft", "__getitem__", "__iter__"):
+    setattr(_TracedDeque, _name, _taking(_name))
+
+
+# --- queues, events and conditions, also those from before the block ------------------------------
+
+_hand_overs: weakref.WeakKeyDictionary[Any, _HandOver] = weakref.WeakKeyDictionary()
+
+
+def _of(owner: Any) -> _HandOver:
+    return _hand_overs.setdefault(owner, _HandOver())
+
+
+def _publishes(kind: Any, name: str) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _of(self).publish()
+        return patches.original(kind, name)(self, *args, **kwargs)
+
+    return call
+
+
+def _learns(kind: Any, name: str) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = patches.original(kind, name)(self, *args, **kwargs)
+        if result:  # a wait that timed out has learnt nothing
+            _of(self).learn()
+        return result
+
+    return call
+
+
+def _learns_always(kind: Any, name: str) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = patches.original(kind, name)(self, *args, **kwargs)
+        _of(self).learn()
+        return result
+
+    return call
+
+
+for _kind, _name, _wrapper in (
+    (threading.Event, "set", _publishes),
+    (threading.Event, "is_set", _learns),
+    (threading.Event, "wait", _learns),
+    (threading.Condition, "notify", _publishes),
+    (threading.Condition, "wait", _learns),
+    (threading.Condition, "__enter__", _learns_always),
+    (threading.Condition, "__exit__", _publishes),
+    (queue.Queue, "put", _publishes),
+    (queue.Queue, "get", _learns_always),
+    (queue.Queue, "task_done", _publishes),
+    (queue.Queue, "join", _learns_always),
+):
+    patches.patch(_kind, _name, _wrapper(_kind, _name))
+
+
 def traced_lock() -> Any:
     """A lock that orders its holders, whichever module makes it."""
     return _TracedLock(_thread.allocate_lock())
@@ -189,5 +299,6 @@ patches.patch(threading.Thread, "start", _start)
 patches.patch(threading.Thread, "join", _join)
 patches.patch(threading, "Lock", _lock)
 patches.patch(threading, "RLock", _rlock)
+patches.patch(collections, "deque", _TracedDeque)
 # The C queue has no lock to trace; the standard library's Python version has.
 patches.patch(queue, "SimpleQueue", queue._PySimpleQueue)  # type: ignore[attr-defined]

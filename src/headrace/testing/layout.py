@@ -49,6 +49,10 @@ class Layout(NamedTuple):
         """One piece of `nbytes` bytes."""
         return cls(low, low + nbytes, nbytes)
 
+    def moved(self, nbytes: int) -> Layout:
+        """The same pieces, `nbytes` later."""
+        return self._replace(low=self.low + nbytes, high=self.high + nbytes) if nbytes else self
+
     def covers(self, other: Layout) -> bool:
         """Whether every byte of `other` is certainly one of these."""
         if self == other:

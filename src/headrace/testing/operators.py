@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 _ALLOCATE_ONLY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _SHAPE_ONLY = ("_like", "new_full", "new_zeros", "new_ones", *_ALLOCATE_ONLY)
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
+STORING = INDEXING[1:4]
 # Operators that may mix host and device tensors. For all others that is an error, except with
 # 0-dim tensors. Those from the second line on take lengths from the host.
 MAY_MIX = (
@@ -21,29 +23,48 @@ MAY_MIX = (
 )
 # The position of a result that lies on the host although the operator runs on the device.
 HOST_RESULTS = {"_pack_padded_sequence": 1}
-# In-place operators that launch no kernel: they change only the tensor's view of its memory.
+# Operators that launch no kernel: they change or ask for the tensor's view of its memory only.
 METADATA_ONLY = (
     *("unsqueeze_", "squeeze_", "t_", "transpose_", "swapdims_", "swapaxes_", "as_strided_"),
-    *("detach_", "set_", "resize_", "resize_as_", "rename_"),
+    *("detach_", "set_", "resize_", "resize_as_", "rename_", "is_pinned"),
 )
+# Those of them that allocate memory if the tensor has too little.
+RESIZING = ("resize_", "resize_as_")
 # Arguments that an operator writes although its schema does not say so.
 _UNDECLARED_WRITES = dict.fromkeys(
     ("native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"),
     ("running_mean", "running_var"),
 )
-# Operators that make the host wait: it has to read the size or value of their result.
+# Operators that make the host wait on CUDA: it has to read the size or value of their result, or
+# checks their arguments.
 _HOST_READS = (
-    "_local_scalar_dense",
-    "nonzero",
-    "masked_select",
-    "_unique2",
-    "unique_dim",
-    "unique_consecutive",
-    "equal",
-    "is_nonzero",
-    "bincount",
-    "repeat_interleave",
+    *("_local_scalar_dense", "is_nonzero", "equal", "allclose"),
+    *("nonzero", "masked_select", "_to_sparse", "bincount"),
+    *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
+    *("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "_linalg_eigvals"),
 )
+
+
+def _repeats(operation: Operation) -> bool:
+    repeats_at = 0 if operation.func._schema.overload_name == "Tensor" else 1
+    repeats = operation.argument(repeats_at, "repeats")
+    return isinstance(repeats, torch.Tensor) and operation.named("output_size") is None
+
+
+def _has_no_range(operation: Operation) -> bool:
+    return bool(operation.named("min") == operation.named("max"))
+
+
+def _checks_deviation(operation: Operation) -> bool:
+    return isinstance(operation.named("std"), torch.Tensor)
+
+
+# Operators that make the host wait or not, depending on their arguments.
+_MAY_READ_ON_HOST: dict[str, Callable[[Operation], bool]] = {
+    "repeat_interleave": _repeats,
+    "histc": _has_no_range,
+    "normal": _checks_deviation,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,18 +104,29 @@ def _facts(func: Any) -> _Facts:
 class Operation:
     """One call of an operator, as the dispatch mode sees it."""
 
-    __slots__ = ("_facts", "args", "func", "kwargs", "name", "short")
+    __slots__ = ("_facts", "args", "func", "kwargs", "name", "short", "stores_host_value")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self._facts = facts = _facts(func)
         self.name, self.short = facts.name, facts.short
+        #: For `x[…] = value`: whether the value lies on the host.
+        self.stores_host_value = False
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
 
     def argument(self, position: int, name: str) -> Any:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)
+
+    def named(self, name: str) -> Any:
+        """An argument by name, or its default."""
+        for position, argument in enumerate(self.func._schema.arguments):
+            if argument.name == name:
+                if position < len(self.args):
+                    return self.args[position]
+                return self.kwargs.get(name, argument.default_value)
+        return None
 
     def inputs(self) -> list[torch.Tensor]:
         return tensors((self.args, self.kwargs)) if self.kwargs else tensors(self.args)
@@ -133,9 +165,25 @@ class Operation:
         return tensors(self.args[1]) if self.short in INDEXING else []
 
     def makes_the_host_wait(self) -> bool:
-        """Whether the host has to read something back. `x[mask]` does: its size depends on data."""
+        """Whether the host has to read something back on CUDA. `x[mask]` does: its size depends on
+        data. `x[mask] = number` does not: it fills."""
+        if self._facts.reads_on_host:
+            return True
+        depends = _MAY_READ_ON_HOST.get(self.short)
+        if depends is not None:
+            return depends(self)
         masks = (torch.bool, torch.uint8)
-        return self._facts.reads_on_host or any(at.dtype in masks for at in self.indices())
+        return any(at.dtype in masks for at in self.indices()) and not self._stores_number()
+
+    def _stores_number(self) -> bool:
+        """Whether it is `x[…] = number`. On CUDA the number is a host tensor."""
+        return (
+            self.short != "index"
+            and len(self.args) > 2
+            and self.args[2].numel() == 1
+            and self.stores_host_value
+            and not self.named("accumulate")
+        )
 
     def returns_alias(self) -> bool:
         return self._facts.returns_alias
@@ -160,12 +208,24 @@ def _collect(values: Any, found: list[torch.Tensor]) -> None:
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensor itself; a sparse one's indices and values; nothing inside `vmap`."""
-    if torch._C._has_storage(tensor):
+    """The tensor itself; a sparse one's indices and values; nothing inside `vmap` and for a wrapper
+    around other tensors."""
+    if torch._C._has_storage(tensor) and not dispatches_itself(type(tensor)):
         return [tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return []
+
+
+@cache
+def dispatches_itself(kind: type) -> bool:
+    """Whether it is a wrapper around other tensors, such as `DTensor`."""
+    own = getattr(kind, "__torch_dispatch__", None)
+    return own not in (
+        None,
+        torch._C._disabled_torch_dispatch_impl,
+        torch.Tensor.__torch_dispatch__,
+    )
 
 
 def only_allocates(short: str) -> bool:

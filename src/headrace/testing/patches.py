@@ -16,7 +16,11 @@ if TYPE_CHECKING:
 devices: list[FakeDevice] = []
 #: The original of each patched name. Kept after the end: a thread may still be inside a patch.
 originals: dict[str, Any] = {}
+_originals: dict[tuple[Any, str], Any] = {}
 _patches: list[tuple[Any, str, Any]] = []
+_INHERITED = object()
+#: Names that a class inherits: restoring them means deleting them.
+_inherited: set[tuple[Any, str]] = set()
 
 
 def patch(owner: Any, name: str, replacement: Any) -> None:
@@ -25,16 +29,25 @@ def patch(owner: Any, name: str, replacement: Any) -> None:
     _patches.append((owner, name, replacement))
 
 
+def original(owner: Any, name: str) -> Any:
+    """The original of a name that several owners have; else `originals[name]` is shorter."""
+    return _originals[owner, name]
+
+
 def install(device: FakeDevice) -> None:
     """Begin to watch threads, locks and autograd for `device`."""
     if not devices:
         for owner, name, replacement in _patches:
             # From the dict, not by getattr, so that a class method is restored as one. If an
             # interrupt kept the last device from restoring a name, its original is already here.
-            if vars(owner)[name] is not replacement:
-                originals[name] = vars(owner)[name]
+            found = vars(owner).get(name, _INHERITED)
+            if found is not replacement:
+                if found is _INHERITED:
+                    found = getattr(owner, name)
+                    _inherited.add((owner, name))
+                originals[name] = _originals[owner, name] = found
         try:
-            _exchange([(owner, name, originals[name], new) for owner, name, new in _patches])
+            _exchange([(owner, name, original(owner, name), new) for owner, name, new in _patches])
         except BaseException:
             _restore()
             raise
@@ -49,7 +62,7 @@ def remove(device: FakeDevice) -> None:
 
 
 def _restore() -> None:
-    _exchange([(owner, name, patched, originals[name]) for owner, name, patched in _patches])
+    _exchange([(owner, name, patched, original(owner, name)) for owner, name, patched in _patches])
 
 
 def _exchange(changes: list[tuple[Any, str, Any, Any]]) -> None:
@@ -57,7 +70,11 @@ def _exchange(changes: list[tuple[Any, str, Any, Any]]) -> None:
     modules serves all names: there are thousands of modules, and every fake device does this."""
     imported: dict[str, tuple[Any, Any]] = {}
     for owner, name, old, new in changes:
-        setattr(owner, name, new)
+        if new is original(owner, name) and (owner, name) in _inherited:
+            if name in vars(owner):
+                delattr(owner, name)
+        else:
+            setattr(owner, name, new)
         if isinstance(owner, ModuleType):
             imported[name] = (old, new)
     for module_name, module in list(sys.modules.items()):

@@ -1,4 +1,5 @@
-"""The pytest plugin: `def test_x(fake_device): …` fails if the code under test has a stream race.
+"""The pytest plugin: a test with the fixture `fake_device` or `fake_cuda` fails if the code under
+test has a stream race.
 
 pytest finds it by itself once Headrace is installed; from a source tree, name it in `conftest.py`:
 `pytest_plugins = ["headrace.testing.pytest_plugin"]`.
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from headrace.testing import FakeDevice
+    from headrace.testing import FakeCuda, FakeDevice
 
 
 @pytest.fixture
@@ -22,5 +23,16 @@ def fake_device() -> Iterator[FakeDevice]:
     from headrace.testing import FakeDevice
 
     with FakeDevice(check=False) as device:
+        yield device
+    device.check()
+
+
+@pytest.fixture
+def fake_cuda() -> Iterator[FakeCuda]:
+    """A CUDA device for the whole test, on a machine without one. Raises all its races at the end;
+    see `headrace.testing.fake_cuda`."""
+    from headrace.testing import fake_cuda
+
+    with fake_cuda(check=False) as device:
         yield device
     device.check()

@@ -6,10 +6,11 @@ import os
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
+from typing import NamedTuple
 
 import torch
 
@@ -26,6 +27,12 @@ _INTERNAL = (
     "<frozen ",
 )
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
+# Frames that run the user's program: a report shows none that are further out.
+_RUNNERS = ("<frozen runpy>", os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep)
+_MAX_FRAMES = 12
+
+#: A call stack, the innermost call first: code, and the index of the instruction in it.
+Frames = tuple[tuple[CodeType, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +51,8 @@ class Access:
     forward_site: Site | None = None
     #: For an operation of a graph: the line that was captured. `site` is then the replay's line.
     captured_at: Site | None = None
+    #: The user's calls that led here, the innermost first.
+    frames: Frames = field(default=(), compare=False, repr=False)
 
     def __str__(self) -> str:
         does = "writes" if self.writes else "reads"
@@ -54,6 +63,13 @@ class Access:
         if self.captured_at is not None:
             text += f" (captured at {self.captured_at})"
         return text
+
+
+class Freed(NamedTuple):
+    """A tensor whose memory was freed, and the line that had allocated it."""
+
+    tensor: str
+    allocated_at: Site
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +84,7 @@ class Launch:
     cost_ns: int | None
     site: Site
     forward_site: Site | None
+    frames: Frames = ()
 
     def accesses(
         self, where: str, on_host: bool, replayed_at: Site | None
@@ -83,6 +100,7 @@ class Launch:
                     on_host,
                     self.forward_site,
                     self.site if replayed_at else None,
+                    self.frames,
                 )
                 for tensor in tensors:
                     yield tensor, access
@@ -98,7 +116,8 @@ class Race:
 
     `kind` is "write-read", "read-write" or "write-write", in program order. It is "reuse" if the
     memory was freed and handed out again while `first` could still be running; `second` is then the
-    new allocation.
+    new allocation. It is "freed" if `second` replays a graph whose input, captured by `first`, was
+    freed in between.
     """
 
     kind: str
@@ -106,6 +125,12 @@ class Race:
     first: Access
     second: Access
     missing: str
+    #: For "reuse": the tensor that was freed. `tensor` is the one that got its memory.
+    freed: Freed | None = None
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        return race_key(self.kind, self.first, self.second)
 
     def __str__(self) -> str:
         return (
@@ -128,13 +153,22 @@ class HiddenWait:
         return f"{self.operation} at {self.site}"
 
 
-def missing_call(kind: str, first: Access, second: Access) -> str:
+def race_key(kind: str, first: Access, second: Access) -> tuple[object, ...]:
+    """What makes two races the same: a loop repeats them at every step."""
+    return kind, first.site, first.where, second.site, second.where
+
+
+def missing_call(kind: str, first: Access, second: Access, freed: Freed | None = None) -> str:
     """The call that would remove the race, as code where possible."""
     if kind == "reuse":
         return (
             f"keep the tensor until {second.where!r} has waited for {first.where!r}, or call "
             f"device.record_stream(tensor, {first.where}) before letting it go"
         )
+    if kind == "freed":
+        return f"keep the tensor that was captured at {first.site} until the last replay"
+    if first.operation.startswith(("c10d::", "_c10d_functional::")):
+        return f"work.wait() of the collective at {first.site}, before {second.site}"
     if first.on_host and second.on_host:
         return f"a lock, queue or join between {first.where} and {second.where}"
     if second.on_host:
@@ -144,16 +178,12 @@ def missing_call(kind: str, first: Access, second: Access) -> str:
         )
     if first.on_host:
         return f"a lock, queue or join between {first.where} and the thread that launches there"
+    if first.where == second.where:
+        return f"a lock, queue or join between the threads that put work on {first.where!r}"
     return (
         f"event.record({first.where}) after {first.site}, and "
         f"{second.where}.wait_event(event) before {second.site}"
     )
-
-
-def report(races: Sequence[Race]) -> str:
-    """All races as one text."""
-    head = f"{len(races)} race{'s' if len(races) != 1 else ''} found"
-    return "\n\n".join([head, *map(str, races)])
 
 
 def calling_site() -> Site:
@@ -168,8 +198,36 @@ def calling_site() -> Site:
     return Site(outermost.f_code.co_filename, outermost.f_lineno)
 
 
+def calling_frames() -> Frames:
+    """The user's calls that led here. Lines are looked up when a report needs them."""
+    frame: FrameType | None = sys._getframe(1)
+    frames: list[tuple[CodeType, int]] = []
+    while frame is not None and len(frames) < _MAX_FRAMES:
+        code = frame.f_code
+        if _is_runner(code.co_filename):
+            break
+        if not _is_internal(code.co_filename):
+            frames.append((code, frame.f_lasti))
+        frame = frame.f_back
+    return tuple(frames)
+
+
+def is_users_frame(frame: FrameType) -> bool:
+    """Whether a report would name this frame."""
+    return not _is_internal(frame.f_code.co_filename)
+
+
+@cache
+def _is_runner(file: str) -> bool:
+    return any(part in file for part in _RUNNERS)
+
+
 @cache
 def _is_internal(file: str) -> bool:
+    if file.endswith(
+        os.sep + "typing_extensions.py"
+    ):  # PyTorch's decorator of deprecated functions
+        return True
     if file.startswith(_STANDARD_LIBRARY):
         # Installed packages can be inside the standard library's folder.
         return "site-packages" not in file and "dist-packages" not in file

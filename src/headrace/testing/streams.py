@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 from headrace.device import Event, Stream
 from headrace.testing import graphs
-from headrace.testing.checker import Clock, join
+from headrace.testing.checker import Clock, StreamView, join
+from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
@@ -17,9 +18,14 @@ class FakeStream(Stream):
 
     def __init__(self, device: FakeDevice, name: str, priority: int = 0) -> None:
         super().__init__(device, name, priority)
-        self.actor = device.checker.new_actor(name, is_host=False)
+        self.state = device.checker.new_stream(name)
         #: The capture that this stream is part of.
         self.tape: graphs.Tape | None = None
+
+    @property
+    def actor(self) -> StreamView:
+        """The stream as the calling thread uses it."""
+        return self.device.host().view(self.state)
 
     def mark(self) -> graphs.Mark | None:
         """The stream's position in its capture; None if it is not being captured."""
@@ -35,6 +41,7 @@ class FakeStream(Stream):
         if graphs.wait(self, event.captured):
             return
         with self.device.lock:
+            self.device.note_wait(self.name, "wait_event", event.moment)
             join(self.actor.clock, event.clock)
             self.actor.time_ns = max(self.actor.time_ns, event.passes_ns)
 
@@ -43,6 +50,8 @@ class FakeStream(Stream):
         if graphs.wait(self, other.mark()):
             return
         with self.device.lock:
+            last = self.device.history.last_on(other.name)
+            self.device.note_wait(self.name, f"wait_stream({other.name})", last)
             self.device.launch(other.actor)  # CUDA records a hidden event on it now
             join(self.actor.clock, other.actor.clock)
             self.actor.time_ns = max(self.actor.time_ns, other.actor.time_ns)
@@ -56,6 +65,8 @@ class FakeEvent(Event):
         self.clock: Clock = {}
         self.passes_ns = 0
         self.captured: graphs.Mark | None = None
+        #: The number of the last record in the device's history.
+        self.moment: int | None = None
 
     def _record(self, stream: Stream) -> None:
         assert isinstance(stream, FakeStream)
@@ -63,6 +74,8 @@ class FakeEvent(Event):
         if self.captured is not None:
             return
         with self.device.lock:
+            site, history = calling_site(), self.device.history
+            self.moment = history.add(stream.name, "record", "record_event", site)
             self.device.launch(stream.actor)
             # A new dict each time: a stream that waited for the last record keeps the old one.
             self.clock = dict(stream.actor.clock)
@@ -77,6 +90,7 @@ class FakeEvent(Event):
         self._refuse_captured("a wait for an event")
         self.device.wait_while_hung()
         with self.device.lock:
+            self.device.note_wait(self.device.host().name, "event.synchronize", self.moment)
             self.device.host_waits(self.clock, self.passes_ns, "wait for event")
 
     def _elapsed_ms(self, end: Event) -> float:

@@ -33,6 +33,7 @@ from headrace.runs.records.bench import (
     WaitsFor,
 )
 from headrace.runs.records.environment import Environment, WorkRecord
+from headrace.runs.records.races import AccessRecord, LineRecord, RaceRecord, RacesResult
 from headrace.runs.records.reading import read_result
 from headrace.runs.records.scores import JUDGEMENTS, WEIGHTS, Judgement, Score
 from headrace.runs.records.train import (
@@ -49,6 +50,7 @@ from headrace.runs.records.tune import Rung, Status, TrialRecord, TuneResult, Wi
 __all__ = [
     "JUDGEMENTS",
     "WEIGHTS",
+    "AccessRecord",
     "Agreement",
     "BenchResult",
     "BenchSettings",
@@ -61,8 +63,11 @@ __all__ = [
     "GpuUse",
     "HostWaits",
     "Judgement",
+    "LineRecord",
     "Noise",
     "PlanResult",
+    "RaceRecord",
+    "RacesResult",
     "Rung",
     "Sample",
     "Score",

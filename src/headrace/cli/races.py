@@ -1,0 +1,109 @@
+"""`headrace races`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from headrace.cli.options import Json, check_output_file
+from headrace.cli.output import print_result, results_only
+from headrace.errors import usage_errors
+
+if TYPE_CHECKING:
+    from headrace.runs.records import RacesResult
+    from headrace.testing import Access, CodeLine, ProgramResult
+
+EXAMPLE = """\
+Examples:
+$ headrace races train.py --epochs 1
+$ headrace races --html races.html -m package.train --epochs 1
+"""
+#: What follows the program's name belongs to the program.
+SETTINGS = {
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": False,
+    "help_option_names": ["-h", "--help"],
+}
+
+
+def races(
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROGRAM ARGS…",
+            help="Script to run, or module with -m, and its arguments.",
+            show_default=False,
+        ),
+    ],
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    as_json: Json = False,
+    html: Annotated[
+        Path | None, typer.Option(help="Also write the report to this file, with pictures.")
+    ] = None,
+) -> None:
+    """Find stream races in a program that uses CUDA, without a GPU.
+
+    Run a script or module on the CPU as if PyTorch had one CUDA device, and check that
+    its streams, events and copies are in order. Use small data: a few steps
+    are enough.
+
+    The exit code is 1 if there are races, else the program's own.
+    """
+    with usage_errors():
+        if html is not None:
+            check_output_file(html)
+    from headrace.testing import race_page, race_report, run_program
+
+    name, *arguments = program
+    with results_only() if as_json else nullcontext(), usage_errors():
+        result = run_program(name, arguments, as_module=module)
+    if html is not None:
+        html.write_text(race_page(result.findings, title=name), encoding="utf-8")
+    if as_json:
+        print_result(_record(name, result).to_dict(), "", as_json)
+    else:
+        # The script's own output is on stdout.
+        typer.echo(race_report(result.findings), err=True)
+        if result.accepted:
+            typer.echo(f"{result.accepted} accepted by a comment", err=True)
+        if html is not None:
+            typer.echo(f"report: {html}", err=True)
+    raise typer.Exit(1 if result.findings else result.exit_code)
+
+
+def _record(name: str, result: ProgramResult) -> RacesResult:
+    from headrace.runs.records import AccessRecord, LineRecord, RaceRecord, RacesResult
+
+    def access(one: Access, lines: Sequence[CodeLine]) -> AccessRecord:
+        return AccessRecord(
+            operation=one.operation,
+            writes=one.writes,
+            where=one.where,
+            on_host=one.on_host,
+            lines=tuple(
+                LineRecord(line.site.file, line.site.line, line.function, line.text)
+                for line in lines
+            ),
+        )
+
+    return RacesResult(
+        program=name,
+        exit_code=result.exit_code,
+        accepted=result.accepted,
+        races=tuple(
+            RaceRecord(
+                kind=finding.race.kind,
+                tensor=finding.race.tensor,
+                freed=finding.race.freed.tensor if finding.race.freed else None,
+                first=access(finding.race.first, finding.first),
+                second=access(finding.race.second, finding.second),
+                missing=finding.race.missing,
+                times=finding.times,
+            )
+            for finding in result.findings
+        ),
+    )

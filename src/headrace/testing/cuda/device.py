@@ -1,0 +1,99 @@
+"""`FakeCuda`: the fake device behind `torch.cuda`."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from headrace.source_lines import Site
+from headrace.testing.costs import Costs
+from headrace.testing.cuda import state
+from headrace.testing.cuda.fixes import missing_call
+from headrace.testing.cuda.tensors import CudaFunctionMode
+from headrace.testing.fake import FakeDevice
+from headrace.testing.races import calling_site
+from headrace.testing.streams import FakeStream
+
+
+class FakeCuda(FakeDevice):
+    """The device of a `fake_cuda()` block: `cuda:0` for every call of PyTorch's."""
+
+    function_mode = CudaFunctionMode
+
+    def __init__(
+        self,
+        *,
+        costs: Costs | None = None,
+        check: bool = True,
+        host_order: Literal["traced", "total"] = "traced",
+        memory_bytes: int = 16 << 30,
+        keep_timeline: bool = True,
+    ) -> None:
+        super().__init__(
+            costs=costs,
+            check=check,
+            host_order=host_order,
+            memory_bytes=memory_bytes,
+            keep_timeline=keep_timeline,
+        )
+        self.torch_device = torch.device("cuda", 0)
+        #: The `torch.cuda.Stream` of each stream.
+        self.wrappers: dict[FakeStream, Any] = {}
+        #: The line that made each stream.
+        self.made_at: dict[FakeStream, Site] = {}
+        self.checker.missing_call = partial(missing_call, self)
+
+    def new_stream(self, name: str | None, priority: int) -> FakeStream:
+        """A new stream, as `torch.cuda.Stream()` makes it. CUDA has 32 for each priority and hands
+        them out in turn, so two of a program's streams may be one: the checker assumes that they
+        are not."""
+        site = calling_site()
+        name = name or "stream"
+        with self.lock:
+            taken = {stream.name for stream in self.made_at} | {"default"}
+            unique = name
+            for number in range(2, len(taken) + 3):
+                if unique not in taken:
+                    break
+                unique = f"{name} #{number}"
+            stream = FakeStream(self, unique, priority)
+            self.made_at[stream] = site
+        return stream
+
+    def stream_named(self, name: str) -> FakeStream | None:
+        for stream in (self.default_stream, *self.made_at, *self._streams.values()):
+            if stream.name == name:
+                return stream
+        return None
+
+    def stream_sites(self) -> dict[str, Site]:
+        return {stream.name: site for stream, site in self.made_at.items()}
+
+    def stream_by_id(self, stream_id: int) -> FakeStream:
+        """The stream that `torch.cuda.Stream(stream_id=…)` means."""
+        if stream_id == 0:
+            return self.default_stream
+        for stream in self.made_at:
+            if stream.state.number == stream_id:
+                return stream
+        raise RuntimeError(f"stream_id = {stream_id}: this fake device has no such stream")
+
+    def is_named_by(self, target: object) -> bool:
+        if target is None or isinstance(target, bool):
+            return False
+        if isinstance(target, int):
+            state.check_index(target)
+            return True
+        named = torch.device(target)  # type: ignore[call-overload]
+        if named.type != "cuda":
+            return False
+        state.check_index(named)
+        return True
+
+    def description(self) -> str:
+        return "a fake CUDA device on CPU tensors"
+
+    def __str__(self) -> str:
+        return "cuda:0"

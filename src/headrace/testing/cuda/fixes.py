@@ -1,0 +1,89 @@
+"""The call that would remove a race, as a line of the user's own code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from headrace.testing import races
+from headrace.testing.cuda.streams import Stream
+from headrace.testing.findings import short_path
+from headrace.testing.races import Access, Freed, is_users_frame
+from headrace.testing.source import assigned_name
+
+if TYPE_CHECKING:
+    from headrace.source_lines import Site
+    from headrace.testing.cuda.device import FakeCuda
+    from headrace.testing.streams import FakeStream
+
+# More than a user's object has; a module or a table has more.
+_MAX_ATTRIBUTES = 200
+
+
+def missing_call(
+    device: FakeCuda, kind: str, first: Access, second: Access, freed: Freed | None
+) -> str:
+    """The missing call and where it belongs. Streams and tensors have the names that the line which
+    is running now can use, or else those that their own line gave them."""
+    here = _place(second.site)
+    if kind == "reuse":
+        tensor = (freed and assigned_name(freed.allocated_at)) or "tensor"
+        streams = _stream_name(device, first.where), _stream_name(device, second.where)
+        return (
+            f"{tensor}.record_stream({streams[0]}) before the last reference to it goes, or "
+            f"{streams[1]}.wait_stream({streams[0]}) before {here}"
+        )
+    if kind == "freed" or first.operation.startswith(("c10d::", "_c10d_functional::")):
+        return races.missing_call(kind, first, second)
+    if first.on_host or (first.where == second.where):
+        threads = "host threads" if first.on_host and second.on_host else "threads that launch them"
+        return f"a lock, queue or join between the two {threads}"
+    waited_for = _stream_name(device, first.where)
+    if second.on_host:
+        return (
+            f"done = {waited_for}.record_event() after {_place(first.site)}, and "
+            f"done.synchronize() before {here}"
+        )
+    return f"{_stream_name(device, second.where)}.wait_stream({waited_for}) before {here}"
+
+
+def _place(site: Site) -> str:
+    return f"{short_path(site.file)}:{site.line}"
+
+
+def _stream_name(device: FakeCuda, where: str) -> str:
+    """An expression for a stream."""
+    stream = device.stream_named(where)
+    if stream is device.default_stream or stream is None:
+        current = device.current_stream() is device.default_stream
+        return f"torch.cuda.{'current' if current else 'default'}_stream()"
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if is_users_frame(frame):
+            for name in _names_of(stream, frame):
+                return name
+        frame = frame.f_back
+    return stream.name.partition(" #")[0]
+
+
+def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
+    """The names by which a frame can use a stream: a variable, or an attribute of one."""
+    variables = frame.f_locals
+    for name, value in variables.items():
+        if _is(value, stream):
+            yield name
+    for name, value in variables.items():
+        attributes: Mapping[str, Any] | None = getattr(value, "__dict__", None)
+        if isinstance(attributes, dict) and len(attributes) <= _MAX_ATTRIBUTES:
+            for attribute, inner in attributes.items():
+                if _is(inner, stream):
+                    yield f"{name}.{attribute}"
+    for name, value in frame.f_globals.items():
+        if _is(value, stream):
+            yield name
+
+
+def _is(value: object, stream: FakeStream) -> bool:
+    return issubclass(type(value), Stream) and value._fake is stream  # type: ignore[attr-defined]

@@ -1,0 +1,291 @@
+"""`torch.cuda.Stream`, `Event` and `CUDAGraph` on the fake device; `torch.Stream` and `Event`."""
+
+from __future__ import annotations
+
+import ctypes
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from headrace.errors import DeviceError
+from headrace.testing import graphs
+from headrace.testing.cuda import state
+from headrace.testing.source import name_of_new_object
+from headrace.testing.streams import FakeStream
+
+if TYPE_CHECKING:
+    from headrace.testing.cuda.device import FakeCuda
+
+# The classes that user code may test for. Whatever is replaced, this room keeps the real ones.
+_RealStream, _RealEvent, _RealGraph = torch.cuda.Stream, torch.cuda.Event, torch.cuda.CUDAGraph
+
+
+class Stream:
+    """`torch.Stream`: a queue of the fake device."""
+
+    _fake: FakeStream
+
+    def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Any:
+        fake_cuda = state.device()
+        state.check_index(device)
+        if "stream_id" in ids:
+            return stream_of(fake_cuda.stream_by_id(ids["stream_id"]))
+        made = object.__new__(cls)
+        # CUDA has priorities from -5 to 0, and takes others for the nearest of these.
+        made._fake = fake_cuda.new_stream(name_of_new_object(), min(0, max(-5, priority)))
+        fake_cuda.wrappers[made._fake] = made
+        return made
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    @property
+    def device_index(self) -> int:
+        return 0
+
+    @property
+    def device_type(self) -> int:
+        return 1  # CUDA, in PyTorch's numbering
+
+    @property
+    def stream_id(self) -> int:
+        return self._fake.state.number
+
+    @property
+    def cuda_stream(self) -> int:
+        return self.stream_id
+
+    @property
+    def native_handle(self) -> int:
+        return self.stream_id
+
+    @property
+    def priority(self) -> int:
+        return self._fake.priority
+
+    @property
+    def _as_parameter_(self) -> ctypes.c_void_p:
+        return ctypes.c_void_p(self.stream_id)
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, -5
+
+    def wait_stream(self, stream: Stream) -> None:
+        self._fake.wait_stream(stream._fake)
+
+    def wait_event(self, event: Event) -> None:
+        event.wait(self)
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event if event is not None else Event()
+        event.record(self)
+        return event
+
+    def synchronize(self) -> None:
+        state.device().synchronize("stream.synchronize", self._fake)
+
+    def query(self) -> bool:
+        return self._fake.query()
+
+    def is_capturing(self) -> bool:
+        return self._fake.tape is not None
+
+    def __enter__(self) -> Stream:
+        blocks = self.__dict__.setdefault("_blocks", [])
+        blocks.append(state.device().use(self._fake))
+        blocks[-1].__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.__dict__["_blocks"].pop().__exit__(*exception)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other._fake is self._fake
+
+    def __hash__(self) -> int:
+        return hash(("cuda", self.stream_id))
+
+    def __repr__(self) -> str:
+        return f"<fake torch.cuda.Stream {self._fake.name!r}>"
+
+
+class CudaStream(Stream):
+    """`torch.cuda.Stream`."""
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """So that `isinstance` holds with the real class too, where somebody still has it."""
+        return _RealStream
+
+    def record_event(self, event: Event | None = None) -> Event:
+        return Stream.record_event(self, CudaEvent() if event is None else event)
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return 0, self.stream_id
+
+
+def stream_of(fake: FakeStream) -> CudaStream:
+    """The `torch.cuda.Stream` of a fake stream, the same at each call."""
+    wrappers = state.device().wrappers
+    if fake not in wrappers:
+        wrappers[fake] = object.__new__(CudaStream)
+        wrappers[fake]._fake = fake
+    wrapper: CudaStream = wrappers[fake]
+    return wrapper
+
+
+class Event:
+    """`torch.Event`. As in CUDA, an event that nothing has recorded has passed: waiting for it
+    orders nothing."""
+
+    def __init__(
+        self,
+        device: Any = None,
+        *,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        state.check_index(device)
+        if interprocess:
+            raise state.not_imitated("torch.cuda.Event(interprocess=True)")
+        self._fake = state.device().event(timing=enable_timing)
+
+    @property
+    def device(self) -> torch.device:
+        return torch.device("cuda", 0)
+
+    @property
+    def cuda_event(self) -> int:
+        return id(self._fake)
+
+    event_id = cuda_event
+
+    def record(self, stream: Stream | None = None) -> None:
+        self._fake.record(None if stream is None else stream._fake)
+
+    def wait(self, stream: Stream | None = None) -> None:
+        if self._fake.recorded:
+            waiting = state.device().current_stream() if stream is None else stream._fake
+            waiting.wait_event(self._fake)
+
+    def query(self) -> bool:
+        return self._fake.query() if self._fake.recorded else True
+
+    def synchronize(self) -> None:
+        if self._fake.recorded:
+            state.device().wait(self._fake, "event.synchronize")
+
+    def elapsed_time(self, end_event: Event) -> float:
+        for event in (self, end_event):
+            if not event._fake.timing:
+                raise ValueError("Both events must be created with argument 'enable_timing=True'.")
+            if not event._fake.recorded:
+                raise ValueError("Both events must be recorded before calculating elapsed time.")
+        return self._fake.elapsed_ms(end_event._fake)
+
+    def ipc_handle(self) -> bytes:
+        raise state.not_imitated("Event.ipc_handle()")
+
+    @classmethod
+    def from_ipc_handle(cls, device: Any, handle: bytes) -> Event:
+        raise state.not_imitated("Event.from_ipc_handle()")
+
+    def __repr__(self) -> str:
+        return f"<fake torch.cuda.Event {self.cuda_event:#x}>"
+
+
+class CudaEvent(Event):
+    """`torch.cuda.Event`."""
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+    ) -> None:
+        Event.__init__(self, enable_timing=enable_timing, interprocess=interprocess)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return _RealEvent
+
+
+class CUDAGraph:
+    """`torch.cuda.CUDAGraph`. PyTorch's own `torch.cuda.graph` and `make_graphed_callables` work
+    with it."""
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self._device: FakeCuda = state.device()
+        self._graph: graphs.FakeGraph | None = None
+        self._tape: graphs.Tape | None = None
+        self._recording: AbstractContextManager[None] | None = None
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return _RealGraph
+
+    def capture_begin(
+        self,
+        pool: object = None,
+        capture_error_mode: str = "global",
+        check_input_liveness: bool = False,
+    ) -> None:
+        device, stream = self._device, self._device.current_stream()
+        if stream is device.default_stream:
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, "
+                "it's ok to replay them on the default stream.)"
+            )
+        if stream.tape is not None:
+            raise RuntimeError(f"stream {stream.name!r} is capturing already")
+        pool = device.graph_pool() if pool is None else pool
+        if not isinstance(pool, graphs.GraphPool):
+            raise DeviceError(
+                f"pool = {pool!r}: expected torch.cuda.graph_pool_handle() or graph.pool()"
+            )
+        self._tape = graphs.Tape(device, stream, pool)
+        self._recording = self._tape.recording()
+        self._recording.__enter__()
+
+    def capture_end(self) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None or self._tape is None:
+            raise RuntimeError("capture_end() without capture_begin()")
+        try:
+            recording.__exit__(None, None, None)
+        except BaseException:
+            self._tape.forget()
+            raise
+        self._graph = graphs.FakeGraph(self._tape)
+
+    def instantiate(self) -> None:
+        """Does nothing: a fake graph is ready after its capture."""
+
+    def replay(self) -> None:
+        if self._graph is None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        self._graph.replay()
+
+    def reset(self) -> None:
+        if self._graph is not None:
+            self._graph.close()
+        self._graph = None
+
+    def pool(self) -> object:
+        if self._tape is None:
+            raise RuntimeError("Called CUDAGraph::pool() without a preceding successful capture.")
+        return self._tape.pool
+
+    def enable_debug_mode(self) -> None:
+        """Does nothing: there is no CUDA graph to debug."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise state.not_imitated(f"CUDAGraph.{name}")

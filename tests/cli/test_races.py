@@ -1,0 +1,103 @@
+"""`headrace races`: the program's own output and exit code, and the report."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from headrace.cli import app
+from headrace.runs.records import RacesResult
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
+
+PROGRAM = """
+    import sys
+    import torch
+    import beside
+
+    def main(step):
+        copies = torch.cuda.Stream()
+        x = torch.ones(4).pin_memory()
+        with torch.cuda.stream(copies):
+            y = x.cuda(non_blocking=True)
+        if step != "race":
+            torch.cuda.current_stream().wait_stream(copies)
+        y.add_(1)
+        if step == "fail":
+            raise ValueError("the program's own failure")
+        if step == "exit":
+            sys.exit(7)
+        print(beside.NAME, y.sum().item(), sys.argv)
+
+    if __name__ == "__main__":
+        main(sys.argv[1])
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "program.py").write_text(textwrap.dedent(PROGRAM), encoding="utf-8")
+    (tmp_path / "beside.py").write_text("NAME = 'beside'", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["races", *arguments])
+
+
+def test_a_program_without_races_keeps_its_output_and_exit_code(folder: Path) -> None:
+    done = run("program.py", "right", "--json")  # the program's own argument
+    assert (done.exit_code, done.stderr) == (0, "0 races found\n")
+    assert done.stdout == "beside 8.0 ['program.py', 'right', '--json']\n"
+    done = run("-m", "program", "exit")
+    assert (done.exit_code, done.stderr) == (7, "0 races found\n")
+    done = run("program.py", "fail")
+    assert done.exit_code == 1
+    first, second, *_ = done.stderr.splitlines()
+    assert first == "Traceback (most recent call last):"
+    assert second.endswith('program.py", line 21, in <module>')
+    assert "ValueError: the program's own failure\n0 races found\n" in done.stderr
+
+
+def test_races_are_reported_with_exit_code_1(folder: Path) -> None:
+    done = run("--html", "races.html", "program.py", "race")
+    assert done.exit_code == 1
+    assert done.stdout.startswith("beside 8.0")
+    assert done.stderr.startswith("1 race found\n")
+    assert "program.py:10 in main  y = x.cuda(non_blocking=True)\n" in done.stderr
+    assert "program.py:21          main(sys.argv[1])\n" in done.stderr
+    assert "torch.cuda.current_stream().wait_stream(copies) before program.py:13" in done.stderr
+    assert done.stderr.endswith("report: races.html\n")
+    assert "<h1>1 race found</h1>" in (folder / "races.html").read_text(encoding="utf-8")
+
+
+def test_json_is_one_object_on_stdout(folder: Path) -> None:
+    done = run("--json", "program.py", "race")
+    assert done.exit_code == 1
+    result = RacesResult.from_dict(json.loads(done.stdout))
+    (race,) = result.races
+    assert (result.program, result.exit_code, race.kind) == ("program.py", 0, "write-write")
+    assert (race.first.where, race.second.where) == ("copies", "default")
+    assert race.second.lines[0].text == "y.add_(1)"
+    assert (race.first.lines[0].file, race.first.lines[0].line) == ("program.py", 10)
+    assert "beside 8.0" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py"], "nothing.py: no such file; expected a Python script, or -m and a module"),
+        (["--html", ".", "program.py"], "is a folder; expected the path of a file"),
+        (["-m", "nothing.at.all"], "nothing.at.all: no such module"),
+    ],
+)
+def test_a_mistyped_command_is_an_error(folder: Path, arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert message in str(done.exception)
+    assert done.exception.exit_code == 2  # type: ignore[union-attr]

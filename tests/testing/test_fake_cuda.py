@@ -1,0 +1,450 @@
+"""`fake_cuda()`: what PyTorch says and does inside the block. After it, all is as before."""
+
+from __future__ import annotations
+
+import io
+import multiprocessing
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.cuda import Stream as StreamBefore
+from torch.cuda import current_stream as current_before
+from torch.utils.data import DataLoader, TensorDataset
+
+from headrace.errors import DeviceError, NotImitatedError, RaceError
+from headrace.testing import FakeCuda, fake_cuda
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
+
+
+class Keeper:
+    """Holds names of `torch.cuda` where no module has them."""
+
+    stream_class = torch.cuda.Stream
+    inside = (torch.cuda.Event, torch.cuda.CUDAGraph, torch.cuda.synchronize)
+
+    @staticmethod
+    def default(current: Callable[[], Any] = torch.cuda.current_stream) -> Any:
+        return current()
+
+
+class Derived(torch.cuda.Stream):
+    """Derived before the block."""
+
+
+def on_cuda(tensor: torch.Tensor) -> bool:
+    return tensor.device == torch.device("cuda", 0) and tensor.is_cuda and not tensor.is_cpu
+
+
+# --- the block ------------------------------------------------------------------------------------
+
+
+def test_the_device_is_there_inside_the_block_only() -> None:
+    def seen() -> tuple[object, ...]:
+        return (
+            torch.cuda.is_available(),
+            torch.cuda.device_count(),
+            torch.accelerator.is_available(),
+            torch.Stream.__module__,
+            torch.Generator.__module__,
+            hasattr(torch._C, "__getattr__"),
+            torch.cuda.default_generators,
+            torch.get_default_device(),
+            StreamBefore is torch.cuda.Stream,
+        )
+
+    def fail() -> None:
+        with fake_cuda():
+            assert seen()[:3] == (True, 1, True)
+            assert StreamBefore is torch.cuda.Stream
+            torch.set_default_device("cuda")
+            raise ZeroDivisionError
+
+    before = seen()
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    assert seen() == before
+    with pytest.raises(AssertionError, match="not compiled with CUDA"):
+        torch.zeros(1).cuda()
+
+
+def test_a_block_in_a_block_is_an_error(fake_cuda: FakeCuda) -> None:
+    from headrace.testing import fake_cuda as again
+
+    with pytest.raises(DeviceError, match="one block at a time"), again():
+        pass
+    assert torch.cuda.is_available()
+
+
+def test_races_are_raised_at_the_end() -> None:
+    def race() -> None:
+        with fake_cuda():
+            x = torch.ones(4, device="cuda")
+            with torch.cuda.stream(torch.cuda.Stream()):
+                x.add_(1)
+
+    with pytest.raises(RaceError, match="1 race found"):
+        race()
+
+
+def test_an_object_used_after_its_block_says_so() -> None:
+    with fake_cuda():
+        stream = torch.cuda.Stream()
+    with pytest.raises(RuntimeError, match="after its fake_cuda"):
+        stream.synchronize()
+
+
+# --- names from before the block ------------------------------------------------------------------
+
+
+def test_names_held_anywhere_lead_to_the_fake(fake_cuda: FakeCuda) -> None:
+    event, graph, synchronize = Keeper.inside
+    streams = [StreamBefore(), Keeper.stream_class(), torch.cuda.Stream()]
+    assert len(set(streams)) == 3
+    for stream in streams:
+        assert isinstance(stream, StreamBefore)
+        assert isinstance(stream, Keeper.stream_class)
+        assert isinstance(stream, torch.Stream)
+        with torch.cuda.stream(stream):
+            assert current_before() == Keeper.default() == stream
+    assert current_before() == torch.cuda.default_stream()
+    event().record()
+    assert graph().replay
+    synchronize()
+
+
+def test_a_class_derived_before_the_block_is_an_error(fake_cuda: FakeCuda) -> None:
+    with pytest.raises(DeviceError, match=r"Derived derives from torch.cuda.streams.Stream"):
+        Derived()
+
+
+# --- tensors --------------------------------------------------------------------------------------
+
+
+def test_every_way_to_the_device(fake_cuda: FakeCuda) -> None:
+    host = torch.arange(6.0)
+    model = torch.nn.Linear(6, 2)
+    made = {
+        "cuda()": host.cuda(),
+        "cuda(0)": host.cuda(0, non_blocking=True),
+        "to str": host.to("cuda"),
+        "to int": host.to(0),
+        "to dtype": host.to("cuda", torch.float16),
+        "to other": host.to(host.cuda()),
+        "factory": torch.zeros(3, device="cuda"),
+        "factory int": torch.randn(3, device=0),
+        "tensor": torch.tensor([1, 2], device="cuda:0"),
+        "like": torch.empty_like(host, device="cuda"),
+        "new": host.cuda().new_zeros(2),
+        "type": host.type("torch.cuda.HalfTensor"),
+        "as_tensor": torch.as_tensor(host.numpy(), device="cuda"),
+        "module": model.cuda().weight,
+        "module to": torch.nn.Linear(2, 2).to("cuda").weight,
+        "module device": torch.nn.Linear(2, 2, device="cuda").bias,
+        "result": model(host.cuda()),
+    }
+    with torch.device("cuda"):
+        made["context"] = torch.ones(2)
+        assert not on_cuda(torch.ones(2, device="cpu"))
+    torch.set_default_device("cuda")
+    made["default"] = torch.arange(3)
+    torch.set_default_device("cpu")
+    assert [name for name, tensor in made.items() if not on_cuda(tensor)] == []
+    assert made["type"].dtype == torch.float16
+    assert made["type"].type() == "torch.cuda.HalfTensor"
+    assert (made["cuda()"].get_device(), host.get_device()) == (0, -1)
+    assert torch.equal(made["cuda()"].cpu(), host)
+    assert not on_cuda(made["cuda()"].cpu())
+    assert not on_cuda(torch.ones(2))
+    with pytest.raises(RuntimeError, match="same device"):
+        host + made["cuda()"]
+    with pytest.raises(RuntimeError, match=r"invalid device ordinal \(cuda:1"):
+        host.cuda(1)
+    with pytest.raises(TypeError, match="convert cuda:0 device type tensor to numpy"):
+        made["cuda()"].numpy()
+
+
+def test_save_and_load(fake_cuda: FakeCuda) -> None:
+    def load(**options: Any) -> torch.Tensor:
+        file.seek(0)
+        loaded: torch.Tensor = torch.load(file, **options)["x"]
+        return loaded
+
+    file = io.BytesIO()
+    torch.save({"x": torch.arange(4.0).cuda()}, file)
+    assert on_cuda(load())  # it was saved on cuda:0
+    assert not on_cuda(load(map_location="cpu"))
+    for place in ("cuda", "cuda:0", torch.device("cuda"), {"cuda:0": "cuda:0"}):
+        assert on_cuda(load(map_location=place))
+    assert load(map_location=lambda storage, _: storage.cuda()).tolist() == [0, 1, 2, 3]
+
+
+def test_pinned_memory_and_loader_workers(fake_cuda: FakeCuda) -> None:
+    data = TensorDataset(torch.arange(8.0), torch.arange(8))
+    for workers in (0, 1):
+        loader = DataLoader(data, batch_size=4, pin_memory=True, num_workers=workers)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            batches = [batch for pair in loader for batch in pair]
+        assert all(batch.is_pinned() for batch in batches)
+        assert sum(batch.cuda(non_blocking=True).sum() for batch in batches).item() == 56
+
+
+def _use_device(answers: Any) -> None:
+    try:
+        torch.ones(1).cuda()
+    except RuntimeError as problem:
+        answers.put(f"{problem}; {torch.ones(1).tolist()}")
+
+
+def test_a_forked_process_cannot_use_the_device(fake_cuda: FakeCuda) -> None:
+    fork = multiprocessing.get_context("fork")
+    answers = fork.SimpleQueue()
+    child = fork.Process(target=_use_device, args=(answers,))
+    child.start()
+    child.join()
+    answer = answers.get()
+    assert answer.startswith("Cannot re-initialize CUDA in forked subprocess")
+    assert answer.endswith("[1.0]")  # the host's tensors work there
+    assert on_cuda(torch.ones(1).cuda())
+
+
+# --- streams and events ---------------------------------------------------------------------------
+
+
+def test_streams(fake_cuda: FakeCuda) -> None:
+    side = torch.cuda.Stream(priority=-1)
+    other = torch.Stream("cuda")
+    assert (side.device, side.priority, side.query()) == (torch.device("cuda", 0), -1, True)
+    assert torch.cuda.Stream(stream_id=side.stream_id, device_index=0, device_type=1) == side
+    with side, torch.cuda.device(0), torch.accelerator.device_index(0):
+        assert torch.cuda.current_stream() == side == torch.accelerator.current_stream()
+    with torch.cuda.stream(None):
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    torch.cuda.set_stream(side)
+    threads: list[object] = []
+    thread = threading.Thread(target=lambda: threads.append(torch.cuda.current_stream()))
+    thread.start()
+    thread.join()
+    assert threads == [torch.cuda.default_stream()]  # each thread has a current stream of its own
+    torch.accelerator.set_stream(other)
+    assert torch.cuda.current_stream() == other
+    torch.cuda.set_stream(torch.cuda.default_stream())
+    x = torch.ones(3, device="cuda")
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.mul_(2)
+    x.record_stream(side)
+    done = side.record_event()
+    torch.cuda.current_stream().wait_event(done)
+    x.add_(1)
+    assert fake_cuda.races == []
+    assert repr(side) == "<fake torch.cuda.Stream 'side'>"
+
+
+def test_events(fake_cuda: FakeCuda) -> None:
+    never = torch.cuda.Event()
+    assert never.query()  # as in CUDA, an event that was never recorded has passed
+    never.synchronize()
+    never.wait()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with pytest.raises(ValueError, match="recorded"):
+        start.elapsed_time(end)
+    start.record()
+    torch.cuda._sleep(3_000_000)
+    end.record()
+    assert not end.query()
+    end.synchronize()
+    assert end.query()
+    assert start.elapsed_time(end) == 3
+    with pytest.raises(ValueError, match="enable_timing"):
+        never.elapsed_time(end)
+    torch.Event("cuda").record(torch.cuda.current_stream())
+
+
+def test_an_event_that_was_never_recorded_orders_nothing() -> None:
+    with fake_cuda(check=False) as device:
+        side, forgotten = torch.cuda.Stream(), torch.cuda.Event()
+        with torch.cuda.stream(side):
+            x = torch.ones(3, device="cuda")
+        forgotten.wait()
+        x + 1
+    assert [race.kind for race in device.races] == ["write-read"]
+
+
+# --- graphs ---------------------------------------------------------------------------------------
+
+
+def test_a_captured_step_replays(fake_cuda: FakeCuda) -> None:
+    static, graph = torch.zeros(4, device="cuda"), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        assert torch.cuda.is_current_stream_capturing()
+        result = static * 2
+    assert not torch.cuda.is_current_stream_capturing()
+    static.copy_(torch.arange(4.0))
+    graph.replay()
+    assert result.tolist() == [0, 2, 4, 6]
+    second = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(second, pool=graph.pool()):
+        result = static + 1
+    second.replay()
+    assert result.tolist() == [1, 2, 3, 4]
+    graph.reset()
+    with pytest.raises(RuntimeError, match="preceding successful capture"):
+        graph.replay()
+    with pytest.raises(NotImitatedError, match=r"CUDAGraph\.debug_dump"):
+        second.debug_dump("file")
+
+
+def test_a_capture_fails_where_cudas_does(fake_cuda: FakeCuda) -> None:
+    x = torch.ones(2, device="cuda")
+    with pytest.raises(RuntimeError, match="non-default stream"):
+        torch.cuda.CUDAGraph().capture_begin()
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(RuntimeError, match="when stream is capturing"), capture:
+        x.sum().item()
+
+
+def test_make_graphed_callables(fake_cuda: FakeCuda) -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.ReLU(), torch.nn.Linear(4, 1))
+    eager = torch.nn.Sequential(*model).cuda()
+    x = torch.randn(5, 3, device="cuda")
+    expected = eager(x).sum()
+    expected.backward()
+    gradient = [parameter.grad.clone() for parameter in eager.parameters()]  # type: ignore[union-attr]
+    eager.zero_grad()
+    graphed = torch.cuda.make_graphed_callables(eager, (torch.randn(5, 3, device="cuda"),))
+    loss = graphed(x).sum()
+    loss.backward()
+    assert torch.equal(loss, expected)
+    for parameter, before in zip(eager.parameters(), gradient, strict=True):
+        assert torch.equal(parameter.grad, before)  # type: ignore[arg-type]
+    assert fake_cuda.races == []
+
+
+# --- random numbers, autocast, figures ------------------------------------------------------------
+
+
+def test_random_numbers(fake_cuda: FakeCuda) -> None:
+    generator = torch.Generator("cuda").manual_seed(5)
+    assert isinstance(generator, torch.Generator)
+    assert generator.device == torch.device("cuda", 0)
+    drawn = torch.rand(3, device="cuda", generator=generator)
+    again = torch.rand(3, device="cuda", generator=torch.Generator(device="cuda").manual_seed(5))
+    assert torch.equal(drawn, again)
+    for device, wrong in (("cuda", torch.Generator()), ("cpu", generator)):
+        with pytest.raises(RuntimeError, match=f"Expected a '{device}' device type for generator"):
+            torch.rand(3, device=device, generator=wrong)
+    for save, restore in (
+        (torch.cuda.get_rng_state, torch.cuda.set_rng_state),
+        (torch.cuda.get_rng_state_all, torch.cuda.set_rng_state_all),
+    ):
+        state = save()
+        drawn = torch.rand(3, device="cuda")
+        restore(state)  # type: ignore[arg-type]
+        assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    torch.cuda.manual_seed_all(7)
+    drawn = torch.rand(3, device="cuda")
+    torch.cuda.manual_seed(7)
+    with torch.random.fork_rng():
+        assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    assert torch.equal(torch.rand(3, device="cuda"), drawn)
+    assert torch.cuda.initial_seed() == 7
+
+
+def test_autocast_and_scaler(fake_cuda: FakeCuda) -> None:
+    model = torch.nn.Linear(4, 4).cuda()
+    x = torch.ones(2, 4, device="cuda")
+    with torch.autocast("cuda"):
+        assert torch.is_autocast_enabled("cuda")
+        assert model(x).dtype == torch.float16
+        with torch.autocast("cuda", enabled=False):
+            assert model(x).dtype == torch.float32
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        assert model(x).dtype == torch.bfloat16
+    assert not torch.is_autocast_enabled("cuda")
+    assert model(x).dtype == torch.float32
+
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        @torch.amp.custom_fwd(device_type="cuda", cast_inputs=torch.float32)
+        def forward(ctx: Any, value: torch.Tensor) -> torch.Tensor:
+            return value * 2
+
+        @staticmethod
+        @torch.amp.custom_bwd(device_type="cuda")
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient * 2
+
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scaler = torch.amp.GradScaler("cuda", init_scale=4.0)
+    assert scaler.is_enabled()
+    with torch.autocast("cuda", dtype=torch.float16):
+        loss = Doubled.apply(model(x)).mean()
+    assert loss.dtype == torch.float32
+    before = model.weight.detach().clone()
+    scaler.scale(loss).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert not torch.equal(model.weight, before)
+    assert fake_cuda.races == []
+
+
+def test_figures_and_tools(fake_cuda: FakeCuda) -> None:
+    x = torch.zeros(1024, device="cuda")
+    assert torch.cuda.memory_allocated() == torch.cuda.memory_reserved() == 4096
+    del x
+    assert (torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated()) == (0, 4096)
+    torch.cuda.reset_peak_memory_stats()
+    assert torch.cuda.memory_stats()["allocated_bytes.all.peak"] == 0
+    assert torch.cuda.mem_get_info() == (16 << 30, 16 << 30)
+    assert torch.accelerator.memory_allocated() == 0
+    assert torch.accelerator.get_memory_info() == (16 << 30, 16 << 30)
+    torch.cuda.empty_cache()
+    assert "CUDA" in torch.cuda.memory_summary()
+    assert torch.cuda.get_device_capability() == (9, 0)
+    assert torch.cuda.get_device_properties(0).multi_processor_count == 132
+    assert torch.cuda.is_bf16_supported()
+    assert torch.accelerator.current_accelerator() == torch.device("cuda")
+    with torch.cuda.nvtx.range("step"):
+        torch.cuda.nvtx.mark("here")
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
+    with torch.backends.cudnn.flags(enabled=True):
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    assert torch.compile(len) is len
+    torch.cuda.synchronize(torch.device("cuda"))
+
+
+# --- what has no imitation ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "named"),
+    [
+        (lambda: torch.cuda.cudart(), r"torch\.cuda\.cudart"),
+        (lambda: torch.cuda.memory._snapshot(), r"torch\.cuda\.memory\._snapshot"),
+        (lambda: torch.cuda.memory._record_memory_history(), r"_record_memory_history"),
+        (lambda: torch.cuda.MemPool(), r"torch\.cuda\.memory\.MemPool"),
+        (lambda: torch.cuda.ExternalStream(1), r"torch\.cuda\.streams\.ExternalStream"),
+        (lambda: torch.cuda.utilization(), r"torch\.cuda\.utilization"),
+        (lambda: torch.cuda.nccl.all_reduce([]), r"torch\.cuda\.nccl\.all_reduce"),
+        (lambda: torch.cuda.jiterator._create_jit_fn(""), r"jiterator"),
+        (lambda: torch._C._cuda_getCurrentRawStream(0), r"torch\._C\._cuda_getCurrentRawStream"),
+        (lambda: torch.cuda.Event(interprocess=True), r"interprocess"),
+        (lambda: torch.zeros(1, device="cuda").__cuda_array_interface__, r"CuPy"),
+        (lambda: torch.distributed.init_process_group("nccl"), r"NCCL.*use backend='gloo'"),
+    ],
+)
+def test_what_cannot_be_imitated_says_so(
+    call: Callable[[], object], named: str, fake_cuda: FakeCuda
+) -> None:
+    with pytest.raises(NotImitatedError, match=named):
+        call()
+    assert not hasattr(torch._C, "_cuda_anything")

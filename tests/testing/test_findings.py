@@ -1,0 +1,124 @@
+"""The report of a race: lines, calls, counts, the comment that accepts it, and the page."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.errors import DeviceError, RaceError
+from headrace.testing import FakeCuda, FakeDevice, fake_cuda, ordered, race_page, race_report
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
+
+
+def produce(stream: torch.cuda.Stream) -> torch.Tensor:
+    with torch.cuda.stream(stream):
+        return torch.ones(3, 4, device="cuda")  # FIRST
+
+
+def looped(steps: int) -> FakeCuda:
+    with fake_cuda(check=False) as device:
+        side = torch.cuda.Stream()  # MADE
+        for _ in range(steps):
+            ones = produce(side)  # CALL
+            ones.add(1), ones.mul(2)  # SECOND
+            torch.cuda.synchronize()
+    return device
+
+
+def line_of(mark: str) -> int:
+    lines = Path(__file__).read_text(encoding="utf-8").splitlines()
+    return next(number for number, text in enumerate(lines, 1) if text.endswith(f"# {mark}"))
+
+
+def test_a_report_says_what_to_do() -> None:
+    device = looped(steps=5)
+    (finding,) = device.findings()  # add and mul race with the same line, at the same line
+    assert (finding.times, len(device.races)) == (10, 1)
+    assert [line.site.line for line in finding.first][:2] == [line_of("FIRST"), line_of("CALL")]
+    assert finding.first[0].function == "produce"
+    assert finding.second[0].text == "ones.add(1), ones.mul(2)  # SECOND"
+    text = race_report([finding])
+    for expected in (
+        r"^1 race found\n",
+        rf"a \(3, 4\) float32 tensor in device memory, allocated at .*:{line_of('FIRST')}\n",
+        rf"first:   aten::ones writes it on stream 'side' \(made at .*:{line_of('MADE')}\)\n",
+        rf"missing: torch.cuda.current_stream\(\)\.wait_stream\(side\) .*:{line_of('SECOND')}\n",
+        r"seen 10 times",
+    ):
+        assert re.search(expected, text), (expected, text)
+
+
+def test_a_race_error_is_that_report() -> None:
+    device = looped(steps=1)
+    with pytest.raises(RaceError) as raised:
+        device.check()
+    assert str(raised.value) == race_report(device.findings())
+
+
+def test_a_comment_accepts_a_race() -> None:
+    with fake_cuda() as device:
+        side = torch.cuda.Stream()
+        ones = produce(side)
+        ones.add(1)  # headrace: ordered-by the driver's callback
+        ones.sum(
+            0,
+        ).mul(2)  # headrace: ordered-by the same
+    assert device.races == device.findings() == []
+    assert len(device.checker.races) == 2
+
+
+def test_ordered_tells_the_checker_of_an_order() -> None:
+    with fake_cuda():
+        side, other = torch.cuda.Stream(), torch.cuda.Stream()
+        ones = produce(side)
+        ordered(side, other)
+        with torch.cuda.stream(other):
+            ones.add_(1)
+        back = torch.empty(3, 4).pin_memory()
+        with torch.cuda.stream(other):
+            back.copy_(ones, non_blocking=True)
+        ordered(other)
+        assert back.sum() == 24
+        with pytest.raises(DeviceError, match="expected a stream of the fake device"):
+            ordered(3)
+    ordered(side, other)  # without a fake device it does nothing
+    with FakeDevice() as device:
+        first, second = device.stream("first"), device.stream("second")
+        with device.use(first):
+            x = torch.ones(2, device=device.torch_device)
+        ordered(first, second)
+        with device.use(second):
+            x.add_(1)
+
+
+def test_the_page_draws_the_missing_order(tmp_path: Path) -> None:
+    with fake_cuda(check=False) as device:
+        copies, compute = torch.cuda.Stream(), torch.cuda.Stream()
+        x = torch.zeros(4, device="cuda")
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            x.add_(1)
+        compute.wait_stream(copies)
+        with torch.cuda.stream(copies):
+            x.copy_(torch.ones(4).pin_memory(), non_blocking=True)
+        with torch.cuda.stream(compute):
+            text = "<b>"
+            x.mul_(len(text))  # the copy after the wait is not waited for
+    (finding,) = device.findings()
+    lanes = finding.picture.lanes()
+    assert lanes[:2] == ["copies", "compute"]
+    shown = [(moment.lane, moment.name) for moment in finding.picture.moments]
+    wait = shown.index(("compute", "wait_stream(copies)"))
+    assert shown.index(("copies", "aten::add_")) < wait < shown.index(("copies", "copy h2d"))
+    device.write_report(tmp_path / "races.html")
+    page = (tmp_path / "races.html").read_text(encoding="utf-8")
+    assert page == race_page(device.findings())
+    assert page.count('class="arrow missing"') == 1
+    assert page.count('class="arrow "') == 1
+    assert "compute.wait_stream(copies) before" in page
+    assert "x.mul_(len(text))" in page
+    assert "http" not in page.replace("http-equiv", "")
