@@ -235,7 +235,8 @@ def violations(name: str, found: dict[str, Any]) -> list[str]:
                 much = "not measured" if over is None else f"{over:.0%} over the busy time"
                 lines.append(f"{name}, {plan}: {ratio} × plain, and {much}")
         if row["captured"] is False:
-            lines.append(f"{name}, {plan}: not captured: {row.get('why not captured')}")
+            why = row.get("why not captured") or "; ".join(row["notes"])
+            lines.append(f"{name}, {plan}: not captured: {why}")
     return lines
 
 

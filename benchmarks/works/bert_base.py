@@ -35,7 +35,7 @@ def work(
     size, length = {}, 128
     if tiny:
         batch_size, length = min(batch_size, 2), 16
-        size = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+        size = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
         size |= {"intermediate_size": 64, "vocab_size": 200}
     config = BertConfig(**size)
     model = BertForMaskedLM(config)

@@ -31,7 +31,7 @@ def work(
     pin: bool = False,
 ) -> Any:
     """GPT-2 small, 12 × 1024 tokens."""
-    size = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 100} if tiny else {}
+    size = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": 100} if tiny else {}
     length = 16 if tiny else 1024
     if tiny:
         batch_size = min(batch_size, 2)

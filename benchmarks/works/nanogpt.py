@@ -82,7 +82,7 @@ def work(
     vocabulary, length = 65, 256
     layers, width, heads = 6, 384, 6
     if tiny:
-        batch_size, length, layers, width, heads = min(batch_size, 2), 16, 2, 32, 2
+        batch_size, length, layers, width, heads = min(batch_size, 2), 16, 1, 32, 2
     model = GPT(vocabulary, length, layers, width, heads, dropout=0.2)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=1e-3, betas=(0.9, 0.99), weight_decay=0.1, fused=True

@@ -122,7 +122,7 @@ def work(
     """A U-Net that denoises 32 images of 64 × 64."""
     width, levels, size = 64, 4, 64
     if tiny:
-        width, levels, size, batch_size = 8, 2, 8, min(batch_size, 2)
+        width, levels, size, batch_size = 8, 1, 8, min(batch_size, 2)
     model = UNet(width, levels)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     draw = torch.Generator().manual_seed(seed)

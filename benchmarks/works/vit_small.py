@@ -35,7 +35,7 @@ def work(
     size, options = 224, {}
     if tiny:
         batch_size, size = min(batch_size, 2), 32
-        options = {"img_size": size, "embed_dim": 32, "depth": 2, "num_heads": 2}
+        options = {"img_size": size, "embed_dim": 32, "depth": 1, "num_heads": 2}
     model = timm.create_model("vit_small_patch16_224", num_classes=1000, **options)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.05, fused=True)
     loader = loader_of(

@@ -279,6 +279,35 @@ class TestSteps:
             assert graphs["why"] is None
             assert graphs["replays"] > 0
 
+    def test_a_work_that_carries_state(self, device: Device) -> None:
+        def make() -> Any:
+            model = torch.nn.Linear(3, 3)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+            def loss(model: Any, batch: torch.Tensor, carried: Any) -> Any:
+                hidden = model(batch + carried["h"])
+                return hidden.mean(), {"h": hidden}
+
+            def step(batch: torch.Tensor, carried: Any) -> Any:
+                optimizer.zero_grad()
+                found, carried = loss(model, batch, carried)
+                found.backward()
+                optimizer.step()
+                return found.detach(), carried
+
+            batches, carry = [torch.ones(2, 3)], {"h": torch.zeros(2, 3)}
+            return (step, batches, carry) if own else (model, optimizer, loss, batches, carry)
+
+        plans = ",".join(plan for plan in plans_here(device) if plan != "max")
+        found = []
+        for own in (False, True):  # noqa: B007 - `make` reads it
+            result = bench(work_of(make), device, plans, repeats=1).run()
+            assert {row.equal.verdict for row in result.rows[1:]} == {"identical"}
+            assert not result.failed
+            found.append(result.rows[0].losses)
+        assert found[0] == found[1]
+        assert len(set(found[0])) == 10
+
     def test_max_runs_it_as_a_graph_and_says_so(self) -> None:
         class Compiling(FakeDevice):
             compiles = True
@@ -444,8 +473,8 @@ class TestFailures:
         assert result.verdict.take is None
 
     def test_a_work_that_cannot_be_made_is_an_error_at_once(self) -> None:
-        with pytest.raises(BenchError, match="returned 3 things"):
-            bench(work_of(lambda: (1, 2, 3), name="three"), open_device("cpu")).run()
+        with pytest.raises(BenchError, match="returned a tuple of 1"):
+            bench(work_of(lambda: (1,), name="one"), open_device("cpu")).run()
 
     def test_nor_does_one_that_does_not_fit(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def full(*arguments: Any, **more: Any) -> None:

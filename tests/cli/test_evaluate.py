@@ -7,6 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.translation import TrainSettings, prepared_for
 from support.saved_runs import write_run
 
 
@@ -16,10 +17,10 @@ def test_sentences_longer_than_in_training_are_counted(tmp_path: Path) -> None:
     lines = ["one and two\teins", "one " * 30 + "\teins", "one\t" + "eins " * 30]
     arguments = ["evaluate", str(run), str(pairs), "--device", "cpu", "--beam", "1"]
     for more, said in (
-        ([], "3 sentences of test, best weights; 2 longer than in training (over 20 tokens)"),
+        ([], "3 sentences of scored.tsv, best weights; 2 longer than in training (over 20 tokens)"),
         (
             ["one " * 300 + "\teins"],
-            "4 sentences of test, best weights; 3 longer than in training (over 20 tokens); "
+            "4 sentences of scored.tsv, best weights; 3 longer than in training (over 20 tokens); "
             "1 cut at 256 tokens, the model's maximum",
         ),
     ):
@@ -30,4 +31,37 @@ def test_sentences_longer_than_in_training_are_counted(tmp_path: Path) -> None:
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
     pairs.write_text(lines[0], encoding="utf-8")
     found = CliRunner().invoke(app, arguments)
-    assert found.stdout.splitlines()[0] == "1 sentences of test, best weights"
+    assert found.stdout.splitlines()[0] == "1 sentence of scored.tsv, best weights"
+
+
+def test_empty_pairs_and_sentences_that_train_has_are_counted(tmp_path: Path) -> None:
+    cache, scored = tmp_path / "cache", tmp_path / "scored.tsv"
+    run = write_run(tmp_path, cache=cache)
+    source, target = "one and two or three", "eins und zwei oder drei"  # not held out
+    arguments = ["evaluate", str(run), str(scored), "--device", "cpu", "--beam", "1"]
+
+    def said(*lines: str, cache: Path = cache) -> list[str]:
+        scored.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        found = CliRunner().invoke(app, [*arguments, "--cache", str(cache)])
+        assert found.exit_code == 0, found.output
+        return found.stdout.splitlines()[:2]
+
+    assert said("one one\tzwei zwei", "one\t", "\tzwei") == [
+        "1 sentence of scored.tsv, best weights; 2 empty pairs left out",
+        "scored.tsv: train has no source and no target sentence of its 1 pairs",
+    ]
+    assert said(f"{source}\tzwei zwei", f"one one\t{target}", "one one\tzwei zwei", "a\t")[1] == (
+        "scored.tsv: 2 of 3 pairs have a source or a target sentence that train has, too; expect a "
+        "lower score on new text"
+    )
+    elsewhere = tmp_path / "elsewhere"
+    unchecked = "scored.tsv: could not check whether train has its sentences ("
+    assert said(source + "\tzwei", cache=elsewhere)[1] == (
+        f"{unchecked}{elsewhere}: has no prepared corpus of these files and settings)"
+    )
+    pairs = tmp_path / "pairs.tsv"
+    pairs.write_text("".join(f"{n}\tx{n}\n" for n in range(1000, 1900)))
+    prepared_for(TrainSettings.read(run / "config.yaml"), cache)
+    assert said(source + "\tzwei")[1] == f"{unchecked}the corpus has changed since)"
+    pairs.unlink()
+    assert said(source + "\tzwei")[1].startswith(f"{unchecked}{pairs}: does not exist;")

@@ -175,3 +175,18 @@ def test_errors_are_one_line_on_stderr(arguments: list[str], code: int, message:
     assert message in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_default_languages_are_noted_for_files_of_the_user(tmp_path: Path) -> None:
+    (tmp_path / "a.tsv").write_text("".join(f"s{n}\tt{n}\n" for n in range(50)))
+    arguments = ["prepare", str(tmp_path / "a.tsv"), "--cache", str(tmp_path / "cache")]
+    for more, note in (
+        ([], "note: --src and --trg are not given: the pairs are taken for zh and en"),
+        (["--src", "fr"], "note: --trg is not given: the pairs are taken for fr and en"),
+        (["--src", "fr", "--trg", "en"], None),
+        (["--quiet"], None),
+    ):
+        found = CliRunner().invoke(app, [*arguments, *more])
+        assert found.exit_code == 0, found.output
+        noted = [line for line in found.stderr.splitlines() if line.startswith("note: ")]
+        assert noted == ([] if note is None else [note])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import headrace as hr
+from headrace.checkpoint import load_checkpoint, save_checkpoint
 from headrace.device import Device
 from headrace.engine import Carry, Engine
 from headrace.errors import StepError
@@ -145,7 +147,9 @@ def test_a_sample_whose_sequence_ends_begins_anew(
 
 @pytest.mark.parametrize("plan", ["pipeline", "graph"])
 @pytest.mark.parametrize("stop", [1, 4, 7])
-def test_resumes_in_the_middle_of_an_epoch(device: Device, plan: str, stop: int) -> None:
+def test_resumes_from_a_checkpoint_in_the_middle_of_an_epoch(
+    device: Device, plan: str, stop: int, tmp_path: Path
+) -> None:
     data = batches(9)
     expected = plain_losses(device, data)
 
@@ -153,16 +157,14 @@ def test_resumes_in_the_middle_of_an_epoch(device: Device, plan: str, stop: int)
         model, optimizer = made(device)
         return Engine(model, optimizer, loss, plan=plan, device=device, carry=zeros(device))
 
-    first, state = engine(), {}
+    first, stored = engine(), Path()
     for progress in first.steps(data):
         if progress.batches == stop:
             first.settle()
-            state = {**first.state_dict()}
-            state["carry"] = [leaf.clone() for leaf in state["carry"]]
-            state["model"] = {name: value.clone() for name, value in state["model"].items()}
+            stored = save_checkpoint(tmp_path, first.state_dict(), step=stop, device=device)
             break
     second = engine()
-    assert second.load_state_dict(state) == stop
+    assert second.load_state_dict(load_checkpoint(stored)) == stop
     assert list(second.epoch(data).losses) == expected[stop:]
 
 

@@ -264,6 +264,56 @@ def test_a_loaded_optimizer_state_is_captured_again(capturing: Device) -> None:
     assert report.captures == 4
 
 
+def test_host_tensors_among_the_arguments_are_compared_by_value(capturing: Device) -> None:
+    """A captured kernel would keep the number that it took from the host."""
+
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        inner = made.step
+
+        def step(x: torch.Tensor, scale: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
+            return inner(x[: sizes.tolist()[0]] * scale)  # type: ignore[no-any-return]
+
+        made.step = step
+        return made
+
+    def arguments(at: int) -> dict[str, Any]:
+        late = at > 5
+        return {"scale": torch.tensor(2.0 if late else 1.0), "sizes": torch.tensor([3 - late])}
+
+    report = check_equal(capturing, make, arguments=arguments, sizes=(6,))
+    assert (report.why, report.captures) == (None, 2)  # one for each value
+
+    step = hr.graphed(make(capturing).step, device=capturing)
+    x = batches(capturing, 1)[0]
+    step(x, torch.tensor(1.0), torch.full((2000,), 3))
+    assert "2,000 values on the host" in str(step.report().why)
+
+
+def test_what_a_step_writes_to_its_batch_is_seen_by_the_caller(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        inner = made.step
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = inner(x)
+            x.mul_(2.0)
+            return loss
+
+        made.step = step
+        return made
+
+    found = []
+    for graphed in (False, True):
+        torch.manual_seed(0)
+        step = make(capturing).step
+        called = hr.graphed(step, device=capturing) if graphed else step
+        xs = batches(capturing, 6, sizes=(6,))
+        found.append([[host(called(x)) for x in xs + xs], [host(x) for x in xs]])
+    assert found[0] == found[1]
+    assert called.report().replays == 10  # type: ignore[attr-defined]
+
+
 def test_a_changed_value_is_captured_again(capturing: Device) -> None:
     def make(device: Device) -> Made:
         made = make_accumulating(device)

@@ -583,9 +583,13 @@ class TestRuns:
             project=tmp_path, name="real", cache=tmp_path / "cache", quiet=True,
         ).run()  # fmt: skip
         assert trained.scores is not None
-        page = Page(trained.folder.report.read_text(encoding="utf-8"))
+        html = trained.folder.report.read_text(encoding="utf-8")
+        page = Page(html)
         assert f"BLEU {trained.scores.bleu:.1f} after 1 epoch, 3 updates" in page.words
         assert trained.examples[0][1] in page.words
+        assert " Test: train has no source and no target sentence of its 500 pairs." in page.words
+        assert html.count('<dd dir="auto"') == 3 * 8 + 3 * 3  # 8 examples, 3 samples
+        assert "peak memory" not in page.words  # a CPU has none
 
     def test_a_report_that_cannot_be_made_fails_no_run(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -60,6 +60,16 @@ def test_a_status_has_a_bar_where_its_length_is_known(terminal: Terminal) -> Non
     assert terminal.screen() == [""]
 
 
+def test_a_status_that_is_over_is_removed(terminal: Terminal) -> None:
+    with on(terminal) as line:
+        line.status("encode train", 9, 9)
+        line.end_status()
+        line.message("9 pairs")
+        assert terminal.screen() == ["9 pairs", ""]
+        line.status("validating")
+        assert terminal.screen() == ["9 pairs", "validating"]
+
+
 def test_a_final_line_is_the_last_one(terminal: Terminal) -> None:
     with on(terminal) as line:
         line.status("training")

@@ -23,6 +23,7 @@ from headrace.engine import Engine
 from headrace.errors import CheckpointError, StepError
 from headrace.parallel import SINGLE, Agreement, parallelism_of
 from support import ranks_jobs as jobs
+from support.corpora import write_corpus
 
 CLOSE = 1e-5
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -83,7 +84,8 @@ RESUMED = [(kind, knows) for kind in ("plain", "stateful") for knows in (True, F
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     """All that two ranks do here, in the same two processes: starting them is what takes long."""
-    full = tmp_path_factory.mktemp("full")
+    full, limited = tmp_path_factory.mktemp("full"), tmp_path_factory.mktemp("limited")
+    write_corpus(limited)
     work: list[Job] = [(jobs.training, case) for case in CASES]
     work += [
         (jobs.uneven, (how, knows, accumulate))
@@ -98,6 +100,7 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
         (jobs.deferred_waits, ()),
         (jobs.cannot_write, (str(full),)),
     ]
+    work += [(jobs.time_limited, (str(limited),))]
     work += [(jobs.one_is_not_finite, (how,)) for how in ("ddp", "fsdp")]
     work += [(jobs.by_count, case) for case in BY_COUNT]
     found = on_ranks(2, tmp_path_factory.mktemp("two"), work)
@@ -226,6 +229,17 @@ class TestTalk:
         # Wished by rank 1 at its 4th look, sent at that one, agreed two looks later.
         assert one["agreed"] == other["agreed"] == [0, 0, 0, 0, 0, 15, 0, 0, 0]
         assert one["settled"] == other["settled"] == [15, 1]
+
+    def test_a_time_limit_ends_all_ranks_after_the_same_update(self, two: dict[Any, Any]) -> None:
+        """The first rank's clock decides; all learn of it with the second exchange, at update 8.
+        The run then trains on to the weights of one without a limit."""
+        for found in result_of(two, jobs.time_limited):
+            assert found == {
+                "unlimited": [None, 26, True],
+                "limited": ["time limit", 8, True],
+                "resumed": [None, 26, True],
+                "same weights": True,
+            }
 
     def test_broadcast_and_all_gather(self, two: dict[Any, Any]) -> None:
         for found in result_of(two, jobs.exchanged):

@@ -378,6 +378,25 @@ def exchanged(rank: int, size: int) -> dict[str, Any]:
     }
 
 
+def time_limited(rank: int, size: int, folder: str) -> dict[str, Any]:
+    """A run whose time limit is over at once, resumed without a limit, beside one without."""
+    from headrace.translation import Trainer, TrainSettings
+    from support.trainers import SMALL, weights_of
+
+    common: dict[str, Any] = {"cache": Path(folder, "cache"), "quiet": True}
+    common["ranks"] = Ranks.of(dist.group.WORLD)
+    found = {}
+    for name, limit in (("unlimited", 0), ("limited", 1e-3)):
+        values = {**SMALL, "data": str(Path(folder, "pairs.tsv")), "time_limit": limit}
+        settings = TrainSettings.from_dict(values)
+        result = Trainer.create(settings, project=Path(folder), name=name, **common).run()
+        found[name] = [result.ended_early, result.updates, result.scores is not None]
+    resumed = Trainer.resume(Path(folder, "limited"), changes={"time_limit": 0}, **common).run()
+    found["resumed"] = [resumed.ended_early, resumed.updates, resumed.scores is not None]
+    both = [weights_of(Path(folder, name)) for name in ("unlimited", "limited")]
+    return {**found, "same weights": both[0] == both[1]}
+
+
 def graphs_refused(rank: int, size: int) -> list[str | None]:
     engines = (new_engine("ddp"), new_engine("fsdp"))
     return [capture_obstacle(engine._builder.parts) for engine in engines]

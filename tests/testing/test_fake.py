@@ -274,6 +274,11 @@ class TestFixture:
             with fake_device.use(side):
                 fake_device.copy(slot, torch.ones(4).pin_memory())
             slot + 1
+
+        def test_cuda(fake_cuda):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                ones = torch.ones(4, device="cuda")
+            ones + 1
     """
 
     def test_one_line_in_a_users_test(self, tmp_path: Path) -> None:
@@ -287,7 +292,7 @@ class TestFixture:
             text=True,
             check=False,
         )
-        assert "2 passed, 1 error" in run.stdout, run.stdout
+        assert "2 failed, 1 passed" in run.stdout, run.stdout
         assert "race (write-read)" in run.stdout
         assert "side.wait_event" not in run.stdout
         assert "fake_device.copy(slot" not in "".join(run.stdout.splitlines()[:3])

@@ -7,7 +7,12 @@ of its two lines.
 from __future__ import annotations
 
 import itertools
+import linecache
+import re
+import runpy
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from headrace.testing import fake_cuda
+from headrace.testing import fake_cuda, race_report
+from support.paths import TESTS
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
 
@@ -218,3 +224,35 @@ def test_a_planted_bug_is_found(
     assert any(first in one and second in two and missing in call for one, two, call in found), (
         "\n".join(map(str, device.findings()))
     )
+
+
+def test_the_first_example_of_the_documentation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """docs/race-checking.md: its two files give its output, and its correction removes the race."""
+    text = (TESTS.parent / "docs/race-checking.md").read_text(encoding="utf-8")
+    for name, code in re.findall(r"<!-- file: (\S+) -->\n```python\n(.*?)```", text, re.DOTALL):
+        (tmp_path / name).write_text(code, encoding="utf-8")
+    expected = re.search(r"<!-- output: .*?pytest.*?\n(.*?)```", text, re.DOTALL)
+    corrected = re.search(r"```python\n( {8}batch = self.next_batch\n.*?)```", text, re.DOTALL)
+    assert expected is not None
+    assert corrected is not None
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def found() -> str:
+        monkeypatch.delitem(sys.modules, "prefetcher", raising=False)
+        with fake_cuda(check=False) as device:
+            runpy.run_path("test_prefetcher.py")["test_prefetching"](device)
+        return race_report(device.findings())
+
+    def lines(report: str) -> list[str]:  # without those of this file, which the columns follow
+        return [" ".join(one.split()) for one in report.splitlines() if __file__ not in one]
+
+    assert lines(found()) == lines(expected[1])
+    wrong = (tmp_path / "prefetcher.py").read_text(encoding="utf-8")
+    right = wrong.replace("        batch = self.next_batch\n", corrected[1])
+    (tmp_path / "prefetcher.py").write_text(right, encoding="utf-8")
+    linecache.clearcache()
+    assert found() == "0 races found"
+    del sys.modules["prefetcher"]

@@ -16,8 +16,10 @@ from headrace.translation.run_size import (
     FirstBatches,
     about,
     choose_preset,
+    cpu_batch_seconds,
     estimated_seconds,
     preset_of_weights,
+    warmup_warning,
 )
 from headrace.translation.settings import time_text
 from support.trainers import SMALL
@@ -67,6 +69,28 @@ def test_the_estimate_grows_with_epochs_and_ends_with_max_steps(corpus: Path) ->
     assert seconds(epochs=10) == pytest.approx(10 * once)
     assert seconds(epochs=10, max_steps=13) == pytest.approx(once)  # 13 batches are an epoch
     assert seconds(epochs=1, inner=4096) > once
+
+
+def test_the_estimate_for_a_cpu_is_near_the_recorded_demo() -> None:
+    """2026-11-16-cpu-demo.txt: 454 batches took 32 to 33 s with two threads."""
+    recorded_s = 32.5 / 454
+    found = cpu_batch_seconds(tokens=337_096 / 454, millions=1.18, layers=4, threads=2)
+    assert found == pytest.approx(recorded_s, rel=0.2)
+
+
+def test_a_run_that_ends_within_its_warmup_is_warned_about(corpus: Path) -> None:
+    def warning(**changes: object) -> str | None:
+        values = SMALL | {"data": str(corpus / "pairs.tsv"), "warmup": 26, **changes}
+        settings = TrainSettings.from_dict(values)
+        return warmup_warning(build_run(settings, prepared_for(settings, corpus / "cache")))
+
+    assert warning() == (  # 2 epochs of 13 batches
+        "the learning rate does not reach its peak: the run has 26 updates, its warmup 26. "
+        "Use a smaller --warmup, or more --epochs"
+    )
+    assert warning(epochs=3) is None
+    assert warning(epochs=3, accumulate=2) is not None  # 21 updates
+    assert warning(max_steps=5) is None
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,9 @@ def bench(
             optimizer = torch.optim.AdamW(model.parameters(), fused=True)
             return model, optimizer, loss, loader  # loss(model, batch)
 
+    Or it returns (step, loader), where step(batch) does forward, backward and
+    update itself.
+
     The exit code is 1 if a plan fails or its losses differ from the
     baseline's.
     """

@@ -10,11 +10,13 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.options import Beam, Cache, DeviceName, Quiet, Run, Weights
-from headrace.errors import TranslationError, usage_errors
+from headrace.errors import CorpusError, TranslationError, usage_errors
 from headrace.runs import StatusLine
 
 if TYPE_CHECKING:
-    from headrace.translation import LengthCounts
+    from collections.abc import Callable
+
+    from headrace.translation import LengthCounts, Prepared, ScoredPairs, TrainedModel
 
 Scored = Annotated[
     list[Path] | None,
@@ -50,40 +52,71 @@ def evaluate(
 
     The signatures that are printed say how sacrebleu computed each score.
     """
-    from headrace.translation import TrainedModel, prepared_for, read_pairs
+    from headrace.translation import TrainedModel, prepared_for, read_scored_pairs
 
     with usage_errors():
         if split not in (None, "valid", "test"):
             raise TranslationError(f"--split {split}: expected valid or test")
         model = TrainedModel.load(run, weights=weights, device=device)
-    settings, scored_on = model.settings, None
+    settings, left_out = model.settings, ""
     with StatusLine(quiet, log_level=logging.INFO) as line:
         if data:
-            split = split or "test"
-            pairs = read_pairs(
+            scored = read_scored_pairs(
                 data if len(data) > 1 else data[0],
                 src=settings.src,
                 trg=settings.trg,
-                split=split,
+                split=split or "test",
                 skip_bad=settings.skip_bad,
             )
+            name, pairs, left_out = scored.name, scored.pairs, _left_out(scored)
+            scored_on = _check_novelty(model, scored, partial(prepared_for, settings, cache))
         else:
             prepared = prepared_for(settings, cache, line.status)
-            split = split or ("test" if "test" in prepared.splits else "valid")
+            name = split or ("test" if "test" in prepared.splits else "valid")
             with usage_errors():  # the corpus may have no test split
-                pairs = prepared.texts(split)
-            scored_on = prepared.describe_novelty(split)
-        show = partial(line.status, f"translating {split}")
+                pairs = prepared.texts(name)
+            scored_on = prepared.describe_novelty(name)
+        show = partial(line.status, f"translating {name}")
         scores, _ = model.score(pairs, beam=beam, lowercase=lowercase, watch=show)
-    counts = model.count_lengths([src for src, _ in pairs], [trg for _, trg in pairs])
-    typer.echo(f"{len(pairs):,} sentences of {split}, {weights} weights{_long_sentences(counts)}")
-    if scored_on is not None:
-        typer.echo(scored_on)
+    lengths = model.count_lengths([src for src, _ in pairs], [trg for _, trg in pairs])
+    sentences = "1 sentence" if len(pairs) == 1 else f"{len(pairs):,} sentences"
+    typer.echo(f"{sentences} of {name}, {weights} weights{left_out}{_long_sentences(lengths)}")
+    typer.echo(scored_on)
     typer.echo(f"chrF {scores.chrf:.2f}   {scores.chrf_signature}")
     if scores.bleu_lower is not None:
         typer.echo(f"BLEU {scores.bleu_lower:.2f} lowercased")
     typer.echo(f"signature {scores.bleu_signature}")
     typer.echo(f"BLEU {scores.bleu:.2f}")
+
+
+def _left_out(scored: ScoredPairs) -> str:
+    """How many pairs of a user's files could not be scored."""
+    counts = {"empty": scored.counts.empty, "malformed": scored.counts.malformed}
+    return "".join(
+        f"; {count:,} {name} pair{'' if count == 1 else 's'} left out"
+        for name, count in counts.items()
+        if count
+    )
+
+
+def _check_novelty(
+    model: TrainedModel, scored: ScoredPairs, find_prepared: Callable[..., Prepared]
+) -> str:
+    """Whether training saw the sentences of a user's files. The run's prepared corpus must be in
+    the cache: it is not prepared again for this."""
+    from headrace.translation import describe_shared
+
+    try:
+        prepared = find_prepared(cached_only=True)
+    except CorpusError as problem:
+        return _unchecked(scored.name, str(problem))
+    if prepared.vocabularies != model.vocabularies:
+        return _unchecked(scored.name, "the corpus has changed since")
+    return describe_shared(scored.name, prepared.count_shared(scored.pairs), len(scored.pairs))
+
+
+def _unchecked(name: str, reason: str) -> str:
+    return f"{name}: could not check whether train has its sentences ({reason})"
 
 
 def _long_sentences(counts: LengthCounts) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Annotated, Any
@@ -63,6 +63,17 @@ def is_typed(context: typer.Context, name: str) -> bool:
     """Whether an option was given on the command line, as opposed to having its default."""
     source = context.get_parameter_source(name)
     return source is not None and source.name == "COMMANDLINE"
+
+
+def note_default_languages(
+    context: typer.Context, data: Sequence[object] | None, src: str, trg: str
+) -> None:
+    """Say that a user's files are read as pairs of the default languages, if these were not
+    given."""
+    missing = [f"--{name}" for name in ("src", "trg") if not is_typed(context, name)]
+    if data and missing:
+        given = f"{' and '.join(missing)} {'is' if len(missing) == 1 else 'are'} not given"
+        typer.echo(f"note: {given}: the pairs are taken for {src} and {trg}", err=True)
 
 
 def work_errors(work: str) -> AbstractContextManager[None]:

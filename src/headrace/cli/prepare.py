@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from headrace.cli.options import Cache, Data
+from headrace.cli.options import Cache, Data, note_default_languages
 from headrace.errors import usage_errors
 from headrace.runs import StatusLine
 
@@ -15,6 +15,7 @@ EXAMPLE = "Example:\n$ headrace prepare corpus.tsv --src de --trg en --vocabular
 
 
 def prepare(
+    context: typer.Context,
     data: Data = None,
     src: Annotated[str, typer.Option(help="Language to translate from.")] = "zh",
     trg: Annotated[str, typer.Option(help="Language to translate into.")] = "en",
@@ -54,6 +55,8 @@ def prepare(
             skip_bad=skip_bad,
         )
         check_data(settings)
+    if not quiet:
+        note_default_languages(context, data, src, trg)
     with StatusLine(quiet, log_level=logging.INFO) as line:
         found = prepared_for(settings, cache, line.status)
     if not quiet:

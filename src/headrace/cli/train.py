@@ -12,6 +12,7 @@ from headrace.cli.options import (
     Data,
     Quiet,
     is_typed,
+    note_default_languages,
     require_resume_alone,
 )
 from headrace.cli.settings import with_settings
@@ -95,6 +96,8 @@ def train(
                 trainer = Trainer.resume(resume, changes=changes, **common)
             else:
                 trainer = Trainer.create(settings, project=project, name=name, **common)
+        if resume is None and config is None and ranks.is_first and not quiet:
+            note_default_languages(context, data, settings.src, settings.trg)
         if ranks.several:
             ranks.resume_command = f"headrace train --resume {trainer.folder.path}"
         result = trainer.run()

@@ -164,7 +164,7 @@ class CarriedState:
 
     def write(self, carried: Any, *, capturing: bool = False) -> Any:
         """Copy a state into memory that stays, one for each shape, and return it there."""
-        key = signature(carried)
+        key = signature(carried, self._device)
         memory = self._memory.get(key)
         if memory is None:
             if capturing:
@@ -223,7 +223,8 @@ class CarriedState:
 
     def _set_initial(self, initial: Any) -> None:
         """Keep a copy of the initial state, in the same memory as that of the last epoch."""
-        if self._initial is not None and signature(initial) == signature(self._initial):
+        before = None if self._initial is None else signature(self._initial, self._device)
+        if before is not None and signature(initial, self._device) == before:
             with torch.no_grad():
                 torch._foreach_copy_(flatten_batch(self._initial), flatten_batch(initial))
         else:

@@ -26,14 +26,18 @@ from headrace.errors import CaptureError
 Result = TypeVar("Result")
 # A loader that never repeats a shape must not fill the memory with use counts.
 _MAX_COUNTED_KEYS = 4096
+# Batches may hold a few values on the host, such as lengths. They are compared before each replay.
+_MAX_HOST_VALUES = 1000
 
 
 class CapturedWork(Generic[Result]):
     """One graph with its inputs. `result` is what the work returned at capture; each replay
-    overwrites its memory."""
+    overwrites its memory. `written` are the positions of inputs that the work changes."""
 
-    def __init__(self, inputs: list[torch.Tensor], graph: Graph, result: Result) -> None:
-        self._inputs = inputs
+    def __init__(
+        self, inputs: list[torch.Tensor], written: list[int], graph: Graph, result: Result
+    ) -> None:
+        self._inputs, self._written = inputs, written
         self._graph = graph
         self.result = result
 
@@ -42,6 +46,9 @@ class CapturedWork(Generic[Result]):
         if leaves:
             torch._foreach_copy_(self._inputs, leaves)
         self._graph.replay()
+        if self._written:  # the caller sees what the work has changed in its batch
+            changed = [self._inputs[at] for at in self._written]
+            torch._foreach_copy_([leaves[at] for at in self._written], changed)
         return self.result
 
     def close(self) -> None:
@@ -113,6 +120,7 @@ class GraphCache(Generic[Result]):
         try:
             inputs = [leaf.clone() for leaf in flatten_batch(batch)]
             own_batch = rebuild_batch(batch, inputs)
+            versions = [one._version for one in inputs]
             graph, result = self._device.capture(lambda: work(own_batch), self._pool)
         except torch.OutOfMemoryError as problem:
             self.close()
@@ -122,7 +130,8 @@ class GraphCache(Generic[Result]):
             raise
         self.memory_bytes += max(0, self._device.memory().reserved - before)
         self.captures += 1
-        captured = self._graphs[key] = CapturedWork(inputs, graph, result)
+        written = [at for at, one in enumerate(inputs) if one._version != versions[at]]
+        captured = self._graphs[key] = CapturedWork(inputs, written, graph, result)
         return captured
 
     def drop(self, key: Hashable) -> None:
@@ -150,27 +159,34 @@ class GraphCache(Generic[Result]):
         self._uses = Counter(kept)
 
 
-def signature(batch: Any) -> Hashable:
+def signature(batch: Any, device: Device) -> Hashable:
     """The key of a batch's graph. Batches with equal signatures can share a graph.
 
     It consists of the nesting, each tensor's shape, dtype and strides, and every value that is not
-    a tensor, since a graph freezes those. Raises `CaptureError` for values that cannot be compared.
+    on the device, since a graph freezes those. Raises `CaptureError` for values that cannot be
+    compared.
     """
     if type(batch) is torch.Tensor:
+        if batch.requires_grad:
+            raise CaptureError(
+                "a batch holds a tensor that requires a gradient, which a graph would give to a "
+                "copy of its own: call detach().requires_grad_() on it inside the step"
+            )
         strides = None if batch.is_contiguous() else batch.stride()
-        return (batch.shape, batch.dtype, strides)
+        values = None if device.holds(batch) else _host_values(batch, device)
+        return (batch.shape, batch.dtype, strides, values)
     if moves_itself(batch):
         raise CaptureError(
             f"a batch holds a {type(batch).__name__}, which moves itself with .to(), and a graph "
             "needs its tensors: let the loader return them in a tuple or dict"
         )
     if isinstance(batch, Mapping):
-        return (type(batch), *((key, signature(value)) for key, value in batch.items()))
+        return (type(batch), *((key, signature(value, device)) for key, value in batch.items()))
     if isinstance(batch, tuple | list):
-        return (type(batch), *map(signature, batch))
+        return (type(batch), *(signature(one, device) for one in batch))
     if dataclasses.is_dataclass(batch):
         fields = dataclasses.fields(batch)
-        return (type(batch), *(signature(getattr(batch, field.name)) for field in fields))
+        return (type(batch), *(signature(getattr(batch, field.name), device) for field in fields))
     try:
         hash(batch)
     except TypeError:
@@ -179,3 +195,13 @@ def signature(batch: Any) -> Hashable:
             "batch: return it as a tensor, a number or a string, or leave it out"
         ) from None
     return (type(batch), batch)
+
+
+def _host_values(tensor: torch.Tensor, device: Device) -> Hashable:
+    """The values of a tensor on the host, as text: NaN equals NaN."""
+    if tensor.numel() > _MAX_HOST_VALUES:
+        raise CaptureError(
+            f"a batch holds {tensor.numel():,} values on the host, and a graph would repeat those "
+            "that it was captured with: move them to the device first"
+        )
+    return repr(device.read_host(tensor.detach().reshape(1, -1)))

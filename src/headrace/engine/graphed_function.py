@@ -297,9 +297,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
             )
             without = tuple(p.grad is None for p in self._found.parameters)
             if self._carry is None:
-                return (signature(call), modes, without)
+                return (signature(call, self._device), modes, without)
             self._carry.before(_batch_of(call))  # now it is in the memory that a graph would read
-            return (signature(call), modes, without, self._carry.key())
+            return (signature(call, self._device), modes, without, self._carry.key())
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None

@@ -213,9 +213,9 @@ class StepGraphs:
                 self._drop_graphs_and_rewatch()
             carry = self._parts.carry
             if carry is None:
-                return signature(batch)
+                return signature(batch, self._parts.device)
             carry.before(batch)  # now the state is in the memory that a graph would read
-            return (signature(batch), carry.key())
+            return (signature(batch, self._parts.device), carry.key())
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None

@@ -64,7 +64,7 @@ def train_page(run: TrainingRun, source: str) -> str:
         "samples": _samples(run),
         "src": str(settings.get("src", "")),
         "trg": str(settings.get("trg", "")),
-        "epochs": _epochs_table(run, _COLUMNS) if run.epochs else None,
+        "epochs": _epochs_table(run, _known_columns(run)) if run.epochs else None,
         "path": str(run.path),
         "weights": _weights(run),
         "run_settings": entries(settings),
@@ -205,8 +205,9 @@ def _bleu(run: TrainingRun) -> LineChart | None:
     )
     if run.finished is not None:
         final = run.finished.scores
-        lead += f" At the end, with beam search: {score(final.bleu)}. {final.bleu_signature}"
-        lead += f". {final.scored_on}" if final.scored_on else ""
+        lead += f" At the end, with beam search: {score(final.bleu)} ({final.bleu_signature})."
+        if final.scored_on:
+            lead += f" {final.scored_on[0].upper()}{final.scored_on[1:]}."
     return LineChart(lead, [Line("BLEU", points, 2, dots=True)], _UPDATES, Axis("BLEU", 0.0))
 
 
@@ -312,10 +313,23 @@ def _epochs_table(run: TrainingRun, columns: Iterable[str]) -> Table:
         caption,
         ("epoch", "updates", *columns),
         [
-            [f"{e.epoch + 1}", f"{e.step:,}", *(_epoch_cell(e, name) for name in columns)]
+            [
+                f"{e.epoch + 1}",
+                Cell(f"{e.step:,}", e.step),
+                *(_epoch_cell(e, name) for name in columns),
+            ]
             for e in chosen
         ],
     )
+
+
+def _known_columns(run: TrainingRun) -> list[str]:
+    """The columns that have a value in some epoch. A CPU has no peak memory."""
+    return [
+        name
+        for name in _COLUMNS
+        if any(_epoch_cell(epoch, name).value is not None for epoch in run.epochs)
+    ]
 
 
 def _epoch_cell(epoch: EpochLine, column: str) -> Cell:

@@ -86,6 +86,10 @@ class StatusLine:
             self._status_since_s = now_s
         self._stage = stage
 
+    def end_status(self) -> None:
+        """Remove the live line: what it said is done. The next `status` shows it again."""
+        self._display.clear()
+
     def message(self, text: str, level: int = logging.INFO) -> None:
         """Print above the line. May be called from any thread."""
         if self._quiet and level < logging.WARNING:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.device import host_copy
@@ -38,6 +39,8 @@ class DispatchMode(TorchDispatchMode):
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
+        if FakeTensor in types:  # a shape without memory, by which PyTorch plans ahead
+            return func(*args, **(kwargs or {}))
         if types and any(operators.dispatches_itself(kind) for kind in types):
             return NotImplemented  # its own handler calls operators that come here
         operation = Operation(func, args, kwargs or {})

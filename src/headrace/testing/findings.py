@@ -69,7 +69,7 @@ class Finding:
         ):
             parts.append(f"  {title} {self.describe(access)}")
             parts += _listed(lines)
-        parts.append(f"  missing: {race.missing}")
+        parts.append("  missing: " + race.missing.replace(", or ", ",\n        or "))
         if self.times > 1:
             parts.append(f"  seen {self.times} times")
         return "\n".join(parts)
@@ -90,7 +90,10 @@ def find(
     for race, picture in zip(checker.races, pictures, strict=True):
         if accepted_because(race) is not None:
             continue
-        lines = race.first.site, race.first.where, race.second.site, race.second.where
+        lines = tuple(
+            (access.site, access.where.partition(" #")[0])  # a line may make several streams
+            for access in (race.first, race.second)
+        )
         if lines in found:
             known = found[lines]
             found[lines] = replace(known, times=known.times + times(race))

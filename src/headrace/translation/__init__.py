@@ -16,7 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.translation.corpus.batches import BatchPlan
-    from headrace.translation.corpus.corpus import Corpus, read_corpus, read_pairs
+    from headrace.translation.corpus.corpus import (
+        Corpus,
+        ScoredPairs,
+        describe_shared,
+        read_corpus,
+        read_pairs,
+        read_scored_pairs,
+    )
     from headrace.translation.corpus.prepare import check_data, prepared_for
     from headrace.translation.corpus.prepared import Prepared
     from headrace.translation.decode import beam_search, greedy
@@ -49,6 +56,7 @@ _HOMES = {
     "LengthCounts": "saved_model",
     "ModelSettings": "model",
     "Prepared": "corpus.prepared",
+    "ScoredPairs": "corpus.corpus",
     "Scores": "score",
     "TrainResult": "result",
     "TrainSettings": "settings",
@@ -57,11 +65,13 @@ _HOMES = {
     "Translator": "model",
     "beam_search": "decode",
     "check_data": "corpus.prepare",
+    "describe_shared": "corpus.corpus",
     "export_ctranslate2": "export",
     "greedy": "decode",
     "prepared_for": "corpus.prepare",
     "read_corpus": "corpus.corpus",
     "read_pairs": "corpus.corpus",
+    "read_scored_pairs": "corpus.corpus",
     "require_ctranslate2": "export",
     "stored_result": "result",
     "stored_values": "settings",
@@ -79,6 +89,7 @@ __all__ = [
     "LengthCounts",
     "ModelSettings",
     "Prepared",
+    "ScoredPairs",
     "Scores",
     "TrainResult",
     "TrainSettings",
@@ -87,11 +98,13 @@ __all__ = [
     "Translator",
     "beam_search",
     "check_data",
+    "describe_shared",
     "export_ctranslate2",
     "greedy",
     "prepared_for",
     "read_corpus",
     "read_pairs",
+    "read_scored_pairs",
     "require_ctranslate2",
     "stored_result",
     "stored_values",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,9 +26,10 @@ class _Rates:
     compute_s: float
 
 
-# From benchmarks/results/: 2026-11-16-cpu-demo.txt, on two cores that other programs used too;
+# From benchmarks/results/: 2026-11-16-cpu-demo.txt, on two quiet cores; six models from 1.2 to
+# 11 M parameters took CPU time in proportion, within a quarter.
 # 2026-11-15-h200-bench-30x60-bf16.json (launches) and -256x64-bf16.json (compute, under `graph`).
-_CPU, _CPU_THREADS = _Rates(5e-3, 2e-4), 2
+_CPU, _CPU_THREADS = _Rates(4e-3, 5.7e-5), 2
 _GPU = _Rates(5e-3, 44e-9)
 
 
@@ -61,13 +63,32 @@ def estimated_seconds(parts: RunParts) -> float:
         launch_s = _GPU.launch_s * layers if parts.plan.graphs == "off" else 0.0
         batch_s = max(launch_s, _GPU.compute_s * tokens * millions)
     else:
-        threads = min(16, torch.get_num_threads())
-        compute_s = _CPU.compute_s * tokens * millions * _CPU_THREADS / threads
-        batch_s = _CPU.launch_s * layers + compute_s
+        batch_s = cpu_batch_seconds(tokens, millions, layers, torch.get_num_threads())
     total = batches * settings.epochs
     if settings.max_steps is not None:
         total = min(total, settings.max_steps * settings.accumulate)
     return total * batch_s
+
+
+def cpu_batch_seconds(tokens: float, millions: float, layers: int, threads: int) -> float:
+    """The estimated time of a batch with so many target tokens on a CPU, for a model of so many
+    million parameters and layers."""
+    compute_s = _CPU.compute_s * tokens * millions * _CPU_THREADS / min(16, threads)
+    return _CPU.launch_s * layers + compute_s
+
+
+def warmup_warning(parts: RunParts) -> str | None:
+    """A warning if all epochs of the run end before its warmup does. None if `max_steps` ends the
+    run: then it is meant to be short."""
+    settings = parts.settings
+    batches = len(parts.loader.sampler.batches)
+    updates = math.ceil(batches / settings.accumulate) * settings.epochs
+    if settings.max_steps is not None or updates > settings.warmup:
+        return None
+    return (
+        f"the learning rate does not reach its peak: the run has {updates:,} updates, its warmup "
+        f"{settings.warmup:,}. Use a smaller --warmup, or more --epochs"
+    )
 
 
 def parameter_count(parts: RunParts) -> int:

@@ -81,6 +81,7 @@ from headrace.translation.run_size import (
     estimated_seconds,
     parameter_count,
     preset_of_weights,
+    warmup_warning,
 )
 from headrace.translation.saved_model import (
     TrainedModel,
@@ -200,6 +201,8 @@ class Trainer:
             if is_automatic:
                 progress.message(_choice(parts))
             progress.message(f"{_description(parts)}; {folder.path}")
+            if (warning := warmup_warning(parts)) is not None and ranks.is_first:
+                log.warning("%s", warning)
             on_overdue = partial(exit_after_grace, settings.grace, folder, progress.final)
             with (
                 StopRequests(settings.grace, on_overdue, ignore_repeats=ranks.several) as stop,
@@ -253,6 +256,7 @@ class Trainer:
         if not self._ranks.is_first:
             self._ranks.barrier(ledger)
         data = prepared_for(self.settings, self._cache, progress.status)
+        progress.end_status()
         progress.message(data.table())
         save_vocabularies(self.folder.path / "vocabulary", data.vocabularies)
         if self._ranks.is_first:
@@ -502,11 +506,13 @@ class TrainingLoop:
     def _say_measured_time(self, now_s: float, batches: int) -> None:
         """Say how long the other `batches` take, once, if it is worth saying."""
         batch_s = self._first_batches.on_batch(now_s)
-        if batch_s is not None and batches * batch_s >= _SHORT_RUN_S:
-            self._observers.progress.message(
-                f"measured over the first batches: {about(batches * batch_s)} of training left, "
-                "without validation"
-            )
+        if batch_s is None or batches * batch_s < _SHORT_RUN_S:
+            return
+        is_limited = self._ends_at_s is not None and now_s + batches * batch_s > self._ends_at_s
+        self._observers.progress.message(
+            f"measured over the first batches: {about(batches * batch_s)} of training left, "
+            f"without validation{'; --time-limit ends it before' if is_limited else ''}"
+        )
 
     def _write_step_metrics(self, tokens_per_s: float | None) -> None:
         engine, losses, observers = self._parts.engine, self._losses, self._observers

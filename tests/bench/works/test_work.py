@@ -18,7 +18,7 @@ from headrace.bench.works.training import CarryTraining, StepTraining, Training
 from headrace.bench.works.work import Work, work_of
 from headrace.data import batch_leaves, measure_leaves
 from headrace.device import Device, open_device
-from headrace.engine import Engine
+from headrace.engine import Carry, Engine
 from headrace.errors import BenchError, HeadraceError
 from headrace.plan import LoaderPlan
 
@@ -172,10 +172,11 @@ class TestUsersWork:
             ("def make_work(:\n", 1, "cannot be imported"),
             ("def other():\n    pass\n", None, "has no 'make_work'"),
             ("make_work = 3\n", None, "make_work is a int: expected a function"),
-            ("def make_work():\n    return 1, 2, 3\n", 1, "returned 3 things (int, int, int)"),
+            ("def make_work():\n    return 1,\n", 1, "returned a tuple of 1 (int)"),
             ("def make_work():\n    return 1, [2]\n", 1, "returned a int as step: expected a"),
             ("def make_work():\n    return print, 2\n", 1, "returned a int as loader: expected"),
-            (STEP.replace("batch", "model, batch"), 2, "step at"),
+            (STEP.replace("batch", "model, batch"), 2, "that does not take (batch)"),
+            (STEP.replace("(1)]", "(1)], 0"), 2, "that does not take (batch, carried)"),
             (STEP.replace("step, [", "torch.nn.Linear(1, 1), ["), 2, "returned a Linear as step"),
             (STEP.replace("step, [", "hr.graphed(step), ["), 2, "step that hr.graphed has wrapped"),
             (GOOD.replace("return model,", "return {'step': 1},"), 4, "returned a dict as model"),
@@ -234,6 +235,9 @@ class TestUsersWork:
             "Linear 1, weight",
             "Linear 1, bias",
         ]
+        both = make({"step": lambda batch, h: (None, h), "loader": loader, "carry": Carry(loader)})
+        assert isinstance(both, StepTraining)
+        assert torch.equal(both.carry.initial[0], loader[0])
 
     def test_a_file_imports_from_its_own_folder(self, here: Path) -> None:
         (here / "inner").mkdir()

@@ -130,9 +130,11 @@ def test_held_out_pairs_depend_only_on_their_text(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("d.tsv", "一\tone\n二 two\n", ":2: has 1 column; expected 2, tab-separated"),
-        ("d.tsv", "a\tb\tc\n", ":1: has 3 columns; expected 2, tab-separated, or a first line "
-         "that names them: 'zh' and 'en'"),
-        ("d.tsv", "en\tde\n", ":1: has the columns 'en', 'de'; expected 'zh' and 'en'"),
+        ("d.tsv", "a\tb\tc\n", ":1: has 3 columns ('a', 'b', 'c'); expected 2, "
+         "tab-separated, or a first line that names them: 'zh' and 'en'. If it has other names, "
+         "give two of them as --src and --trg"),
+        ("d.tsv", "en\tde\n", ":1: has the columns 'en', 'de'; expected 'zh' and 'en', as --src "
+         "and --trg say. Give two of its columns there, or rename them"),
         ("d.tsv", b"a\tb\n\n\xff\tb\n", ":3: is not UTF-8 (byte 0xff at column 1); "
          "expected UTF-8 text"),
         ("d.jsonl", '["a", "b"]\n{"zh": \n', ":2: is not JSON (Expecting value, column 8); "

@@ -127,3 +127,27 @@ def test_source_identical_to_target(tmp_path: Path, identical: int, warned: bool
         "train: in 30 of 100 pairs source and target are the same text, which teaches the model to "
         "copy; expected translations. Check your files"
     ]
+
+
+@pytest.mark.parametrize(("too_long", "warned"), [(10, False), (11, True)])
+def test_many_pairs_that_are_too_long_are_warned_about(too_long: int, warned: bool) -> None:
+    counts = {
+        "train": SplitCounts(read=100, too_long=too_long, pairs=100 - too_long),
+        "valid": SplitCounts(held_out=2, too_long=2),
+    }
+    assert corpus_warnings(counts) == warned * [
+        "train: 11 of 100 pairs are too long and are not trained on; a larger --max-length keeps "
+        "them, and a larger --vocabulary makes them shorter"
+    ]
+
+
+def test_many_malformed_lines_are_warned_about(tmp_path: Path) -> None:
+    path = tmp_path / "a.tsv"
+    for bad, warned in ((10, False), (12, True)):
+        path.write_text("".join(f"s{n}\tt{n}\n" for n in range(100)) + "one column\n" * bad)
+        counts = read_corpus(path, src="en", trg="fr", skip_bad=True).counts
+        assert counts["train"].malformed == bad
+        assert corpus_warnings(counts) == warned * [
+            "train: 12 of 112 lines are malformed and were left out (skip_bad); expected a few. "
+            "Without --skip-bad the first one is an error that says what is wrong"
+        ]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import bz2
 import codecs
 import contextlib
+import csv
 import gzip
+import io
 import json
 import logging
 import lzma
@@ -14,7 +16,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -76,12 +77,13 @@ TWO = "TSV without a header, column 1 is en, column 2 is fr"
         ("fra.tsv", rows(f"{{en}}|{{fr}}|{CREDIT}"), TWO),
         ("pairs.tsv", rows("{n}|{en}|{n}|{fr}"), TWO.replace("2", "4").replace("1", "2")),
         ("scored.tsv", rows("0.{n}|{en}|{fr}"), TWO.replace("2", "3").replace("1", "2")),
+        ("verses.tsv", rows("1:{n}|{en}|{fr}"), TWO.replace("2", "3").replace("1", "2")),
         ("codes.tsv", rows("en|{en}|fr|{fr}"), TWO.replace("2", "4").replace("1", "2")),
         ("none", rows("{en}|{fr}"), TWO),
         ("my.csv", "id,en,fr\n" + "".join(f"7,{line}\n" for line in QUOTED.splitlines()),
          "CSV with a header, columns en and fr"),
         ("my.csv", "\ufefffr;en\n" + "".join(f"{csv_cell(f)};{csv_cell(e)}\r\n" for e, f in PAIRS),
-         "CSV with semicolons with a header, columns en and fr"),
+         "CSV with semicolons and a header, columns en and fr"),
         ("my.csv", QUOTED, "CSV without a header, column 1 is en, column 2 is fr"),
         ("my.csv", rows("{en}|{fr}"), TWO),
         ("my.csv", "source,target\n" + QUOTED, "CSV with a header, columns source and target"),
@@ -117,6 +119,24 @@ def test_a_csv_cell_may_have_lines_and_bad_rows_can_be_skipped(tmp_path: Path) -
     assert (
         refused(path) == f"{path}:3: is not CSV (a quote is not closed); expected quotes in pairs"
     )
+
+
+def test_a_tsv_cell_may_have_lines_if_it_is_quoted(tmp_path: Path) -> None:
+    """So Python's csv module and spreadsheets write them."""
+    path, text = tmp_path / "a.tsv", io.StringIO()
+    pairs = [*PAIRS, ("two\nlines", "deux\nlignes"), *PAIRS]
+    csv.writer(text, delimiter="\t").writerows([("en", "fr"), *pairs])
+    put(path, text.getvalue())
+    assert pairs_in(path) == [*PAIRS, ("two lines", "deux lignes"), *PAIRS]
+    # Quotes that open a line of plain text are text.
+    put(path, 'en\tfr\n"Go", he said.\t"Va !"\n"Hello\tSalut"\n')
+    assert pairs_in(path) == [('"Go", he said.', '"Va !"'), ('"Hello', 'Salut"')]
+    put(path, "en\tfr\n" + "a\tb\n" * 20_000 + '"two\nlines"\tdeux\n')
+    assert refused(path) == (
+        f"{path}:20002: has 1 column; expected 2, tab-separated. If cells in quotes have line "
+        "breaks, name the file .csv"
+    )
+    assert len(pairs_in(path.rename(tmp_path / "a.csv"))) == 20_001
 
 
 @pytest.mark.parametrize(
@@ -158,11 +178,28 @@ def test_zstd_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         f"{path}: is compressed with zstd, which this Python cannot read; "
         "run `pip install zstandard`, or decompress it"
     )
-    module = ModuleType("zstandard")
-    plain = put(tmp_path / "plain", rows("{en}|{fr}"))
-    module.open = lambda path, mode: plain.open("rb")  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "zstandard", module)
-    assert pairs_in(path) == PAIRS
+
+
+@pytest.mark.parametrize("name", ["compression.zstd", "backports.zstd", "zstandard"])
+def test_zstd_files_are_read_to_their_end_or_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    zstd = pytest.importorskip(name, reason=f"{name} is not installed")
+    for other in ("compression.zstd", "backports.zstd", "zstandard"):
+        if other != name:
+            monkeypatch.setitem(sys.modules, other, None)
+    # Over 128 kB a frame has several blocks: a cut file still begins with whole ones.
+    pairs = [(f"line {n}", f"ligne {n}") for n in range(20_000)]
+    lines = "".join(f"{src}\t{trg}\n" for src, trg in pairs).encode()
+    frames = [zstd.compress(lines), zstd.compress(b"last\tfin\n")]
+    path = put(tmp_path / "a.tsv", b"".join(frames))
+    assert pairs_in(path) == [*pairs, ("last", "fin")]
+    assert said(path) == f"{TWO} (zstd)"
+    for cut in (len(frames[0]) // 2, len(frames[0]) - 1, len(frames[0]) + 5):
+        put(path, b"".join(frames)[:cut])
+        assert f"{path}: is not a complete compressed file (" in refused(path)
+    put(path, frames[0] + b"no zstd frame")
+    assert f"{path}: is not a complete compressed file (" in refused(path)
 
 
 @pytest.mark.parametrize(
@@ -238,8 +275,10 @@ def test_what_is_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("a.tsv", "id\tsentence\ttranslation\n1\ta\tb\n2\tc\td\n",
          ":1: has the columns 'id', 'sentence', 'translation'; expected 'en' and 'fr'"),
         ("a.csv", "id,en,de\n1,a,b\n", ":1: has the columns 'id', 'en', 'de'; expected"),
-        ("a.tsv", "1\tcmn\t我們\n2\tcmn\t我\n", ":1: has 3 columns; expected 2, tab-separated, or"),
-        ("a.csv", "a,b,c\nd,e,f\n", ":1: has 3 columns; expected 2, comma-separated, or a first"),
+        ("a.tsv", "1\tcmn\t我們\n2\tcmn\t我\n",
+         ":1: has 3 columns ('1', 'cmn', '我們'); expected 2, tab-separated, or"),
+        ("a.csv", "a,b,c\nd,e,f\n",
+         ":1: has 3 columns ('a', 'b', 'c'); expected 2, comma-separated, or a first"),
         ("a.jsonl", '{"en": "a", "fr": "b"}\n{"en": "a", "fr": "b", "en": "c"}\n',
          ":2: has the key 'en' 2 times; expected each key once"),
         ("a.json", '[\n {"en": "a", "fr": "b"},\n {"en": "a", "en": "c", "fr": "d"}]',

@@ -8,13 +8,14 @@ return step, loader                             # step(batch): forward, backward
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from headrace.data import flatten_batch, rebuild_batch
 from headrace.device import Device
-from headrace.engine import Engine, LossFunction, StepState
+from headrace.engine import Carry, Engine, LossFunction, StepState
 from headrace.errors import BenchError
 from headrace.plan import Plan
 
@@ -55,13 +56,9 @@ class CarryTraining(NamedTuple):
     def on(self, device: Device) -> CarryTraining:
         """The same on a device, in training mode."""
         _place(device, self.model, self.loss)
-        where = device.torch_device
-        return self._replace(
-            carry=tree_map_only(torch.Tensor, lambda tensor: tensor.to(where), self.carry)
-        )
+        return self._replace(carry=_carry_on(device, self.carry))
 
     def engine(self, device: Device, plan: Plan, *, deterministic: bool) -> Engine:
-        carry: dict[str, Any] = {"carry": self.carry}
         loss: Any = self.loss
         return Engine(
             self.model,
@@ -69,26 +66,29 @@ class CarryTraining(NamedTuple):
             loss,
             plan=plan,
             device=device,
+            carry=self.carry,
             deterministic=deterministic,
-            **carry,
         )
 
 
 class StepTraining(NamedTuple):
     """A step of the user's own: forward, backward and update of any number of models."""
 
-    step: Callable[[Any], Any]
+    step: Callable[..., Any]
     loader: Iterable[Any]
+    carry: Any = None
 
     def on(self, device: Device) -> StepTraining:
         """The same, with the modules that the step uses on a device. Their mode stays."""
         for module in self.state(device).modules:
             module.to(device.torch_device)
-        return self
+        return self._replace(carry=_carry_on(device, self.carry))
 
     def engine(self, device: Device, plan: Plan, *, deterministic: bool) -> Engine:
         self.require_precision(plan.precision)
-        return Engine.from_step(self.step, plan=plan, device=device, deterministic=deterministic)
+        return Engine.from_step(
+            self.step, plan=plan, device=device, carry=self.carry, deterministic=deterministic
+        )
 
     def require_precision(self, precision: str | None) -> None:
         """Raise unless a step can run in this precision, which the plan or `--precision` sets."""
@@ -119,3 +119,12 @@ def _place(device: Device, model: torch.nn.Module, loss: object) -> None:
     model.train()
     if isinstance(loss, torch.nn.Module):
         loss.to(device.torch_device)
+
+
+def _carry_on(device: Device, carry: Any) -> Any:
+    """The first state, on a device. A function that makes it from a batch stays as it is."""
+    if isinstance(carry, Carry):
+        return replace(carry, initial=_carry_on(device, carry.initial))
+    if callable(carry):
+        return carry
+    return rebuild_batch(carry, [leaf.to(device.torch_device) for leaf in flatten_batch(carry)])

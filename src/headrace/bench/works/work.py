@@ -34,9 +34,7 @@ from headrace.source_lines import describe_function, is_user_code, line_of_error
 
 Unit = Literal["samples", "tokens"]
 MODEL_PARTS, STEP_PARTS = ("model", "optimizer", "loss", "loader"), ("step", "loader")
-FORMS = (
-    "(model, optimizer, loss, loader), (model, optimizer, loss, loader, carry) or (step, loader)"
-)
+FORMS = "(model, optimizer, loss, loader) or (step, loader), with carry as one more if any"
 # Parameters that Headrace passes. `--set` cannot set those of the first kind. The built-in
 # workloads call their batch size `batch`.
 _FROM_ELSEWHERE = {
@@ -168,18 +166,20 @@ class Work:
                 "function itself, since each plan decides whether it runs as a graph"
             )
         self._require(parts, "step", Callable, "a function of the batch")
-        if isinstance(step, torch.nn.Module | torch.optim.Optimizer) or not _takes(step, 1):
-            found = (
-                f"a {type(step).__name__}"
-                if isinstance(step, torch.nn.Module | torch.optim.Optimizer)
-                else f"{describe_function(step)}, which does not take one argument,"
-            )
+        if isinstance(step, torch.nn.Module | torch.optim.Optimizer):
             raise BenchError(
-                f"{self._here()} returned {found} as step: expected a function step(batch) that "
-                "does forward, backward and update"
+                f"{self._here()} returned a {type(step).__name__} as step: expected a function "
+                "step(batch) that does forward, backward and update"
+            )
+        arguments = ("batch", "carried") if "carry" in parts else ("batch",)
+        if not _takes(step, len(arguments)):
+            raise BenchError(
+                f"{self._here()} returned a step, {describe_function(step)}, that does not take "
+                f"({', '.join(arguments)}): expected a function of them that does forward, "
+                "backward and update"
             )
         self._require(parts, "loader", Iterable, "a DataLoader, or a list of batches")
-        return StepTraining(step, parts["loader"])
+        return StepTraining(**parts)
 
     def _require(self, parts: Mapping[str, Any], name: str, kind: Any, expected: str) -> None:
         if not isinstance(parts[name], kind):
@@ -207,13 +207,16 @@ class Work:
     def _parts(self, returned: object) -> Mapping[str, Any]:
         """What was returned, by name: the parts of a model's training, or of a step's."""
         if isinstance(returned, tuple | list) and not hasattr(returned, "_fields"):
-            names = {2: STEP_PARTS, 4: MODEL_PARTS, 5: (*MODEL_PARTS, "carry")}.get(len(returned))
+            forms = (MODEL_PARTS, STEP_PARTS)
+            known = {len(form): form for names in forms for form in (names, (*names, "carry"))}
+            names = known.get(len(returned))
             if names is None:
                 kinds = listed(type(part).__name__ for part in returned)
                 raise BenchError(
-                    f"{self._here()} returned {len(returned)} things ({kinds}): expected {FORMS}"
+                    f"{self._here()} returned a {type(returned).__name__} of {len(returned)} "
+                    f"({kinds}): expected {FORMS}"
                 )
-            return dict(zip(names, returned, strict=True))
+            return _without_none(dict(zip(names, returned, strict=True)))
         named = returned if isinstance(returned, Mapping) else _Attributes(returned)
         has_step = "step" in named and not (
             "loss" in named or isinstance(returned, torch.nn.Module)
@@ -226,8 +229,9 @@ class Work:
                 f"{self._here()} returned {kind} without {missing!r}: expected {FORMS}, as a "
                 "tuple, a dict or attributes"
             )
-        optional = () if has_step or "carry" not in named else ("carry",)
-        return {name: named[name] for name in (*expected, *optional)}
+        return _without_none(
+            {name: named[name] for name in expected} | {"carry": named.get("carry")}
+        )
 
     def _check_optimizer(self, training: Training | CarryTraining) -> None:
         owned = {id(parameter) for parameter in training.model.parameters()}
@@ -240,6 +244,11 @@ class Work:
 
     def _here(self) -> str:
         return f"{self.where}: {self.name}" if self.where else self.name
+
+
+def _without_none(parts: dict[str, Any]) -> dict[str, Any]:
+    """The parts without a `carry` that is None."""
+    return {name: part for name, part in parts.items() if name != "carry" or part is not None}
 
 
 class _Attributes(Mapping[str, Any]):

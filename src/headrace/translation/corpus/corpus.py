@@ -25,6 +25,8 @@ from headrace.translation.corpus.pair_formats import read_records, recognize
 log = logging.getLogger("headrace")
 _REPORT_EVERY = 5_000
 _MAX_IDENTICAL_SHARE = 0.1
+_MAX_MALFORMED_SHARE = 0.1
+_MAX_TOO_LONG_SHARE = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,11 +73,16 @@ def counts_table(counts: Mapping[str, SplitCounts]) -> str:
 def describe_novelty(split: str, counts: Mapping[str, SplitCounts]) -> str:
     """What "never seen in training" means for the pairs of a scored split, in one sentence."""
     scored = counts[split].pairs + counts[split].too_long
-    if not counts[split].shared:
-        return f"{split}: train has no source and no target sentence of its {scored:,} pairs"
+    return describe_shared(split, counts[split].shared, scored)
+
+
+def describe_shared(name: str, shared: int, scored: int) -> str:
+    """How many of the `scored` pairs of `name` have a sentence that train has, too."""
+    if not shared:
+        return f"{name}: train has no source and no target sentence of its {scored:,} pairs"
     return (
-        f"{split}: {counts[split].shared:,} of {scored:,} pairs have a source or a target sentence "
-        "that train has, too; expect a lower score on new text"
+        f"{name}: {shared:,} of {scored:,} pairs have a source or a target sentence that train "
+        "has, too; expect a lower score on new text"
     )
 
 
@@ -88,7 +95,18 @@ def corpus_warnings(counts: Mapping[str, SplitCounts]) -> list[str]:
         if split != "train" and counts[split].shared
     ]
     for split, count in counts.items():
+        if count.malformed > _MAX_MALFORMED_SHARE * count.read:
+            found.append(
+                f"{split}: {count.malformed:,} of {count.read:,} lines are malformed and were left "
+                "out (skip_bad); expected a few. Without --skip-bad the first one is an error that "
+                "says what is wrong"
+            )
         kept = count.pairs + count.too_long
+        if split == "train" and count.too_long > _MAX_TOO_LONG_SHARE * kept:
+            found.append(
+                f"{split}: {count.too_long:,} of {kept:,} pairs are too long and are not trained "
+                "on; a larger --max-length keeps them, and a larger --vocabulary makes them shorter"
+            )
         if count.identical > _MAX_IDENTICAL_SHARE * kept:
             found.append(
                 f"{split}: in {count.identical:,} of {kept:,} pairs source and target are the same "
@@ -116,7 +134,24 @@ def read_pairs(
 ) -> list[Pair]:
     """Read all pairs of a file, or of one split of a folder, for scoring: nothing is left out but
     empty pairs."""
-    sides = Sides(src, trg)
+    return read_scored_pairs(data, src=src, trg=trg, split=split, skip_bad=skip_bad).pairs
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredPairs:
+    """Pairs to score. `name` is their split or, if the files have no splits, their files' names.
+    `counts` has what was left out."""
+
+    name: str
+    pairs: list[Pair]
+    counts: SplitCounts
+
+
+def read_scored_pairs(
+    data: Path | Sequence[Path], *, src: str, trg: str, split: str, skip_bad: bool = False
+) -> ScoredPairs:
+    """`read_pairs`, with what is said about them."""
+    sides, name = Sides(src, trg), split
     splits = find_pair_files(data, sides, require_train=False)
     found = splits.get(split)
     if found is None:
@@ -124,7 +159,11 @@ def read_pairs(
             there = ", ".join(splits)
             raise CorpusError(f"{data}: has no split {split!r}; found {there}")
         (found,) = splits.values()
-    return _read_split(split, found, sides, skip_bad, None)[0]
+        name = " and ".join(path.name for files in found for path in files.paths)
+    pairs, counts = _read_split(split, found, sides, skip_bad, None)
+    if not pairs:
+        raise CorpusError(f"{_joined(found)}: has no pair to score{_dropped(counts)}")
+    return ScoredPairs(name, pairs, counts)
 
 
 def read_pair_files(
@@ -232,22 +271,25 @@ def _read_split(
     return pairs, SplitCounts(read=read, malformed=malformed, empty=empty)
 
 
+_REASONS = ("malformed", "empty", "duplicates", "overlap", "too_long")
+
+
 def _explain_empty(counts: SplitCounts) -> str:
-    dropped = {
-        name.replace("_", " "): getattr(counts, name)
-        for name in ("malformed", "empty", "duplicates", "overlap", "too_long")
-        if getattr(counts, name)
-    }
-    why = (
-        f" ({', '.join(f'{number:,} {name}' for name, number in dropped.items())})"
-        if dropped
-        else ""
-    )
-    left = counts.read - sum(dropped.values())
+    left = counts.read - sum(getattr(counts, name) for name in _REASONS)
     return (
-        f"leaves {left} of {counts.read:,} pairs to use{why}; expected at least 2 in train and "
-        "1 in every other split"
+        f"leaves {left} of {counts.read:,} pairs to use{_dropped(counts)}; expected at least 2 in "
+        "train and 1 in every other split"
     )
+
+
+def _dropped(counts: SplitCounts) -> str:
+    """What was left out, in brackets: " (3 malformed, 1 empty)"."""
+    dropped = [
+        f"{getattr(counts, name):,} {name.replace('_', ' ')}"
+        for name in _REASONS
+        if getattr(counts, name)
+    ]
+    return f" ({', '.join(dropped)})" if dropped else ""
 
 
 def _joined(parts: Sequence[PairFiles]) -> str:

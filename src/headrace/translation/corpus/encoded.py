@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -92,6 +92,22 @@ class IdPairs:
         """Tokens per side, summed over all pairs."""
         return len(self._ids[0]), len(self._ids[1])
 
+    def contain(self, side: int, sequences: Sequence[Sequence[int]]) -> list[bool]:
+        """Whether each of these sequences of ids is a source (`side` 0) or a target (1) here."""
+        wanted: dict[int, set[bytes]] = defaultdict(set)
+        keys = [np.array(sequence, np.int32).tobytes() for sequence in sequences]
+        for sequence, key in zip(sequences, keys, strict=True):
+            wanted[len(sequence)].add(key)
+        ids, starts = self._ids[side], self._offsets[side][:-1]
+        lengths = np.diff(self._offsets[side])
+        found: set[bytes] = set()
+        for length, keys_of_length in wanted.items():
+            positions = starts[lengths == length]
+            for at in range(0, len(positions), _CHUNK):
+                rows = ids[positions[at : at + _CHUNK, None] + np.arange(length)]
+                found |= keys_of_length.intersection(row.tobytes() for row in rows)
+        return [key in found for key in keys]
+
     def __repr__(self) -> str:
         return f"IdPairs({self.split}: {len(self):,} pairs)"
 
@@ -174,11 +190,19 @@ def _encode_in_order(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
+def encode_pairs(
+    pairs: Sequence[Pair], vocabularies: tuple[Vocabulary, Vocabulary]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """The sources and the targets, as `IdPairs` has them."""
+    src = [[*ids, EOS] for ids in vocabularies[0].encode([pair[0] for pair in pairs])]
+    trg = [[BOS, *ids, EOS] for ids in vocabularies[1].encode([pair[1] for pair in pairs])]
+    return src, trg
+
+
 def _encode_chunk(
     pairs: Sequence[Pair], vocabularies: tuple[Vocabulary, Vocabulary], max_length: int
 ) -> tuple[_FlatIds, _FlatIds]:
-    src = [[*ids, EOS] for ids in vocabularies[0].encode([pair[0] for pair in pairs])]
-    trg = [[BOS, *ids, EOS] for ids in vocabularies[1].encode([pair[1] for pair in pairs])]
+    src, trg = encode_pairs(pairs, vocabularies)
     fits = [max(len(s), len(t)) <= max_length for s, t in zip(src, trg, strict=True)]
     src, trg = (list(itertools.compress(side, fits)) for side in (src, trg))
     return _flatten(src), _flatten(trg)

@@ -35,9 +35,10 @@ _SURROGATE = re.compile("[\ud800-\udfff]")
 _SAMPLE_ROWS = 100
 _MAYBE_CUT_BYTES = 1 << 15  # a longer beginning may be cut within a line
 _DELIMITERS = {"\t": "tab", ",": "comma", ";": "semicolon"}
-# Columns beside the sentences, as in downloads of Tatoeba: numbers, licences, links, languages.
+# Columns beside the sentences: numbers and references such as 1:17 or s42, licences, links,
+# languages.
 _NO_SENTENCES = (
-    re.compile(r"[-+]?\d+(\.\d+)?"),
+    re.compile(r"[!-~]*\d[!-~]*"),
     re.compile(r"CC[- ]BY.*|CC0.*|.*tatoeba\.org.*", re.IGNORECASE),
     re.compile(r"https?://\S+"),
     re.compile(r"[a-z]{2,3}([-_][A-Za-z]+)?"),
@@ -59,13 +60,14 @@ class Columns:
 
     def __str__(self) -> str:
         name = "TSV" if self.delimiter == "\t" else "CSV"
+        header = "with a header" if self.header else "without a header"
         if self.delimiter == ";":
             name += " with semicolons"
-        said = f"{name} {'with' if self.header else 'without'} a header, "
-        if self.header:
-            return said + f"columns {self.names[0]} and {self.names[1]}"
+            header = "and a header" if self.header else "and without a header"
         src, trg = self.names
-        return said + f"column {self.src + 1} is {src}, column {self.trg + 1} is {trg}"
+        if self.header:
+            return f"{name} {header}, columns {src} and {trg}"
+        return f"{name} {header}, column {self.src + 1} is {src}, column {self.trg + 1} is {trg}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +123,13 @@ def read_records(
 # --- recognising ----------------------------------------------------------------------------------
 
 
-def _sample(begin: bytes) -> list[str]:
+def _sample(begin: bytes, limit: int | None = _SAMPLE_ROWS) -> list[str]:
     """The first lines that are not blank, without one that may be cut off."""
     found = begin.split(b"\n")
     if len(found) > 1 and len(begin) >= _MAYBE_CUT_BYTES:
         found.pop()
     texts = (line.decode("utf-8", errors="replace").rstrip("\r") for line in found)
-    return list(itertools.islice((text for text in texts if text.strip()), _SAMPLE_ROWS))
+    return list(itertools.islice((text for text in texts if text.strip()), limit))
 
 
 def _guess(path: Path, begin: bytes, sides: Sides) -> str:
@@ -139,7 +141,7 @@ def _guess(path: Path, begin: bytes, sides: Sides) -> str:
         return "json"
     if sum("\t" in line for line in sample) > len(sample) / 2:
         return "tsv"
-    if any(sides.find_in(_split_row(sample[0], mark, True)) for mark in ",;"):
+    if any(sides.find_in(_split_row(sample[0], mark)) for mark in ",;"):
         return "csv"
     raise CorpusError(
         f"{path}: has one column of text ({_short(sample[0])}); expected two columns with a tab "
@@ -169,8 +171,12 @@ def _find_columns(path: Path, begin: bytes, sides: Sides, format_: str) -> Colum
     """The columns of a table with sentence pairs."""
     sample = _sample(begin)
     delimiter = "\t" if format_ == "tsv" else _find_delimiter(sample, sides)
-    quoted = format_ == "csv" or all(line.startswith('"') for line in sample)
-    rows = [_split_row(line, delimiter, quoted) for line in sample]
+    quoted = (
+        format_ == "csv"
+        or all(line.startswith('"') for line in sample)
+        or _has_quoted_lines(_sample(begin, limit=None), delimiter)
+    )
+    rows = _split_rows(sample, delimiter) if quoted else [line.split(delimiter) for line in sample]
     if not rows:
         return Columns(delimiter, 0, 1, 2, False, quoted, (sides.src, sides.trg))
     first, width = [cell.strip() for cell in rows[0]], len(rows[0])
@@ -179,7 +185,8 @@ def _find_columns(path: Path, begin: bytes, sides: Sides, format_: str) -> Colum
         names = first[named[0]], first[named[1]]
         return Columns(delimiter, *named, width, True, quoted, names)
     header_error = CorpusError(
-        f"{path}:1: has the columns {', '.join(map(repr, first[:8]))}; expected {sides}"
+        f"{path}:1: has the columns {_listed(first)}; expected {sides}, as --src and --trg say. "
+        "Give two of its columns there, or rename them"
     )
     if any(
         sides.side_of(name) and len(name) < 4 and not _is_repeated(rows, at)
@@ -193,8 +200,9 @@ def _find_columns(path: Path, begin: bytes, sides: Sides, format_: str) -> Colum
         ]
         if len(with_sentences) != 2:
             raise CorpusError(
-                f"{path}:1: has {width} columns; expected 2, {_DELIMITERS[delimiter]}-separated, "
-                f"or a first line that names them: {sides}"
+                f"{path}:1: has {width} columns ({_listed(first)}); expected 2, "
+                f"{_DELIMITERS[delimiter]}-separated, or a first line that names them: {sides}. "
+                "If it has other names, give two of them as --src and --trg"
             )
         src, trg = with_sentences
     pairs = [(row[src], row[trg]) for row in rows if len(row) == width > 1]
@@ -226,7 +234,7 @@ def _find_delimiter(sample: list[str], sides: Sides) -> str:
     the lines have the same number of columns."""
     widths = {}
     for delimiter in _DELIMITERS:
-        rows = [_split_row(line, delimiter, True) for line in sample]
+        rows = _split_rows(sample, delimiter)
         if rows and sides.find_in([cell.strip() for cell in rows[0]]):
             return delimiter
         widths[delimiter] = [len(row) for row in rows]
@@ -236,9 +244,34 @@ def _find_delimiter(sample: list[str], sides: Sides) -> str:
     return ","
 
 
-def _split_row(line: str, delimiter: str, quoted: bool) -> list[str]:
-    if not quoted:
-        return line.split(delimiter)
+def _has_quoted_lines(sample: list[str], delimiter: str) -> bool:
+    """Whether a TSV has cells in quotes with line breaks inside, as Python's csv writes them: its
+    lines differ in width, its rows, read as CSV, do not."""
+    if len({line.count(delimiter) for line in sample}) < 2:
+        return False
+    rows = _complete_rows(sample, delimiter)
+    return len({len(row) for row in rows or ()}) == 1
+
+
+def _split_rows(sample: list[str], delimiter: str) -> list[list[str]]:
+    """The rows of CSV; one for each line if the lines are not correct CSV."""
+    rows = _complete_rows(sample, delimiter)
+    return rows or [_split_row(line, delimiter) for line in sample]
+
+
+def _complete_rows(sample: list[str], delimiter: str) -> list[list[str]] | None:
+    """The rows of CSV, without a last one that is cut off. None if the lines are not CSV."""
+    rows = []
+    try:
+        for row in csv.reader((f"{line}\n" for line in sample), delimiter=delimiter, strict=True):
+            rows.append(row)
+    except csv.Error as problem:
+        if "unexpected end" not in str(problem):
+            return None
+    return rows
+
+
+def _split_row(line: str, delimiter: str) -> list[str]:
     try:
         return next(csv.reader([line], delimiter=delimiter), [])
     except csv.Error:
@@ -293,11 +326,13 @@ def _table_records(
         elif row is None:
             yield None
         elif len(row) != columns.width:
-            separated = f"{_DELIMITERS[columns.delimiter]}-separated"
-            on_malformed(
+            message = (
                 f"{path}:{number}: has {_count(len(row), 'column')}; expected {columns.width}, "
-                f"{separated}"
+                f"{_DELIMITERS[columns.delimiter]}-separated"
             )
+            if not columns.quoted and any(cell.startswith('"') for cell in row):
+                message += ". If cells in quotes have line breaks, name the file .csv"
+            on_malformed(message)
             yield None
         else:
             yield row[columns.src], row[columns.trg]
@@ -521,6 +556,10 @@ def _count(number: int, noun: str) -> str:
 
 def _short(text: str) -> str:
     return repr(text if len(text) <= 40 else f"{text[:39]}…")
+
+
+def _listed(cells: Sequence[str]) -> str:
+    return ", ".join(map(_short, cells[:8])) + (", …" if len(cells) > 8 else "")
 
 
 def _describe(value: object) -> str:

@@ -60,9 +60,14 @@ def check_data(settings: TrainSettings) -> None:
 
 
 def prepared_for(
-    settings: TrainSettings, cache: Path | None = None, progress: OnProgress | None = None
+    settings: TrainSettings,
+    cache: Path | None = None,
+    progress: OnProgress | None = None,
+    *,
+    cached_only: bool = False,
 ) -> Prepared:
-    """The encoded corpus of a run, from the cache if it was prepared before."""
+    """The encoded corpus of a run, from the cache if it was prepared before. With `cached_only`
+    it is an error if it was not."""
     return prepare(
         _paths(settings) if settings.data else None,
         src=settings.src,
@@ -73,6 +78,7 @@ def prepared_for(
         skip_bad=settings.skip_bad,
         cache=cache if cache is not None else user_cache() / "text",
         progress=progress,
+        cached_only=cached_only,
     )
 
 
@@ -93,11 +99,13 @@ def prepare(
     cache: Path,
     workers: int | None = None,
     progress: OnProgress | None = None,
+    cached_only: bool = False,
 ) -> Prepared:
     """Encode `data` (None: the built-in corpus), or take it from the cache if it is there.
 
     Pairs with more than `max_length` tokens on one side are not encoded; in valid and test their
-    text is still kept for scoring. `workers` is the number of threads.
+    text is still kept for scoring. `workers` is the number of threads. With `cached_only` nothing
+    is encoded: it is an error if the cache does not have it.
     """
     sides = Sides(src, trg)
     for name, value, minimum in (
@@ -130,6 +138,8 @@ def prepare(
         _encode_into(temporary, corpus, settings, key, workers, progress)
 
     if not _is_usable(folder, key):
+        if cached_only:
+            raise CorpusError(f"{cache}: has no prepared corpus of these files and settings")
         try:
             build_folder(folder, build, usable=lambda there: _is_usable(there, key))
         except OSError as problem:
@@ -137,7 +147,7 @@ def prepare(
                 f"{folder}: cannot be written ({problem.strerror or problem})"
             ) from problem
     prepared = load_prepared(folder)
-    for warning in corpus_warnings(prepared.counts):
+    for warning in () if cached_only else corpus_warnings(prepared.counts):
         log.warning("%s", warning)
     return prepared
 

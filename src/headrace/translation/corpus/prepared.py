@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from headrace.errors import CorpusError
 from headrace.schema import Invalid, read_json
 from headrace.text_table import text_table
 from headrace.translation.corpus.corpus import SplitCounts, counts_table, describe_novelty
-from headrace.translation.corpus.encoded import IdPairs
+from headrace.translation.corpus.encoded import IdPairs, encode_pairs
 from headrace.translation.corpus.pair_files import Pair
 from headrace.translation.corpus.vocabulary import Vocabulary
 
@@ -88,6 +89,12 @@ class Prepared:
     def describe_novelty(self, split: str) -> str:
         """What "never seen in training" means for a scored split, in one sentence."""
         return describe_novelty(split, self.counts)
+
+    def count_shared(self, pairs: Sequence[Pair]) -> int:
+        """How many of these pairs have a source or a target sentence that train has, too."""
+        both = encode_pairs(pairs, self.vocabularies)
+        in_train = [self.splits["train"].contain(side, both[side]) for side in (0, 1)]
+        return sum(src or trg for src, trg in zip(*in_train, strict=True))
 
     def table(self) -> str:
         """Counts, tokens, lengths and vocabulary sizes as text tables."""

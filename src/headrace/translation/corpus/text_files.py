@@ -165,11 +165,48 @@ def _open_zstd(path: Path) -> Any:
             module = importlib.import_module(name)
         except ImportError:
             continue
-        return module.open(path, "rb")
+        return _ZstandardFile(path, module) if name == "zstandard" else module.open(path, "rb")
     raise CorpusError(
         f"{path}: is compressed with zstd, which this Python cannot read; "
         "run `pip install zstandard`, or decompress it"
     )
+
+
+class _ZstandardFile(io.RawIOBase):
+    """Decompresses a file with the package zstandard, whose own reader takes a file that was cut
+    off for a complete one."""
+
+    def __init__(self, path: Path, zstandard: Any) -> None:
+        self._file = path.open("rb")
+        self._decompressor = zstandard.ZstdDecompressor()
+        self._frame = self._decompressor.decompressobj()
+        self._text = memoryview(b"")
+        self._is_inside = False  # of a frame, whose end must come
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._text:
+            packed = b""
+            if self._frame.eof:  # a file may have several frames
+                packed = self._frame.unused_data
+                self._frame = self._decompressor.decompressobj()
+                self._is_inside = False
+            packed = packed or self._file.read(_HEAD_BYTES)
+            if not packed:
+                if self._is_inside:
+                    raise EOFError("it ends within a frame")
+                return 0
+            self._is_inside = True
+            self._text = memoryview(self._frame.decompress(packed))
+        size = min(len(self._text), len(buffer))
+        buffer[:size], self._text = self._text[:size], self._text[size:]
+        return size
+
+    def close(self) -> None:
+        self._file.close()
+        super().close()
 
 
 def _compression(begin: bytes) -> str | None:

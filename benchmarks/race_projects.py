@@ -1,0 +1,447 @@
+"""Run the stream code of released projects, unchanged, under `fake_cuda()`, and list their races.
+
+    python benchmarks/race_projects.py                 # all projects that are installed
+    python benchmarks/race_projects.py timm --report   # one, with the whole report
+
+Needs no GPU. docs/race-checking-projects.md has the results, with versions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from headrace.testing import Finding, fake_cuda
+
+CASES: dict[str, tuple[str, Callable[[], None]]] = {}
+
+
+def case(package: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
+    """Register a case of a package, which its function's docstring describes."""
+
+    def register(function: Callable[[], None]) -> Callable[[], None]:
+        CASES[function.__name__] = package, function
+        return function
+
+    return register
+
+
+def blocks() -> nn.Sequential:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.ReLU()) for _ in range(6)))
+
+
+def images() -> DataLoader:
+    pixels = torch.randint(0, 255, (24, 3, 8, 8), dtype=torch.uint8)
+    return DataLoader(
+        TensorDataset(pixels, torch.randint(0, 4, (24,))), batch_size=4, pin_memory=True
+    )
+
+
+def image_model() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 4, 3), nn.Flatten(), nn.LazyLinear(4))
+
+
+def train_on(batches: object, model: nn.Module) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for pixels, target in batches:  # type: ignore[attr-defined]
+        loss = nn.functional.cross_entropy(model(pixels), target)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+@case("timm")
+def timm_loader() -> None:
+    """timm.data.loader.PrefetchLoader around a DataLoader, in a training loop"""
+    from timm.data.loader import PrefetchLoader
+
+    model = image_model().cuda()
+    model(torch.zeros(1, 3, 8, 8, device="cuda"))
+    for _ in range(2):
+        train_on(PrefetchLoader(images(), device=torch.device("cuda")), model)
+
+
+@case("timm")
+def timm_erasing() -> None:
+    """the same with random erasing"""
+    from timm.data.loader import PrefetchLoader
+
+    model = image_model().cuda()
+    model(torch.zeros(1, 3, 8, 8, device="cuda"))
+    train_on(
+        PrefetchLoader(images(), device=torch.device("cuda"), re_prob=1.0, re_mode="pixel"), model
+    )
+
+
+@case("timm")
+def timm_validation() -> None:
+    """the same in evaluation: forward only"""
+    from timm.data.loader import PrefetchLoader
+
+    model = image_model().cuda().eval()
+    with torch.inference_mode():
+        for pixels, target in PrefetchLoader(images(), device=torch.device("cuda")):
+            (model(pixels).argmax(1) == target).sum()
+
+
+def _group_offloading(**options: object) -> None:
+    from diffusers.hooks import apply_group_offloading
+
+    model = blocks()
+    apply_group_offloading(
+        model,
+        onload_device=torch.device("cuda"),
+        offload_device=torch.device("cpu"),
+        use_stream=True,
+        **options,
+    )
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.ones(2, 32, device="cuda"))
+
+
+@case("diffusers")
+def diffusers_leaf() -> None:
+    """apply_group_offloading, leaf_level, use_stream=True"""
+    _group_offloading(offload_type="leaf_level")
+
+
+@case("diffusers")
+def diffusers_leaf_record() -> None:
+    """the same with record_stream=True"""
+    _group_offloading(offload_type="leaf_level", record_stream=True)
+
+
+@case("diffusers")
+def diffusers_leaf_low_memory() -> None:
+    """the same with low_cpu_mem_usage=True, record_stream=True"""
+    _group_offloading(offload_type="leaf_level", record_stream=True, low_cpu_mem_usage=True)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@case("diffusers")
+def diffusers_block() -> None:
+    """apply_group_offloading, block_level, one block a group, use_stream=True"""
+    from diffusers.hooks import apply_group_offloading
+
+    model = Blocks()
+    apply_group_offloading(
+        model,
+        onload_device=torch.device("cuda"),
+        offload_type="block_level",
+        num_blocks_per_group=1,
+        use_stream=True,
+    )
+    with torch.no_grad():
+        for _ in range(4):
+            model(torch.ones(2, 32, device="cuda"))
+
+
+@case("diffusers")
+def diffusers_disk() -> None:
+    """apply_group_offloading, leaf_level, use_stream=True, offload_to_disk_path"""
+    with tempfile.TemporaryDirectory() as folder:
+        _group_offloading(offload_type="leaf_level", offload_to_disk_path=folder)
+
+
+@case("diffusers")
+def diffusers_disk_record() -> None:
+    """the same with record_stream=True"""
+    with tempfile.TemporaryDirectory() as folder:
+        _group_offloading(
+            offload_type="leaf_level", offload_to_disk_path=folder, record_stream=True
+        )
+
+
+def _offload_activations(offload: object) -> None:
+    model = blocks().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for _ in range(3):
+        with offload:  # type: ignore[attr-defined]
+            loss = model(torch.ones(64, 32, device="cuda")).sum()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case("torchtune")
+def torchtune_offload() -> None:
+    """OffloadActivations(use_streams=True) around three training steps"""
+    from torchtune.training import OffloadActivations
+
+    _offload_activations(
+        OffloadActivations(use_streams=True, min_offload_size=1, max_fwd_stash_size=1)
+    )
+
+
+@case("trl")
+def trl_offload() -> None:
+    """OffloadActivations(use_streams=True) around three training steps"""
+    from trl.models.activation_offloading import OffloadActivations
+
+    _offload_activations(
+        OffloadActivations(use_streams=True, min_offload_size=1, max_fwd_stash_size=1)
+    )
+
+
+def _one_rank() -> object:
+    """A device mesh of one rank, on gloo."""
+    if not torch.distributed.is_initialized():
+        store = torch.distributed.HashStore()
+        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    return torch.distributed.init_device_mesh("cuda", (1,))
+
+
+@case("torch")
+def torch_fsdp2() -> None:
+    """fully_shard, one rank on gloo, three training steps"""
+    from torch.distributed.fsdp import fully_shard
+
+    options = {"mesh": _one_rank()}
+    model = blocks().cuda()
+    for block in model:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.ones(4, 32, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case("torch")
+def torch_fsdp2_offload() -> None:
+    """the same with CPUOffloadPolicy"""
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    options = {"mesh": _one_rank(), "offload_policy": CPUOffloadPolicy()}
+    model = blocks()
+    for block in model:
+        fully_shard(block, **options)
+    fully_shard(model, **options)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for _ in range(3):
+        model(torch.ones(4, 32, device="cuda")).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case("torch")
+def torch_save_on_cpu() -> None:
+    """torch.autograd.graph.save_on_cpu(pin_memory=True)"""
+    model = blocks().cuda()
+    for _ in range(3):
+        with torch.autograd.graph.save_on_cpu(pin_memory=True):
+            loss = model(torch.ones(4, 32, device="cuda")).sum()
+        loss.backward()
+
+
+@case("transformers")
+def transformers_offloaded_cache() -> None:
+    """DynamicCache(offloading=True), generation by hand"""
+    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=4,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    model = LlamaForCausalLM(config).cuda().eval()
+    cache = DynamicCache(config=config, offloading=True)
+    with torch.no_grad():
+        tokens = torch.ones(1, 4, dtype=torch.long, device="cuda")
+        for _ in range(4):
+            logits = model(tokens, past_key_values=cache, use_cache=True).logits
+            tokens = logits[:, -1:].argmax(-1)
+
+
+@case("accelerate")
+def accelerate_loop() -> None:
+    """Accelerator.prepare and a training loop, non_blocking=True"""
+    from accelerate import Accelerator
+    from accelerate.utils import DataLoaderConfiguration
+
+    accelerator = Accelerator(dataloader_config=DataLoaderConfiguration(non_blocking=True))
+    model = image_model()
+    model(torch.zeros(1, 3, 8, 8))
+    optimizer = torch.optim.AdamW(model.parameters())
+    data = TensorDataset(torch.randn(24, 3, 8, 8), torch.randint(0, 4, (24,)))
+    loader = DataLoader(data, batch_size=4, pin_memory=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for pixels, target in loader:
+        loss = nn.functional.cross_entropy(model(pixels), target)
+        optimizer.zero_grad()
+        accelerator.backward(loss)
+        optimizer.step()
+        accelerator.gather_for_metrics(loss)
+
+
+@case("accelerate")
+def accelerate_cpu_offload() -> None:
+    """cpu_offload: weights move to the device for each layer"""
+    from accelerate import cpu_offload
+
+    model = blocks()
+    cpu_offload(model, execution_device=torch.device("cuda"))
+    with torch.no_grad():
+        for _ in range(2):
+            model(torch.ones(2, 32, device="cuda"))
+
+
+@case("lightning")
+def lightning_trainer() -> None:
+    """Trainer(accelerator="cuda", devices=1).fit"""
+    import lightning
+
+    class Module(lightning.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = nn.Linear(8, 2)
+
+        def training_step(self, batch: object, index: int) -> torch.Tensor:
+            x, y = batch  # type: ignore[misc]
+            loss = nn.functional.cross_entropy(self.model(x), y)
+            self.log("loss", loss)
+            return loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(self.parameters())
+
+    data = TensorDataset(torch.randn(24, 8), torch.randint(0, 2, (24,)))
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = lightning.Trainer(
+            accelerator="cuda",
+            devices=1,
+            max_epochs=2,
+            default_root_dir=folder,
+            logger=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            enable_checkpointing=False,
+        )
+        trainer.fit(Module(), DataLoader(data, batch_size=4, pin_memory=True))
+
+
+@case("torchvision")
+def torchvision_training() -> None:
+    """resnet18 and a pinned loader"""
+    from torchvision.models import resnet18
+
+    model = resnet18(num_classes=4).cuda()
+    data = TensorDataset(torch.randn(8, 3, 32, 32), torch.randint(0, 4, (8,)))
+    loader = DataLoader(data, batch_size=4, pin_memory=True)
+    train_on(((x.cuda(non_blocking=True), y.cuda(non_blocking=True)) for x, y in loader), model)
+
+
+def prepare_torchvision() -> None:
+    """A torchvision built for CUDA registers these operators from a library that needs CUDA."""
+    library = torch.library.Library("torchvision", "DEF")
+    for name, schema in (
+        ("nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
+        ("qnms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),
+    ):
+        try:
+            library.define(name + schema)
+        except RuntimeError:  # it is there
+            continue
+    KEPT.append(library)
+
+
+KEPT: list[object] = []
+
+
+def run(name: str) -> tuple[str, list[Finding]]:
+    """How a case ended, and what was found."""
+    package, function = CASES[name]
+    try:
+        importlib.import_module(package)
+    except ImportError:
+        return "not installed", []
+    with fake_cuda(check=False) as device:
+        try:
+            function()
+            torch.cuda.synchronize()
+        except Exception:
+            traceback.print_exc()
+            return "failed", device.findings()
+    return "ran", device.findings()
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "–"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("names", nargs="*", help="cases or packages; default: all")
+    parser.add_argument("--report", action="store_true", help="print the whole report")
+    parser.add_argument("--out", type=Path, help="write the result as JSON")
+    options = parser.parse_args()
+    prepare_torchvision()
+    rows = []
+    for name, (package, function) in CASES.items():
+        if options.names and name not in options.names and package not in options.names:
+            continue
+        ended, findings = run(name)
+        rows.append(
+            {
+                "case": name,
+                "package": package,
+                "version": version(package),
+                "what": function.__doc__,
+                "ended": ended,
+                "races": [
+                    {
+                        "kind": finding.race.kind,
+                        "first": str(finding.first[0]),
+                        "second": str(finding.second[0]),
+                        "missing": finding.race.missing,
+                        "times": finding.times,
+                    }
+                    for finding in findings
+                ],
+            }
+        )
+        if options.report:
+            print("\n\n".join(map(str, findings)), file=sys.stderr)
+    print(f"torch {torch.__version__}")
+    for row in rows:
+        print(
+            f"{row['case']:28} {row['package']:13} {row['version']:9} {row['ended']:14} "
+            f"{len(row['races'])} races"
+        )
+        for race in row["races"]:
+            print(f"    {race['kind']}: {race['first']}  /  {race['second']}")
+    if options.out is not None:
+        options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
