@@ -1,0 +1,111 @@
+"""Every form of wait is found with its line, however it is reached; on the fake device or a GPU."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from headrace.device import Device, open_device
+from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.testing import fake_cuda
+from support.wait_forms import FORMS, Case, Inputs, silent_functions, write_module
+
+
+@contextmanager
+def cuda_here() -> Iterator[Device]:
+    if torch.cuda.is_available():
+        yield open_device("cuda")
+    else:
+        with fake_cuda(check=False, keep_timeline=False) as device:
+            yield device
+
+
+def test_every_form_is_found_with_its_line(tmp_path: Path) -> None:
+    module, cases = write_module(tmp_path / "forms.py")
+    assert len({form for form, _ in FORMS}) >= 30
+    assert len(FORMS) >= 35
+    wrong: list[str] = []
+    with cuda_here() as device:
+        inputs = Inputs()
+        for case in cases:
+            waits: list[Wait] = []
+            with watch_waits(device, waits.append):
+                getattr(module, case.function)(inputs)
+            wrong += problems(case, waits, module.__file__ or "")
+    assert not wrong, "\n".join(wrong)
+
+
+def problems(case: Case, waits: list[Wait], file: str) -> list[str]:
+    if not waits:
+        return [f"{case}: not found"]
+    found = []
+    for wait in waits:
+        if wait.line is None:
+            found.append(f"{case}: no line")
+        elif (wait.line.file, wait.line.line) != (file, case.line):
+            found.append(f"{case}: line {wait.line.line}, expected {case.line}")
+    if case.form not in {wait.form.name for wait in waits}:
+        found.append(f"{case}: {waits[0].form.name} ({waits[0].operation}), expected {case.form}")
+    return found
+
+
+def test_code_that_does_not_wait_is_not_named(tmp_path: Path) -> None:
+    with cuda_here() as device:
+        inputs = Inputs()
+        for code, function in silent_functions(tmp_path / "silent.py"):
+            waits: list[Wait] = []
+            call: Any = function
+            with watch_waits(device, waits.append):
+                call(inputs)
+            assert not waits, (code, waits)
+
+
+def test_everything_is_as_before_after_the_block() -> None:
+    with cuda_here() as device:
+        owners = [(torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize")]
+        owners += [
+            (torch.cuda.Event, "synchronize"),
+            (torch.Tensor, "to"),
+            (warnings, "simplefilter"),
+        ]
+        before = [(getattr(owner, name), name in vars(owner)) for owner, name in owners]
+        with watch_waits(device, lambda wait: None):
+            pass
+        after = [(getattr(owner, name), name in vars(owner)) for owner, name in owners]
+    assert before == after
+
+
+def test_a_librarys_line_is_shown_with_the_users(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "library.py"
+    package.parent.mkdir()
+    package.write_text("def log(read):\n    return read()\n", encoding="utf-8")
+    scope: dict[str, Any] = {}
+    exec(compile(package.read_text(encoding="utf-8"), str(package), "exec"), scope)
+    wait = scope["log"](lambda: None) or wait_in(scope["log"])
+    assert wait.line is not None
+    assert (wait.line.file, wait.line.line) == (str(package), 2)
+    assert wait.called_from is not None
+    assert wait.called_from.text == "return log(read)  # type: ignore"
+
+
+def wait_in(log: Any) -> Wait:
+    def read() -> Wait:
+        frame = sys._getframe(1)
+        return wait_at(frame)
+
+    return log(read)  # type: ignore
+
+
+def test_generated_code_has_a_line_and_no_text() -> None:
+    scope: dict[str, Any] = {"wait": lambda: wait_at(sys._getframe(1))}
+    exec(compile("def generated():\n    return wait()\n", "<generated>", "exec"), scope)
+    wait = scope["generated"]()
+    assert wait.line is not None
+    assert (wait.line.file, wait.line.line, wait.line.text) == ("<generated>", 2, "")
+    assert wait.form.name == "other"
