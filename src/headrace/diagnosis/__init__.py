@@ -11,14 +11,32 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.diagnosis.block import Diagnosis, diagnose
+    from headrace.diagnosis.script import diagnose_program, exit_code_of, parse_limits
+    from headrace.diagnosis.session import Settings
     from headrace.diagnosis.steps import StepLine
+    from headrace.diagnosis.text import text_of
 
 _HOMES = {
+    "Diagnosis": "block",
+    "Settings": "session",
     "StepLine": "steps",
+    "diagnose": "block",
+    "diagnose_program": "script",
+    "exit_code_of": "script",
+    "parse_limits": "script",
+    "text_of": "text",
 }
 
 __all__ = [
+    "Diagnosis",
+    "Settings",
     "StepLine",
+    "diagnose",
+    "diagnose_program",
+    "exit_code_of",
+    "parse_limits",
+    "text_of",
 ]
 
 

@@ -123,9 +123,12 @@ class StepFinder:
 
 
 @contextmanager
-def watch_steps(on_call: Callable[[Hashable], object]) -> Iterator[None]:
+def watch_steps(
+    on_call: Callable[[Hashable], object],
+) -> Iterator[WeakKeyDictionary[Any, int]]:
     """Call `on_call` after each optimizer step and graph replay inside the block, with a number for
-    the optimizer or graph. Calls inside a capture do not count: they run nothing."""
+    the optimizer or graph. Calls inside a capture do not count: they run nothing. Yields the
+    optimizers and graphs with their numbers."""
     numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     cuda: Any = torch.get_device_module("cuda")
     graph = cuda.CUDAGraph
@@ -147,7 +150,7 @@ def watch_steps(on_call: Callable[[Hashable], object]) -> Iterator[None]:
     hook = register_optimizer_step_post_hook(after_step)
     graph.replay = replay_and_tell
     try:
-        yield
+        yield numbers
     finally:
         graph.replay = replay
         hook.remove()
