@@ -144,7 +144,7 @@ def parse_limits(text: str) -> list[Limit]:
         name = found[1].strip().replace(" ", "_") if found is not None else ""
         if found is None or name not in names or (found[4] == "%") is (name in _COUNTS):
             raise ProgramError(
-                f"{part.strip() or text!r}: expected conditions such as waits>2 or idle>20%; "
+                f"{part.strip() or repr(text)}: expected conditions such as waits>2 or idle>20%; "
                 f"counts are {', '.join(_COUNTS)}, shares idle, {', '.join(StepParts.__slots__)}"
             )
         limits.append(Limit(name, float(found[3]), found[2] == ">="))

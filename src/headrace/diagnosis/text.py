@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from pathlib import Path
 
 from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord
@@ -9,6 +10,7 @@ from headrace.text_table import text_table
 
 _MAX_LINES = 10
 _BAR = 60
+_WIDTH = 110
 #: The fill of each part in the bar.
 _FILLS = {
     "computing": "█",
@@ -24,7 +26,7 @@ _FILLS = {
 
 def text_of(result: DiagnosisResult) -> str:
     """The whole screen."""
-    parts = ["\n".join(filter(None, result.verdict))]
+    parts = ["\n".join(textwrap.fill(text, _WIDTH) for text in result.verdict if text)]
     if result.parts is not None and result.step_ms:
         parts.append(_bar(result))
     if result.lines:
@@ -32,7 +34,7 @@ def text_of(result: DiagnosisResult) -> str:
     if result.predictions:
         parts.append(_predictions(result))
     if result.notes or result.missing:
-        parts.append("\n".join(f"- {text}" for text in (*result.notes, *result.missing)))
+        parts.append("\n".join(_indented(f"- {text}") for text in (*result.notes, *result.missing)))
     return "\n\n".join(parts)
 
 
@@ -50,7 +52,7 @@ def _bar(result: DiagnosisResult) -> str:
         for name, share in shares.items()
         if name == "computing" or share >= 0.005
     ]
-    return "\n".join([f"[{bar}]", "  ".join(shown)])
+    return "\n".join([f"[{bar}]", *textwrap.wrap("   ".join(shown), _WIDTH)])
 
 
 def _lines(result: DiagnosisResult) -> str:
@@ -65,18 +67,16 @@ def _lines(result: DiagnosisResult) -> str:
         if has_times:
             row += [_number(value) for value in (one.blocked_ms, one.idle_ms, one.gain_ms)]
         rows.append(row)
-    table = text_table(columns, rows, right=columns[2:])
     more = len(result.lines) - _MAX_LINES
-    advice = dict.fromkeys(f"  {one.title}: {one.advice}" for one in result.lines[:_MAX_LINES])
-    return "\n".join(
-        [
-            table.rstrip(),
-            *([f"  and {more} more lines"] if more > 0 else []),
-            "",
-            "Instead:",
-            *advice,
-        ]
-    )
+    shown = [text_table(columns, rows, right=columns[2:]).rstrip()]
+    if more > 0:
+        shown.append(f"  and {more} more")
+    advice = dict.fromkeys(f"{one.title}: {one.advice}" for one in result.lines[:_MAX_LINES])
+    return "\n".join([*shown, "", "Instead:", *map(_indented, advice)])
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _predictions(result: DiagnosisResult) -> str:
