@@ -8,7 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from headrace.diagnosis.what_if import GRAPH, INSTANT_LOADER, NO_WAITS, PIPELINE, Change, Replay
+from headrace.diagnosis.what_if import (
+    GRAPH,
+    INSTANT_LOADER,
+    NO_PYTHON,
+    NO_WAITS,
+    PIPELINE,
+    Change,
+    Replay,
+)
 from support.made_traces import MS, US, Loop
 
 loops = st.builds(
@@ -100,3 +108,9 @@ def test_a_trace_with_work_that_nobody_launched_predicts_nothing() -> None:
         replace(one, call=None) if at % 5 == 0 else one for at, one in enumerate(trace.work)
     )
     assert not Replay(replace(trace, work=work)).holds
+
+
+def test_python_between_launches_is_predicted() -> None:
+    loop = Loop(logging=9 * MS)
+    truth = steady_ms(loop) / steady_ms(replace(loop, logging=0))
+    assert Replay(loop.run()).speedup(NO_PYTHON) == pytest.approx(truth, rel=0.03)

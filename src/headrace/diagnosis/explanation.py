@@ -15,6 +15,7 @@ from headrace.diagnosis.what_if import (
     GRAPH,
     INSTANT_LOADER,
     MAX_ERROR,
+    NO_PYTHON,
     NO_WAITS,
     PIPELINE,
     Change,
@@ -204,20 +205,15 @@ def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
     """The waits of each step in the trace, each as the calls that it consists of: a blocking copy
     is the copy and the wait after it."""
     steps: list[list[list[int]]] = [[] for _ in range(trace.steps)]
-    copy: int | None = None
+    after_copy = False
     for at, call in enumerate(trace.calls):
-        if call.kind == "copy":
-            if copy is not None:
-                steps[trace.step_of(trace.calls[copy].start_ns)].append([copy])
-            copy = at
-        elif call.kind == "wait":
-            steps[trace.step_of(call.start_ns)].append([at] if copy is None else [copy, at])
-            copy = None
-        elif call.kind == "launch" and copy is not None:
-            steps[trace.step_of(trace.calls[copy].start_ns)].append([copy])
-            copy = None
-    if copy is not None:
-        steps[trace.step_of(trace.calls[copy].start_ns)].append([copy])
+        if call.kind in ("wait", "copy"):
+            group = steps[trace.step_of(call.start_ns)]
+            if after_copy and "Synchronize" in call.name and group:
+                group[-1].append(at)
+            else:
+                group.append([at])
+        after_copy = call.kind in ("wait", "copy") and "Memcpy" in call.name
     return steps
 
 
@@ -262,12 +258,13 @@ def _predictions(
         return ()
     speedups = {
         "without all waits": replay.speedup(NO_WAITS),
-        "plan pipeline": replay.speedup(PIPELINE),
-        "plan graph": replay.speedup(GRAPH),
-        "a loader that never waits": replay.speedup(INSTANT_LOADER),
+        "with the plan pipeline": replay.speedup(PIPELINE),
+        "with the plan graph": replay.speedup(GRAPH),
+        "with a loader that is always ready": replay.speedup(INSTANT_LOADER),
+        "without Python between launches": replay.speedup(NO_PYTHON),
     }
     if seen.loader_workers == 0:
-        speedups[f"{_WORKERS} loader processes"] = replay.speedup_with_workers(_WORKERS)
+        speedups[f"with {_WORKERS} loader processes"] = replay.speedup_with_workers(_WORKERS)
     return tuple(
         Prediction(change, step_ms / speedup, speedup) for change, speedup in speedups.items()
     )
@@ -364,7 +361,7 @@ def _headroom(result: DiagnosisResult, idle_ms: float) -> str:
     best = max(result.predictions, key=lambda one: one.speedup)
     if best.speedup < 1 + _SMALL:
         return f"{text}, but no change that is modelled gains anything."
-    return f"{text}; {best.change} would take {best.step_ms:.1f} ms ({best.speedup:.2f}×)."
+    return f"{text}; {best.change}, a step would take {best.step_ms:.1f} ms ({best.speedup:.2f}×)."
 
 
 def _fake_verdict(result: DiagnosisResult) -> list[str]:

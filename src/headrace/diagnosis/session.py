@@ -184,8 +184,7 @@ class Session:
                 device.synchronize("diagnose")
                 self.seen.profiled_total_ns = time.perf_counter_ns() - clock[1]
         self.seen.profiled_steps = len(marks)
-        thread = threading.get_native_id()
-        self.seen.trace = read_trace(content, clock, marks, inputs, thread)
+        self.seen.trace = read_trace(content, clock, marks, inputs)
         if self.seen.trace is None:
             self.seen.missing.append(
                 "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"

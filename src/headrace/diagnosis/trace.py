@@ -89,28 +89,23 @@ def read_trace(
     clock: tuple[int, int],
     marks: Sequence[int],
     inputs: Iterable[tuple[int, int]],
-    thread: int,
 ) -> StepTrace | None:
-    """The steps in a trace file of PyTorch's profiler, between the first and the last time that the
-    host waited for an idle device.
+    """The steps in a trace file of PyTorch's profiler.
 
-    `clock` says when the first of these waits began and ended by the host's clock, which relates
-    the two clocks. `marks` and `inputs` are by the host's clock. `thread` is the native id of the
-    thread that trains. None if the trace lacks the two waits, or shows no work: then the profiler
-    records nothing here.
+    The thread that trains must have waited for an idle device before the first step; `clock` says
+    when that began and ended by the host's clock, which relates the two clocks. `marks` and
+    `inputs` are by the host's clock. None if the trace lacks that wait, or shows no work: then the
+    profiler records nothing here.
     """
     events = [event for event in content.get("traceEvents", ()) if event.get("ph") == "X"]
-    host = [event for event in events if event.get("cat") in _ON_HOST]
+    host = sorted((event for event in events if event.get("cat") in _ON_HOST), key=_start_ns)
     device = [event for event in events if event.get("cat") in _ON_DEVICE]
-    syncs = sorted(
-        (event for event in host if event["name"] == "cudaDeviceSynchronize"), key=_start_ns
-    )
-    if len(syncs) < 2 or not device or not marks:
+    first = _last_wait_before_work(host)
+    if first is None or not device or not marks:
         return None
-    first, last = syncs[0], syncs[-1]
     shift_ns = (_start_ns(first) + _end_ns(first)) // 2 - sum(clock) // 2
-    start_ns = _end_ns(first)
-    positions, calls = _calls(host, device, thread, start_ns, _start_ns(last))
+    start_ns, shifted = _end_ns(first), tuple(mark + shift_ns for mark in marks)
+    positions, calls = _calls(host, device, first.get("tid"), start_ns, shifted[-1])
     work = sorted(
         (
             Work(
@@ -128,36 +123,43 @@ def read_trace(
     )
     if not work:
         return None
-    shifted = tuple(mark + shift_ns for mark in marks)
     end_ns = max(shifted[-1], max(one.end_ns for one in work))
-    return StepTrace(
-        start_ns,
-        end_ns,
-        shifted,
-        calls,
-        tuple(work),
-        tuple((begin + shift_ns, end + shift_ns) for begin, end in inputs),
-    )
+    moved = tuple((begin + shift_ns, end + shift_ns) for begin, end in inputs)
+    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved)
+
+
+def _last_wait_before_work(host: list[Any]) -> Any:
+    """The wait for an idle device right before the first step: the profiler may have waited, too,
+    when it started."""
+    found = None
+    for event in host:
+        if event["name"] == "cudaDeviceSynchronize":
+            found = event
+        elif found is not None and any(word in event["name"] for word in _LAUNCHES):
+            break
+    return found
 
 
 def _calls(
-    host: list[Any], device: list[Any], thread: int, start_ns: int, end_ns: int
+    host: list[Any], device: list[Any], thread: Any, start_ns: int, end_ns: int
 ) -> tuple[dict[Any, int], tuple[Call, ...]]:
-    """The calls of the threads that train, and the position of each by its correlation id."""
-    copied = {
-        event["args"].get("correlation")
+    """The calls of the threads that train, and the position of each by its correlation id. These
+    are `thread` and those that launch kernels, as autograd's threads do."""
+    copies = {
+        event.get("args", {}).get("correlation"): event["name"].lower()
         for event in device
         if event.get("cat") == "gpu_memcpy" and "pageable" in event["name"].lower()
     }
-    launching = {event.get("tid") for event in host if "LaunchKernel" in event["name"]}
+    launching = {event.get("tid") for event in host if "Launch" in event["name"]}
     threads = {thread, *launching}
     positions: dict[Any, int] = {}
     calls: list[Call] = []
     free_ns = start_ns
-    for event in sorted(host, key=_start_ns):
+    for event in host:
         begin, end = _start_ns(event), _end_ns(event)
         correlation = event.get("args", {}).get("correlation")
-        kind = _call_kind(event["name"], correlation in copied and end - begin > _BLOCKING_COPY_NS)
+        blocking = copies.get(correlation, "") if end - begin > _BLOCKING_COPY_NS else ""
+        kind = _call_kind(event["name"], blocking)
         if kind is None or event.get("tid") not in threads or not start_ns <= begin < end_ns:
             continue
         # Two threads may call at once: at each moment the host does one thing.
@@ -168,9 +170,11 @@ def _calls(
     return positions, tuple(calls)
 
 
-def _call_kind(name: str, blocks: bool) -> CallKind | None:
+def _call_kind(name: str, blocking: str) -> CallKind | None:
+    """`blocking` is the name of a copy that blocked the host, in lower case. A copy to the host
+    waits for the work before it: it is a wait."""
     if any(word in name for word in _LAUNCHES):
-        return "copy" if blocks else "launch"
+        return "launch" if not blocking else "copy" if "htod" in blocking else "wait"
     if "Synchronize" in name or name in _BLOCKING_COPIES:
         return "wait"
     if name.startswith(_MEMORY):

@@ -119,6 +119,7 @@ def _explicit_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
     with ExitStack() as stack:
         for owner, name, operation in (
             (cuda, "synchronize", "torch.cuda.synchronize"),
+            (torch.accelerator, "synchronize", "torch.cuda.synchronize"),
             (cuda, "empty_cache", "torch.cuda.empty_cache"),
             (cuda.Stream, "synchronize", "Stream.synchronize"),
             (cuda.Event, "synchronize", "Event.synchronize"),
@@ -187,7 +188,6 @@ def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
 
         return changed
 
-    filters = list(warnings.filters)
     for name, change in changing.items():
         setattr(warnings, name, keeping_ours(change))
     shown._showwarnmsg = show
@@ -202,8 +202,14 @@ def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
         shown._showwarnmsg = original
         for name, change in changing.items():
             setattr(warnings, name, change)
-        warnings.filters[:] = filters  # type: ignore[index]
+        ours = [one for one in shown.filters if _is_ours(one[1])]
+        for one in ours:
+            shown.filters.remove(one)
         shown._filters_mutated()
+
+
+def _is_ours(message: Any) -> bool:
+    return bool(getattr(message, "pattern", message) == _SYNCHRONISING)
 
 
 @contextmanager

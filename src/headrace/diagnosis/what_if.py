@@ -33,7 +33,8 @@ class Change:
 
     `without` are positions of waiting calls that go; `no_waits` takes all of them. With
     `overlap_copies`, copies run on a stream of their own and block nobody. With `one_graph`, a step
-    is one launch. `load_share` is what is left of the time spent on loading.
+    is one launch. `load_share` is what is left of the time spent on loading, `python_share` of that
+    spent in long stretches of Python.
     """
 
     without: frozenset[int] = frozenset()
@@ -41,12 +42,14 @@ class Change:
     overlap_copies: bool = False
     one_graph: bool = False
     load_share: float = 1.0
+    python_share: float = 1.0
 
 
 PIPELINE = Change(no_waits=True, overlap_copies=True)
 GRAPH = Change(no_waits=True, overlap_copies=True, one_graph=True)
 NO_WAITS = Change(no_waits=True)
 INSTANT_LOADER = Change(load_share=0.0)
+NO_PYTHON = Change(python_share=0.0)
 
 
 @dataclass(slots=True)
@@ -60,6 +63,8 @@ class _Work:
     after: tuple[int, ...] = ()
     #: How long the host takes to launch it.
     launch_ns: int = 0
+    #: Between the work before it and this, if the device did not have to wait for the launch.
+    gap_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -152,8 +157,7 @@ class Replay:
             for at in operation.work:
                 self._work[at].launch_ns = operation.ns
         elif call.kind in ("wait", "copy"):
-            own = operation.work if call.kind == "copy" else []
-            operation.waits_for = self._waited_for(segment, own)
+            operation.waits_for = self._waited_for(segment, operation.work)
             done_ns = max((self._trace.work[at].end_ns for at in operation.waits_for), default=0)
             if done_ns > segment.start_ns:
                 operation.ns, operation.wake_ns = 0, segment.end_ns - done_ns
@@ -184,6 +188,7 @@ class Replay:
         trace = self._trace
         free: dict[int, tuple[int, int]] = {}  # by stream: end and position of its last work
         latencies: list[int] = []
+        gaps: list[int] = []
         bound_by_launch: list[bool] = []
         for at, one in enumerate(trace.work):
             described = _Work(one.stream, one.end_ns - one.start_ns, one.kind == "copy")
@@ -202,12 +207,17 @@ class Replay:
             if is_bound:
                 described.latency_ns = max(0, one.start_ns - launch_ns)
                 latencies.append(described.latency_ns)
+            elif not described.after:
+                gaps.append(max(0, one.start_ns - before_ns))
+                described.gap_ns = min(gaps[-1], _EDGE_NS)
             self._work.append(described)
             if one.end_ns >= before_ns:
                 free[one.stream] = one.end_ns, at
-        usual_ns = _median(latencies)
+        usual_ns, usual_gap_ns = _median(latencies), _median(gaps)
         for described, is_bound in zip(self._work, bound_by_launch, strict=True):
-            if not is_bound:
+            if is_bound:
+                described.gap_ns = min(usual_gap_ns, described.latency_ns)
+            else:
                 described.latency_ns = usual_ns
 
     # --- running it -----------------------------------------------------------------------------
@@ -245,9 +255,11 @@ class _Host:
         change = self._change
         if operation.cause == "input":
             self._now += operation.ns * change.load_share
+        elif operation.cause == "host" and operation.call is None:
+            self._now += operation.ns * change.python_share
         elif operation.cause in ("wait", "copy", "memory"):
             self._wait(operation)
-        elif change.one_graph and operation.cause in ("launch", "host"):
+        elif change.one_graph and operation.cause == "launch":
             self._record(operation)
         else:
             self._now += operation.ns
@@ -277,8 +289,6 @@ class _Host:
                 self._launch([at])
             else:
                 self._graph.append(at)
-        if operation.cause == "host":
-            self._now += operation.ns
 
     def _launch_graph(self) -> None:
         self._now += _GRAPH_LAUNCH_NS
@@ -298,7 +308,9 @@ class _Host:
                 lane = "copies"
             if first_start is None:
                 # Latencies count from the begin of a launch; the host is at its end.
-                start = max(self._now - work.launch_ns + work.latency_ns, self._free.get(lane, 0.0))
+                launched = self._now - work.launch_ns + work.latency_ns
+                free = self._free.get(lane, 0.0)
+                start = max(launched, free + work.gap_ns if free else 0.0)
                 start = max([start, *(self._ends[one] for one in work.after if one in self._ends)])
                 first_start, first_traced = start, self._trace.work[at].start_ns
             else:  # of a graph: as far after its first kernel as in the trace
