@@ -7,11 +7,14 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 
 from headrace.device import Device, open_device
+from headrace.diagnosis import waits as waits_module
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
 from headrace.testing import fake_cuda
 from support.wait_forms import FORMS, Case, Inputs, silent_functions, write_module
@@ -109,3 +112,54 @@ def test_generated_code_has_a_line_and_no_text() -> None:
     assert wait.line is not None
     assert (wait.line.file, wait.line.line, wait.line.text) == ("<generated>", 2, "")
     assert wait.form.name == "other"
+
+
+def test_pytorchs_warning_is_caught_whatever_the_script_does_with_warnings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    waits: list[Wait] = []
+    before = list(warnings.filters)
+
+    def synchronise() -> None:
+        warnings.warn("called a synchronizing CUDA operation (at Copy.cpp)", stacklevel=1)
+
+    with watch_waits(open_device("cpu"), waits.append):
+        synchronise()
+        warnings.filterwarnings("ignore", message="nothing of ours")
+        warnings.simplefilter("ignore")
+        synchronise()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            synchronise()
+            warnings.warn("the script's own", stacklevel=1)
+    assert [str(one.message) for one in caught] == ["the script's own"]
+    assert [wait.line.function for wait in waits if wait.line] == ["synchronise"] * 3
+    # What the script has set stays; what we have set is gone.
+    assert [one for one in warnings.filters if one not in before] != []
+    assert not any("synchronizing" in str(one[1]) for one in warnings.filters)
+    warnings.filters[:] = before  # type: ignore[index]
+
+
+def test_asynchronous_copies_from_pageable_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        return  # in the table of forms
+    told: list[Wait] = []
+    moved = SimpleNamespace(is_cuda=True)
+
+    class Source(torch.Tensor):
+        is_cpu, pinned = True, False
+
+        def is_pinned(self, device: Any = None) -> bool:
+            return self.pinned
+
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: moved, raising=False)
+    monkeypatch.setattr(waits_module, "isinstance", lambda value, kind: True, raising=False)
+    source = torch.ones(3).as_subclass(Source)
+    with waits_module._telling_if_pageable("to", told.append):
+        source.to("cuda", non_blocking=True)
+        source.to("cuda")
+        Source.pinned = True
+        source.to("cuda", non_blocking=True)
+    assert [wait.form.name for wait in told] == ["to"]

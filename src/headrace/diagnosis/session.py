@@ -179,10 +179,14 @@ class Session:
                 for _ in self._steps(self.settings.profiled):
                     yield
                     marks.append(time.perf_counter_ns())
+            except GeneratorExit:
+                pass  # the script has ended: read what there is
             finally:
                 self._inputs = None
                 device.synchronize("diagnose")
                 self.seen.profiled_total_ns = time.perf_counter_ns() - clock[1]
+        if not marks:
+            return
         self.seen.profiled_steps = len(marks)
         self.seen.trace = read_trace(content, clock, marks, inputs)
         if self.seen.trace is None:

@@ -50,6 +50,7 @@ class Work:
     stream: int = 0
     call: int | None = None
     name: str = ""
+    nbytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +116,7 @@ def read_trace(
                 int(event.get("args", {}).get("stream", 0)),
                 positions.get(event.get("args", {}).get("correlation")),
                 event["name"],
+                int(event.get("args", {}).get("bytes", 0)),
             )
             for event in device
             if _start_ns(event) >= start_ns

@@ -24,6 +24,8 @@ _EDGE_NS = 15_000
 #: Between two kernels of a graph, and to launch a graph, about.
 _GRAPH_GAP_NS = 1_000
 _GRAPH_LAUNCH_NS = 60_000
+#: Bytes per nanosecond from pinned memory: what PCIe 4 does; a later one does more.
+_PINNED_BYTES_PER_NS = 24
 _ROUNDS = 3
 
 
@@ -65,6 +67,8 @@ class _Work:
     launch_ns: int = 0
     #: Between the work before it and this, if the device did not have to wait for the launch.
     gap_ns: int = 0
+    #: How long a copy takes from pinned memory.
+    pinned_ns: int = 0
 
 
 @dataclass(slots=True)
@@ -192,6 +196,9 @@ class Replay:
         bound_by_launch: list[bool] = []
         for at, one in enumerate(trace.work):
             described = _Work(one.stream, one.end_ns - one.start_ns, one.kind == "copy")
+            described.pinned_ns = described.ns
+            if one.nbytes and "pageable" in one.name.lower():
+                described.pinned_ns = min(described.ns, one.nbytes // _PINNED_BYTES_PER_NS)
             before_ns = free.get(one.stream, (trace.start_ns, -1))[0]
             launch_ns = trace.start_ns if one.call is None else trace.calls[one.call].start_ns
             others = [
@@ -315,7 +322,7 @@ class _Host:
                 first_start, first_traced = start, self._trace.work[at].start_ns
             else:  # of a graph: as far after its first kernel as in the trace
                 start = first_start + (self._trace.work[at].start_ns - first_traced)
-            end = start + work.ns
+            end = start + (work.pinned_ns if lane == "copies" else work.ns)
             self._free[lane] = max(end, self._free.get(lane, 0.0))
             self._ends[at] = end
         if first_start is not None:
