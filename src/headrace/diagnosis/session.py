@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -176,11 +176,10 @@ class Session:
             device.synchronize("diagnose")
             clock = before_ns, time.perf_counter_ns()
             try:
-                for _ in self._steps(self.settings.profiled):
-                    yield
-                    marks.append(time.perf_counter_ns())
-            except GeneratorExit:
-                pass  # the script has ended: read what there is
+                with suppress(GeneratorExit):  # the script has ended: read what there is
+                    for _ in self._steps(self.settings.profiled):
+                        yield
+                        marks.append(time.perf_counter_ns())
             finally:
                 self._inputs = None
                 device.synchronize("diagnose")

@@ -52,9 +52,12 @@ def diagnosis_page(result: DiagnosisResult, source: str) -> str:
 
 def _summary(result: DiagnosisResult) -> Summary:
     headline = result.verdict[0] if result.verdict else "Nothing could be measured"
+    sentences = result.verdict[1:]
     stats = []
-    if result.parts is not None:
-        stats.append(Stat("GPU computing", share(result.parts.computing / result.parts.total)))
+    if result.parts is not None and result.parts.total:
+        computing = share(result.parts.computing / result.parts.total)
+        headline, sentences = f"The GPU computes {computing} of the time", result.verdict
+        stats.append(Stat("GPU computing", computing))
     if result.waits_per_step is not None:
         stats.append(Stat("Host waits per step", f"{result.waits_per_step:.1f}"))
     if result.launches_per_step is not None:
@@ -62,9 +65,9 @@ def _summary(result: DiagnosisResult) -> Summary:
     if result.races is not None:
         stats.append(Stat("Stream races", f"{result.races}"))
     if result.step_ms is not None:
-        return Summary(headline, ms(result.step_ms), "per step", result.verdict[1:], stats)
+        return Summary(headline, ms(result.step_ms), "per step", sentences, stats)
     waits = "–" if result.waits_per_step is None else f"{result.waits_per_step:.1f}"
-    return Summary(headline, waits, "waits per step", result.verdict[1:], stats)
+    return Summary(headline, waits, "waits per step", sentences, stats)
 
 
 def _parts(result: DiagnosisResult) -> dict[str, object] | None:
