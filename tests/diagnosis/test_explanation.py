@@ -60,6 +60,20 @@ def test_each_line_gets_its_waits_of_the_trace() -> None:
     assert result.parts.total == pytest.approx(result.step_ms)
 
 
+def test_copies_that_need_not_block_are_joined_if_their_line_is_certain() -> None:
+    loop = Loop(reads=1, kernel=20 * US, copy=300 * US, pageable=True)
+    copy = replace(wait(31, "to"), operation="copy from pageable memory")
+    other = replace(wait(32, "to"), operation="copy from pageable memory")
+    for waits, blocked in (([copy, wait(42)], True), ([copy, copy, wait(42)], True)):
+        result = result_of(seen(loop, [waits] * 3))
+        (line,) = (one for one in result.lines if one.line and one.line.line == 31)
+        assert ((line.blocked_ms or 0) > 0.2) is blocked
+    result = result_of(seen(loop, [[copy, other, wait(42)]] * 3))
+    times = {one.line.line: one.blocked_ms for one in result.lines if one.line}
+    assert (times[31], times[32]) == (None, None)
+    assert times[42] == pytest.approx(0.2, abs=0.05)
+
+
 def test_a_loop_of_few_waits_is_scaled_to_the_clean_step() -> None:
     loop = Loop(reads=1, kernel=20 * US)
     result = result_of(seen(loop, [[wait(42)]] * 3, clean_ms=loop.run().step_ms / 2))

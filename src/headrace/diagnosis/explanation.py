@@ -37,6 +37,8 @@ LineKey = tuple[LineRecord | None, LineRecord | None, str]
 
 _WORKERS = 4
 _MAX_SPANS = 20_000
+#: How many lines get a replay of their own.
+_MAX_PREDICTED = 12
 #: Gains below this share of a step are not worth a prediction.
 _SMALL = 0.005
 
@@ -144,15 +146,18 @@ class _Lines:
         """Find each line's waits in the trace: by order, in steps with as many waits."""
         patterns: dict[int, Counter[tuple[LineKey, ...]]] = {}
         for waits in self._steps:
-            keys = tuple(map(key_of, waits))
+            keys = tuple(key_of(wait) for wait in waits if not _is_copy(wait))
             patterns.setdefault(len(keys), Counter())[keys] += 1
         joined = 0
         for groups in _groups_by_step(trace):
-            if len(groups) in patterns:
-                joined += 1
-                keys = patterns[len(groups)].most_common(1)[0][0]
-                for key, calls in zip(keys, groups, strict=True):
-                    self.known[key].calls |= set(calls)
+            waited = [calls for calls in groups if not _only_copies(trace, calls)]
+            if len(waited) not in patterns:
+                continue
+            joined += 1
+            keys = patterns[len(waited)].most_common(1)[0][0]
+            for key, calls in zip(keys, waited, strict=True):
+                self.known[key].calls |= set(calls)
+            self._join_copies([calls for calls in groups if _only_copies(trace, calls)])
         self.joined_share = joined / trace.steps
         if joined == 0:
             return
@@ -163,9 +168,25 @@ class _Lines:
             spans = (trace.calls[at] for at in known.calls)
             known.blocked_ms = sum(call.end_ns - call.start_ns for call in spans) * scale
             known.idle_ms = sum(divided.by_call.get(at, 0) for at in known.calls) * scale
-            if replay.holds:
-                speedup = replay.speedup(Change(without=frozenset(known.calls)))
-                known.gain_ms = step_ms * (1 - 1 / speedup)
+        if replay.holds:
+            self._predict(replay, step_ms)
+
+    def _join_copies(self, groups: list[list[int]]) -> None:
+        """Copies from memory that is not pinned: a small one does not block, so the trace may have
+        fewer than the lines. Then it is not known which, unless all are at one line."""
+        keys = [key_of(wait) for wait in self._steps[-1] if _is_copy(wait)] if self._steps else []
+        if len(set(keys)) == 1:
+            keys = keys[:1] * len(groups)
+        if len(keys) == len(groups):
+            for key, calls in zip(keys, groups, strict=True):
+                self.known[key].calls |= set(calls)
+
+    def _predict(self, replay: Replay, step_ms: float) -> None:
+        joined = [known for known in self.known.values() if known.blocked_ms is not None]
+        worst = sorted(joined, key=lambda known: -(known.blocked_ms or 0.0))
+        for known in worst[:_MAX_PREDICTED]:
+            speedup = replay.speedup(Change(without=frozenset(known.calls)))
+            known.gain_ms = step_ms * (1 - 1 / speedup)
 
     def diagnosed(self) -> tuple[DiagnosedLine, ...]:
         """The lines with the largest gain first, then the longest idle time, then the count."""
@@ -194,6 +215,14 @@ class _Lines:
 
 def key_of(wait: Wait) -> LineKey:
     return wait.line, wait.called_from, wait.form.name
+
+
+def _is_copy(wait: Wait) -> bool:
+    return wait.operation == "copy from pageable memory"
+
+
+def _only_copies(trace: StepTrace, calls: list[int]) -> bool:
+    return all(trace.calls[at].kind == "copy" for at in calls)
 
 
 def _takes_part(wait: Wait) -> bool:

@@ -214,8 +214,21 @@ class Session:
     # --- what else is worth knowing -------------------------------------------------------------
 
     def _accelerator(self) -> Device | None:
+        """The GPU of the weights that are trained; None if they are on the CPU."""
         cuda: Any = torch.get_device_module("cuda")
-        return open_device("cuda") if cuda.is_initialized() and cuda.is_available() else None
+        if not (cuda.is_initialized() and cuda.is_available()):
+            return None
+        places = [
+            weight.device
+            for optimizer in list(self._optimizers)
+            if isinstance(optimizer, torch.optim.Optimizer)
+            for group in optimizer.param_groups
+            for weight in group["params"][:1]
+        ]
+        on_gpu = [place for place in places if place.type == "cuda"]
+        if on_gpu:
+            return open_device(on_gpu[0])
+        return None if places else open_device("cuda")
 
     def _synchronize(self) -> None:
         if self.seen.device is not None:

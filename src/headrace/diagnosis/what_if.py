@@ -26,7 +26,7 @@ _GRAPH_GAP_NS = 1_000
 _GRAPH_LAUNCH_NS = 60_000
 #: Bytes per nanosecond from pinned memory: what PCIe 4 does; a later one does more.
 _PINNED_BYTES_PER_NS = 24
-_ROUNDS = 3
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
