@@ -193,6 +193,9 @@ def figures(row: PlanResult, result: BenchResult) -> dict[str, Any]:
         "compiled": row.is_compiled,
         "notes": [note.replace(f"{FOLDER.parent.parent}/", "") for note in row.notes],
     }
+    if row.compiled is not None:
+        found["compile s"] = round(row.compiled["seconds"], 1)
+        found["why not compiled"] = row.compiled["why"]
     if row.graphs is not None:
         found["why not captured"] = row.graphs["why"]
         found["replays"] = row.graphs["replays"]

@@ -202,10 +202,6 @@ def bleu(contest: Contest) -> Row:
             "word for word": _word_for_word_bleu(words, test, settings),
         },
         "signature": result.scores.bleu_signature,
-        "examples": [
-            {"source": src, "reference": trg, "headrace": found}
-            for src, trg, found in result.examples
-        ],
     }
 
 

@@ -95,6 +95,23 @@ def timm_validation() -> None:
             (model(pixels).argmax(1) == target).sum()
 
 
+@case("timm")
+def timm_naflex() -> None:
+    """timm.data.naflex_loader.NaFlexPrefetchLoader, forward only"""
+    from timm.data.naflex_loader import NaFlexPrefetchLoader
+
+    def batches() -> object:
+        for _ in range(6):
+            patches = torch.randn(2, 5, 12).pin_memory()
+            inputs = {"patches": patches, "patch_coord": torch.zeros(2, 5, 2).pin_memory()}
+            yield inputs, torch.zeros(2, dtype=torch.long).pin_memory()
+
+    model = nn.Linear(12, 4).cuda()
+    with torch.no_grad():
+        for inputs, target in NaFlexPrefetchLoader(batches(), device=torch.device("cuda")):
+            model(inputs["patches"]).sum() + target.sum()
+
+
 def _group_offloading(**options: object) -> None:
     from diffusers.hooks import apply_group_offloading
 
@@ -435,7 +452,7 @@ def main() -> None:
     for row in rows:
         print(
             f"{row['case']:28} {row['package']:13} {row['version']:9} {row['ended']:14} "
-            f"{len(row['races'])} races"
+            f"races: {len(row['races'])}"
         )
         for race in row["races"]:
             print(f"    {race['kind']}: {race['first']}  /  {race['second']}")

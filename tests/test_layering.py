@@ -68,7 +68,7 @@ def test_only_one_file_names_torch_cuda() -> None:
             for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
         )
     ]
-    imitation = ["testing/cuda/namespace.py", "testing/cuda/streams.py"]
+    imitation = ["testing/cuda/namespace.py", "testing/cuda/streams.py", "testing/graphs.py"]
     assert naming == ["device/cuda.py", *imitation]
 
 

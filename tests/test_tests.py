@@ -21,10 +21,13 @@ ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 # Test modules that are not named after a module, and what they test.
 OTHERS = {
     "checkpoint/test_durability.py": "folders.py, when the process dies or the disk fails",
+    "engine/test_outputs.py": "engine.py: outputs, on_update and lr",
     "engine/test_step_graphs_changes.py": "step_graphs.py, where model, optimizer or data change",
     "testing/test_capture.py": "graphs.py: what a capture refuses",
     "testing/test_fake_cuda.py": "cuda/: what PyTorch says and does inside `fake_cuda()`",
     "testing/test_fake_cuda_programs.py": "cuda/ and the checker on whole programs",
+    "testing/test_race_table.py": "checker.py, with the bugs of support/race_table.py",
+    "testing/test_oracle.py": "the checker against a brute-force oracle, on random programs",
     "testing/test_memory.py": "what lies on the fake device: both modes and the checker together",
     "test_exports.py": "the `__all__` of every room",
     "test_floor_plan.py": "benchmarks/floor_plan.py",

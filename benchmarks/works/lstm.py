@@ -103,5 +103,9 @@ def train(device: torch.device, *, seed: int = 0, **options: Any) -> Iterator[Te
             yield value.detach()
 
 
+def main(arguments: list[str] | None = None) -> None:
+    run(__doc__, train, arguments)
+
+
 if __name__ == "__main__":
-    run(__doc__, train)
+    main()

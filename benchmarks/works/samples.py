@@ -66,15 +66,16 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def run(description: str | None, train: Any) -> None:
-    """Read the command line, train, and print the loss of every tenth step."""
+def run(description: str | None, train: Any, arguments: list[str] | None = None) -> None:
+    """Read the arguments (by default the command line's), train, and print the loss of every tenth
+    step."""
     parser = argparse.ArgumentParser(description=(description or "").partition("\n")[0])
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--workers", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--tiny", action="store_true", help="a small model, for a CPU")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     losses: Iterator[Tensor] = train(
         torch.device(options.device),
         tiny=options.tiny,

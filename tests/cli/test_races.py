@@ -7,13 +7,10 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 from typer.testing import CliRunner, Result
 
 from headrace.cli import app
 from headrace.runs.records import RacesResult
-
-pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
 
 PROGRAM = """
     import sys

@@ -195,6 +195,16 @@ def graph_engine(
     assert list(engine.epoch(data).losses) == list(losses.losses)
 
 
+def test_an_initial_state_with_a_gradient_is_detached(capturing: Device) -> None:
+    found = []
+    for plan in ("pipeline", "graph"):
+        model, optimizer = made(capturing)
+        state = tuple(one.requires_grad_() for one in zeros(capturing))
+        engine = Engine(model, optimizer, loss, plan=plan, device=capturing, carry=state)
+        found.append([engine.epoch(batches(5)).losses for _ in range(2)])
+    assert found[0] == found[1]
+
+
 def test_a_list_that_is_shifted(capturing: Device) -> None:
     """The carried tensors of a batch are those of the batch before, in other places."""
 

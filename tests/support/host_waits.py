@@ -42,6 +42,8 @@ class Inputs:
         self.weight.grad = torch.ones_like(self.weight)
         self.layer = torch.nn.Linear(6, 6).to(device)
         self.lstm = torch.nn.LSTM(4, 5).to(device)
+        self.scaler = torch.amp.GradScaler("cuda", enabled=device.type == "cuda")
+        self.scaler.scale(self.s)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,11 @@ class Case:
     code: str
     run: Callable[[Inputs], object]
     waits: bool
+
+    @property
+    def needs_cuda(self) -> bool:
+        """Whether it asks PyTorch for a device of this name."""
+        return "scaler" in self.code
 
     @property
     def needs_grad(self) -> bool:
@@ -119,6 +126,7 @@ torch.save(a.x, io.BytesIO())
 a.p.split(a.i.tolist())
 torch.nn.utils.clip_grad_norm_([a.weight], 1.0, error_if_nonfinite=True)
 torch.distributions.Normal(a.x, a.p)
+a.scaler.step(torch.optim.SGD([a.weight], lr=0.1))
 torch.combinations(a.x)
 a.x.to_sparse()
 a.layer.weight.isnan().any().item()
@@ -223,6 +231,9 @@ rnn.pad_sequence([a.x, a.x[:3]])
 rnn.pack_padded_sequence(a.grid[0], torch.tensor([3, 3, 2, 2, 1, 1, 1, 1]))
 a.lstm(a.grid[0, :, :, :4])
 a.layer(a.x).sum().backward()
+a.scaler.step(torch.optim.AdamW([a.weight], fused=True))
+a.scaler.unscale_(torch.optim.SGD([a.weight], lr=0.1))
+a.scaler.scale(a.s)
 torch.nn.utils.clip_grad_norm_([a.weight], 1.0)
 torch.nn.utils.clip_grad_value_([a.weight], 1.0)
 torch.optim.SGD([a.weight], lr=0.1, momentum=0.9).step()

@@ -244,6 +244,29 @@ class TestThreads:
                 exec(source, module)
                 assert isinstance(module["make"](), host_threads._TracedLock) == traced
 
+    def test_a_thread_from_before_the_block_comes_after_all_others(self) -> None:
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(int).result()  # starts the thread
+            with FakeDevice() as device:
+                value = torch.ones(8, device=device.torch_device)
+
+                def work() -> None:
+                    with device:
+                        value.add_(1)
+
+                pool.submit(work).result()
+
+    def test_a_thread_at_every_step_leaves_clocks_short(self) -> None:
+        with FakeDevice() as device:
+            value = torch.ones(8, device=device.torch_device)
+            for _ in range(20):
+                thread = threading.Thread(target=value.add_, args=(1,))
+                thread.start()
+                thread.join()
+                thread.join()  # again: the actor may belong to another thread by now
+                value.add_(1)
+        assert len(device.checker.hosts) == 2
+
     def test_everything_is_restore(self) -> None:
         def patched() -> list[object]:
             return [

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import multiprocessing
+import sys
 import threading
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +20,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from headrace.errors import DeviceError, NotImitatedError, RaceError
 from headrace.testing import FakeCuda, fake_cuda
-
-pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
 
 
 class Keeper:
@@ -68,8 +69,9 @@ def test_the_device_is_there_inside_the_block_only() -> None:
     with pytest.raises(ZeroDivisionError):
         fail()
     assert seen() == before
-    with pytest.raises(AssertionError, match="not compiled with CUDA"):
-        torch.zeros(1).cuda()
+    if torch.version.cuda is None:
+        with pytest.raises(AssertionError, match="not compiled with CUDA"):
+            torch.zeros(1).cuda()
 
 
 def test_a_block_in_a_block_is_an_error(fake_cuda: FakeCuda) -> None:
@@ -98,6 +100,20 @@ def test_an_object_used_after_its_block_says_so() -> None:
         stream.synchronize()
 
 
+def test_a_stream_kept_for_the_next_block_is_a_stream_there() -> None:
+    with fake_cuda():
+        kept = torch.cuda.Stream(), torch.cuda.default_stream(), torch.cuda.Event()
+        kept[2].record()
+    with fake_cuda(check=False) as device:
+        stream, default, event = kept
+        assert default == torch.cuda.default_stream()
+        with torch.cuda.stream(stream):
+            x = torch.ones(2, device="cuda")
+        event.wait()  # of the other block: not recorded here
+        x.add_(1)
+    assert [race.first.where for race in device.races] == ["kept"]
+
+
 # --- names from before the block ------------------------------------------------------------------
 
 
@@ -115,6 +131,31 @@ def test_names_held_anywhere_lead_to_the_fake(fake_cuda: FakeCuda) -> None:
     event().record()
     assert graph().replay
     synchronize()
+
+
+def test_names_imported_inside_are_the_real_ones_afterwards(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "imported_inside.py").write_text(
+        "import torch\n"
+        "from torch import Generator, Stream as AnyStream\n"
+        "from torch.cuda import Event, current_stream as now\n"
+        "from torch._C import _accelerator_setDeviceIndex as set_index\n"
+        "from torch._C import _accelerator_hooks_set_current_device as set_current\n",
+        encoding="utf-8",
+    )
+    with fake_cuda():
+        inside = importlib.import_module("imported_inside")
+        inside.set_index(0)
+        assert isinstance(inside.now(), inside.AnyStream)
+    del sys.modules["imported_inside"]
+    assert inside.Generator is torch.Generator
+    assert inside.AnyStream is torch.Stream
+    assert inside.Event is torch.cuda.Event
+    assert inside.now is torch.cuda.current_stream
+    assert inside.set_index is torch._C._accelerator_setDeviceIndex
+    assert inside.set_current is torch._C._accelerator_hooks_set_current_device
 
 
 def test_a_class_derived_before_the_block_is_an_error(fake_cuda: FakeCuda) -> None:
@@ -144,6 +185,9 @@ def test_every_way_to_the_device(fake_cuda: FakeCuda) -> None:
         "as_tensor": torch.as_tensor(host.numpy(), device="cuda"),
         "module": model.cuda().weight,
         "module to": torch.nn.Linear(2, 2).to("cuda").weight,
+        "module keyword": torch.nn.Linear(2, 2).to(device="cuda", dtype=torch.float64).weight,
+        "module int": torch.nn.Linear(2, 2).to(0).weight,
+        "parallel": torch.nn.DataParallel(model)(host),
         "module device": torch.nn.Linear(2, 2, device="cuda").bias,
         "result": model(host.cuda()),
     }
@@ -154,6 +198,7 @@ def test_every_way_to_the_device(fake_cuda: FakeCuda) -> None:
     made["default"] = torch.arange(3)
     torch.set_default_device("cpu")
     assert [name for name, tensor in made.items() if not on_cuda(tensor)] == []
+    assert torch.device(0) == torch.device("cuda", 0)
     assert made["type"].dtype == torch.float16
     assert made["type"].type() == "torch.cuda.HalfTensor"
     assert (made["cuda()"].get_device(), host.get_device()) == (0, -1)
@@ -418,6 +463,12 @@ def test_figures_and_tools(fake_cuda: FakeCuda) -> None:
     torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark
     with torch.backends.cudnn.flags(enabled=True):
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cuda.matmul.allow_tf32
+    with torch.profiler.profile(
+        activities=list(torch.profiler.ProfilerActivity.__members__.values())
+    ):
+        torch.ones(2, device="cuda").sum()
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        torch.empty(1 << 50, device="cuda")
     assert torch.compile(len) is len
     torch.cuda.synchronize(torch.device("cuda"))
 

@@ -23,8 +23,6 @@ from torch.utils.data import DataLoader, TensorDataset
 from headrace.testing import fake_cuda, race_report
 from support.paths import TESTS
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
-
 
 def loader(workers: int = 0) -> DataLoader[Any]:
     pixels = torch.randint(0, 255, (12, 3, 2, 2), dtype=torch.uint8)
@@ -204,6 +202,14 @@ PROGRAMS: list[tuple[Callable[[str | None], None], str, str, str, str]] = [
 def test_a_right_program_is_silent(program: Callable[[str | None], None]) -> None:
     with fake_cuda():
         program(None)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("program", dict.fromkeys(program for program, *_ in PROGRAMS))
+def test_a_right_program_runs_on_a_gpu(program: Callable[[str | None], None]) -> None:
+    program(None)
+    torch.cuda.synchronize()
 
 
 def test_a_loader_with_workers_is_silent() -> None:

@@ -11,8 +11,6 @@ import torch
 from headrace.errors import DeviceError, RaceError
 from headrace.testing import FakeCuda, FakeDevice, fake_cuda, ordered, race_page, race_report
 
-pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
-
 
 def produce(stream: torch.cuda.Stream) -> torch.Tensor:
     with torch.cuda.stream(stream):
@@ -122,3 +120,16 @@ def test_the_page_draws_the_missing_order(tmp_path: Path) -> None:
     assert "compute.wait_stream(copies) before" in page
     assert "x.mul_(len(text))" in page
     assert "http" not in page.replace("http-equiv", "")
+
+
+def test_the_picture_has_the_access_that_raced_not_a_later_one_of_its_line() -> None:
+    with fake_cuda(check=False) as device:
+        copies = torch.cuda.Stream()
+        pinned = [torch.zeros(2).pin_memory() for _ in range(2)]
+        for step in range(3):  # the third step fills the first buffer again
+            pinned[step % 2].fill_(step)
+            with torch.cuda.stream(copies):
+                pinned[step % 2].cuda(non_blocking=True)
+    (finding,) = device.findings()
+    here = [m for m in finding.picture.moments if m.name == "copy h2d"]
+    assert [moment.number for moment in here].index(finding.picture.first) == 0

@@ -60,6 +60,13 @@ def test_layouts_in_very_many_pieces() -> None:
     assert not first.overlaps(pair)
     assert second.overlaps(pair)
     assert second.overlaps(Layout.of(table[7]))
+    boxes = torch.zeros(100_000, 2, 8, dtype=torch.int16)
+    even = Layout.of(boxes[:, 1, ::2])
+    assert not even.overlaps(Layout.of(boxes[:, 0]))
+    assert not even.overlaps(Layout.of(boxes[:, :, 1::2]))
+    assert not even.overlaps(Layout.of(boxes[7, 0]))
+    assert even.overlaps(Layout.of(boxes[7:9]))
+    assert even.overlaps(Layout.of(boxes[:, 1, 4:]))
     assert whole.covers(first)
     assert first.covers(first)
     assert not first.covers(Layout.of(table[1:3, 1]))  # between its first byte and its last

@@ -235,6 +235,18 @@ class TestMemory:
             assert two.holds(tensor)
             assert not one.holds(tensor)
 
+    def test_a_copy_between_two_fake_devices(self) -> None:
+        with FakeDevice() as one, FakeDevice(index=2) as two:
+            first = torch.ones(4, device=one.torch_device)
+            second = first.to(two.torch_device)
+            third = second.to(one.torch_device)
+            second.copy_(first)
+            first.copy_(second, non_blocking=True)
+            assert [one.holds(tensor) for tensor in (first, second, third)] == [True, False, True]
+            assert [two.holds(tensor) for tensor in (first, second, third)] == [False, True, False]
+            assert one.hidden_waits == two.hidden_waits == []
+            assert (first.device, second.device) == (one.torch_device, two.torch_device)
+
     @pytest.mark.parametrize("arguments", [{"index": 0}, {"host_order": "loose"}])
     def test_arguments_are_checked(self, arguments: dict[str, object]) -> None:
         with pytest.raises(DeviceError, match="expected"):

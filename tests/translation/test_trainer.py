@@ -375,7 +375,10 @@ class TestCommands:
         )
         assert found.exit_code == 0, found.output
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
-        assert "train has no source and no target sentence of its 4 pairs" in found.stdout
+        assert (
+            "valid: train has no source and no target sentence of its 4 pairs; the best weights "
+            "were chosen on it\n"
+        ) in found.stdout
         stored = yaml.safe_load((tmp_path / "runs" / "exp" / "config.yaml").read_text())
         assert (stored["epochs"], stored["width"]) == (1, 16)  # flags override the file
         assert (stored["data"], stored["time_limit"]) == ([str(corpus / "pairs.tsv")], 3600.0)
@@ -405,7 +408,10 @@ class TestCommands:
         )
         assert found.exit_code == 0, found.output
         assert "lowercased" in found.stdout
-        assert "train has no source and no target sentence of its 4 pairs" in found.stdout
+        assert (
+            "valid: train has no source and no target sentence of its 4 pairs; the best weights "
+            "were chosen on it\n"
+        ) in found.stdout
         assert found.stdout.splitlines()[-1].startswith("BLEU ")
 
     def test_prepare_says_where(self, corpus: Path, tmp_path: Path) -> None:

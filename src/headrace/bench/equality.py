@@ -122,10 +122,3 @@ def remove_dropout(model: nn.Module) -> int:
             setattr(module, name, 0.0)
             removed += 1
     return removed
-
-
-def rounds_differently(optimizer: Any) -> bool:
-    """Whether an optimizer rounds differently once it is made capturable for a graph. A fused one
-    does not."""
-    defaults = optimizer.defaults
-    return "capturable" in defaults and not defaults.get("fused")

@@ -18,12 +18,11 @@ from headrace.bench.equality import (
     compare,
     compare_weights,
     remove_dropout,
-    rounds_differently,
 )
 from headrace.bench.plan_list import PlanEntry
 from headrace.bench.text import DEFAULT_PRECISION
 from headrace.bench.trainable import EngineTrainable, Trainable, describe_error, release_memory
-from headrace.bench.works.training import Made, StepTraining, optimizers_of
+from headrace.bench.works.training import Made, StepTraining
 from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.errors import BenchError, HeadraceError
@@ -34,6 +33,14 @@ _STILL_RANDOM = (
     "compiled code draws other random numbers than eager code, and the step draws some outside of "
     "dropout modules"
 )
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """The losses of a plan, and why their last digits may differ from the reference's."""
+
+    losses: tuple[float, ...]
+    rounding: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,8 +126,8 @@ class LossComparison:
             if reference.is_random:
                 return _not_compared(_STILL_RANDOM)
         made = self._make(entry, without_dropout)
-        why = self._why_within(entry, made, compiled, without_dropout)
-        losses = self._run(entry, made, deterministic=self._deterministic and not compiled)
+        run = self._run(entry, made, deterministic=self._deterministic and not compiled)
+        losses, why = run.losses, self._why_within(entry, run, compiled, without_dropout)
         if compiled:
             torch.compiler.reset()  # no other compiled code is in use yet
         equal = compare(
@@ -158,7 +165,7 @@ class LossComparison:
         return ComparedLosses(equal, losses)
 
     def _why_within(
-        self, entry: PlanEntry, made: Made, compiled: bool, without_dropout: bool
+        self, entry: PlanEntry, run: _Run, compiled: bool, without_dropout: bool
     ) -> str:
         """Why the losses need not match bit for bit; empty if they must."""
         if compiled:
@@ -166,10 +173,7 @@ class LossComparison:
         own, reference = entry.plan.precision, self._reference.plan.precision
         if own != reference:
             return f"{own or DEFAULT_PRECISION} instead of {reference or DEFAULT_PRECISION}"
-        captured = entry.plan.graphs != "off" and self._device.captures
-        if captured and any(map(rounds_differently, optimizers_of(made, self._device))):
-            return "the optimizer was made capturable and rounds differently; a fused one does not"
-        return ""
+        return run.rounding or ""
 
     def _pass(self, *, without_dropout: bool) -> _Pass:
         """The reference's run, which is kept. It runs again without deterministic kernels if the
@@ -190,7 +194,7 @@ class LossComparison:
     def _reference_pass(self, without_dropout: bool) -> _Pass:
         made = self._make(self._reference, without_dropout)
         before = self._device.random_state()
-        losses = self._run(self._reference, made, deterministic=self._deterministic)
+        losses = self._run(self._reference, made, deterministic=self._deterministic).losses
         is_random = not torch.equal(before, self._device.random_state())
         weights = _weights(made, self._device) if isinstance(made, StepTraining) else None
         return _Pass(losses, is_random, weights)
@@ -201,7 +205,7 @@ class LossComparison:
             remove_dropout(made.model)
         return made
 
-    def _run(self, entry: PlanEntry, made: Made, *, deterministic: bool) -> tuple[float, ...]:
+    def _run(self, entry: PlanEntry, made: Made, *, deterministic: bool) -> _Run:
         trainable = EngineTrainable(
             self._work,
             self._device,
@@ -212,7 +216,7 @@ class LossComparison:
         )
         self._trainable = trainable
         try:
-            return trainable.losses(self._batches)
+            return _Run(trainable.losses(self._batches), trainable.rounding)
         finally:
             trainable.close()
 

@@ -96,6 +96,13 @@ class EngineTrainable:
         report = self._engine.graphs
         return None if report is None else asdict(report)
 
+    @property
+    def rounding(self) -> str | None:
+        """Why the last digits of its losses may differ from a plain loop's; None if they do not."""
+        assert self._engine is not None
+        report = self._engine.graphs
+        return None if report is None else report.rounding
+
     def compiled(self) -> dict[str, Any] | None:
         assert self._engine is not None
         report = self._engine.compiled

@@ -75,7 +75,7 @@ def evaluate(
             name = split or ("test" if "test" in prepared.splits else "valid")
             with usage_errors():  # the corpus may have no test split
                 pairs = prepared.texts(name)
-            scored_on = prepared.describe_novelty(name)
+            scored_on = prepared.describe_scored(name)
         show = partial(line.status, f"translating {name}")
         scores, _ = model.score(pairs, beam=beam, lowercase=lowercase, watch=show)
     lengths = model.count_lengths([src for src, _ in pairs], [trg for _, trg in pairs])

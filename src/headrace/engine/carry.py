@@ -223,6 +223,7 @@ class CarriedState:
 
     def _set_initial(self, initial: Any) -> None:
         """Keep a copy of the initial state, in the same memory as that of the last epoch."""
+        initial = rebuild_batch(initial, [leaf.detach() for leaf in flatten_batch(initial)])
         before = None if self._initial is None else signature(self._initial, self._device)
         if before is not None and signature(initial, self._device) == before:
             with torch.no_grad():

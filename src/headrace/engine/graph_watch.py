@@ -57,6 +57,18 @@ class StepWatch:
         """Whether two batches of this shape in a row did the same."""
         return key in self._agreed
 
+    @property
+    def rounding(self) -> str | None:
+        """Why a captured step may differ in the last digits from one that is not; None if it does
+        not."""
+        if not self.as_captured:
+            return None
+        return (
+            "code in the step asks whether it is being captured and may run other kernels then, as "
+            "attention masks of transformers do, so the last digits may differ from the plain "
+            "loop's"
+        )
+
     def read_by(self, key: int) -> list[torch.Tensor]:
         """Tensors that a shape's batches read besides the batch and the `known` ones."""
         return self._agreed[key]

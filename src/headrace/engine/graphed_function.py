@@ -15,12 +15,14 @@ eagerly; the log says why, once.
 
 Gradients may stay from call to call (an update every n-th batch). `p.grad` is then an input of the
 step, like the batch: each graph belongs to the gradients, None or tensors, that it was captured
-with. After a replay, `p.grad` is what it was after the capture.
+with. After a replay, `p.grad` is what it was after the capture. Gradients that a step neither uses
+nor drops, such as those of another step's model, stay as they are.
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -47,6 +49,7 @@ from headrace.engine.python_state import PythonState
 from headrace.engine.step_graphs import (
     GraphReport,
     describe_failure,
+    join_reasons,
     log_rounding,
     warn_not_captured,
 )
@@ -59,34 +62,54 @@ from headrace.source_lines import describe_function
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 Gradients = tuple[torch.Tensor | None, ...]
+# After this many calls in a row that find their gradients elsewhere, none is captured any more.
+_MAX_UNSETTLED = 20
+_GRADIENTS_MOVE = (
+    "each call finds the gradients that it uses in other memory, and a graph would read the old: "
+    "write to a gradient in place (p.grad.copy_(…)) instead of assigning a new tensor, or drop it "
+    "in the step with zero_grad()"
+)
 
 
 class _Gradients:
-    """The gradients that a call finds, and whether it uses them."""
+    """The gradients that a call finds, and what becomes of them, by the parameter's position."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
-        self._parameters = [p for p in parameters if p.grad is not None]
-        self.tensors = [p.grad for p in self._parameters if p.grad is not None]
-        self._versions = [gradient._version for gradient in self.tensors]
-        self._seen_by_optimizer = False
+        self._entry = {
+            at: (p, p.grad, p.grad._version)
+            for at, p in enumerate(parameters)
+            if p.grad is not None
+        }
+        self.tensors = [gradient for _, gradient, _ in self._entry.values()]
+        self._seen_by_optimizer: set[int] = set()
 
     def seen_by(self, optimizer: torch.optim.Optimizer) -> None:
         """Call before an optimizer's step."""
-        own = {id(gradient) for gradient in self.tensors}
-        groups = optimizer.param_groups
-        self._seen_by_optimizer |= any(id(p.grad) in own for one in groups for p in one["params"])
+        seen = {id(p.grad) for group in optimizer.param_groups for p in group["params"]}
+        self._seen_by_optimizer |= {
+            at for at, (_, gradient, _) in self._entry.items() if id(gradient) in seen
+        }
 
-    def are_unused(self, touched: set[Storage]) -> bool:
-        """Whether the call has dropped all of them unread, as `zero_grad()` does. One that is still
-        there may be used later, and a graph must not use its memory for something else."""
-        own = {id(gradient) for gradient in self.tensors}
-        if any(id(parameter.grad) in own for parameter in self._parameters):
-            return False
-        written = any(
-            gradient._version != version
-            for gradient, version in zip(self.tensors, self._versions, strict=True)
-        )
-        return not (self._seen_by_optimizer or written or storages(self.tensors) & touched)
+    def fates(self, touched: set[Storage]) -> _Fates:
+        """Call after the call. `touched` is all memory that its operations had as arguments."""
+        used = {
+            at
+            for at, (_, gradient, version) in self._entry.items()
+            if at in self._seen_by_optimizer
+            or gradient._version != version
+            or storages([gradient]) & touched
+        }
+        stays = {at for at, (p, gradient, _) in self._entry.items() if p.grad is gradient}
+        return _Fates(frozenset(used), frozenset(stays - used))
+
+
+@dataclass(frozen=True, slots=True)
+class _Fates:
+    """What a call does with the gradients that it finds: it has `used` some, and has left others as
+    they were (`kept`). The rest it has dropped unread, as `zero_grad()` does."""
+
+    used: frozenset[int]
+    kept: frozenset[int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,10 +124,11 @@ class _Found:
 @dataclass(frozen=True, slots=True)
 class _Outcome:
     """What a captured call leaves: its result, for each parameter its gradient, and the state for
-    the next call."""
+    the next call. A replay leaves the gradients of the parameters in `kept` as they are."""
 
     result: Any
     gradients: Gradients
+    kept: frozenset[int]
     carried: Any
 
 
@@ -133,8 +157,12 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._graphs: GraphCache[_Outcome] = GraphCache(
             device, max_graphs=max_graphs, capture_after=0
         )
-        # Calls, by the hash of their key, that use no gradients of the calls before.
-        self._starts_clean: set[int] = set()
+        # What calls, by the hash of their key, do with the gradients of the calls before.
+        self._fates: dict[int, _Fates] = {}
+        # Addresses of the gradients that graphs leave: memory of the graphs' pool.
+        self._own_gradients: set[int] = set()
+        # By the hash of their key: calls in a row whose gradients were in new memory.
+        self._unsettled: Counter[int] = Counter()
         self._observed: list[torch.nn.Module | torch.optim.Optimizer] = []
         #: None before the first call, and after a call has shown more than the search had found.
         self._found: _Found | None = None
@@ -180,7 +208,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def report(self) -> GraphReport:
         """What was captured and replayed, and why not."""
-        rounding = [optimizer.rounding for optimizer in self._capturable]
+        rounding = (optimizer.rounding for optimizer in self._capturable)
         return GraphReport(
             shapes=len(self._graphs),
             captures=self._graphs.captures,
@@ -190,7 +218,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             memory_bytes=self._graphs.memory_bytes,
             why=self._why_eager,
             decision=None,
-            rounding="; ".join(dict.fromkeys(filter(None, rounding))) or None,
+            rounding=join_reasons(self._watch.rounding, *rounding),
         )
 
     def close(self) -> None:
@@ -311,7 +339,10 @@ class GraphedFunction(Generic[Arguments, Returned]):
         graph_key = (key, self._gradient_key(found, key))
         captured = self._graphs.find(graph_key)
         # Gradients of an eager call have other memory each time: wait until an address comes again.
-        settled = graph_key[1] is None or self._graphs.uses(graph_key) > 1
+        settled = not any(graph_key[1]) or self._graphs.uses(graph_key) > 1
+        self._unsettled[hash(key)] = 0 if settled else self._unsettled[hash(key)] + 1
+        if self._unsettled[hash(key)] == _MAX_UNSETTLED:
+            self._give_up(_GRADIENTS_MOVE)
         if captured is not None or not settled or not self._graphs.is_due(graph_key):
             return captured
         try:
@@ -320,11 +351,21 @@ class GraphedFunction(Generic[Arguments, Returned]):
             self._give_up(describe_failure(problem))
             return None
 
-    def _gradient_key(self, found: _Found, key: Hashable) -> Hashable:
-        """The gradients that a graph would read: their addresses, or nothing if it reads none."""
-        if hash(key) in self._starts_clean:
-            return None
-        return tuple(0 if p.grad is None else p.grad.data_ptr() for p in found.parameters)
+    def _gradient_key(self, found: _Found, key: Hashable) -> tuple[int, ...]:
+        """The gradients that a graph would use: their addresses, and 0 for all others.
+
+        A gradient that the step leaves alone counts if another graph of this function has made it:
+        the graphs share memory, and one captured without it might use that memory for its own.
+        """
+        fates = self._fates[hash(key)]
+
+        def address(at: int, gradient: torch.Tensor | None) -> int:
+            if gradient is None or at not in fates.used | fates.kept:
+                return 0
+            found_at = gradient.data_ptr()
+            return found_at if at in fates.used or found_at in self._own_gradients else 0
+
+        return tuple(address(at, p.grad) for at, p in enumerate(found.parameters))
 
     def _run_watched(self, found: _Found, key: Hashable, call: Any) -> Returned:
         """Run the step eagerly, and look for what no graph could repeat."""
@@ -342,10 +383,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             del carried
         numbers = {str(at): one for at, one in enumerate(tree_leaves(result)) if _is_number(one)}
         tracer.trace.returned = numbers
-        if entry.are_unused(tracer.trace.touched):
-            self._starts_clean.add(hash(key))
-        else:
-            self._starts_clean.discard(hash(key))
+        self._fates[hash(key)] = entry.fates(tracer.trace.touched)
         if len(self._observed) > observed:  # watch again, with all that the step uses
             self._found = None
             return result
@@ -368,8 +406,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
     def _replay(self, found: _Found, captured: CapturedWork[_Outcome], call: Any) -> Returned:
         self._write_rates()
         outcome = captured.replay(flatten_batch(call))
-        for parameter, gradient in zip(found.parameters, outcome.gradients, strict=True):
-            parameter.grad = gradient
+        for at, parameter in enumerate(found.parameters):
+            if at not in outcome.kept:
+                parameter.grad = outcome.gradients[at]
         if self._carry is not None:
             self._carry.hold(outcome.carried)
         self.replays += 1
@@ -387,11 +426,12 @@ class GraphedFunction(Generic[Arguments, Returned]):
         if (obstacle := state_obstacle(state)) is not None:
             raise CaptureError(obstacle)
         entry = [p.grad for p in found.parameters if p.grad is not None]
+        used = self._fates[hash(key)].used
         with self._ready_for_capture(state, values) as succeeded:
             before = StateBeforeCapture(state)
             try:
                 captured = self._graphs.capture(
-                    graph_key, call, lambda own: self._work_to_capture(found, own)
+                    graph_key, call, lambda own: self._work_to_capture(found, used, own)
                 )
                 before.require_in_place()
                 if before.optimizer_changed():
@@ -405,11 +445,17 @@ class GraphedFunction(Generic[Arguments, Returned]):
             log_rounding(self._plan_name, self.report().rounding)
         self._addresses = addresses(state, state.tensors())
         values.note_capture()
+        self._own_gradients |= {
+            gradient.data_ptr()
+            for at, gradient in enumerate(captured.result.gradients)
+            if gradient is not None and at not in captured.result.kept
+        }
         # A graph must not outlive the tensors it uses.
         self._kept_alive += [*self._known_tensors(found), *entry, *self._watch.read_by(hash(key))]
         return captured
 
-    def _work_to_capture(self, found: _Found, call: Any) -> _Outcome:
+    def _work_to_capture(self, found: _Found, used: frozenset[int], call: Any) -> _Outcome:
+        entry = [p.grad for p in found.parameters]
         with ExitStack() as stack:
             for optimizer in self._capturable:
                 if optimizer.rates is not None:
@@ -419,7 +465,13 @@ class GraphedFunction(Generic[Arguments, Returned]):
         result = tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
         if self._carry is not None:
             carried = self._carry.write(carried, capturing=True)
-        return _Outcome(result, tuple(p.grad for p in found.parameters), carried)
+        gradients = tuple(p.grad for p in found.parameters)
+        kept = frozenset(
+            at
+            for at, gradient in enumerate(gradients)
+            if gradient is not None and gradient is entry[at] and at not in used
+        )
+        return _Outcome(result, gradients, kept, carried)
 
     @contextmanager
     def _ready_for_capture(
@@ -468,6 +520,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._graphs.close()
         self._addresses = None
         self._kept_alive = []
+        self._own_gradients.clear()
 
 
 @overload

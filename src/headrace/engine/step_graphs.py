@@ -191,7 +191,10 @@ class StepGraphs:
             memory_bytes=self._graphs.memory_bytes + self._updates.memory_bytes,
             why=self._why_eager,
             decision=None if self._timing is None else self._timing.decision,
-            rounding=None if self._capturable is None else self._capturable.rounding,
+            rounding=join_reasons(
+                self._watch.rounding,
+                None if self._capturable is None else self._capturable.rounding,
+            ),
         )
 
     def close(self) -> None:
@@ -538,6 +541,11 @@ def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
         plan_name,
         why,
     )
+
+
+def join_reasons(*reasons: str | None) -> str | None:
+    """The reasons that there are, each once; None if there are none."""
+    return "; ".join(dict.fromkeys(filter(None, reasons))) or None
 
 
 def log_rounding(plan_name: str, rounding: str | None) -> None:

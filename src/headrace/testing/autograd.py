@@ -224,9 +224,7 @@ def _join(stream: FakeStream, arrival: _Arrival) -> None:
             graphs.wait(stream, mark)
         return
     with stream.device.lock:
-        stream.device.launch(stream.actor)
-        join(stream.actor.clock, arrival.clock)
-        stream.actor.time_ns = max(stream.actor.time_ns, arrival.time_ns)
+        stream.joins(arrival.clock, arrival.time_ns)
 
 
 def _record_stream(gradients: Sequence[torch.Tensor | None], stream: FakeStream) -> None:

@@ -11,8 +11,11 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -28,12 +31,19 @@ Clock = dict[int, int]
 # in one pool is never handed out in the other. Within a pool it splits free blocks and merges
 # neighbours, so a freed block can become part of a request of any size.
 _SMALL_POOL_BYTES = 1 << 20
+# How far one host thread may be behind another on the same stream and still know its clock.
+_HISTORY = 4096
 
 
 def storage_key(tensor: torch.Tensor) -> int:
     """Identifies the memory of a tensor."""
     with torch._C.DisableTorchFunction():
         return int(tensor.untyped_storage()._cdata) if torch._C._has_storage(tensor) else id(tensor)
+
+
+def memory_key(tensor: torch.Tensor) -> int:
+    """`storage_key` where PyTorch's function modes are off and the tensor has a storage."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def join(into: Clock, other: Clock) -> None:
@@ -51,6 +61,7 @@ class StreamState:
         self.name = name
         #: Virtual time at which the stream will have done all its work.
         self.time_ns = 0
+        self.views: list[StreamView] = []
 
 
 class Actor:
@@ -78,13 +89,21 @@ class Actor:
 
 class StreamView(Actor):
     """A stream as one host thread uses it. Its clock is what the thread's next operation on the
-    stream will be ordered after."""
+    stream will be ordered after.
 
-    def __init__(self, number: int, stream: StreamState, host: Host) -> None:
+    The thread's own clock counts what it puts on the stream, under `queue_number`. A thread that is
+    ordered after the n-th of these puts its work behind it: its view joins the clock that this one
+    had then. With one host thread there is nobody to tell, and nothing is counted.
+    """
+
+    def __init__(self, number: int, queue_number: int, stream: StreamState, host: Host) -> None:
         super().__init__(number, stream.name)
         self._stream = stream
         self.stream_number = stream.number
+        self.queue_number = queue_number
         self.host = host
+        self._history: deque[tuple[int, Clock]] = deque(maxlen=_HISTORY)
+        self._seen: Clock = {}
 
     @property
     def time_ns(self) -> int:
@@ -94,14 +113,26 @@ class StreamView(Actor):
     def time_ns(self, value: int) -> None:
         self._stream.time_ns = value
 
+    def refresh(self) -> None:
+        """Learn what other threads have put on the stream, as far as this thread knows of it."""
+        for other in self._stream.views if len(self._stream.views) > 1 else ():
+            known = self.host.clock.get(other.queue_number, 0)
+            if other is not self and known > self._seen.get(other.queue_number, 0):
+                self._seen[other.queue_number] = known
+                join(self.clock, other.clock_at(known))
 
-@dataclass(slots=True)
-class Knowledge:
-    """What one host thread hands over to another: what it has waited for, and what it has put on
-    each stream."""
+    def clock_at(self, count: int) -> Clock:
+        """The clock that this view had when `count` things were on the stream."""
+        for number, clock in reversed(self._history):
+            if number <= count:
+                return clock
+        return {}
 
-    clock: Clock = field(default_factory=dict)
-    streams: dict[int, Clock] = field(default_factory=dict)
+    def queued(self) -> None:
+        """Count that this thread has put something on the stream."""
+        clock = self.host.clock
+        count = clock[self.queue_number] = clock.get(self.queue_number, 0) + 1
+        self._history.append((count, dict(self.clock)))
 
 
 class Host(Actor):
@@ -123,18 +154,6 @@ class Host(Actor):
             view = self.views[stream.number] = self._checker.new_view(stream, self)
         return view
 
-    def publish(self, into: Knowledge) -> None:
-        """Add all that this thread knows."""
-        join(into.clock, self.clock)
-        for number, view in self.views.items():
-            join(into.streams.setdefault(number, {}), view.clock)
-
-    def learn(self, knowledge: Knowledge) -> None:
-        """Order this thread after what another one handed over."""
-        join(self.clock, knowledge.clock)
-        for number, clock in knowledge.streams.items():
-            join(self.view(self._checker.streams[number]).clock, clock)
-
 
 @dataclass(slots=True)
 class Storage:
@@ -152,9 +171,9 @@ class Storage:
     recorded_streams: set[int] = field(default_factory=set)
     #: Allocated in a capture: any stream may use it first, and it is never handed out again.
     pooled: bool = False
-    #: What the thread that made it knew then. Whoever has the tensor comes after that, however it
-    #: was handed over. None until there are two host threads.
-    made_after: Knowledge | None = None
+    #: What the thread that made it knew then. None until there are two host threads.
+    made_after: Clock | None = None
+    made_by: Host | None = None
 
     def __str__(self) -> str:
         if self.home == "pool":
@@ -170,16 +189,21 @@ class Checker:
     It is not thread-safe: the fake device calls it under its lock.
     """
 
-    def __init__(self, this_host: Callable[[], Host | None]) -> None:
+    def __init__(
+        self, this_host: Callable[[], Host | None], lock: AbstractContextManager[Any]
+    ) -> None:
         self._this_host = this_host
+        self._lock = lock
         self.races: list[Race] = []
         self.device_bytes = 0
         self.peak_device_bytes = 0
         self.limit_bytes = sys.maxsize
         self.streams: list[StreamState] = []
         self.hosts: list[Host] = []
-        self._actors: list[Actor] = []
+        self._actors: dict[int, Actor] = {}
+        self._numbers = 0
         self._storages: dict[int, Storage] = {}
+        self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         #: For storages that share another one's memory: how many bytes after its start they begin.
         self._offsets: dict[int, int] = {}
         # By the stream that owned it and the pool: uses of freed memory by other streams that may
@@ -194,8 +218,11 @@ class Checker:
         self._unordered: set[tuple[object, ...]] = set()
 
     def new_host(self, name: str) -> Host:
-        host = Host(len(self._actors), name, self)
-        self._actors.append(host)
+        if len(self.hosts) == 1:  # from now on, threads tell each other what is on their streams
+            for view in self.hosts[0].views.values():
+                view.queued()
+        host = Host(self._new_number(), name, self)
+        self._actors[host.number] = host
         self.hosts.append(host)
         return host
 
@@ -205,9 +232,14 @@ class Checker:
         return stream
 
     def new_view(self, stream: StreamState, host: Host) -> StreamView:
-        view = StreamView(len(self._actors), stream, host)
-        self._actors.append(view)
+        view = StreamView(self._new_number(), self._new_number(), stream, host)
+        self._actors[view.number] = view
+        stream.views.append(view)
         return view
+
+    def _new_number(self) -> int:
+        self._numbers += 1
+        return self._numbers
 
     # --- storages ---------------------------------------------------------------------------------
 
@@ -222,6 +254,16 @@ class Checker:
         """Whether the tensor lies in device memory."""
         tracked = self.storage_of(tensor)
         return tracked is not None and tracked.home == "device"
+
+    def held(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Those of the tensors that lie in device memory. Each must have a storage."""
+        get = self._storages.get
+        found = []
+        for tensor in tensors:
+            tracked = get(tensor.untyped_storage()._cdata)
+            if tracked is not None and tracked.home == "device":
+                found.append(tensor)
+        return found
 
     def track(
         self, tensor: torch.Tensor, home: str, owner: Actor, site: Site, *, pooled: bool = False
@@ -239,13 +281,27 @@ class Checker:
             *(home, owner, site, tensor.shape, tensor.dtype, nbytes, storage.data_ptr()),
             pooled=pooled,
         )
-        weakref.finalize(storage, self._forget, key).atexit = False
-        if len(self.hosts) > 1:
-            tracked.made_after = Knowledge()
-            owner.host.publish(tracked.made_after)
+        self._watch_end(storage, key)
         if home == "device" and not pooled:
             self._allocate(tracked)
         return tracked
+
+    def made(self, tensor: torch.Tensor, host: Host) -> None:
+        """Notice that the operation that makes a tensor is on its stream. Whoever has the tensor
+        comes after that, however it was handed over."""
+        if len(self.hosts) > 1:
+            tracked = self.storage_of(tensor)
+            if tracked is not None:
+                tracked.made_after = dict(host.clock)
+                tracked.made_by = host
+
+    def learn_of_making(self, tensors: Sequence[torch.Tensor], host: Host) -> None:
+        """Order a host thread after the making of tensors that it uses."""
+        for tensor in tensors:
+            tracked = self.storage_of(tensor)
+            if tracked is None or tracked.made_after is None or tracked.made_by is host:
+                continue
+            join(host.clock, tracked.made_after)
 
     def alias(self, tensor: torch.Tensor) -> None:
         """Follow a tensor that PyTorch made of memory it was handed, as `from_dlpack` and
@@ -256,7 +312,7 @@ class Checker:
             if tracked.address <= address < tracked.address + tracked.nbytes:
                 self._storages[key] = tracked
                 self._offsets[key] = address - tracked.address
-                weakref.finalize(storage, self._forget, key).atexit = False
+                self._watch_end(storage, key)
                 return
 
     def _count(self, nbytes: int) -> None:
@@ -268,11 +324,17 @@ class Checker:
         self.device_bytes += nbytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
+    def _watch_end(self, storage: torch.UntypedStorage, key: int) -> None:
+        # Not `weakref.finalize`, which takes three times as long: every result is tracked.
+        self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))
+
     def _forget(self, key: int) -> None:
-        tracked = self._storages.pop(key)
-        if self._offsets.pop(key, None) is None and tracked.home == "device":
-            self.device_bytes -= tracked.nbytes
-            self._free(tracked)
+        with self._lock:  # any thread may drop the last reference, at any moment
+            del self._alive[key]
+            tracked = self._storages.pop(key)
+            if self._offsets.pop(key, None) is None and tracked.home == "device":
+                self.device_bytes -= tracked.nbytes
+                self._free(tracked)
 
     # --- the allocator ----------------------------------------------------------------------------
 
@@ -304,12 +366,13 @@ class Checker:
         if tracked.pooled or not tracked.nbytes:
             return
         host = self._this_host()
-        done = [tracked.owner.clock]
+        done: list[Clock] = []
         if host is not None:  # work that this thread has waited for is over
             done.append(host.clock)
             for number in (tracked.owner.stream_number, *tracked.recorded_streams):
-                if number in host.views:
-                    done.append(host.views[number].clock)
+                view = host.view(self.streams[number])
+                view.refresh()
+                done.append(view.clock)
         safe = {tracked.owner.stream_number, *tracked.recorded_streams}
         for entry in tracked.entries.all():
             if entry.of_previous_owner or self._actors[entry.actor].stream_number in safe:
@@ -348,12 +411,13 @@ class Checker:
             actor.advance()
             read = Access(site, actor.name, "resize_", writes=False)
             self._check(tracked, Layout.whole(copied), actor, read)
-        self._free(tracked)
         self._count(after - before)
+        old = replace(tracked)
         tracked.nbytes, tracked.address = after, storage.data_ptr()
         tracked.owner, tracked.allocated_at = actor, site
-        tracked.recorded_streams.clear()
+        tracked.recorded_streams = set()
         self._allocate(tracked)
+        self._free(old)  # after the allocation, which cannot get this memory
         if copied:
             write = Access(site, actor.name, "resize_", writes=True)
             self._check(tracked, Layout.whole(copied), actor, write)
@@ -367,13 +431,11 @@ class Checker:
         if tracked is None:
             return
         layout = Layout.of(tensor)
-        if self._offsets:
-            layout = layout.moved(self._offsets.get(storage._cdata, 0))
+        offset = self._offsets.get(storage._cdata) if self._offsets else None
+        if offset is not None:
+            layout = layout.moved(offset)
         elif storage.nbytes() != tracked.nbytes:  # by `out=`
             self._resize(tracked, storage, actor, access.site)
-        if tracked.made_after is not None and tracked.owner.host is not actor.host:
-            actor.host.learn(tracked.made_after)
-            join(actor.clock, actor.host.clock)
         self._check(tracked, layout, actor, access)
 
     def _check(self, tracked: Storage, layout: Layout, actor: Actor, access: Access) -> None:

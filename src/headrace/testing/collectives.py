@@ -1,6 +1,8 @@
-"""Collectives as NCCL runs them: on a stream of their process group, which waits for the stream that
-is current at the call. `work.wait()` makes the stream that is current then wait for them, and the
-host goes on. A call without `async_op` does so itself.
+"""Collectives as NCCL runs them: on a stream of their process group.
+
+That stream waits for the one that is current at the call. `work.wait()` makes the stream that is
+current then wait for the collective, and the host goes on. A call without `async_op` does so
+itself.
 
 The transport (gloo, or PyTorch's fake process group) does the arithmetic at once.
 """
@@ -70,6 +72,7 @@ def run(device: FakeDevice, operation: Operation) -> Any:
         known = {storage_key(tensor) for tensor in operation.inputs()}
         fresh = [tensor for tensor in tensors(result) if storage_key(tensor) not in known]
         writes = [*writes, *fresh]
+    device.learn_of_making(operation.inputs())
     stream = device.stream(_stream_name(operation))
     if fresh:
         device.operation(current, operation.name, "kernel", allocates=fresh, cost_ns=0)
@@ -117,7 +120,7 @@ def _reads_and_writes(operation: Operation) -> tuple[list[torch.Tensor], list[to
 
 def _group(operation: Operation) -> Any:
     boxed = operation.named("process_group")
-    return torch.distributed.ProcessGroup.unbox(boxed)  # type: ignore[attr-defined]
+    return torch.distributed.ProcessGroup.unbox(boxed)
 
 
 def _stream_name(operation: Operation) -> str:
@@ -166,8 +169,14 @@ def _wait(kind: Any, name: str) -> Callable[..., Any]:
 
 def _is_completed(kind: Any, name: str) -> Callable[..., Any]:
     def call(self: Any) -> Any:
-        done = patches.original(kind, name)(self)
-        return done and all(event.query() for event in _ends.get(self, ()))
+        ends = _ends.get(self)
+        if not ends:
+            return patches.original(kind, name)(self)
+        if not all(event.query() for event in ends):
+            return False
+        transport = next(work for work in type(self).__mro__ if work in _works)
+        patches.original(transport, "wait")(self)  # it may be slower than the virtual clock
+        return True
 
     return call
 
@@ -186,6 +195,9 @@ def _then(kind: Any, name: str) -> Callable[..., Any]:
 
     def call(self: Any, callback: Callable[[Any], Any]) -> Any:
         before, after = _ends.get(self, []), list[Any]()
+        if before:
+            # Else the callback might run later, in a thread of the transport that nobody watches.
+            patches.original(kind, "wait")(self)
 
         def watched(future: Any) -> Any:
             if not before:
@@ -245,12 +257,9 @@ if torch.distributed.is_available():
     for _name, _method in list(vars(_Group).items()):
         if _returns_work(_method):
             patches.patch(_Group, _name, _launching(_Group, _name))
+    _works = [kind for kind in (_Work, *_Work.__subclasses__()) if "wait" in vars(kind)]
     for _kind, _name, _wrapper in (
-        *(
-            (kind, "wait", _wait)
-            for kind in (_Work, *_Work.__subclasses__())
-            if "wait" in vars(kind)
-        ),
+        *((kind, "wait", _wait) for kind in _works),
         (_Work, "synchronize", _wait),
         (_Work, "is_completed", _is_completed),
         (_Work, "get_future", _get_future),
@@ -258,6 +267,6 @@ if torch.distributed.is_available():
         (torch._C.Future, "then", _then),
     ):
         patches.patch(_kind, _name, _wrapper(_kind, _name))
-    _Reducer = torch.distributed.Reducer
+    _Reducer: Any = vars(torch.distributed)["Reducer"]
     patches.patch(torch.distributed, "Reducer", _reducer)
     patches.patch(_Reducer, "_rebuild_buckets", _rebuild_buckets)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.device import host_copy
 from headrace.testing import autograd, collectives, operators, patches
-from headrace.testing.checker import storage_key
+from headrace.testing.checker import memory_key
 from headrace.testing.operators import Operation, tensors
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class DispatchMode(TorchDispatchMode):
         operation = Operation(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():
             inputs = operation.inputs()
-            on_device = [tensor for tensor in inputs if self._holds(tensor)]
+            on_device = self._device.checker.held(inputs)
             self._refuse_mixed(operation, inputs, on_device)
             autograd.notice(operation.short, on_device)
             if on_device and collectives.is_collective(operation.name):
@@ -87,13 +87,13 @@ class DispatchMode(TorchDispatchMode):
         reads, writes = operation.reads_and_writes()
         if mixed:
             self._take_from_host(stream, operation, [t for t in reads if not self._holds(t)])
-            reads = [tensor for tensor in reads if self._holds(tensor)]
+            reads = device.checker.held(reads)
         if stream.tape is not None:
             stream.tape.before_operation(operation, writes)
         result = operation.run()
-        known = {storage_key(tensor) for tensor in inputs}
+        known = {memory_key(tensor) for tensor in inputs}
         outputs = tensors(result)
-        keys = [storage_key(tensor) for tensor in outputs]
+        keys = [memory_key(tensor) for tensor in outputs]
         aliases = known.intersection(keys)
         on_host = operators.HOST_RESULTS.get(operation.short)
         fresh = [
@@ -103,7 +103,7 @@ class DispatchMode(TorchDispatchMode):
         ]
         if aliases and not writes:
             # A view, even if the schema does not say so: no kernel runs.
-            reads = [tensor for tensor in reads if storage_key(tensor) not in aliases]
+            reads = [tensor for tensor in reads if memory_key(tensor) not in aliases]
         written = [] if operators.only_allocates(operation.short) else fresh
         if reads or writes or fresh:
             device.operation(
@@ -188,6 +188,8 @@ class DispatchMode(TorchDispatchMode):
         if stream.tape is not None:
             stream.tape.allocated(tensors(result))
             stream.tape.copied(result, source)
+        for tensor in tensors(result):
+            device.made(tensor)
         return result
 
     def _host_to_device(

@@ -33,14 +33,21 @@ from headrace.device import (
 from headrace.errors import DeviceError, DeviceMismatchError, RaceError
 from headrace.source_lines import Site, users_line
 from headrace.testing import autograd, faults, graphs, host_threads, patches
-from headrace.testing.checker import Actor, Clock, join
+from headrace.testing.checker import Actor, Clock, StreamView, join
 from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
 from headrace.testing.findings import Finding, accepted_because, find, race_report
 from headrace.testing.function_mode import Call, FunctionMode
 from headrace.testing.history import History, Picture
 from headrace.testing.pages import race_page
-from headrace.testing.races import Access, HiddenWait, Launch, Race, calling_frames, calling_site
+from headrace.testing.races import (
+    Access,
+    HiddenWait,
+    Launch,
+    Race,
+    calling_site,
+    calling_site_and_frames,
+)
 from headrace.testing.streams import FakeEvent, FakeStream
 
 _NS_PER_US = 1_000
@@ -65,8 +72,8 @@ class FakeDevice(host_threads.Hosts):
 
     `device.hang = Hang()` stops the device.
 
-    Not seen: what C++ does with a raw pointer, numpy writing into a tensor's memory, and threads
-    that were started before the block (unless they enter `with device:`).
+    Not seen: what C++ does with a raw pointer, and threads that were started before the block
+    (unless they enter `with device:`).
     """
 
     captures = True
@@ -281,15 +288,18 @@ class FakeDevice(host_threads.Hosts):
         graphs.refuse(self, "device.synchronize()", stream)
         self.wait_while_hung()
         with self.lock:
+            site, host = calling_site(), self.host().name
             for one in self.checker.streams if stream is None else [stream]:
-                self.note_wait(self.host().name, "synchronize", self.history.last_on(one.name))
-            if stream is not None:
-                self.host_waits(dict(stream.actor.clock), stream.actor.time_ns, "synchronize")
-                return
-            host = self.host()
-            for state in self.checker.streams:
-                clock = dict(host.view(state).clock)
-                self.host_waits(clock, state.time_ns, "synchronize device")
+                last = self.history.last_on(one.name)
+                if last is not None:
+                    self.history.add(host, "wait", "synchronize", site, last)
+            name = "synchronize device" if stream is None else "synchronize"
+            states = self.checker.streams if stream is None else [stream.state]
+            views = [self.host().view(state) for state in states]
+            for view in views:  # all before the first wait, from which the host learns
+                view.refresh()
+            for view in views:
+                self.host_waits(dict(view.clock), view.time_ns, name)
 
     def graph_pool(self) -> object:
         return graphs.GraphPool(self)
@@ -348,8 +358,8 @@ class FakeDevice(host_threads.Hosts):
             self.hidden_waits.append(HiddenWait(calling_site(), operation))
             if orders:
                 self.note_wait(self.host().name, operation, self.history.last_on(stream.name))
-            clock = dict(stream.actor.clock) if orders else {}
-            self.host_waits(clock, stream.actor.time_ns, operation)
+            actor = stream.actor
+            self.host_waits(dict(actor.clock) if orders else {}, actor.time_ns, operation)
 
     def note_wait(self, lane: str, call: str, after: int | None) -> None:
         """Remember that `lane`, a stream or host thread, waits for a moment of the history."""
@@ -393,6 +403,17 @@ class FakeDevice(host_threads.Hosts):
         with torch._C.DisableTorchFunction(), self.lock:
             self.checker.track(tensor, "pinned", self.host(), calling_site())
 
+    def made(self, tensor: torch.Tensor) -> None:
+        """Notice that all operations that make a tensor are launched."""
+        with torch._C.DisableTorchFunction(), self.lock:
+            self.checker.made(tensor, self.host())
+
+    def learn_of_making(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Order this thread after the making of tensors that it uses."""
+        with torch._C.DisableTorchFunction(), self.lock:
+            if len(self.checker.hosts) > 1:
+                self.checker.learn_of_making(tensors, self.host())
+
     def shares(self, tensor: torch.Tensor) -> None:
         """Watch a tensor that was made of memory from elsewhere, if that memory is watched."""
         with torch._C.DisableTorchFunction(), self.lock:
@@ -405,6 +426,7 @@ class FakeDevice(host_threads.Hosts):
             actor = self.current_stream().actor
             self.launch(actor)
             self.checker.resized(tensor, actor, site)
+            self.queued(actor)
 
     def operation(
         self,
@@ -418,8 +440,8 @@ class FakeDevice(host_threads.Hosts):
         cost_ns: int | None = None,
     ) -> None:
         """Run one operation on a stream, or on this host thread if `stream` is None."""
-        site = calling_site()
-        forward_site, frames = autograd.forward_site(), calling_frames()
+        site, frames = calling_site_and_frames()
+        forward_site = autograd.forward_site()
         launch = Launch(name, kind, reads, writes, cost_ns, site, forward_site, frames)
         with torch._C.DisableTorchFunction(), self.lock:
             if stream is None:
@@ -433,6 +455,9 @@ class FakeDevice(host_threads.Hosts):
                 self.checker.track(tensor, "device", actor, site, pooled=tape is not None)
             if tape is None:
                 self._run(actor, launch)
+                self.queued(actor)
+                for tensor in allocates:
+                    self.checker.made(tensor, actor.host)
             else:  # a capture: nothing runs
                 tape.allocated(allocates)
                 tape.launched(stream, launch)
@@ -446,6 +471,7 @@ class FakeDevice(host_threads.Hosts):
             self._run(actor, Launch("graph replay", "kernel", (), (pool,), 0, site, None))
             for launch in launches:
                 self._run(actor, launch, replayed_at=site)
+            self.queued(actor)
 
     def replays_freed(self, tensor: torch.Tensor, launch: Launch) -> None:
         """Report that a graph is replayed whose input was freed."""
@@ -472,10 +498,16 @@ class FakeDevice(host_threads.Hosts):
     def _run(self, actor: Actor, launch: Launch, replayed_at: Site | None = None) -> None:
         """Check an operation for races and, on a stream, add its time."""
         cost_ns = launch.cost_ns
+        if len(self.checker.hosts) > 1:
+            self.checker.learn_of_making((*launch.reads, *launch.writes), actor.host)
+            if isinstance(actor, StreamView):
+                self.launch(actor)
+        moment = None
         if launch.reads or launch.writes:  # an allocation alone puts nothing on the stream
             actor.advance()
-            self.history.add(actor.name, "operation", launch.name, replayed_at or launch.site)
-        for tensor, access in launch.accesses(actor.name, actor.is_host, replayed_at):
+            site = replayed_at or launch.site
+            moment = self.history.add(actor.name, "operation", launch.name, site)
+        for tensor, access in launch.accesses(actor.name, actor.is_host, replayed_at, moment):
             self.checker.touch(tensor, actor, access)
         self._picture_new_races()
         if actor.is_host:

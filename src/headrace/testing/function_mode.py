@@ -89,6 +89,8 @@ class FunctionMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         device, name = self._device, getattr(func, "__name__", "")
+        if name == "_parse_to":
+            return func(*args, **kwargs)  # `Module.to` asks what its arguments mean
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if tensor is not None:
             if name == "__get__":
@@ -134,11 +136,8 @@ def _call(device: FakeDevice, func: Callable[..., Any], args: Any, kwargs: dict[
 
 def _any_held(device: FakeDevice, values: Any) -> bool:
     """Whether a tensor in nested arguments lies on the device."""
-    if isinstance(values, torch.Tensor):
-        return device.holds(values)
-    if isinstance(values, (tuple, list)):
-        return any(_any_held(device, value) for value in values)
-    return isinstance(values, dict) and _any_held(device, tuple(values.values()))
+    with torch._C.DisableTorchFunction():
+        return bool(device.checker.held(tensors(values)))
 
 
 # --- moving ---------------------------------------------------------------------------------------

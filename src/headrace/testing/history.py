@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from headrace.source_lines import Site
 from headrace.testing.races import Access, Race
 
-_KEPT = 4096
-# How many operations of one stream a picture shows on each side of what matters.
-_SHOWN_AROUND = 2
+_KEPT = 2048
+# How many operations of a stream a picture shows around each access, how many waits before the
+# first access, and how many after it, from either end.
+_SHOWN_AROUND, _WAITS_BEFORE, _WAITS_BETWEEN = 2, 2, 3
 
 
 class Moment(NamedTuple):
@@ -33,13 +33,16 @@ class History:
     """What happened last, in the program's order."""
 
     def __init__(self) -> None:
-        self._moments: deque[Moment] = deque(maxlen=_KEPT)
+        # No deque: in a block, deques order the threads that use them.
+        self._moments: list[Moment] = []
         self._count = 0
         self._last: dict[str, int] = {}
 
     def add(self, lane: str, does: str, name: str, site: Site, after: int | None = None) -> int:
         self._count += 1
         self._moments.append(Moment(self._count, lane, does, name, site, after))
+        if len(self._moments) > 2 * _KEPT:
+            del self._moments[:_KEPT]
         self._last[lane] = self._count
         return self._count
 
@@ -59,13 +62,22 @@ class History:
             second = self._made_up(race.second, self._count + 1)
             moments.append(second)
         lanes = {race.first.where, race.second.where}
-        shown = [
-            moment
-            for moment in moments
-            if first.number - 2 * _SHOWN_AROUND <= moment.number <= second.number
-            and (moment.lane in lanes or moment.does == "wait")
-        ]
-        return Picture(first.number, second.number, tuple(_thinned(shown, first, second, lanes)))
+        waits = _waits_between(lanes, moments, second.number)
+        earlier = [wait for wait in waits if wait.number < first.number][-_WAITS_BEFORE:]
+        later = [wait for wait in waits if wait.number > first.number]
+        if len(later) > 2 * _WAITS_BETWEEN:
+            later = [*later[:_WAITS_BETWEEN], *later[-_WAITS_BETWEEN:]]
+        kept = {moment.number: moment for moment in (first, second, *earlier, *later)}
+        causes = {wait.after for wait in (*earlier, *later)}
+        kept.update((moment.number, moment) for moment in moments if moment.number in causes)
+        for lane in lanes:
+            here = [m for m in moments if m.lane == lane and m.does == "operation"]
+            for place in (first.number, second.number):
+                before = [m for m in here if m.number < place][-_SHOWN_AROUND:]
+                after = [m for m in here if place < m.number < second.number][:_SHOWN_AROUND]
+                kept.update((m.number, m) for m in (*before, *after))
+        shown = tuple(kept[number] for number in sorted(kept))
+        return Picture(first.number, second.number, shown)
 
     @staticmethod
     def _made_up(access: Access, number: int) -> Moment:
@@ -88,33 +100,22 @@ class Picture(NamedTuple):
 
 
 def _find(moments: Sequence[Moment], access: Access) -> Moment | None:
-    here = [m for m in moments if (m.lane, m.site) == (access.where, access.site)]
-    exact = [moment for moment in here if moment.name == access.operation]
+    if access.moment is not None:
+        return next((moment for moment in moments if moment.number == access.moment), None)
     # An allocation is no moment of its own: take the operation that made it.
-    return (exact or here)[-1] if here else None
+    here = [m for m in moments if (m.lane, m.site) == (access.where, access.site)]
+    return here[-1] if here else None
 
 
-def _thinned(
-    moments: Sequence[Moment], first: Moment, second: Moment, lanes: set[str]
-) -> list[Moment]:
-    """Keep the two accesses, the waits between their streams with what they wait for, and the
-    nearest operations."""
+def _waits_between(lanes: set[str], moments: Sequence[Moment], until: int) -> list[Moment]:
+    """The waits of one of these streams or host threads for another one, up to a moment."""
     by_number = {moment.number: moment for moment in moments}
-    kept = {first.number: first, second.number: second}
-    for moment in moments:
-        if moment.does != "wait" or moment.after is None:
-            continue
-        cause = by_number.get(moment.after)
-        if cause is not None and moment.lane in lanes and cause.lane in lanes:
-            kept[moment.number] = moment
-            kept[cause.number] = cause
-    waits = sorted(number for number in kept if by_number[number].does == "wait")
-    for number in waits[3:-3]:
-        del kept[number]
-    for lane in lanes:
-        here = [m for m in moments if m.lane == lane and m.does == "operation"]
-        for place in (first.number, second.number):
-            before = [m for m in here if m.number < place][-_SHOWN_AROUND:]
-            after = [m for m in here if m.number > place][:_SHOWN_AROUND]
-            kept.update((m.number, m) for m in (*before, *after))
-    return [kept[number] for number in sorted(kept)]
+    return [
+        moment
+        for moment in moments
+        if moment.does == "wait"
+        and moment.lane in lanes
+        and moment.number < until
+        and moment.after in by_number
+        and by_number[moment.after].lane in lanes - {moment.lane}
+    ]

@@ -21,7 +21,7 @@ import torch
 
 from headrace.device import Device, Ledger
 from headrace.testing import patches
-from headrace.testing.checker import Actor, Checker, Host, Knowledge, join
+from headrace.testing.checker import Checker, Clock, Host, StreamView, join
 
 # Locks made by these packages hand nothing over between the user's threads.
 _UNTRACED_CALLERS = ("headrace.device", "headrace.testing", "logging", "torch")
@@ -34,21 +34,23 @@ class Hosts(Device):
 
     def __init__(self, torch_device: torch.device, host_order: str) -> None:
         super().__init__(torch_device, Ledger(lambda: self.host().time_ns))
-        self.checker = Checker(self.known_host)
         self.lock = untraced_rlock()
+        self.checker = Checker(self.known_host, self.lock)
         self._host_order = host_order
         self._thread = threading.local()
         self._thread.host = self.checker.new_host("host")
+        self._ended: list[Host] = []
 
     def host(self) -> Host:
         """The actor of this host thread."""
         host = self.known_host()
         if host is None:
             # Nobody saw this thread start: order it after all host threads.
-            name = threading.current_thread().name
-            host = self.adopt_thread(f"host thread {name!r}", self.all_hosts())
+            with self.lock:
+                host = self.next_host(threading.current_thread().name, {})
+                self.begin_thread(host, self.all_hosts())
         if self._host_order == "total" and len(self.checker.hosts) > 1:
-            host.learn(self.all_hosts())
+            join(host.clock, self.all_hosts())
         return host
 
     def known_host(self) -> Host | None:
@@ -56,46 +58,72 @@ class Hosts(Device):
         host: Host | None = getattr(self._thread, "host", None)
         return host
 
-    def adopt_thread(self, name: str, knows: Knowledge, time_ns: int = 0) -> Host:
-        """Make an actor for the calling thread, ordered after `knows`."""
+    def next_host(self, thread_name: str, knows: Clock) -> Host:
+        """An actor for a thread that starts after `knows`. It is that of a thread that had ended by
+        then, if there is one: a program may start a thread at every step, and each actor makes all
+        clocks longer."""
         with self.lock:
-            host: Host
-            host = self._thread.host = self.checker.new_host(name)
-            host.learn(knows)
-            host.time_ns = time_ns
-        return host
+            for host in self._ended:
+                if knows.get(host.number, 0) >= host.clock[host.number]:
+                    self._ended.remove(host)
+                    break
+            else:
+                host = self.checker.new_host("")
+            host.name = f"host thread {thread_name!r}"
+            return host
 
-    def all_hosts(self) -> Knowledge:
+    def begin_thread(self, host: Host, knows: Clock, time_ns: int = 0) -> None:
+        """Make `host` the actor of the calling thread, ordered after `knows`."""
         with self.lock:
-            everyone = Knowledge()
+            self._thread.host = host
+            join(host.clock, knows)
+            host.time_ns = time_ns
+
+    def end_thread(self, host: Host) -> Clock:
+        """Let a later thread go on as this one's actor. Returns what it knows at its end."""
+        with self.lock:
+            host.advance()
+            self._ended.append(host)
+            return dict(host.clock)
+
+    def all_hosts(self) -> Clock:
+        with self.lock:
+            everyone: Clock = {}
             for host in self.checker.hosts:
-                host.publish(everyone)
+                join(everyone, host.clock)
             return everyone
 
-    def launch(self, actor: Actor) -> None:
+    def launch(self, view: StreamView) -> None:
         """Order a stream's next operation after what this host thread is ordered after."""
-        join(actor.clock, self.host().clock)
+        view.refresh()
+        join(view.clock, view.host.clock)
+
+    def queued(self, view: StreamView) -> None:
+        """Count that something is on the stream, for other threads that use it."""
+        if len(self.checker.hosts) > 1:
+            view.queued()
 
 
 def _start(thread: threading.Thread) -> None:
     begin = []
     for device in patches.devices:
-        host, knowledge = device.host(), Knowledge()
-        host.publish(knowledge)
-        begin.append((device, knowledge, host.time_ns))
+        parent = device.host()
+        child = device.next_host(thread.name, parent.clock)
+        begin.append((device, child, dict(parent.clock), parent.time_ns))
     run = thread.run
 
     def run_watched() -> None:
-        hosts = []
-        for device, knowledge, time_ns in begin:
-            hosts.append(device.adopt_thread(f"host thread {thread.name!r}", knowledge, time_ns))
+        for device, child, clock, time_ns in begin:
+            device.begin_thread(child, clock, time_ns)
             device.enter_modes()
         try:
             run()
         finally:
-            for device, _, _ in reversed(begin):
+            for device, *_ in reversed(begin):
                 device.exit_modes()
-            thread._headrace_hosts = hosts  # type: ignore[attr-defined]
+            thread._headrace_ends = [  # type: ignore[attr-defined]
+                (device, child.time_ns, device.end_thread(child)) for device, child, *_ in begin
+            ]
 
     thread.run = run_watched  # type: ignore[method-assign]
     patches.originals["start"](thread)
@@ -104,34 +132,30 @@ def _start(thread: threading.Thread) -> None:
 def _join(thread: threading.Thread, timeout: float | None = None) -> None:
     patches.original(threading.Thread, "join")(thread, timeout)
     if not thread.is_alive():
-        ended = getattr(thread, "_headrace_hosts", [])
-        for device in patches.devices:
-            for host in ended:
-                if host in device.checker.hosts:
-                    mine, knowledge = device.host(), Knowledge()
-                    host.publish(knowledge)
-                    mine.learn(knowledge)
-                    mine.time_ns = max(mine.time_ns, host.time_ns)
+        for device, time_ns, clock in getattr(thread, "_headrace_ends", []):
+            if device in patches.devices:
+                mine = device.host()
+                join(mine.clock, clock)
+                mine.time_ns = max(mine.time_ns, time_ns)
 
 
 class _HandOver:
     """What the threads that publish here know, for those that learn here."""
 
     def __init__(self) -> None:
-        self._knowledge: dict[int, Knowledge] = {}
+        self._knowledge: dict[int, Clock] = {}
 
     def learn(self) -> None:
         for device in patches.devices:
             host = device.known_host()
-            knowledge = self._knowledge.get(id(device))
-            if host is not None and knowledge is not None:
-                host.learn(knowledge)
+            if host is not None:
+                join(host.clock, self._knowledge.get(id(device), {}))
 
     def publish(self) -> None:
         for device in patches.devices:
             host = device.known_host()
             if host is not None:
-                host.publish(self._knowledge.setdefault(id(device), Knowledge()))
+                join(self._knowledge.setdefault(id(device), {}), host.clock)
 
 
 class _TracedLock:
@@ -181,8 +205,15 @@ class _TracedRLock(_TracedLock):
 
 
 class _Deque(type):
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        if cls is _TracedDeque and _called_from_untraced():
+            return _deque(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
     def __instancecheck__(cls, value: object) -> bool:
-        return isinstance(value, _deque)  # also one from before the block
+        if cls is _TracedDeque:
+            return isinstance(value, _deque)  # also one from before the block
+        return super().__instancecheck__(value)
 
 
 _deque = collections.deque
@@ -191,9 +222,12 @@ _deque = collections.deque
 class _TracedDeque(_deque, metaclass=_Deque):  # type: ignore[type-arg]
     """A deque that orders a thread that takes an item after the thread that put it there."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._hand_over = _HandOver()
-        super().__init__(*args, **kwargs)
+    _hand_over: _HandOver
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        made = super().__new__(cls, *args, **kwargs)
+        made._hand_over = _HandOver()
+        return made
 
 
 def _putting(name: str) -> Any:
@@ -217,6 +251,7 @@ def _taking(name: str) -> Any:
     return take
 
 
+_TracedDeque.__name__ = "deque"  # as it is printed
 for _name in ("append", "appendleft", "extend", "extendleft", "insert", "__setitem__", "__iadd__"):
     setattr(_TracedDeque, _name, _putting(_name))
 for _name in ("pop", "popleft", "__getitem__", "__iter__"):

@@ -68,6 +68,9 @@ class Layout(NamedTuple):
             return True
         if self._interleaves(other):
             return False
+        answer = self._by_rows(other)
+        if answer is not None:
+            return answer
         mine, theirs = self.runs, other.runs
         i = j = 0
         while i < len(mine) and j < len(theirs):
@@ -86,6 +89,43 @@ class Layout(NamedTuple):
 
     def _is_exact(self) -> bool:
         return math.prod(size for size, _ in self.outer) <= _MAX_RUNS
+
+    def _by_rows(self, other: Layout) -> bool | None:
+        """Whether the two overlap, if they can be compared row by row; else None. A row is what is
+        left without the largest stride: two views of one matrix have the same rows, and of a piece
+        against a matrix only the rows at its ends have to be looked at."""
+        if not self.outer:
+            return other._rows_overlap_piece(self)
+        if not other.outer:
+            return self._rows_overlap_piece(other)
+        (rows, stride), (other_rows, other_stride) = self.outer[0], other.outer[0]
+        first, mine = divmod(self.low, stride)
+        other_first, theirs = divmod(other.low, stride)
+        my_end, their_end = mine + self._row_bytes(), theirs + other._row_bytes()
+        if stride != other_stride or my_end > stride or their_end > stride:
+            return None  # a row may reach into the next one
+        if max(first, other_first) >= min(first + rows, other_first + other_rows):
+            return False
+        row = Layout(mine, my_end, self.piece_bytes, self.outer[1:])
+        return row.overlaps(Layout(theirs, their_end, other.piece_bytes, other.outer[1:]))
+
+    def _rows_overlap_piece(self, piece: Layout) -> bool:
+        (rows, stride), row_bytes = self.outer[0], self._row_bytes()
+        # The rows that end after the piece begins, and begin before it ends.
+        first = max(0, (piece.low - self.low - row_bytes) // stride + 1)
+        last = min(rows - 1, (piece.high - 1 - self.low) // stride)
+        inside = max(first, -((self.low - piece.low) // stride))  # the first to begin in the piece
+        if inside <= last and self._row(inside).high <= piece.high:
+            return True
+        return any(self._row(number).overlaps(piece) for number in range(first, last + 1))
+
+    def _row(self, number: int) -> Layout:
+        low = self.low + number * self.outer[0][1]
+        return Layout(low, low + self._row_bytes(), self.piece_bytes, self.outer[1:])
+
+    def _row_bytes(self) -> int:
+        rows, stride = self.outer[0]
+        return self.high - self.low - (rows - 1) * stride
 
     def _interleaves(self, other: Layout) -> bool:
         """Whether the pieces of the two certainly alternate, as those of two columns of one matrix

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 # Operators that allocate without writing, and operators that use a tensor's shape only.
 _ALLOCATE_ONLY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided")
 _SHAPE_ONLY = ("_like", "new_full", "new_zeros", "new_ones", *_ALLOCATE_ONLY)
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
 STORING = INDEXING[1:4]
 # Operators that may mix host and device tensors. For all others that is an error, except with
@@ -81,8 +82,18 @@ class _Facts:
     returns_alias: bool
 
 
-@cache
+# By id, with the operator to keep it alive: hashing an operator is slow.
+_known_facts: dict[int, tuple[Any, _Facts]] = {}
+
+
 def _facts(func: Any) -> _Facts:
+    known = _known_facts.get(id(func))
+    if known is None:
+        known = _known_facts[id(func)] = func, _new_facts(func)
+    return known[1]
+
+
+def _new_facts(func: Any) -> _Facts:
     schema = func._schema
     short = str(schema.name).removeprefix("aten::")
     arguments = []
@@ -193,18 +204,21 @@ def tensors(values: Any) -> list[torch.Tensor]:
     """All tensors with memory of their own in nested tuples, lists and dicts. A sparse tensor gives
     its indices and values."""
     found: list[torch.Tensor] = []
-    _collect(values, found)
+    _collect((values,), found)
     return found
 
 
-def _collect(values: Any, found: list[torch.Tensor]) -> None:
-    if isinstance(values, torch.Tensor):
-        found += memory_of(values)
-    elif isinstance(values, (tuple, list)):
-        for value in values:
+def _collect(values: Sequence[Any], found: list[torch.Tensor]) -> None:
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            if type(value) in _PLAIN and torch._C._has_storage(value):
+                found.append(value)
+            else:
+                found += memory_of(value)
+        elif isinstance(value, (tuple, list)):
             _collect(value, found)
-    elif isinstance(values, dict):
-        _collect(tuple(values.values()), found)
+        elif isinstance(value, dict):
+            _collect(tuple(value.values()), found)
 
 
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:

@@ -105,7 +105,7 @@ def draw(finding: Finding) -> Drawing:
 
 def _row(moment: Moment, lane: int, y: int, first: int, second: int) -> Row:
     role = {first: "first", second: "second"}.get(moment.number, "")
-    label = _short(moment.name.removeprefix("aten::"))
+    label = _short(moment.name.removeprefix("aten::").partition("(")[0])
     text = source_line(moment.site)
     return Row(y, ROW, lane, label, moment.does, role, _place(moment.site), text)
 

@@ -28,7 +28,7 @@ _INTERNAL = (
 )
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 # Frames that run the user's program: a report shows none that are further out.
-_RUNNERS = ("<frozen runpy>", os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep)
+_RUNNERS = (os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep)
 _MAX_FRAMES = 12
 
 #: A call stack, the innermost call first: code, and the index of the instruction in it.
@@ -53,6 +53,8 @@ class Access:
     captured_at: Site | None = None
     #: The user's calls that led here, the innermost first.
     frames: Frames = field(default=(), compare=False, repr=False)
+    #: Its number in the device's history.
+    moment: int | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         does = "writes" if self.writes else "reads"
@@ -87,7 +89,7 @@ class Launch:
     frames: Frames = ()
 
     def accesses(
-        self, where: str, on_host: bool, replayed_at: Site | None
+        self, where: str, on_host: bool, replayed_at: Site | None, moment: int | None = None
     ) -> Iterator[tuple[torch.Tensor, Access]]:
         """Each tensor with its access."""
         for writes, tensors in ((False, self.reads), (True, self.writes)):
@@ -101,6 +103,7 @@ class Launch:
                     self.forward_site,
                     self.site if replayed_at else None,
                     self.frames,
+                    moment,
                 )
                 for tensor in tensors:
                     yield tensor, access
@@ -200,16 +203,27 @@ def calling_site() -> Site:
 
 def calling_frames() -> Frames:
     """The user's calls that led here. Lines are looked up when a report needs them."""
+    return calling_site_and_frames()[1]
+
+
+def calling_site_and_frames() -> tuple[Site, Frames]:
+    """Both in one walk over the stack: each launch does this."""
     frame: FrameType | None = sys._getframe(1)
+    site = None
     frames: list[tuple[CodeType, int]] = []
     while frame is not None and len(frames) < _MAX_FRAMES:
         code = frame.f_code
-        if _is_runner(code.co_filename):
-            break
-        if not _is_internal(code.co_filename):
+        file = code.co_filename
+        if not _is_internal(file):
+            if _is_runner(file):
+                break
+            if site is None:
+                site = Site(file, frame.f_lineno)
             frames.append((code, frame.f_lasti))
+        elif file == "<frozen runpy>":
+            break
         frame = frame.f_back
-    return tuple(frames)
+    return site or calling_site(), tuple(frames)
 
 
 def is_users_frame(frame: FrameType) -> bool:

@@ -34,7 +34,9 @@ class FakeStream(Stream):
     def query(self) -> bool:
         graphs.refuse(self.device, "stream.query()", self)
         with self.device.lock:
-            return self.device.host_queries(dict(self.actor.clock), self.actor.time_ns)
+            actor = self.actor
+            actor.refresh()
+            return self.device.host_queries(dict(actor.clock), actor.time_ns)
 
     def _wait_event(self, event: Event) -> None:
         assert isinstance(event, FakeEvent)
@@ -42,8 +44,7 @@ class FakeStream(Stream):
             return
         with self.device.lock:
             self.device.note_wait(self.name, "wait_event", event.moment)
-            join(self.actor.clock, event.clock)
-            self.actor.time_ns = max(self.actor.time_ns, event.passes_ns)
+            self.joins(event.clock, event.passes_ns)
 
     def _wait_stream(self, other: Stream) -> None:
         assert isinstance(other, FakeStream)
@@ -52,9 +53,17 @@ class FakeStream(Stream):
         with self.device.lock:
             last = self.device.history.last_on(other.name)
             self.device.note_wait(self.name, f"wait_stream({other.name})", last)
-            self.device.launch(other.actor)  # CUDA records a hidden event on it now
-            join(self.actor.clock, other.actor.clock)
-            self.actor.time_ns = max(self.actor.time_ns, other.actor.time_ns)
+            recorded = other.actor
+            self.device.launch(recorded)  # CUDA records a hidden event on it now
+            self.joins(recorded.clock, recorded.time_ns)
+
+    def joins(self, clock: Clock, time_ns: int) -> None:
+        """Let what comes next wait for work of other streams. The device's lock is held."""
+        actor = self.actor
+        self.device.launch(actor)
+        join(actor.clock, clock)
+        actor.time_ns = max(actor.time_ns, time_ns)
+        self.device.queued(actor)
 
 
 class FakeEvent(Event):
@@ -76,10 +85,11 @@ class FakeEvent(Event):
         with self.device.lock:
             site, history = calling_site(), self.device.history
             self.moment = history.add(stream.name, "record", "record_event", site)
-            self.device.launch(stream.actor)
+            actor = stream.actor
+            self.device.launch(actor)
             # A new dict each time: a stream that waited for the last record keeps the old one.
-            self.clock = dict(stream.actor.clock)
-            self.passes_ns = max(stream.actor.time_ns, self.device.host().time_ns)
+            self.clock = dict(actor.clock)
+            self.passes_ns = max(actor.time_ns, actor.host.time_ns)
 
     def _query(self) -> bool:
         self._refuse_captured("event.query()")

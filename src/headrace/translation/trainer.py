@@ -751,7 +751,7 @@ def _score(
     pairs = parts.data.texts(split)
     progress.status(f"translating {split}")
     scores, translations = score_on_ranks(model, pairs, parts.settings.beam, parts.ranks)
-    scores = replace(scores, scored_on=parts.data.describe_novelty(split))
+    scores = replace(scores, scored_on=parts.data.describe_scored(split))
     metrics.write(
         split,
         updates,

@@ -136,7 +136,7 @@ def test_held_out_pairs_depend_only_on_their_text(tmp_path: Path) -> None:
         ("d.tsv", "en\tde\n", ":1: has the columns 'en', 'de'; expected 'zh' and 'en', as --src "
          "and --trg say. Give two of its columns there, or rename them"),
         ("d.tsv", b"a\tb\n\n\xff\tb\n", ":3: is not UTF-8 (byte 0xff at column 1); "
-         "expected UTF-8 text"),
+         "expected UTF-8 text. Convert it from its encoding, such as iconv -f GBK -t UTF-8"),
         ("d.jsonl", '["a", "b"]\n{"zh": \n', ":2: is not JSON (Expecting value, column 8); "
          "expected one record per line"),
         ("d.jsonl", '{"de": "x", "en": "y"}', ":1: has 'de', 'en'; expected the keys "
@@ -156,7 +156,7 @@ def test_held_out_pairs_depend_only_on_their_text(tmp_path: Path) -> None:
         ("d.json", '[["a", "b"]]\n["c", "d"]', ":2: is not JSON (Extra data, column 1)"),
         ("d.json", '{"train": []}', ": is an object; expected a list of records"),
         ("d.json", b'[["a",\n"\xe4"]]', ":2: is not UTF-8 (byte 0xe4 at column 2); "
-         "expected UTF-8 text"),
+         "expected UTF-8 text. Convert it from its encoding, such as iconv -f GBK -t UTF-8"),
         ("d.json", "[]", ": is empty; expected pairs of 'zh' and 'en'"),
         ("d.json", "", ": is empty; expected pairs of 'zh' and 'en'"),
         ("d.tsv", "\n", ": is empty; expected pairs of 'zh' and 'en'"),
@@ -195,7 +195,8 @@ def test_text_files_of_different_lengths_are_refused(tmp_path: Path) -> None:
     assert refused([zh, en]) == refused([zh, en], skip_bad=True) == message
     put(en, b"one\n\xfftwo\nthree\n")
     assert refused([zh, en]) == (
-        f"{en}:2: is not UTF-8 (byte 0xff at column 1); expected UTF-8 text"
+        f"{en}:2: is not UTF-8 (byte 0xff at column 1); expected UTF-8 text. Convert it from its "
+        "encoding, such as iconv -f GBK -t UTF-8"
     )
     put(zh, b"\xfe\n\xfe\n\xe4\xb8\x80\n\xe4\xb8\x89\n")
     put(en, b"one\n\xff\nthree\nfour\n")

@@ -89,6 +89,12 @@ TWO = "TSV without a header, column 1 is en, column 2 is fr"
         ("my.csv", "source,target\n" + QUOTED, "CSV with a header, columns source and target"),
         ("my.data", "English,French\n" + QUOTED, "CSV with a header, columns English and French"),
         ("h.tsv", "fr\ten\n" + rows("{fr}|{en}"), "TSV with a header, columns en and fr"),
+        ("h.tsv", "French sentence\tEnglish sentence\n" + rows("{fr}|{en}"),
+         "TSV with a header, columns English sentence and French sentence"),
+        ("h.tsv", "tgt_text\tsrc_text\n" + rows("{fr}|{en}"),
+         "TSV with a header, columns src_text and tgt_text"),
+        ("h.tsv", "Target text\tSource text\n" + rows("{fr}|{en}"),
+         "TSV with a header, columns Source text and Target text"),
         ("q.tsv", '"en"\t"fr"\n' + QUOTED.replace(",\"", "\t\""),
          "TSV with a header, columns en and fr"),
         ("hf.jsonl", "\n".join(json.dumps({"id": "1", "translation": {"en": e, "fr": f}})

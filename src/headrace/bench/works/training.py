@@ -107,13 +107,6 @@ class StepTraining(NamedTuple):
 Made = Training | CarryTraining | StepTraining
 
 
-def optimizers_of(made: Made, device: Device) -> tuple[torch.optim.Optimizer, ...]:
-    """The optimizers of a workload."""
-    if isinstance(made, StepTraining):
-        return made.state(device).optimizers
-    return (made.optimizer,)
-
-
 def _place(device: Device, model: torch.nn.Module, loss: object) -> None:
     model.to(device.torch_device)
     model.train()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from functools import partial
 from typing import Any, Literal
 
@@ -43,6 +44,7 @@ class FakeCuda(FakeDevice):
         self.wrappers: dict[FakeStream, Any] = {}
         #: The line that made each stream.
         self.made_at: dict[FakeStream, Site] = {}
+        self._names = Counter(["default"])
         self.checker.missing_call = partial(missing_call, self)
 
     def new_stream(self, name: str | None, priority: int) -> FakeStream:
@@ -52,13 +54,9 @@ class FakeCuda(FakeDevice):
         site = calling_site()
         name = name or "stream"
         with self.lock:
-            taken = {stream.name for stream in self.made_at} | {"default"}
-            unique = name
-            for number in range(2, len(taken) + 3):
-                if unique not in taken:
-                    break
-                unique = f"{name} #{number}"
-            stream = FakeStream(self, unique, priority)
+            self._names[name] += 1
+            count = self._names[name]
+            stream = FakeStream(self, name if count == 1 else f"{name} #{count}", priority)
             self.made_at[stream] = site
         return stream
 

@@ -55,17 +55,17 @@ def _place(site: Site) -> str:
 
 def _stream_name(device: FakeCuda, where: str) -> str:
     """An expression for a stream."""
-    stream = device.stream_named(where)
-    if stream is device.default_stream or stream is None:
-        current = device.current_stream() is device.default_stream
-        return f"torch.cuda.{'current' if current else 'default'}_stream()"
+    stream = device.stream_named(where) or device.default_stream
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if is_users_frame(frame):
             for name in _names_of(stream, frame):
                 return name
         frame = frame.f_back
-    return stream.name.partition(" #")[0]
+    if stream is not device.default_stream:
+        return stream.name.partition(" #")[0]
+    is_current = device.current_stream() is stream
+    return f"torch.cuda.{'current' if is_current else 'default'}_stream()"
 
 
 def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
@@ -86,4 +86,4 @@ def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
 
 
 def _is(value: object, stream: FakeStream) -> bool:
-    return issubclass(type(value), Stream) and value._fake is stream  # type: ignore[attr-defined]
+    return issubclass(type(value), Stream) and value._made is stream  # type: ignore[attr-defined]

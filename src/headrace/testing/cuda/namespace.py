@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any
 
@@ -29,8 +28,6 @@ from headrace.testing.cuda.streams import (
     stream_of,
 )
 from headrace.testing.graphs import unobserved
-
-log = logging.getLogger("headrace")
 
 _CYCLES_PER_MS = 1_000_000
 
@@ -63,7 +60,7 @@ def replacements() -> list[Replacement]:
         one
         for part in (
             *(_streams, _devices, _memory, _tensors_and_storages, _random, _autocast, _tools),
-            *(_accelerator,),
+            *(_driver, _accelerator),
         )
         for one in part()
     ]
@@ -167,11 +164,16 @@ def _devices() -> Iterator[Replacement]:
         is_tf32_supported=_returning(True),
         get_device_name=_on_device(lambda: properties.name),
         get_device_capability=_on_device(lambda: (properties.major, properties.minor)),
-        get_device_properties=_on_device(lambda: properties),
+        get_device_properties=_on_device(
+            lambda: replace(properties, total_memory=state.device().memory().total)
+        ),
         get_arch_list=_returning(["sm_90"]),
         get_gencode_flags=_returning("-gencode compute=compute_90,code=sm_90"),
     )
     yield from _all(torch.backends.cuda, "PyTorch looks built with CUDA", is_built=lambda: True)
+    yield from _all(
+        torch.backends.cudnn, "cuDNN would be given CPU tensors", is_acceptable=_returning(False)
+    )
     yield from _all(
         torch.distributed, "NCCL needs GPUs", init_process_group=_without_nccl("init_process_group")
     )
@@ -383,6 +385,10 @@ def _tools() -> Iterator[Replacement]:
         stop=_returning(None),
         profile=_no_range,
     )
+    profile = torch.autograd.profiler.profile
+    yield Replacement(
+        profile, "__init__", _host_profile(copy_of(profile.__init__)), "there are no CUDA events"
+    )
     yield Replacement(torch, "compile", _compile, "the compiler would generate kernels for a GPU")
 
 
@@ -391,11 +397,58 @@ def _no_range(*args: Any, **kwargs: Any) -> Iterator[None]:
     yield
 
 
+def _host_profile(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch's profiler, which then watches the host only."""
+
+    def make(self: Any, enabled: bool = True, **options: Any) -> None:
+        if options.get("use_device") == "cuda":
+            options["use_device"] = None
+        original(self, enabled, **{**options, "use_cuda": False})
+
+    return make
+
+
 def _compile(model: Any = None, **options: Any) -> Any:
     state.device().warn_once(
         "compile", "fake_cuda runs what torch.compile was given without compiling it"
     )
     return model if model is not None else lambda function: function
+
+
+# --- the calls below torch.cuda -------------------------------------------------------------------
+
+
+def _driver() -> Iterator[Replacement]:
+    """Libraries call these where `torch.cuda`'s own functions take too long for them."""
+
+    def ids(stream: Any) -> tuple[int, int, int]:
+        return stream.state.number, 0, 1
+
+    def synchronize() -> None:
+        state.device().synchronize("torch.cuda.synchronize")
+
+    for name, new in {
+        "_cuda_getDevice": lambda: (state.device(), 0)[1],
+        "_cuda_setDevice": state.check_index,
+        "_cuda_exchangeDevice": _exchange_device,
+        "_cuda_maybeExchangeDevice": _exchange_device,
+        "_cuda_getDeviceCount": lambda: 1,
+        "_cuda_getCurrentStream": lambda index: ids(state.device().current_stream()),
+        "_cuda_getDefaultStream": lambda index: ids(state.device().default_stream),
+        "_cuda_setStream": _set_stream_by_id,
+        "_cuda_synchronize": synchronize,
+        "_cuda_isCurrentStreamCapturing": lambda: state.device().current_stream().tape is not None,
+        "_cuda_isInBadFork": state.in_forked_child,
+        "_scatter": _scatter,
+    }.items():
+        yield Replacement(torch._C, name, new, "what torch.cuda's functions call")
+
+
+def _scatter(tensor: torch.Tensor, devices: Any, *_: Any) -> tuple[torch.Tensor, ...]:
+    """For `nn.DataParallel`, which has one device here."""
+    if len(devices) > 1:
+        raise state.not_imitated(f"a scatter to {len(devices)} devices")
+    return (tensor.to(torch.device("cuda", devices[0]), non_blocking=True),)
 
 
 # --- torch.accelerator ----------------------------------------------------------------------------
@@ -496,7 +549,7 @@ def _refusing_class(what: str) -> type:
 
 
 def _no_such_call(name: str) -> Any:
-    if name.startswith("_cuda_"):
+    if name.startswith(("_cuda", "_nccl", "_broadcast", "_scatter", "_gather")):
         raise state.not_imitated(f"torch._C.{name}")
     raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
 

@@ -10,10 +10,12 @@ what to do.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from types import CodeType, FunctionType
+from functools import partial
+from types import CodeType, FunctionType, ModuleType
 from typing import Any
 
 from headrace.errors import DeviceError
@@ -58,7 +60,7 @@ class Replacer:
             self._undo.pop()()
 
     def _install(self, one: Replacement) -> None:
-        old = vars(one.owner).get(one.name, _MISSING)
+        old, new = vars(one.owner).get(one.name, _MISSING), one.new
         if isinstance(old, FunctionType) and not old.__code__.co_freevars and callable(one.new):
             self._undo.append(lambda: setattr(old, "__code__", code))
             code, old.__code__ = old.__code__, _code_that_calls(one.new)
@@ -67,12 +69,14 @@ class Replacer:
             self._undo.append(lambda: delattr(one.owner, one.name))
         else:
             self._undo.append(lambda: setattr(one.owner, one.name, old))
-        setattr(one.owner, one.name, one.new)
-        if not callable(old) or not callable(one.new):
+        if isinstance(one.owner, ModuleType) and inspect.isroutine(new):
+            new = partial(new)  # one of its own, by which `restore` finds the original again
+        setattr(one.owner, one.name, new)
+        if not callable(old) or not callable(new):
             return
-        self._rebound[id(old)] = old, one.new
+        self._rebound[id(old)] = old, new
         if isinstance(old, type):
-            self._catch_calls(old, one.new)
+            self._catch_calls(old, new)
 
     def _catch_calls(self, old: type, new: Any) -> None:
         """Let a class that is still held somewhere make objects of its replacement."""

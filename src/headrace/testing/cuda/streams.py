@@ -12,7 +12,7 @@ from headrace.errors import DeviceError
 from headrace.testing import graphs
 from headrace.testing.cuda import state
 from headrace.testing.source import name_of_new_object
-from headrace.testing.streams import FakeStream
+from headrace.testing.streams import FakeEvent, FakeStream
 
 if TYPE_CHECKING:
     from headrace.testing.cuda.device import FakeCuda
@@ -22,9 +22,25 @@ _RealStream, _RealEvent, _RealGraph = torch.cuda.Stream, torch.cuda.Event, torch
 
 
 class Stream:
-    """`torch.Stream`: a queue of the fake device."""
+    """`torch.Stream`: a queue of the fake device.
 
-    _fake: FakeStream
+    A program may keep a stream for longer than a block, in a global variable say. In the next block
+    it is a new stream of that name.
+    """
+
+    _made: FakeStream
+
+    @property
+    def _fake(self) -> FakeStream:
+        fake_cuda = state.device()
+        before = self._made
+        if before.device is not fake_cuda:
+            if before is before.device.default_stream:
+                self._made = fake_cuda.default_stream
+            else:
+                self._made = fake_cuda.new_stream(before.name.partition(" #")[0], before.priority)
+                fake_cuda.wrappers[self._made] = self
+        return self._made
 
     def __new__(cls, device: Any = None, priority: int = 0, **ids: Any) -> Any:
         fake_cuda = state.device()
@@ -33,8 +49,8 @@ class Stream:
             return stream_of(fake_cuda.stream_by_id(ids["stream_id"]))
         made = object.__new__(cls)
         # CUDA has priorities from -5 to 0, and takes others for the nearest of these.
-        made._fake = fake_cuda.new_stream(name_of_new_object(), min(0, max(-5, priority)))
-        fake_cuda.wrappers[made._fake] = made
+        made._made = fake_cuda.new_stream(name_of_new_object(), min(0, max(-5, priority)))
+        fake_cuda.wrappers[made._made] = made
         return made
 
     @property
@@ -109,7 +125,7 @@ class Stream:
         return hash(("cuda", self.stream_id))
 
     def __repr__(self) -> str:
-        return f"<fake torch.cuda.Stream {self._fake.name!r}>"
+        return f"<fake torch.cuda.Stream {self._made.name!r}>"
 
 
 class CudaStream(Stream):
@@ -132,7 +148,7 @@ def stream_of(fake: FakeStream) -> CudaStream:
     wrappers = state.device().wrappers
     if fake not in wrappers:
         wrappers[fake] = object.__new__(CudaStream)
-        wrappers[fake]._fake = fake
+        wrappers[fake]._made = fake
     wrapper: CudaStream = wrappers[fake]
     return wrapper
 
@@ -153,7 +169,14 @@ class Event:
         state.check_index(device)
         if interprocess:
             raise state.not_imitated("torch.cuda.Event(interprocess=True)")
-        self._fake = state.device().event(timing=enable_timing)
+        self._made = state.device().event(timing=enable_timing)
+
+    @property
+    def _fake(self) -> FakeEvent:
+        """In a later block than its own, an event that nothing has recorded."""
+        if self._made.device is not state.device():
+            self._made = state.device().event(timing=self._made.timing)
+        return self._made
 
     @property
     def device(self) -> torch.device:
@@ -161,7 +184,7 @@ class Event:
 
     @property
     def cuda_event(self) -> int:
-        return id(self._fake)
+        return id(self)
 
     event_id = cuda_event
 

@@ -53,11 +53,25 @@ class CudaFunctionMode(FunctionMode):
             default = _default_device()
             if default is not None:
                 kwargs = {**kwargs, "device": default}
+        elif args and isinstance(args[0], int) and _takes_device(func):
+            if func is torch.device:
+                return torch.device("cuda", args[0])
+            args = (torch.device("cuda", args[0]), *args[1:])
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": _checked_generator(device, tensor, kwargs)}
         if isinstance(kwargs.get("device"), int):
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
-        return super().__torch_function__(func, types, args, kwargs)
+        try:
+            return super().__torch_function__(func, types, args, kwargs)
+        except RuntimeError as problem:
+            if "DefaultCPUAllocator: can't allocate memory" not in str(problem):
+                raise
+            raise torch.OutOfMemoryError(f"CUDA out of memory (fake): {problem}") from problem
+
+
+def _takes_device(func: Any) -> bool:
+    """Whether a number as the first argument is a device: `torch.device(0)`, `Module.to(0)`."""
+    return func is torch.device or getattr(func, "__name__", "") == "_parse_to"
 
 
 def _default_device() -> torch.device | None:

@@ -75,13 +75,15 @@ class Sides:
         """Which of these names, such as a table's header, are src and trg; None if not both are.
 
         A name that is exactly `--src` or `--trg` wins over another variant of the language.
-        Without languages, `source` and `target` will do.
+        Without languages, `source` and `target` will do. Of a name such as `English sentence` the
+        first word counts.
         """
         found: dict[str, int] = {}
+        first = [_first_word(name) for name in names]
         for wanted, side in ((self.src, "src"), (self.trg, "trg")):
             exact = [at for at, name in enumerate(names) if _exact(name) == _exact(wanted)]
-            alike = [at for at, name in enumerate(names) if self.side_of(name) == side]
-            roles = [at for at, name in enumerate(names) if _ROLES.get(name.lower()) == side]
+            alike = [at for at, name in enumerate(first) if self.side_of(name) == side]
+            roles = [at for at, name in enumerate(first) if _role(name) == side]
             for at in (*exact, *alike, *roles):
                 found.setdefault(side, at)
         if len(found) < 2 or found["src"] == found["trg"]:
@@ -108,6 +110,16 @@ class Sides:
 
     def __str__(self) -> str:
         return f"{self.src!r} and {self.trg!r}"
+
+
+def _role(name: str) -> str | None:
+    return _ROLES.get(re.split("[-_]", name.lower())[0])
+
+
+def _first_word(name: str) -> str:
+    """The first word of a heading of up to three; anything longer, such as a sentence, as it is."""
+    words = name.split(maxsplit=3)
+    return words[0] if 0 < len(words) <= 3 else name
 
 
 def language_code(name: str) -> str:

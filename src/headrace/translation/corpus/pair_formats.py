@@ -34,6 +34,7 @@ OnMalformed = Callable[[str], None]
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _SAMPLE_ROWS = 100
 _MAYBE_CUT_BYTES = 1 << 15  # a longer beginning may be cut within a line
+_EXPECTED_UTF8 = "expected UTF-8 text. Convert it from its encoding, such as iconv -f GBK -t UTF-8"
 _DELIMITERS = {"\t": "tab", ",": "comma", ";": "semicolon"}
 # Columns beside the sentences: numbers and references such as 1:17 or s42, licences, links,
 # languages.
@@ -291,7 +292,7 @@ def _decode(line: bytes, where: str, on_malformed: OnMalformed) -> str | None:
         return line.decode("utf-8")
     except UnicodeDecodeError as problem:
         found = f"byte {line[problem.start]:#04x} at column {problem.start + 1}"
-        on_malformed(f"{where}: is not UTF-8 ({found}); expected UTF-8 text")
+        on_malformed(f"{where}: is not UTF-8 ({found}); {_EXPECTED_UTF8}")
         return None
 
 
@@ -404,7 +405,7 @@ def _json_records(path: Path, sides: Sides, on_malformed: OnMalformed) -> Iterat
         number = content.count(b"\n", 0, problem.start) + 1
         column = problem.start - content.rfind(b"\n", 0, problem.start)
         found = f"byte {content[problem.start]:#04x} at column {column}"
-        raise CorpusError(f"{path}:{number}: is not UTF-8 ({found}); expected UTF-8 text") from None
+        raise CorpusError(f"{path}:{number}: is not UTF-8 ({found}); {_EXPECTED_UTF8}") from None
     del content
     for number, record in enumerate(_json_list(text, path), 1):
         yield _pair(record, sides, f"{path}: record {number}", on_malformed)

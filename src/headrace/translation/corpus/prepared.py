@@ -90,6 +90,11 @@ class Prepared:
         """What "never seen in training" means for a scored split, in one sentence."""
         return describe_novelty(split, self.counts)
 
+    def describe_scored(self, split: str) -> str:
+        """`describe_novelty`, and whether the split had a part in the choice of the weights."""
+        chosen = "; the best weights were chosen on it" if split == "valid" else ""
+        return f"{self.describe_novelty(split)}{chosen}"
+
     def count_shared(self, pairs: Sequence[Pair]) -> int:
         """How many of these pairs have a source or a target sentence that train has, too."""
         both = encode_pairs(pairs, self.vocabularies)
