@@ -94,6 +94,35 @@ def test_a_profiler_of_the_scripts_own_leaves_the_breakdown_out(on_gpu: list[str
     assert "the script runs a profiler of its own" in session.seen.missing[0]
 
 
+def test_a_window_that_fails_does_not_fail_the_script(
+    on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("CUPTI is busy")
+
+    monkeypatch.setattr(session_module, "read_trace", failing)
+    session, done = Session(FAST), []
+    with session:
+        trained(20, done.append)
+    assert len(done) == 20
+    assert session.seen.missing == ["a window failed: RuntimeError: CUPTI is busy"]
+    assert not session.seen.is_complete
+
+
+def test_gradients_that_are_accumulated_are_seen(on_gpu: list[str]) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with headrace.diagnose(warmup=3, clean=2, profiled=1, lines=2) as diagnosis:
+        for batch in range(48):
+            (weight * 2).sum().backward()
+            if batch % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+    assert diagnosis.result.backwards_per_step == 4
+    assert "A step has 4 backward passes" in str(diagnosis)
+    assert "zero_grad(set_to_none=False)" in diagnosis.result.notes[0]
+
+
 def test_everything_is_as_before_afterwards(on_gpu: list[str]) -> None:
     names: list[tuple[Any, str]] = [
         (_BaseDataLoaderIter, "__next__"),

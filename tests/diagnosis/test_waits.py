@@ -30,6 +30,16 @@ def cuda_here() -> Iterator[Device]:
 
 
 def test_every_form_is_found_with_its_line(tmp_path: Path) -> None:
+    check_every_form(tmp_path)
+
+
+@pytest.mark.gpu
+def test_every_form_is_found_with_its_line_on_a_gpu(tmp_path: Path) -> None:
+    assert torch.cuda.is_available()
+    check_every_form(tmp_path)
+
+
+def check_every_form(tmp_path: Path) -> None:
     module, cases = write_module(tmp_path / "forms.py")
     assert len({form for form, _ in FORMS}) >= 30
     assert len(FORMS) >= 35

@@ -119,10 +119,13 @@ class Session:
         if windows is None or os.getpid() != self._process or not self._finder.on_call(key):
             return
         with self._lock:
-            ended = next(windows, self) is self
+            try:
+                ended = self.seen.is_complete = next(windows, self) is self
+            except Exception as problem:  # ours: the script must not fail for it
+                ended = True
+                self.seen.missing.append(f"a window failed: {type(problem).__name__}: {problem}")
         if ended:
             self._windows = None
-            self.seen.is_complete = True
             self._note_steps()
             self._on_complete()
 

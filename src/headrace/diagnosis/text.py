@@ -29,6 +29,9 @@ def text_of(result: DiagnosisResult) -> str:
     parts = ["\n".join(textwrap.fill(text, _WIDTH) for text in result.verdict if text)]
     if result.parts is not None and result.step_ms:
         parts.append(_bar(result))
+    facts = _facts(result)
+    if facts:
+        parts.append(facts)
     if result.lines:
         parts.append(_lines(result))
     if result.predictions:
@@ -53,6 +56,24 @@ def _bar(result: DiagnosisResult) -> str:
         if name == "computing" or share >= 0.005
     ]
     return "\n".join([f"[{bar}]", *textwrap.wrap("   ".join(shown), _WIDTH)])
+
+
+def _facts(result: DiagnosisResult) -> str:
+    """What a step consists of, and how much slower it was while it was watched."""
+    facts = []
+    if result.backwards_per_step is not None and result.backwards_per_step > 1:
+        facts.append(f"{result.backwards_per_step:g} backward passes")
+    if result.calls_per_step > 1:
+        facts.append(f"{result.calls_per_step} optimizer steps or graph replays")
+    if result.launches_per_step is not None:
+        facts.append(f"{result.launches_per_step:,.0f} launches")
+    text = f"A step has {', '.join(facts)}." if facts else ""
+    if result.profiled_ms is not None and result.watched_ms is not None:
+        text += (
+            f" It took {result.profiled_ms:.1f} ms under the profiler and {result.watched_ms:.1f} "
+            "ms while its waits were noted."
+        )
+    return textwrap.fill(text.strip(), _WIDTH)
 
 
 def _lines(result: DiagnosisResult) -> str:
