@@ -25,8 +25,8 @@ while True:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_script_on_a_gpu_is_explained(tmp_path: Path) -> None:
-    assert torch.cuda.is_available()
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
     result = diagnose_program(str(script), settings=Settings(warmup=5, clean=10, profiled=5))
