@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +22,7 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headrace.device import Device, chrome_trace, is_profiling, open_device
+from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
@@ -237,8 +238,7 @@ class Session:
         if self.seen.device is not None:
             self.seen.device.synchronize("diagnose")
 
-    @contextmanager
-    def _watched_loaders(self) -> Iterator[None]:
+    def _watched_loaders(self) -> AbstractContextManager[None]:
         """Note when the script waits for a DataLoader, and how that one is made."""
         iterators: Any = _BaseDataLoaderIter
         original = iterators.__next__
@@ -255,11 +255,7 @@ class Session:
                 self.seen.loader_workers = iterator._num_workers
                 self.seen.loader_pins = bool(iterator._pin_memory)
 
-        iterators.__next__ = next_batch
-        try:
-            yield
-        finally:
-            iterators.__next__ = original
+        return replaced(iterators, "__next__", next_batch)
 
     @contextmanager
     def _counted_backwards(self) -> Iterator[None]:
@@ -284,11 +280,8 @@ class Session:
                 )
             return zero_grad(optimizer, set_to_none)
 
-        tensors.backward, optimizers.zero_grad = counted, zeroing
-        try:
+        with replaced(tensors, "backward", counted), replaced(optimizers, "zero_grad", zeroing):
             yield
-        finally:
-            tensors.backward, optimizers.zero_grad = backward, zero_grad
 
     def _note_optimizers(self) -> None:
         for optimizer in list(self._optimizers):

@@ -21,6 +21,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from headrace.diagnosis.replacing import replaced
 from headrace.errors import ProgramError
 
 #: How often a sequence must repeat before it counts as the period.
@@ -148,11 +149,10 @@ def watch_steps(
         return result
 
     hook = register_optimizer_step_post_hook(after_step)
-    graph.replay = replay_and_tell
     try:
-        yield numbers
+        with replaced(graph, "replay", replay_and_tell):
+            yield numbers
     finally:
-        graph.replay = replay
         hook.remove()
 
 

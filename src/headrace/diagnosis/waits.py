@@ -13,7 +13,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
@@ -24,6 +24,7 @@ import torch
 from headrace import main_program
 from headrace.device import Device
 from headrace.diagnosis.forms import Expression, Form, form_of, running_expression
+from headrace.diagnosis.replacing import replaced
 from headrace.runs.records import LineRecord
 from headrace.source_lines import is_user_code
 
@@ -128,12 +129,10 @@ def _explicit_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
         yield
 
 
-@contextmanager
 def _telling(
     owner: Any, name: str, operation: str, on_wait: Callable[[Wait], object]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Replace `owner.name` by a function that tells, inside the block."""
-    is_own = name in vars(owner)
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -141,26 +140,14 @@ def _telling(
         on_wait(wait_at(sys._getframe(1), operation))
         return result
 
-    setattr(owner, name, call)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(owner, name, original)
-        else:
-            delattr(owner, name)
+    return replaced(owner, name, call)
 
 
-@contextmanager
-def _fake_waits(device: Any, on_wait: Callable[[Wait], object]) -> Iterator[None]:
+def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> AbstractContextManager[None]:
     def tell(operation: str) -> None:
         on_wait(wait_at(sys._getframe(1), operation))
 
-    device.on_hidden_wait = tell
-    try:
-        yield
-    finally:
-        device.on_hidden_wait = None
+    return replaced(device, "on_hidden_wait", tell)
 
 
 @contextmanager
@@ -168,9 +155,9 @@ def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
     """Operations that PyTorch reports. It warns, so the warning is taken out of the way of the
     user's filters and handlers; every other warning goes its usual way."""
     cuda: Any = torch.get_device_module("cuda")
-    shown: Any = warnings
-    original, mode = shown._showwarnmsg, cuda.get_sync_debug_mode()
-    changing = {name: getattr(warnings, name) for name in ("simplefilter", "filterwarnings")}
+    module: Any = warnings
+    original, mode = module._showwarnmsg, cuda.get_sync_debug_mode()
+    add_filter = module.filterwarnings
 
     def show(message: Any) -> None:
         if _SYNCHRONISING in str(message.message):
@@ -179,7 +166,7 @@ def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
             original(message)
 
     def put_first() -> None:
-        changing["filterwarnings"]("always", message=_SYNCHRONISING)
+        add_filter("always", message=_SYNCHRONISING)
 
     def keeping_ours(change: Callable[..., Any]) -> Callable[..., Any]:
         def changed(*args: Any, **kwargs: Any) -> None:
@@ -188,24 +175,21 @@ def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
 
         return changed
 
-    for name, change in changing.items():
-        setattr(warnings, name, keeping_ours(change))
-    shown._showwarnmsg = show
-    try:
+    with ExitStack() as stack:
+        for name in ("simplefilter", "filterwarnings"):
+            changed = keeping_ours(getattr(module, name))
+            stack.enter_context(replaced(module, name, changed))
+        stack.enter_context(replaced(module, "_showwarnmsg", show))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             cuda.set_sync_debug_mode("warn")  # which warns that it is a prototype
         put_first()
-        yield
-    finally:
-        cuda.set_sync_debug_mode(mode)
-        shown._showwarnmsg = original
-        for name, change in changing.items():
-            setattr(warnings, name, change)
-        ours = [one for one in shown.filters if _is_ours(one[1])]
-        for one in ours:
-            shown.filters.remove(one)
-        shown._filters_mutated()
+        try:
+            yield
+        finally:
+            cuda.set_sync_debug_mode(mode)
+            module.filters[:] = [one for one in module.filters if not _is_ours(one[1])]
+            module._filters_mutated()
 
 
 def _is_ours(message: Any) -> bool:
@@ -222,9 +206,9 @@ def _pageable_copies(on_wait: Callable[[Wait], object]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _telling_if_pageable(name: str, on_wait: Callable[[Wait], object]) -> Iterator[None]:
-    is_own = name in vars(torch.Tensor)
+def _telling_if_pageable(
+    name: str, on_wait: Callable[[Wait], object]
+) -> AbstractContextManager[None]:
     original = getattr(torch.Tensor, name)
 
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -236,23 +220,16 @@ def _telling_if_pageable(name: str, on_wait: Callable[[Wait], object]) -> Iterat
             and source.is_cpu
             and target.is_cuda
             and source.dim() > 0
-            and _is_asynchronous(name, args, kwargs)
+            and _is_asynchronous(args, kwargs)
             and not source.is_pinned()
         ):
             on_wait(wait_at(sys._getframe(1), "copy from pageable memory"))
         return result
 
-    setattr(torch.Tensor, name, call)
-    try:
-        yield
-    finally:
-        if is_own:
-            setattr(torch.Tensor, name, original)
-        else:
-            delattr(torch.Tensor, name)
+    return replaced(torch.Tensor, name, call)
 
 
-def _is_asynchronous(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+def _is_asynchronous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     if "non_blocking" in kwargs:
         return bool(kwargs["non_blocking"])
     return any(one is True for one in args[1:])
