@@ -83,6 +83,7 @@ def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
     assert "train.py:8   return loss.item()" in done.stderr
     assert "headrace.DeferredScalars" in done.stderr
     assert "SGD is not fused: pass fused=True" in done.stderr
+    assert "backward passes" not in done.stderr  # there is one
     assert done.stderr.endswith("train.py was ended after 6 steps\n")
 
 
@@ -94,6 +95,7 @@ def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
         ("plain", 4, 0, "ended before there were enough steps"),
         ("fails", 4, 1, "ValueError: the script's own failure"),
         ("exits", 4, 1, "an error in a sentence"),
+        ("fails", 3, 1, "The script ended with exit code 1 after too few steps"),
         ("interrupted", 9, 130, "The host waits for the device 1.0 times a step"),
         ("prints", 9, 0, "The host waits for the device 1.0 times a step"),
         ("forks", 9, 0, "The host waits for the device 1.0 times a step"),

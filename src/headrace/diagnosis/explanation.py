@@ -357,6 +357,9 @@ def _with_verdict(result: DiagnosisResult) -> DiagnosisResult:
 
 
 def _verdict(result: DiagnosisResult) -> list[str]:
+    if result.outcome in _SENTENCES and result.exit_code:
+        when = "before its first step" if result.outcome == "no step" else "after too few steps"
+        return [f"The script ended with exit code {result.exit_code} {when}: see its own message."]
     if result.outcome in _SENTENCES:
         return [_SENTENCES[result.outcome], _ADVICE[result.outcome]]
     if result.outcome == "on the CPU":

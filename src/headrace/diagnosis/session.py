@@ -265,9 +265,17 @@ class Session:
         backward, zero_grad = tensors.backward, optimizers.zero_grad
         seen = self.seen
 
+        inside = threading.local()
+
         def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(inside, "backward", False):  # PyTorch calls it again in a function mode
+                return backward(tensor, *args, **kwargs)
             seen.backwards += 1
-            return backward(tensor, *args, **kwargs)
+            inside.backward = True
+            try:
+                return backward(tensor, *args, **kwargs)
+            finally:
+                inside.backward = False
 
         def zeroing(optimizer: Any, set_to_none: bool = True) -> Any:
             if not set_to_none:
