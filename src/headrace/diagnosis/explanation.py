@@ -71,6 +71,7 @@ def explain(
         step_ms=step_ms,
         low_ms=min(seen.clean_ns) / 1e6 if seen.clean_ns else None,
         high_ms=max(seen.clean_ns) / 1e6 if seen.clean_ns else None,
+        nvml_share=seen.nvml_share,
         profiled_ms=seen.profiled_total_ns / seen.profiled_steps / 1e6
         if seen.profiled_steps
         else None,

@@ -54,6 +54,7 @@ class Observations:
     #: Nanoseconds of each clean step, and from an idle device to an idle one over all of them.
     clean_ns: list[int] = field(default_factory=list)
     clean_total_ns: int = 0
+    nvml_share: float | None = None
     trace: StepTrace | None = None
     profiled_steps: int = 0
     profiled_total_ns: int = 0
@@ -165,6 +166,8 @@ class Session:
             if self.seen.clean_ns:
                 self._synchronize()
                 self.seen.clean_total_ns = time.perf_counter_ns() - start_ns
+                if self.seen.device is not None:
+                    self.seen.nvml_share = self.seen.device.use_share()
 
     def _profiled_window(self, device: Device) -> Iterator[None]:
         if is_profiling():

@@ -68,6 +68,8 @@ def _facts(result: DiagnosisResult) -> str:
     if result.launches_per_step is not None:
         facts.append(f"{result.launches_per_step:,.0f} launches")
     text = f"A step has {', '.join(facts)}." if facts else ""
+    if result.nvml_share is not None:
+        text += f" NVML calls the GPU {result.nvml_share:.0%} busy."
     if result.profiled_ms is not None and result.watched_ms is not None:
         text += (
             f" It took {result.profiled_ms:.1f} ms under the profiler and {result.watched_ms:.1f} "

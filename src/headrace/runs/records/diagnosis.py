@@ -75,9 +75,12 @@ class Prediction:
 class DiagnosisResult(ResultFile):
     """What a run of a program showed. `exit_code` is the program's own; None if it was ended.
 
-    `step_ms` is from the clean window; `profiled_ms` and `watched_ms` are the same steps under the
-    profiler and with lines watched. `parts` are scaled to the clean step. `replay_error` is how far
-    a replay of the trace without changes was from it; beyond 3 % there are no predictions.
+    `step_ms` is from the clean window, `low_ms` and `high_ms` are its shortest and longest step on
+    the host, `nvml_share` is the driver's figure, which says only that something ran.
+    `profiled_ms` and `watched_ms` are steps under the profiler and with lines watched. `parts` are
+    scaled to the clean step. `waits_per_step` counts the waits that were found by line,
+    `waits_in_trace` those of the profiler. `replay_error` is how far a replay of the trace without
+    changes was from it; beyond 3 % there are no predictions.
     """
 
     kind: ClassVar[str] = "headrace diagnosis"
@@ -92,6 +95,7 @@ class DiagnosisResult(ResultFile):
     step_ms: float | None = None
     low_ms: float | None = None
     high_ms: float | None = None
+    nvml_share: float | None = None
     profiled_ms: float | None = None
     watched_ms: float | None = None
     parts: StepParts | None = None
