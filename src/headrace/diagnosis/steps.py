@@ -148,7 +148,8 @@ def watch_steps(
             on_call(number(self))
         return result
 
-    hook = register_optimizer_step_post_hook(after_step)
+    # A compiled optimizer step would trace the hook, and not call it again.
+    hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
     try:
         with replaced(graph, "replay", replay_and_tell):
             yield numbers
