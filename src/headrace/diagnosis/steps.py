@@ -29,6 +29,8 @@ _ROUNDS = 3
 #: A script whose calls do not repeat is given up after so many: then each call of the optimizer
 #: that is called most often ends a step.
 _MAX_CALLS = 4000
+#: The period is searched after each of the first calls, then after every few.
+_EVERY_CALL, _EVERY_FEW = 100, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,8 @@ class StepFinder:
 
     def _find(self) -> None:
         history = self._history
+        if len(history) > _EVERY_CALL and len(history) % _EVERY_FEW:
+            return  # searching takes longer the more calls there are
         self.period = find_period(history, self._at_least)
         if self.period is None and len(history) >= _MAX_CALLS:
             often = max(set(history), key=history.count)
