@@ -241,17 +241,17 @@ def form_of(
     operation: str,
     functions: Sequence[tuple[str, str]],
     expression: Expression | None,
-    library: str = "",
+    library: tuple[str, str] | None = None,
 ) -> Form:
     """The form of a wait. `functions` are PyTorch's between the line and the wait, as (file's stem,
-    name); `library` is the file of the line if it is an installed package's."""
+    name); `library` is the file and function of the line if it is an installed package's."""
     if operation in ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize"):
         return FORMS[_OPERATIONS[operation]]
     for stem, function in functions:
         for key in ((stem, ""), ("", function)):
             if key in _FUNCTIONS:
                 return FORMS[_FUNCTIONS[key]]
-    if _is_logger(library):
+    if library is not None and _is_logger(*library):
         return FORMS["progress bar"]
     found = expression.form() if expression is not None else None
     if found == "to" and operation == "copy to pageable memory":
@@ -259,11 +259,12 @@ def form_of(
     return FORMS[found or _OPERATIONS.get(operation, "other")]
 
 
-def _is_logger(file: str) -> bool:
+def _is_logger(file: str, function: str) -> bool:
     parts = file.replace("\\", "/").rsplit("-packages/", 1)[-1].split("/")
     if parts[0] not in _LOGGERS:
         return False
-    return parts[0] == "tqdm" or any(word in part for part in parts[1:] for word in _LOGGING)
+    names = [*parts[1:], function]
+    return parts[0] == "tqdm" or any(word in name for name in names for word in _LOGGING)
 
 
 @dataclass(frozen=True, slots=True)

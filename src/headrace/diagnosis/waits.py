@@ -69,7 +69,8 @@ def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
     thread = threading.current_thread().name
     if innermost is None:
         return Wait(form_of(operation, functions, None), None, None, operation, thread)
-    library = innermost.f_code.co_filename if innermost is not own else ""
+    code = innermost.f_code
+    library = (code.co_filename, code.co_name) if innermost is not own else None
     form = form_of(operation, functions, _expression(innermost), library)
     called_from = _line(own) if own is not None and own is not innermost else None
     return Wait(form, _line(innermost), called_from, operation, thread)
