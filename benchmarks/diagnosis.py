@@ -23,7 +23,9 @@ os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
+import dataclasses
 import gc
+import gzip
 import importlib.util
 import json
 import statistics
@@ -40,14 +42,15 @@ import torch
 from measuring import header, interleaved_ms, save
 
 from headrace.device import Device, open_device
-from headrace.diagnosis import Diagnosis, Settings, diagnose
+from headrace.diagnosis import Settings
+from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session
-from headrace.runs.records import DiagnosisResult, StepParts
+from headrace.runs.records import DiagnosisResult, Environment, StepParts
 from headrace.text_table import text_table
 
 FOLDER = Path(__file__).resolve().parent
 WORKS = sorted(path.stem for path in (FOLDER / "works").glob("*.py") if path.stem != "samples")
-WINDOWS = {"warmup": 10, "clean": 20, "profiled": 8, "lines": 5}
+WINDOWS = Settings(warmup=10, clean=20, profiled=8, lines=5)
 
 
 def main() -> None:
@@ -59,6 +62,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--budget-seconds", type=float, default=540.0)
+    parser.add_argument("--traces", type=Path, help="keep the trace of each loop in this folder")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
     device, end = open_device("auto"), time.monotonic() + options.budget_seconds
@@ -93,13 +97,17 @@ def _names(text: str) -> list[str]:
     return [] if text == "none" else text.split(",")
 
 
-def _observe(steps: Iterator[Any]) -> DiagnosisResult:
-    """Diagnose a loop, with a step's `yield` as its end."""
-    found: Diagnosis
-    with diagnose(**WINDOWS) as found:
-        for _ in islice(steps, sum(WINDOWS.values()) + 12):
+def _observe(name: str, steps: Iterator[Any], traces: Path | None) -> DiagnosisResult:
+    """Diagnose a loop. With `traces`, its trace is kept there, to be replayed elsewhere."""
+    with Session(WINDOWS) as session:
+        for _ in islice(steps, 60):
             pass
-    return found.result
+    seen = session.seen
+    if traces is not None and seen.trace is not None:
+        traces.mkdir(parents=True, exist_ok=True)
+        with gzip.open(traces / f"{name}.json.gz", "wt", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(seen.trace), file)
+    return explain(seen, name, None, Environment())
 
 
 # --- slow scripts ---------------------------------------------------------------------------------
@@ -122,7 +130,7 @@ def _case(name: str, device: Device, options: Any) -> dict[str, Any]:
         slow / mended
         for slow, mended in zip(measured["slow"]["all"], measured["mended"]["all"], strict=True)
     ]
-    result = _observe(slow_scripts.train(name, target, tiny=tiny))
+    result = _observe(name, slow_scripts.train(name, target, tiny=tiny), options.traces)
     gain = statistics.median(ratios)
     predicted = _predicted(result, case.change)
     return {
@@ -227,7 +235,7 @@ def _work(name: str, device: Device, options: Any) -> dict[str, Any]:
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
         steps = module.train(device.torch_device, **({"tiny": True} if options.tiny else {}))
-        result = _observe(steps)
+        result = _observe(name, steps, options.traces)
         steps.close()
     finally:
         sys.path.pop(0)
