@@ -376,6 +376,8 @@ def torchvision_training() -> None:
 
 def prepare_torchvision() -> None:
     """A torchvision built for CUDA registers these operators from a library that needs CUDA."""
+    if torch.version.cuda is not None:
+        return
     library = torch.library.Library("torchvision", "DEF")
     for name, schema in (
         ("nms", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"),

@@ -404,7 +404,7 @@ class TestReturned:
     def test_logits_among_the_metrics(self, device: Device) -> None:
         said = refused(device, lambda m, b: {"loss": loss(m, b), "logits": m(b[0])})
         assert "returned 'logits', which has shape (5, 3): expected a single number" in said
-        assert "Leave it out" in said
+        assert "return it under 'outputs'" in said
 
     def test_a_detached_loss(self, device: Device) -> None:
         said = refused(device, lambda m, b: loss(m, b).detach())

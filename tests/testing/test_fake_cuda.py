@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import multiprocessing
 import sys
 import threading
@@ -499,3 +500,10 @@ def test_what_cannot_be_imitated_says_so(
     with pytest.raises(NotImitatedError, match=named):
         call()
     assert not hasattr(torch._C, "_cuda_anything")
+
+
+def test_a_call_of_the_driver_in_a_cuda_build_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch._C, "_cuda_someCall", math.nextafter, raising=False)
+    with fake_cuda(), pytest.raises(NotImitatedError, match=r"torch\._C\._cuda_someCall"):
+        torch._C._cuda_someCall(0)
+    assert torch._C._cuda_someCall is math.nextafter

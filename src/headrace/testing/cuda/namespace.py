@@ -497,6 +497,8 @@ _KEPT = {
     "torch.cuda.tunable": (),
     "torch.cuda.green_contexts": (),
 }
+#: How the names in `torch._C` begin that call the driver.
+_DRIVER_CALLS = ("_cuda", "_nccl", "_broadcast", "_scatter", "_gather")
 #: Other names that would reach the driver.
 _REFUSED_TOO = {
     "torch.cuda": ("_compile_kernel", "_register_triton_kernels"),
@@ -526,9 +528,12 @@ def _refusals(imitated: list[Replacement]) -> Iterator[Replacement]:
                 yield Replacement(module, name, _refusing(shown), "no imitation")
             elif isinstance(value, type) and not _is_legacy_type(value):
                 yield Replacement(module, name, _refusing_class(shown), "no imitation")
-    yield Replacement(
-        torch._C, "__getattr__", _no_such_call, "calls of the driver have no imitation"
-    )
+    why = "calls of the driver have no imitation"
+    replaced = {one.name for one in imitated if one.owner is torch._C}
+    for name, value in list(vars(torch._C).items()):  # a PyTorch that is built for CUDA has some
+        if name.startswith(_DRIVER_CALLS) and inspect.isbuiltin(value) and name not in replaced:
+            yield Replacement(torch._C, name, _refusing(f"torch._C.{name}"), why)
+    yield Replacement(torch._C, "__getattr__", _no_such_call, why)
 
 
 def _is_legacy_type(value: type) -> bool:
@@ -549,7 +554,7 @@ def _refusing_class(what: str) -> type:
 
 
 def _no_such_call(name: str) -> Any:
-    if name.startswith(("_cuda", "_nccl", "_broadcast", "_scatter", "_gather")):
+    if name.startswith(_DRIVER_CALLS):
         raise state.not_imitated(f"torch._C.{name}")
     raise AttributeError(f"module 'torch._C' has no attribute {name!r}")
 
