@@ -12,8 +12,8 @@ import pytest
 
 import headrace
 
-ROOMS = ["bench", "checkpoint", "cli", "data", "device", "engine", "parallel", "report", "runs"]
-ROOMS += ["testing", "translation"]
+ROOMS = ["bench", "checkpoint", "cli", "data", "device", "diagnosis", "engine", "parallel"]
+ROOMS += ["report", "runs", "testing", "translation"]
 
 
 @pytest.mark.parametrize("name", ["headrace", *(f"headrace.{room}" for room in ROOMS)])

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         available_devices,
         open_device,
     )
+    from headrace.diagnosis import Diagnosis, diagnose
     from headrace.engine import (
         Carry,
         CompileReport,
@@ -63,6 +64,7 @@ _HOMES = {
     "DeferredScalars": "engine",
     "DeferredValues": "engine",
     "Device": "device",
+    "Diagnosis": "diagnosis",
     "Ema": "engine",
     "Engine": "engine",
     "EpochResult": "engine",
@@ -91,6 +93,7 @@ _HOMES = {
     "WaitStatistics": "device",
     "Watchdog": "runs",
     "available_devices": "device",
+    "diagnose": "diagnosis",
     "graphed": "engine",
     "load_plan": "plan",
     "open_device": "device",
@@ -107,6 +110,7 @@ __all__ = [
     "DeferredScalars",
     "DeferredValues",
     "Device",
+    "Diagnosis",
     "Ema",
     "Engine",
     "EpochResult",
@@ -135,6 +139,7 @@ __all__ = [
     "Watchdog",
     "__version__",
     "available_devices",
+    "diagnose",
     "graphed",
     "load_plan",
     "open_device",

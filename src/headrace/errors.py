@@ -20,6 +20,7 @@ HeadraceError
 ├── RunError                    a run folder, or a file in it, cannot be used
 ├── RanksError                  the ranks cannot connect, or do not agree
 ├── CheckpointError             a checkpoint or weight file cannot be written or read
+├── ProgramError                a script cannot be run or diagnosed (also a ValueError)
 ├── BenchError                  a workload, bench setting or result is not valid (also a ValueError)
 │   ├── UnknownWorkError        there is no workload of this name
 │   └── WorkOptionError         a workload does not accept this option or value
@@ -151,6 +152,10 @@ class CheckpointError(HeadraceError):
 
 class RanksError(HeadraceError):
     """The ranks of a run could not connect, or do not agree with each other."""
+
+
+class ProgramError(HeadraceError, ValueError):
+    """A script or module is not there, or an option of `diagnose` is not valid."""
 
 
 class BenchError(HeadraceError, ValueError):

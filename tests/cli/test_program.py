@@ -60,6 +60,7 @@ COMMANDS = [
     "bench",
     "tune",
     "races",
+    "diagnose",
 ]
 
 

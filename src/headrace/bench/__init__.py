@@ -16,6 +16,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from headrace.bench.environment import environment_of
     from headrace.bench.peers import peers_of
     from headrace.bench.plan_list import entries_of, plans_here
     from headrace.bench.runner import Bench
@@ -31,6 +32,7 @@ _HOMES = {
     "TuneSettings": "tune.settings",
     "Tuning": "tune.tuning",
     "entries_of": "plan_list",
+    "environment_of": "environment",
     "find_work": "works.lookup",
     "peers_of": "peers",
     "plans_here": "plan_list",
@@ -44,6 +46,7 @@ __all__ = [
     "TuneSettings",
     "Tuning",
     "entries_of",
+    "environment_of",
     "find_work",
     "peers_of",
     "plans_here",

@@ -16,6 +16,7 @@ from typer.core import TyperGroup
 import headrace
 from headrace.cli import (
     bench,
+    diagnose,
     doctor,
     evaluate,
     export,
@@ -113,5 +114,6 @@ app.command(epilog=export.EXAMPLE)(export.export)
 app.command(epilog=prepare.EXAMPLE)(prepare.prepare)
 app.command(epilog=bench.EXAMPLE)(bench.bench)
 app.command(epilog=tune.EXAMPLE)(tune.tune)
+app.command(epilog=diagnose.EXAMPLE, context_settings=diagnose.SETTINGS)(diagnose.diagnose)
 app.command(epilog=report.EXAMPLE)(report.report)
 app.command(epilog=races.EXAMPLE, context_settings=races.SETTINGS)(races.races)

@@ -18,6 +18,7 @@ from __future__ import annotations
 from headrace.device.base import Device, Event, MemoryFigures, Result, Stream
 from headrace.device.determinism import deterministic_kernels
 from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_copy, host_wait
+from headrace.device.kineto import chrome_trace, is_profiling
 from headrace.device.ledger import Ledger, LedgerStatistics, WaitStatistics
 from headrace.device.opening import available_devices, open_device
 from headrace.device.pinned import PinnedBuffer, PinnedPool
@@ -48,9 +49,11 @@ __all__ = [
     "Trace",
     "WaitStatistics",
     "available_devices",
+    "chrome_trace",
     "deterministic_kernels",
     "host_copy",
     "host_wait",
+    "is_profiling",
     "open_device",
     "pack_spans",
     "unpack_spans",

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -62,6 +65,25 @@ def profiled(*, graphs: bool) -> Iterator[list[Activity]]:
     raw: Any = profile.profiler
     if raw is not None and raw.kineto_results is not None:
         activities += map(_activity, raw.kineto_results.events())
+
+
+@contextmanager
+def chrome_trace() -> Iterator[dict[str, Any]]:
+    """Run the block under the profiler, without operators and stacks. When it has ended, the dict
+    has its trace file: kernels, copies and the driver's calls, which share correlation ids."""
+    content: dict[str, Any] = {}
+    profile = torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True
+    )
+    profile.start()
+    try:
+        yield content
+    finally:
+        profile.stop()
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profile.export_chrome_trace(str(path))
+        content |= json.loads(path.read_text(encoding="utf-8", errors="replace"))
 
 
 def _activity(event: Any) -> Activity:

@@ -10,22 +10,25 @@ from headrace.atomic_files import replace_file
 from headrace.device import Timeline
 from headrace.errors import HeadraceError, ReportError
 from headrace.report.bench_page import bench_page
+from headrace.report.diagnosis_page import diagnosis_page
 from headrace.report.train_page import train_page
 from headrace.report.tune_page import tune_page
-from headrace.runs.records import BenchResult, TrainingRun, read_result
+from headrace.runs.records import BenchResult, DiagnosisResult, TrainingRun, read_result
 from headrace.schema import read_json
 
 log = logging.getLogger("headrace")
 
 
 def render(source: str | Path) -> str:
-    """The HTML of a bench result, a tune result or a run folder."""
+    """The HTML of a result of bench, tune or diagnose, or of a run folder."""
     source = _source(source)
     if source.is_dir():
         return train_page(TrainingRun.read(source), source.name)
     result = read_result(source)
     if isinstance(result, BenchResult):
         return bench_page(result, source.name)
+    if isinstance(result, DiagnosisResult):
+        return diagnosis_page(result, source.name)
     return tune_page(result, source.name)
 
 
@@ -60,12 +63,16 @@ def write_perfetto(source: str | Path, folder: str | Path) -> list[Path]:
     if source.is_dir():
         raise ReportError(f"{source}: is a run's folder; only bench results hold timelines")
     result = read_result(source)
-    if not isinstance(result, BenchResult):
+    if isinstance(result, DiagnosisResult):
+        stored = [] if result.timeline is None else [("steps", result.timeline)]
+    elif isinstance(result, BenchResult):
+        stored = result.timelines
+    else:
         raise ReportError(f"{source}: is a tune result; only bench results hold timelines")
     if folder.exists() and not folder.is_dir():
         raise ReportError(f"{folder}: is a file; expected a folder for the timelines")
     written: list[Path] = []
-    for name, timeline in result.timelines:
+    for name, timeline in stored:
         plan = re.sub(r"[^\w.#+-]", "_", name)[:80] or "plan"
         path = folder / f"{source.stem}.{plan}.trace.json"
         if path in written:

@@ -100,6 +100,8 @@ class FakeDevice(host_threads.Hosts):
         # The pool hands buffers from thread to thread, even if it was made before the block.
         self.pinned._lock = host_threads.traced_lock()
         self.hidden_waits: list[HiddenWait] = []
+        #: Called with the operation of each hidden wait, while it happens.
+        self.on_hidden_wait: Callable[[str], object] | None = None
         self._check = check
         self._memory_bytes = self.checker.limit_bytes = memory_bytes
         self._keep_timeline = keep_timeline
@@ -350,6 +352,8 @@ class FakeDevice(host_threads.Hosts):
         `orders=False` it loses the time but is not ordered after the stream's work."""
         graphs.refuse(self, operation, stream)
         self.note_obstacle(partial(host_wait, operation=operation))
+        if self.on_hidden_wait is not None:
+            self.on_hidden_wait(operation)
         with self.lock:
             self.hidden_waits.append(HiddenWait(calling_site(), operation))
             if orders:

@@ -32,6 +32,13 @@ from headrace.runs.records.bench import (
     WaitFigures,
     WaitsFor,
 )
+from headrace.runs.records.diagnosis import (
+    DiagnosedLine,
+    DiagnosisResult,
+    Outcome,
+    Prediction,
+    StepParts,
+)
 from headrace.runs.records.environment import Environment, WorkRecord
 from headrace.runs.records.races import AccessRecord, LineRecord, RaceRecord, RacesResult
 from headrace.runs.records.reading import read_result
@@ -56,6 +63,8 @@ __all__ = [
     "BenchSettings",
     "BenchWork",
     "BusyLine",
+    "DiagnosedLine",
+    "DiagnosisResult",
     "Environment",
     "EpochLine",
     "Equality",
@@ -65,7 +74,9 @@ __all__ = [
     "Judgement",
     "LineRecord",
     "Noise",
+    "Outcome",
     "PlanResult",
+    "Prediction",
     "RaceRecord",
     "RacesResult",
     "Rung",
@@ -74,6 +85,7 @@ __all__ = [
     "Scores",
     "Status",
     "StepLine",
+    "StepParts",
     "StepTimes",
     "StoredTimeline",
     "TrainingRun",

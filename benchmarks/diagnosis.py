@@ -1,0 +1,323 @@
+"""What `headrace diagnose` says against the truth, on this machine's GPU.
+
+    python benchmarks/diagnosis.py --out result.json
+    python benchmarks/diagnosis.py --cases item,mask --works none --out part.json
+    python benchmarks/diagnosis.py --cases none --measured eleven_works.json --out works.json
+
+1. `slow_scripts.py`: twelve slow loops with known causes. Is the cause named, is the line found,
+   and does the predicted step match the mended twin's? Both run in turns, in one process.
+2. `works/`: the plain scripts. The predictions of `pipeline` and `graph` against the speed-ups that
+   `eleven_works.py` measured, if its result is given.
+3. The cost of looking: a step with the hooks of `diagnose` installed against one without.
+
+The last lines are a table, and what does not hold.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Before PyTorch is loaded: the profiler needs them for loops that replay graphs.
+os.environ.setdefault("TEARDOWN_CUPTI", "0")
+os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import argparse
+import dataclasses
+import gc
+import gzip
+import importlib.util
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import slow_scripts
+import torch
+from measuring import header, interleaved_ms, save
+
+from headrace.device import Device, open_device
+from headrace.diagnosis import Settings
+from headrace.diagnosis.explanation import explain
+from headrace.diagnosis.session import Session
+from headrace.runs.records import DiagnosisResult, Environment, StepParts
+from headrace.text_table import text_table
+
+FOLDER = Path(__file__).resolve().parent
+WORKS = sorted(path.stem for path in (FOLDER / "works").glob("*.py") if path.stem != "samples")
+WINDOWS = Settings(warmup=10, clean=20, profiled=8, lines=5)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--cases", default=",".join(slow_scripts.CASES), help="or none")
+    parser.add_argument("--works", default=",".join(WORKS), help="or none")
+    parser.add_argument("--measured", type=Path, help="the result of eleven_works.py")
+    parser.add_argument("--tiny", action="store_true", help="small models, for a trial on a CPU")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--budget-seconds", type=float, default=540.0)
+    parser.add_argument("--traces", type=Path, help="keep the trace of each loop in this folder")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device, end = open_device("auto"), time.monotonic() + options.budget_seconds
+    result: dict[str, Any] = header("diagnosis.py") | {"cases": {}, "works": {}, "skipped": []}
+    jobs = [("cases", name) for name in _names(options.cases)]
+    jobs += [("works", name) for name in _names(options.works)]
+    for kind, name in jobs:
+        if time.monotonic() > end:
+            result["skipped"].append(name)
+            continue
+        try:
+            found = (
+                _case(name, device, options) if kind == "cases" else _work(name, device, options)
+            )
+        except Exception as problem:  # a failure is a result, too
+            traceback.print_exc()
+            found = {"error": f"{type(problem).__name__}: {problem}"}
+        result[kind][name] = found
+        print(name, json.dumps(found)[:400], flush=True)
+        if options.out is not None:
+            save(options.out, result)
+        gc.collect()
+        torch.cuda.empty_cache()
+    if options.cases != "none":
+        result["overhead"] = _overhead(device, options)
+    _report(result)
+    if options.out is not None:
+        save(options.out, result)
+
+
+def _names(text: str) -> list[str]:
+    return [] if text == "none" else text.split(",")
+
+
+def _observe(name: str, steps: Iterator[Any], traces: Path | None) -> DiagnosisResult:
+    """Diagnose a loop. With `traces`, its trace is kept there, to be replayed elsewhere."""
+    with Session(WINDOWS) as session:
+        for _ in islice(steps, 60):
+            pass
+    seen = session.seen
+    if traces is not None and seen.trace is not None:
+        traces.mkdir(parents=True, exist_ok=True)
+        with gzip.open(traces / f"{name}.json.gz", "wt", encoding="utf-8") as file:
+            json.dump(dataclasses.asdict(seen.trace), file)
+    return explain(seen, name, None, Environment())
+
+
+# --- slow scripts ---------------------------------------------------------------------------------
+
+
+def _case(name: str, device: Device, options: Any) -> dict[str, Any]:
+    case, target = slow_scripts.CASES[name], device.torch_device
+    tiny = options.tiny
+    loops = {
+        kind: slow_scripts.train(name, target, mended=kind == "mended", tiny=tiny)
+        for kind in ("slow", "mended")
+    }
+
+    def runner(loop: Iterator[None]) -> Any:
+        return lambda steps: [None for _ in islice(loop, steps)]
+
+    ways = {kind: runner(loop) for kind, loop in loops.items()}
+    measured = interleaved_ms(ways, device, steps=options.steps, repeats=options.repeats)
+    ratios = [
+        slow / mended
+        for slow, mended in zip(measured["slow"]["all"], measured["mended"]["all"], strict=True)
+    ]
+    result = _observe(name, slow_scripts.train(name, target, tiny=tiny), options.traces)
+    gain = statistics.median(ratios)
+    predicted = _predicted(result, case.change)
+    return {
+        "cause": case.cause,
+        "found": _largest(result),
+        "line": _line_found(result) if case.change == "line" else None,
+        "slow_ms": measured["slow"]["ms"],
+        "mended_ms": measured["mended"]["ms"],
+        "speedup": round(gain, 4),
+        "speedup_range": [round(min(ratios), 4), round(max(ratios), 4)],
+        "predicted_speedup": predicted,
+        # The step that is predicted, against the mended one, both relative to the slow one.
+        "error": None if predicted is None else round(gain / predicted - 1, 4),
+        **_summary(result),
+    }
+
+
+def _predicted(result: DiagnosisResult, change: str) -> float | None:
+    if result.step_ms is None:
+        return None
+    if change == "line":
+        gains = [one.gain_ms for one in result.lines if one.line and "# slow" in one.line.text]
+        known = [gain for gain in gains if gain is not None]
+        return round(result.step_ms / (result.step_ms - sum(known)), 4) if known else None
+    for one in result.predictions:
+        if one.change == change:
+            return round(one.speedup, 4)
+    return None
+
+
+def _largest(result: DiagnosisResult) -> str | None:
+    parts = result.parts
+    if parts is None:
+        return None
+    idle = [name for name in StepParts.__slots__ if name != "computing"]
+    return max(idle, key=lambda name: getattr(parts, name))
+
+
+def _line_found(result: DiagnosisResult) -> bool:
+    return any(one.line is not None and "# slow" in one.line.text for one in result.lines)
+
+
+def _summary(result: DiagnosisResult) -> dict[str, Any]:
+    parts = result.parts
+    return {
+        "outcome": result.outcome,
+        "verdict": list(result.verdict),
+        "step_ms": result.step_ms,
+        "profiled_ms": result.profiled_ms,
+        "watched_ms": result.watched_ms,
+        "parts": None
+        if parts is None
+        else {name: round(getattr(parts, name), 4) for name in StepParts.__slots__},
+        "waits_by_line": result.waits_per_step,
+        "waits_in_trace": result.waits_in_trace,
+        "lines": [
+            [
+                f"{Path(one.line.file).name}:{one.line.line}" if one.line else None,
+                one.form,
+                one.per_step,
+                one.blocked_ms,
+                one.idle_ms,
+                one.gain_ms,
+            ]
+            for one in result.lines[:10]
+        ],
+        "replay_error": result.replay_error,
+        "predictions": {one.change: round(one.speedup, 4) for one in result.predictions},
+        "missing": list(result.missing),
+    }
+
+
+def _overhead(device: Device, options: Any) -> dict[str, Any]:
+    """A step with the hooks of `diagnose` installed, which only count, against one without."""
+    loops = [slow_scripts.train("timing", device.torch_device, mended=True, tiny=options.tiny)]
+    loops.append(slow_scripts.train("timing", device.torch_device, mended=True, tiny=options.tiny))
+
+    def plain(steps: int) -> None:
+        for _ in islice(loops[0], steps):
+            pass
+
+    def watched(steps: int) -> None:
+        with Session(Settings(warmup=1_000_000)):
+            for _ in islice(loops[1], steps):
+                pass
+
+    ways = {"plain": plain, "watched": watched}
+    measured = interleaved_ms(ways, device, steps=5 * options.steps, repeats=options.repeats)
+    pairs = zip(measured["watched"]["all"], measured["plain"]["all"], strict=True)
+    return measured | {"share": round(statistics.median(a / b for a, b in pairs) - 1, 5)}
+
+
+# --- works ----------------------------------------------------------------------------------------
+
+
+def _work(name: str, device: Device, options: Any) -> dict[str, Any]:
+    sys.path.insert(0, str(FOLDER / "works"))
+    try:
+        spec = importlib.util.spec_from_file_location(name, FOLDER / "works" / f"{name}.py")
+        assert spec is not None
+        assert spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        steps = module.train(device.torch_device, **({"tiny": True} if options.tiny else {}))
+        result = _observe(name, steps, options.traces)
+        steps.close()
+    finally:
+        sys.path.pop(0)
+    measured = _measured(options.measured, name)
+    predicted = {one.change: one.speedup for one in result.predictions}
+    errors = {
+        plan: round(measured[plan] / predicted[f"with the plan {plan}"] - 1, 4)
+        for plan in ("pipeline", "graph")
+        if plan in measured and f"with the plan {plan}" in predicted
+    }
+    return {"measured": measured, "errors": errors, **_summary(result)}
+
+
+def _measured(path: Path | None, name: str) -> dict[str, float]:
+    """The speed-ups of the plans over the plain script, from the result of `eleven_works.py`."""
+    if path is None:
+        return {}
+    works = json.loads(path.read_text(encoding="utf-8"))["works"]
+    plans = works.get(name, {}).get("plans", {})
+    return {plan: row["speed-up"][0] for plan, row in plans.items() if row.get("speed-up")}
+
+
+# --- the report -----------------------------------------------------------------------------------
+
+
+def _report(result: dict[str, Any]) -> None:
+    rows = [
+        [
+            name,
+            one.get("cause"),
+            one.get("found"),
+            one.get("line"),
+            one.get("waits_by_line"),
+            one.get("waits_in_trace"),
+            one.get("speedup"),
+            one.get("predicted_speedup"),
+            _percent(one.get("error")),
+            _percent(one.get("replay_error")),
+            one.get("error") if isinstance(one.get("error"), str) else "",
+        ]
+        for name, one in result["cases"].items()
+    ]
+    columns = ("case", "cause", "found", "line", "by line", "in trace", "×", "predicted", "error")
+    if rows:
+        print(text_table((*columns, "replay", ""), rows))
+    rows = [
+        [
+            name,
+            one.get("step_ms"),
+            _shares(one),
+            str(one.get("predictions")),
+            str(one.get("errors")),
+        ]
+        for name, one in result["works"].items()
+    ]
+    if rows:
+        print(text_table(("work", "ms", "parts %", "predicted ×", "errors"), rows))
+    cases = [one for one in result["cases"].values() if "cause" in one]
+    errors = [abs(one["error"]) for one in cases if isinstance(one.get("error"), float)]
+    right = sum(one["cause"] == one["found"] for one in cases)
+    works = [abs(e) for one in result["works"].values() for e in one.get("errors", {}).values()]
+    result["totals"] = {
+        "causes_right": f"{right} of {len(cases)}",
+        "median_error": statistics.median(errors) if errors else None,
+        "predicted": f"{len(errors)} of {len(cases)}",
+        "median_error_of_works": statistics.median(works) if works else None,
+        "overhead_of_the_clean_window": result.get("overhead", {}).get("share"),
+    }
+    print(json.dumps(result["totals"]))
+
+
+def _percent(value: Any) -> str:
+    return f"{value:.1%}" if isinstance(value, float) else "–"
+
+
+def _shares(one: dict[str, Any]) -> str:
+    parts, total = one.get("parts"), one.get("step_ms")
+    if not parts or not total:
+        return "–"
+    shown = {name: value / total for name, value in parts.items() if value / total >= 0.02}
+    return " ".join(f"{name[:5]} {share:.0%}" for name, share in shown.items())
+
+
+if __name__ == "__main__":
+    main()

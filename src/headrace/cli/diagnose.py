@@ -1,0 +1,144 @@
+"""`headrace diagnose`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from contextlib import nullcontext
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from headrace.cli.options import Json, check_output_file
+from headrace.cli.output import print_result, results_only
+from headrace.errors import usage_errors
+
+_WINDOWS, _OUTPUT = "Windows", "Output"
+EXAMPLE = """\
+Examples:
+$ headrace diagnose train.py --lr 3e-4
+$ headrace diagnose --html diagnosis.html -m package.train
+$ headrace diagnose --fake --fail-on "waits>2" train.py
+"""
+#: What follows the program's name belongs to the program.
+SETTINGS = {
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": False,
+    "help_option_names": ["-h", "--help"],
+}
+
+
+class Then(StrEnum):
+    STOP = "stop"
+    CONTINUE = "continue"
+
+
+def _count(help_text: str, minimum: int) -> Any:
+    return typer.Option(min=minimum, metavar="<int>", help=help_text, rich_help_panel=_WINDOWS)
+
+
+def diagnose(
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROGRAM ARGS…",
+            help="Script to run, or module with -m, and its arguments.",
+            show_default=False,
+        ),
+    ],
+    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    warmup: Annotated[int, _count("Steps before the first window.", 1)] = 10,
+    steps: Annotated[int, _count("Steps of the clean window, which is timed.", 2)] = 20,
+    profiled: Annotated[int, _count("Steps under the profiler.", 1)] = 8,
+    lines: Annotated[int, _count("Steps in which waits are found by line.", 1)] = 5,
+    step_line: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE:LINE",
+            help="Line that runs once per step, if no optimizer says what a step is.",
+            rich_help_panel=_WINDOWS,
+        ),
+    ] = None,
+    then: Annotated[
+        Then, typer.Option(help="Stop the script after the last window, or let it continue.")
+    ] = Then.STOP,
+    fake: Annotated[
+        bool, typer.Option("--fake", help="Run without a GPU: waits and races, but no times.")
+    ] = False,
+    fail_on: Annotated[
+        str | None,
+        typer.Option(help='End with exit code 3 if a limit is exceeded, as in "waits>2,idle>20%".'),
+    ] = None,
+    as_json: Json = False,
+    out: Annotated[
+        Path | None,
+        typer.Option(help="Also write the result as JSON.", rich_help_panel=_OUTPUT),
+    ] = None,
+    html: Annotated[
+        Path | None,
+        typer.Option(help="Also write a report to this file.", rich_help_panel=_OUTPUT),
+    ] = None,
+) -> None:
+    """Run a training script unchanged and say what its GPU waits for, line by line.
+
+    A step is one round of the script's optimizer steps and graph replays. The
+    script runs through a warm-up and three windows: clean, profiled, lines.
+
+    The exit code is the script's own, 0 if diagnose ended it, or 3 with
+    --fail-on.
+    """
+    # Set before PyTorch is loaded: the profiler needs them for scripts that replay graphs.
+    os.environ.setdefault("TEARDOWN_CUPTI", "0")
+    os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
+    from headrace.diagnosis import (
+        Settings,
+        StepLine,
+        diagnose_program,
+        exit_code_of,
+        parse_limits,
+        text_of,
+    )
+    from headrace.report import write_report
+    from headrace.runs.records import DiagnosisResult
+
+    with usage_errors():
+        for path in filter(None, (out, html)):
+            check_output_file(path)
+        limits = parse_limits(fail_on) if fail_on is not None else []
+        line = StepLine.parse(step_line) if step_line is not None else None
+    name, *arguments = program
+    shown: list[DiagnosisResult] = []
+
+    def show(result: DiagnosisResult) -> None:
+        # The script's own output is on stdout.
+        typer.echo(text_of(result), err=True)
+        shown.append(result)
+
+    with results_only() if as_json else nullcontext(), usage_errors():
+        result = diagnose_program(
+            name,
+            arguments,
+            as_module=module,
+            settings=Settings(warmup, steps, profiled, lines, line),
+            then=then.value,
+            fake=fake,
+            command=shlex.join(["headrace", *sys.argv[1:]]),
+            on_complete=show,
+        )
+    if as_json:
+        print_result(result.to_dict(), "", as_json)
+    elif not shown:
+        show(result)
+    if out is not None:
+        result.write(out)
+    if html is not None:
+        stored = out if out is not None else html.with_suffix(".json")
+        result.write(stored)
+        write_report(stored, html)
+        typer.echo(f"report: {html}", err=True)
+    if result.exit_code is None:
+        typer.echo(f"{name} was ended after {result.steps} steps", err=True)
+    raise typer.Exit(exit_code_of(result, limits))

@@ -1,0 +1,54 @@
+"""`headrace.diagnose()`: the training code inside a block, watched and explained."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from headrace.bench import environment_of
+from headrace.device import open_device
+from headrace.diagnosis.explanation import explain
+from headrace.diagnosis.session import Session, Settings
+from headrace.diagnosis.text import text_of
+from headrace.errors import ProgramError
+from headrace.runs.records import DiagnosisResult
+
+
+class Diagnosis:
+    """What a block of `headrace.diagnose()` showed; filled when the block has ended."""
+
+    def __init__(self) -> None:
+        self._result: DiagnosisResult | None = None
+
+    @property
+    def result(self) -> DiagnosisResult:
+        """The result with all its figures."""
+        if self._result is None:
+            raise ProgramError("the block of headrace.diagnose() has not ended: read this after it")
+        return self._result
+
+    def __str__(self) -> str:
+        return text_of(self.result)
+
+
+@contextmanager
+def diagnose(
+    *, warmup: int = 10, clean: int = 20, profiled: int = 8, lines: int = 5
+) -> Iterator[Diagnosis]:
+    """Watch the training steps inside the block, in a notebook for example.
+
+        with headrace.diagnose() as diagnosis:
+            train(steps=60)
+        print(diagnosis)
+
+    The numbers are the steps of the warm-up and of each window. The block should train for at least
+    their sum; what is known after fewer is shown.
+    """
+    diagnosis, session = Diagnosis(), Session(Settings(warmup, clean, profiled, lines))
+    try:
+        with session:
+            yield diagnosis
+    finally:
+        seen = session.seen
+        environment = environment_of(seen.device or open_device("cpu"), "")
+        diagnosis._result = explain(seen, "", None, environment)

@@ -1,0 +1,415 @@
+"""From what the windows saw to a result: parts of a step, lines with their gains, and a verdict."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from headrace.device import Kind, Span
+from headrace.diagnosis.breakdown import CAUSES, Breakdown, breakdown
+from headrace.diagnosis.session import Observations
+from headrace.diagnosis.trace import StepTrace
+from headrace.diagnosis.waits import Wait
+from headrace.diagnosis.what_if import (
+    GRAPH,
+    INSTANT_LOADER,
+    MAX_ERROR,
+    NO_PYTHON,
+    NO_WAITS,
+    PIPELINE,
+    Change,
+    Replay,
+)
+from headrace.runs.records import (
+    DiagnosedLine,
+    DiagnosisResult,
+    Environment,
+    LineRecord,
+    Outcome,
+    Prediction,
+    StepParts,
+    StoredTimeline,
+)
+
+#: What a line is: its place, the user's line that led there, and the form of the wait.
+LineKey = tuple[LineRecord | None, LineRecord | None, str]
+
+_WORKERS = 4
+_MAX_SPANS = 20_000
+#: How many lines get a replay of their own.
+_MAX_PREDICTED = 12
+#: Gains below this share of a step are not worth a prediction.
+_SMALL = 0.005
+
+
+def explain(
+    seen: Observations,
+    program: str,
+    exit_code: int | None,
+    environment: Environment,
+    races: int | None = None,
+) -> DiagnosisResult:
+    """The result of a run."""
+    step_ms = seen.clean_total_ns / len(seen.clean_ns) / 1e6 if seen.clean_ns else None
+    parts, replay, lines = None, None, _Lines(seen.waits)
+    trace = seen.trace
+    if trace is not None and step_ms is not None:
+        divided = breakdown(trace)
+        parts = _parts(divided, step_ms)
+        replay = Replay(trace)
+        lines.join(trace, divided, replay, step_ms)
+    known = lines.diagnosed()
+    watched = len(seen.waits)
+    result = DiagnosisResult(
+        program=program,
+        exit_code=exit_code,
+        outcome=_outcome(seen, races is not None),
+        steps=seen.steps,
+        calls_per_step=len(seen.period.calls) if seen.period is not None else 0,
+        backwards_per_step=seen.backwards / watched if watched and seen.backwards else None,
+        step_ms=step_ms,
+        low_ms=min(seen.clean_ns) / 1e6 if seen.clean_ns else None,
+        high_ms=max(seen.clean_ns) / 1e6 if seen.clean_ns else None,
+        nvml_share=seen.nvml_share,
+        profiled_ms=seen.profiled_total_ns / seen.profiled_steps / 1e6
+        if seen.profiled_steps
+        else None,
+        watched_ms=seen.watched_total_ns / watched / 1e6 if watched and races is None else None,
+        parts=parts,
+        idle_share=1 - parts.computing / step_ms if parts is not None and step_ms else None,
+        launches_per_step=trace.launches_per_step() if trace is not None else None,
+        waits_per_step=sum(map(len, seen.waits)) / watched if watched else None,
+        waits_in_trace=_waits_in(trace) if trace is not None else None,
+        lines=known,
+        replay_error=replay.error if replay is not None else None,
+        predictions=_predictions(seen, replay, step_ms),
+        races=races,
+        notes=tuple(_notes(seen, parts)),
+        missing=tuple(_missing(seen, replay, lines)),
+        timeline=_timeline(trace, lines) if trace is not None else None,
+        environment=environment,
+    )
+    return _with_verdict(result)
+
+
+def _outcome(seen: Observations, is_fake: bool) -> Outcome:
+    if seen.calls == 0:
+        return "no step"
+    if seen.calls == 1:
+        return "one step"
+    if not seen.clean_ns and not seen.waits:
+        return "too few steps"
+    if seen.on_cpu:
+        return "on the CPU"
+    if is_fake:
+        return "lines only"
+    return "complete" if seen.is_complete and seen.trace is not None else "partial"
+
+
+def _parts(divided: Breakdown, step_ms: float) -> StepParts:
+    """Scaled to the clean step: the profiler slows the host down."""
+    return StepParts(
+        **{cause.replace(" ", "_"): divided.share(cause) * step_ms for cause in CAUSES}
+    )
+
+
+def _waits_in(trace: StepTrace) -> float:
+    return sum(map(len, _groups_by_step(trace))) / trace.steps
+
+
+# --- lines ----------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one line. `calls` are its waiting calls in the trace."""
+
+    wait: Wait
+    count: int = 0
+    calls: set[int] = field(default_factory=set)
+    blocked_ms: float | None = None
+    idle_ms: float | None = None
+    gain_ms: float | None = None
+
+
+class _Lines:
+    """The waiting lines, and their waits in the trace."""
+
+    def __init__(self, steps: Sequence[Sequence[Wait]]) -> None:
+        self._steps = [[wait for wait in waits if _takes_part(wait)] for waits in steps]
+        self.known: dict[LineKey, _Known] = {}
+        for wait in (wait for waits in steps for wait in waits):
+            self.known.setdefault(key_of(wait), _Known(wait)).count += 1
+        self.joined_share: float | None = None
+
+    def join(self, trace: StepTrace, divided: Breakdown, replay: Replay, step_ms: float) -> None:
+        """Find each line's waits in the trace: by order, in steps with as many waits."""
+        patterns: dict[int, Counter[tuple[LineKey, ...]]] = {}
+        for waits in self._steps:
+            keys = tuple(key_of(wait) for wait in waits if not _is_copy(wait))
+            patterns.setdefault(len(keys), Counter())[keys] += 1
+        joined = 0
+        for groups in _groups_by_step(trace):
+            waited = [calls for calls in groups if not _only_copies(trace, calls)]
+            if len(waited) not in patterns:
+                continue
+            joined += 1
+            keys = patterns[len(waited)].most_common(1)[0][0]
+            for key, calls in zip(keys, waited, strict=True):
+                self.known[key].calls |= set(calls)
+            self._join_copies([calls for calls in groups if _only_copies(trace, calls)])
+        self.joined_share = joined / trace.steps
+        if joined == 0:
+            return
+        scale = step_ms / trace.step_ms / joined / 1e6
+        for known in self.known.values():
+            if not known.calls:
+                continue
+            spans = (trace.calls[at] for at in known.calls)
+            known.blocked_ms = sum(call.end_ns - call.start_ns for call in spans) * scale
+            known.idle_ms = sum(divided.by_call.get(at, 0) for at in known.calls) * scale
+        if replay.holds:
+            self._predict(replay, step_ms)
+
+    def _join_copies(self, groups: list[list[int]]) -> None:
+        """Copies from memory that is not pinned: a small one does not block, so the trace may have
+        fewer than the lines. Then it is not known which, unless all are at one line."""
+        keys = [key_of(wait) for wait in self._steps[-1] if _is_copy(wait)] if self._steps else []
+        if len(set(keys)) == 1:
+            keys = keys[:1] * len(groups)
+        if len(keys) == len(groups):
+            for key, calls in zip(keys, groups, strict=True):
+                self.known[key].calls |= set(calls)
+
+    def _predict(self, replay: Replay, step_ms: float) -> None:
+        joined = [known for known in self.known.values() if known.blocked_ms is not None]
+        worst = sorted(joined, key=lambda known: -(known.blocked_ms or 0.0))
+        for known in worst[:_MAX_PREDICTED]:
+            speedup = replay.speedup(Change(without=frozenset(known.calls)))
+            known.gain_ms = step_ms * (1 - 1 / speedup)
+
+    def diagnosed(self) -> tuple[DiagnosedLine, ...]:
+        """The lines with the largest gain first, then the longest idle time, then the count."""
+        steps = max(1, len(self._steps))
+        found = [
+            DiagnosedLine(
+                form=known.wait.form.name,
+                title=known.wait.form.title,
+                advice=known.wait.form.advice,
+                line=known.wait.line,
+                called_from=known.wait.called_from,
+                per_step=known.count / steps,
+                blocked_ms=known.blocked_ms,
+                idle_ms=known.idle_ms,
+                gain_ms=known.gain_ms,
+            )
+            for known in self.known.values()
+        ]
+        return tuple(
+            sorted(
+                found,
+                key=lambda one: (-(one.gain_ms or 0), -(one.idle_ms or 0), -one.per_step),
+            )
+        )
+
+
+def key_of(wait: Wait) -> LineKey:
+    return wait.line, wait.called_from, wait.form.name
+
+
+def _is_copy(wait: Wait) -> bool:
+    return wait.operation == "copy from pageable memory"
+
+
+def _only_copies(trace: StepTrace, calls: list[int]) -> bool:
+    return all(trace.calls[at].kind == "copy" for at in calls)
+
+
+def _takes_part(wait: Wait) -> bool:
+    """Whether the trace shows the wait as one: freeing the cache need not block."""
+    return wait.form.name != "empty_cache"
+
+
+def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
+    """The waits of each step in the trace, each as the calls that it consists of: a blocking copy
+    is the copy and the wait after it."""
+    steps: list[list[list[int]]] = [[] for _ in range(trace.steps)]
+    after_copy = False
+    for at, call in enumerate(trace.calls):
+        if call.kind in ("wait", "copy"):
+            group = steps[trace.step_of(call.start_ns)]
+            if after_copy and "Synchronize" in call.name and group:
+                group[-1].append(at)
+            else:
+                group.append([at])
+        after_copy = call.kind in ("wait", "copy") and "Memcpy" in call.name
+    return steps
+
+
+def _timeline(trace: StepTrace, lines: _Lines) -> StoredTimeline:
+    """Two steps of the trace: the streams, and the host's waits and loading."""
+    start_ns, end_ns = trace.start_ns, trace.marks[min(1, len(trace.marks) - 1)]
+    names = {at: _title(known.wait) for known in lines.known.values() for at in known.calls}
+    spans = [
+        Span(f"stream {one.stream}", one.name, _span_kind(one.kind), one.start_ns, one.end_ns)
+        for one in trace.work
+    ]
+    spans += [
+        Span("host", names.get(at, call.name), "wait", call.start_ns, call.end_ns)
+        for at, call in enumerate(trace.calls)
+        if call.kind in ("wait", "copy")
+    ]
+    spans += [Span("host", "loader", "host", start, end) for start, end in trace.inputs]
+    shown = [
+        replace(span, start_ns=max(0, span.start_ns - start_ns), end_ns=span.end_ns - start_ns)
+        for span in spans
+        if start_ns < span.end_ns and span.start_ns < end_ns
+    ]
+    return StoredTimeline(min(2, trace.steps), tuple(shown[:_MAX_SPANS]))
+
+
+def _span_kind(kind: str) -> Kind:
+    return "copy" if kind == "copy" else "kernel"
+
+
+def _title(wait: Wait) -> str:
+    where = wait.called_from or wait.line
+    return wait.form.title if where is None else f"{where.file}:{where.line} {where.text}"
+
+
+# --- what if, notes, verdict ----------------------------------------------------------------------
+
+
+def _predictions(
+    seen: Observations, replay: Replay | None, step_ms: float | None
+) -> tuple[Prediction, ...]:
+    if replay is None or step_ms is None or not replay.holds:
+        return ()
+    speedups = {
+        "without all waits": replay.speedup(NO_WAITS),
+        "with the plan pipeline": replay.speedup(PIPELINE),
+        "with the plan graph": replay.speedup(GRAPH),
+        "with a loader that is always ready": replay.speedup(INSTANT_LOADER),
+        "without Python between launches": replay.speedup(NO_PYTHON),
+    }
+    if seen.loader_workers == 0:
+        speedups[f"with {_WORKERS} loader processes"] = replay.speedup_with_workers(_WORKERS)
+    return tuple(
+        Prediction(change, step_ms / speedup, speedup) for change, speedup in speedups.items()
+    )
+
+
+def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
+    notes = list(seen.notes)
+    if seen.loader_workers == 0 and parts is not None and parts.input > _SMALL * parts.total:
+        notes.append("the DataLoader has no worker processes: pass num_workers=4 or more")
+    if seen.loader_pins is False and any(
+        wait.form.name in ("to", "pageable copy") for waits in seen.waits for wait in waits
+    ):
+        notes.append("the DataLoader does not pin its batches: pass pin_memory=True")
+    if seen.period is not None and not seen.period.repeats:
+        notes.append(
+            "the optimizer steps do not repeat: each call of the most frequent one counts as a "
+            "step; --step-line FILE:LINE names a better place"
+        )
+    return notes
+
+
+def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[str]:
+    missing = list(seen.missing)
+    if replay is not None and not replay.holds:
+        missing.append(
+            f"no predictions: a replay of the trace differs from it by {replay.error:.0%}, more "
+            f"than {MAX_ERROR:.0%}"
+        )
+    if lines.joined_share is not None and lines.joined_share < 0.5 and lines.known:
+        missing.append(
+            "no times for the lines: the trace has another number of waits per step than were "
+            "found by line"
+        )
+    return missing
+
+
+_SENTENCES = {
+    "no step": "The script never called an optimizer's step() and replayed no graph.",
+    "one step": "The script stepped once: there is no repeating step to measure.",
+    "too few steps": "The script ended before there were enough steps to measure.",
+}
+_ADVICE = {
+    "no step": "If it trains in another way, name a line that runs once per step: --step-line "
+    "FILE:LINE.",
+    "one step": "Give it more steps, or name a line that runs once per step with --step-line.",
+    "too few steps": "Give it more steps, or fewer to warm up: --warmup 2.",
+}
+_WAITS_FOR = {
+    "input": "for the data loader",
+    "transfer": "for copies between host and device",
+    "synchronisation": "because the host waited for it and then had to launch anew",
+    "launch": "because the host cannot launch kernels fast enough",
+    "host": "for Python between the launches",
+    "other_ranks": "for other ranks",
+    "unattributed": "for a reason that the trace does not show",
+}
+
+
+def _with_verdict(result: DiagnosisResult) -> DiagnosisResult:
+    return replace(result, verdict=tuple(_verdict(result)))
+
+
+def _verdict(result: DiagnosisResult) -> list[str]:
+    if result.outcome in _SENTENCES and result.exit_code:
+        when = "before its first step" if result.outcome == "no step" else "after too few steps"
+        return [f"The script ended with exit code {result.exit_code} {when}: see its own message."]
+    if result.outcome in _SENTENCES:
+        return [_SENTENCES[result.outcome], _ADVICE[result.outcome]]
+    if result.outcome == "on the CPU":
+        return [
+            "The script trains on the CPU: there is no GPU to keep busy.",
+            f"A step takes {result.step_ms:.1f} ms." if result.step_ms else "",
+        ]
+    if result.outcome == "lines only":
+        return _fake_verdict(result)
+    if result.step_ms is None or result.parts is None:
+        return ["The GPU's work could not be traced: only lines and step times are known."]
+    idle_ms = result.step_ms - result.parts.computing
+    first = (
+        f"A step takes {result.step_ms:.1f} ms; the GPU computes for "
+        f"{result.parts.computing:.1f} ms of it ({result.parts.computing / result.step_ms:.0%})"
+    )
+    worst = max(_WAITS_FOR, key=lambda name: getattr(result.parts, name))
+    worst_ms = getattr(result.parts, worst)
+    if idle_ms < 0.05 * result.step_ms:
+        return [f"{first}.", "It is busy: faster kernels would help, better feeding would not."]
+    first += f" and waits {worst_ms:.1f} ms {_WAITS_FOR[worst]}."
+    return [first, _headroom(result, idle_ms)]
+
+
+def _headroom(result: DiagnosisResult, idle_ms: float) -> str:
+    assert result.step_ms is not None
+    bound = result.step_ms / max(result.step_ms - idle_ms, 1e-6)
+    text = f"At most {idle_ms:.1f} ms can be gained ({bound:.2f}×)"
+    if not result.predictions:
+        return f"{text}."
+    best = max(result.predictions, key=lambda one: one.speedup)
+    if best.speedup < 1 + _SMALL:
+        return f"{text}, but no change that is modelled gains anything."
+    return f"{text}; {best.change}, a step would take {best.step_ms:.1f} ms ({best.speedup:.2f}×)."
+
+
+def _fake_verdict(result: DiagnosisResult) -> list[str]:
+    waits = result.waits_per_step or 0.0
+    if not result.lines:
+        return ["The host never waits for the device in a step.", _races_sentence(result)]
+    lines = f"{len(result.lines)} line{'s' if len(result.lines) > 1 else ''}"
+    return [
+        f"The host waits for the device {waits:.1f} times a step, at {lines}.",
+        _races_sentence(result),
+    ]
+
+
+def _races_sentence(result: DiagnosisResult) -> str:
+    count = result.races or 0
+    if count == 0:
+        return "No stream races were found; times need a GPU."
+    return f"{count} stream race{'s' if count > 1 else ''}: `headrace races` shows them."

@@ -1,0 +1,367 @@
+"""The forms in which code makes the host wait, and what to write instead.
+
+A form is recognised by the call that waited: by the functions of PyTorch between it and the user's
+line, and by the expression in the line that was running.
+"""
+
+from __future__ import annotations
+
+import ast
+import linecache
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import islice
+from types import CodeType
+
+_READ_LATER = (
+    "Keep it on the device (`total += loss.detach()`) and read it every 50 steps, or read it a "
+    "step late with `headrace.DeferredScalars`."
+)
+_ON_DEVICE = (
+    "Make it on the device once, before the loop, or with a factory that needs no host data."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """One way to make the host wait: its name, how it looks, and what to write instead."""
+
+    name: str
+    title: str
+    advice: str
+
+
+_FORMS = (
+    Form("item", ".item()", _READ_LATER),
+    Form("number", "float(t), int(t)", _READ_LATER),
+    Form("tolist", ".tolist()", _READ_LATER),
+    Form("print", "print(t), repr(t)", "Print every 50 steps, and values that were read then."),
+    Form("format", "a tensor in an f-string", "Format values that were read every 50 steps."),
+    Form(
+        "branch",
+        "if t:, while t:, assert t",
+        "Choose on the device with `torch.where`, or test it every 50 steps.",
+    ),
+    Form(
+        "finite check",
+        "a test for NaN",
+        "Add the tests up on the device (`bad += ~loss.isfinite()`) and look every 50 steps.",
+    ),
+    Form(
+        "compare",
+        "max(), sorted(), in on tensors",
+        "Use `torch.maximum`, `torch.sort`, `.eq().any()`.",
+    ),
+    Form(
+        "cpu",
+        ".cpu(), .to('cpu')",
+        "Copy to pinned memory with `non_blocking=True` and read it after an event has passed.",
+    ),
+    Form("numpy", ".numpy()", "Keep it a tensor, or convert outside of the step."),
+    Form(
+        "to",
+        ".to(device)",
+        "Pin the source (`pin_memory=True` in the DataLoader) and pass `non_blocking=True`; "
+        "`headrace.prefetch(loader, device)` does both ahead of time.",
+    ),
+    Form(
+        "pageable copy",
+        "a copy from memory that is not pinned",
+        "Use `pin_memory=True` in the DataLoader; without it `non_blocking=True` still blocks.",
+    ),
+    Form("new tensor", "torch.tensor(…, device=…)", _ON_DEVICE),
+    Form(
+        "mask",
+        "x[mask]",
+        "Keep the shape: `torch.where(mask, x, 0)`, or weight the loss with the mask.",
+    ),
+    Form("mask assignment", "x[mask] = values", "Use `torch.where` or `masked_scatter_`."),
+    Form(
+        "index",
+        "x[i] with a tensor",
+        "Use `x.index_select` or `x.gather` with an index on the device.",
+    ),
+    Form("slice", "x[:n] with a tensor n", "Keep n a Python number, or use a mask of fixed size."),
+    Form(
+        "nonzero",
+        "nonzero(), argwhere(), where(mask)",
+        "Use a mask, or `torch.nonzero_static(x, size=…)`.",
+    ),
+    Form("masked_select", "masked_select()", "Keep the shape: `torch.where(mask, x, 0)`."),
+    Form(
+        "unique", "unique()", "Do it on the host before the copy, or sort and compare neighbours."
+    ),
+    Form("repeat_interleave", "repeat_interleave(n)", "Pass `output_size=`."),
+    Form("bincount", "bincount()", "Use `torch.zeros(n).scatter_add_` with a known n."),
+    Form("histc", "histc()", "Pass `min=` and `max=`."),
+    Form("one_hot", "one_hot()", "Pass `num_classes=`."),
+    Form(
+        "equal", "torch.equal(), allclose()", "Use `.eq().all()` and keep the result on the device."
+    ),
+    Form("range", "range(t), arange(t)", "Keep the number on the host."),
+    Form(
+        "linalg",
+        "a factorisation that checks its input",
+        "Use the `_ex` function, such as `torch.linalg.cholesky_ex`.",
+    ),
+    Form("distribution", "torch.distributions", "Pass `validate_args=False`."),
+    Form("sparse", "to_sparse()", "Build the sparse tensor from known indices."),
+    Form(
+        "clip_grad_norm_",
+        "clip_grad_norm_(error_if_nonfinite=True)",
+        "Leave `error_if_nonfinite` out, and look at the norm every 50 steps.",
+    ),
+    Form(
+        "grad scaler",
+        "GradScaler",
+        "Use a fused optimizer (`fused=True`): it keeps `found_inf` on the device. bf16 needs no "
+        "scaler.",
+    ),
+    Form("save", "torch.save", "Save less often, or clone on the device and write from a thread."),
+    Form(
+        "device synchronize",
+        "torch.cuda.synchronize()",
+        "Remove it; time with events and read them later.",
+    ),
+    Form(
+        "stream synchronize",
+        "stream.synchronize()",
+        "Let the other stream wait: `stream.wait_stream(…)`.",
+    ),
+    Form(
+        "event synchronize",
+        "event.synchronize()",
+        "Let a stream wait: `stream.wait_event(event)`; or ask `event.query()`.",
+    ),
+    Form(
+        "empty_cache",
+        "torch.cuda.empty_cache()",
+        "Remove it: the next step allocates the same memory again.",
+    ),
+    Form("barrier", "barrier()", "Collectives already order the ranks: remove it."),
+    Form(
+        "progress bar",
+        "a progress bar or logger",
+        "Log less often: `log_every_n_steps=50` or `logging_steps=50`; log tensors, not `.item()`.",
+    ),
+    Form(
+        "in backward",
+        "an operation in backward",
+        "The forward's masks and indices make it wait: see their advice.",
+    ),
+    Form(
+        "other",
+        "another operation",
+        "Look at the line: an operation there needs a value on the host.",
+    ),
+)
+FORMS = {form.name: form for form in _FORMS}
+
+#: By function of PyTorch on the way from the line to the wait: (file's stem or "", function).
+_FUNCTIONS = {
+    ("clip_grad", ""): "clip_grad_norm_",
+    ("grad_scaler", ""): "grad scaler",
+    ("", "__format__"): "format",
+    ("_tensor_str", ""): "print",
+    ("", "__repr__"): "print",
+    ("serialization", ""): "save",
+    ("distribution", ""): "distribution",
+    ("", "barrier"): "barrier",
+}
+#: By the function or method that the line calls.
+_CALLS = {
+    **dict.fromkeys(("float", "int", "complex"), "number"),
+    "bool": "branch",
+    "is_nonzero": "branch",
+    **dict.fromkeys(("print", "str", "repr"), "print"),
+    "format": "format",
+    **dict.fromkeys(("max", "min", "sorted", "sort", "index", "any", "all"), "compare"),
+    **dict.fromkeys(("numpy", "asarray", "array"), "numpy"),
+    **dict.fromkeys(("tensor", "as_tensor", "new_tensor", "from_numpy"), "new tensor"),
+    **dict.fromkeys(("to", "cuda"), "to"),
+    "copy_": "pageable copy",
+    **dict.fromkeys(("nonzero", "argwhere", "where", "flatnonzero"), "nonzero"),
+    **dict.fromkeys(("unique", "unique_consecutive"), "unique"),
+    **dict.fromkeys(("equal", "allclose"), "equal"),
+    **dict.fromkeys(("range", "arange", "combinations"), "range"),
+    **dict.fromkeys(("cholesky", "inv", "inverse", "solve", "eigh", "svd", "eig", "lu"), "linalg"),
+    **dict.fromkeys(("lu_factor", "eigvals", "eigvalsh", "matrix_rank", "pinv", "lstsq"), "linalg"),
+    **dict.fromkeys(("Normal", "Categorical", "Bernoulli", "log_prob", "normal"), "distribution"),
+    "to_sparse": "sparse",
+    "save": "save",
+    "clip_grad_norm_": "clip_grad_norm_",
+    "barrier": "barrier",
+    "backward": "in backward",
+    "grad": "in backward",
+    "__setitem__": "mask assignment",
+    **{name: name for name in ("item", "tolist", "cpu", "masked_select", "repeat_interleave")},
+    **{name: name for name in ("bincount", "histc", "one_hot", "empty_cache")},
+}
+#: By the operation, where the device names it.
+_OPERATIONS = {
+    "torch.cuda.synchronize": "device synchronize",
+    "Stream.synchronize": "stream synchronize",
+    "Event.synchronize": "event synchronize",
+    "torch.cuda.empty_cache": "empty_cache",
+    "copy from pageable memory": "pageable copy",
+    "copy to pageable memory": "cpu",
+    "blocking copy": "to",
+    "index from host memory": "index",
+    "aten::_local_scalar_dense": "item",
+    "aten::is_nonzero": "branch",
+    "aten::nonzero": "nonzero",
+    "aten::masked_select": "masked_select",
+    "aten::index": "mask",
+    "aten::index_put_": "mask assignment",
+    "aten::_index_put_impl_": "mask assignment",
+    "aten::equal": "equal",
+    "aten::bincount": "bincount",
+    "aten::_unique2": "unique",
+    "aten::unique_dim": "unique",
+    "aten::unique_consecutive": "unique",
+    "aten::repeat_interleave": "repeat_interleave",
+    "aten::_linalg_check_errors": "linalg",
+    "aten::_to_sparse": "sparse",
+    "tolist": "tolist",
+    "repr": "print",
+    "format": "format",
+    "pickle": "save",
+    "barrier": "barrier",
+}
+_FINITE = ("isnan", "isinf", "isfinite")
+#: Calls that wait themselves, also in a test.
+_READING = ("item", "bool", "float", "int", "equal", "allclose", "is_nonzero", "tolist", "cpu")
+_TESTS = (ast.If, ast.While, ast.Assert, ast.IfExp)
+_LOGGERS = ("lightning", "pytorch_lightning", "transformers", "tqdm", "wandb", "tensorboard")
+_LOGGING = ("log", "progress", "callback", "print", "metric")
+
+
+def form_of(
+    operation: str,
+    functions: Sequence[tuple[str, str]],
+    expression: Expression | None,
+    library: tuple[str, str] | None = None,
+) -> Form:
+    """The form of a wait. `functions` are PyTorch's between the line and the wait, as (file's stem,
+    name); `library` is the file and function of the line if it is an installed package's."""
+    if operation in ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize"):
+        return FORMS[_OPERATIONS[operation]]
+    for stem, function in functions:
+        for key in ((stem, ""), ("", function)):
+            if key in _FUNCTIONS:
+                return FORMS[_FUNCTIONS[key]]
+    if library is not None and _is_logger(*library):
+        return FORMS["progress bar"]
+    found = expression.form() if expression is not None else None
+    if found == "to" and operation == "copy to pageable memory":
+        found = "cpu"
+    return FORMS[found or _OPERATIONS.get(operation, "other")]
+
+
+def _is_logger(file: str, function: str) -> bool:
+    parts = file.replace("\\", "/").rsplit("-packages/", 1)[-1].split("/")
+    if parts[0] not in _LOGGERS:
+        return False
+    names = [*parts[1:], function]
+    return parts[0] == "tqdm" or any(word in name for name in names for word in _LOGGING)
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """The part of a line that was running: its syntax, and what contains it."""
+
+    node: ast.AST
+    parent: ast.AST | None
+    #: For `x.to(…)`: whether x lay on the device; None: not known.
+    on_device: bool | None = None
+
+    def form(self) -> str | None:
+        node = self.node
+        if isinstance(node, _TESTS):
+            return self._test_form(node.test)
+        if isinstance(node, ast.Call):
+            return self._test_form(node) if self._is_test() else self._call_form(node)
+        if isinstance(node, ast.Subscript):
+            if isinstance(node.ctx, ast.Store):
+                return "mask assignment"
+            return "slice" if isinstance(node.slice, ast.Slice) else "mask"
+        if isinstance(node, ast.FormattedValue | ast.JoinedStr):
+            return "format"
+        if isinstance(node, ast.Compare) and any(
+            isinstance(op, ast.In | ast.NotIn) for op in node.ops
+        ):
+            return "compare"
+        is_test = self._is_test() or isinstance(node, ast.BoolOp)
+        if is_test or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
+            return self._test_form(node)
+        return None
+
+    def _is_test(self) -> bool:
+        """Whether the line branches on it: `if t.any():` waits at the branch, not in the call."""
+        if isinstance(self.node, ast.Call) and _called(self.node) in _READING:
+            return False
+        parent = self.parent
+        if isinstance(parent, _TESTS):
+            return parent.test is self.node
+        is_negated = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
+        return is_negated or isinstance(parent, ast.BoolOp)
+
+    def _test_form(self, test: ast.AST) -> str:
+        names = {_called(one) for one in ast.walk(test)}
+        return "finite check" if names & set(_FINITE) else "branch"
+
+    def _call_form(self, node: ast.Call) -> str | None:
+        name = _called(node)
+        if name == "item" and any(_called(one) in _FINITE for one in ast.walk(node)):
+            return "finite check"
+        found = _CALLS.get(name)
+        if found == "to" and (self.on_device or _names_cpu(node)):
+            return "cpu"
+        return found
+
+
+def _called(node: ast.AST) -> str:
+    if not isinstance(node, ast.Call):
+        return ""
+    function = node.func
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _names_cpu(node: ast.Call) -> bool:
+    given = [*node.args[:1], *(one.value for one in node.keywords if one.arg == "device")]
+    return any(isinstance(one, ast.Constant) and one.value == "cpu" for one in given)
+
+
+# --- from an instruction to its syntax ------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def _nodes(file: str) -> dict[tuple[int, int, int, int], tuple[ast.AST, ast.AST | None]]:
+    """The outermost node at each place of a file, with its parent."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return {}
+    found: dict[tuple[int, int, int, int], tuple[ast.AST, ast.AST | None]] = {}
+    pending: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]
+    while pending:
+        node, parent = pending.pop()
+        if isinstance(node, ast.expr | ast.If | ast.While | ast.Assert):
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+            found.setdefault(place, (node, parent))
+        pending += [(child, node) for child in ast.iter_child_nodes(node)]
+    return found
+
+
+@lru_cache(maxsize=4096)
+def running_expression(code: CodeType, instruction: int) -> Expression | None:
+    """What an instruction computes; None if there is no source, or Python keeps no positions."""
+    place = next(islice(code.co_positions(), instruction // 2, None), None)
+    if place is None or None in place:
+        return None
+    line, end_line, column, end_column = place
+    found = _nodes(code.co_filename).get((line, end_line, column, end_column))  # type: ignore[arg-type]
+    return None if found is None else Expression(*found)

@@ -1,0 +1,173 @@
+"""Run somebody's script unchanged, and explain what its steps wait for."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from headrace.bench import environment_of
+from headrace.device import Device, open_device
+from headrace.diagnosis.explanation import explain
+from headrace.diagnosis.session import Session, Settings
+from headrace.errors import ProgramError
+from headrace.main_program import require_program, run_as_main
+from headrace.runs.records import DiagnosisResult, StepParts
+
+Then = Literal["stop", "continue"]
+
+
+class _Ended(BaseException):
+    """Ends the script when the last window is complete. No `except Exception` catches it."""
+
+
+def diagnose_program(
+    program: str,
+    arguments: Sequence[str] = (),
+    *,
+    as_module: bool = False,
+    settings: Settings | None = None,
+    then: Then = "stop",
+    fake: bool = False,
+    command: str = "",
+    on_complete: Callable[[DiagnosisResult], object] = lambda result: None,
+) -> DiagnosisResult:
+    """Run a script or module and diagnose its steps.
+
+    With `then="stop"` the script is ended after the last window; with "continue" it runs on, and
+    `on_complete` is called with the result meanwhile. `fake` runs it on the fake device, which
+    tells waits and races but no times. On Ctrl-C, the result has what is known, and exit code 130.
+    """
+    require_program(program, as_module=as_module)
+    with _device_for(fake) as device:
+        run = _Run(program, device, command, settings, then, on_complete)
+        exit_code = run.run(lambda: run_as_main(program, arguments, as_module=as_module))
+        return run.result(exit_code)
+
+
+@contextmanager
+def _device_for(fake: bool) -> Iterator[Device | None]:
+    if not fake:
+        yield None
+        return
+    from headrace.testing import fake_cuda
+
+    with fake_cuda(check=False, keep_timeline=False) as device:
+        yield device
+
+
+class _Run:
+    """One run of a program, from its start to the result."""
+
+    def __init__(
+        self,
+        program: str,
+        fake: Any,
+        command: str,
+        settings: Settings | None,
+        then: Then,
+        on_complete: Callable[[DiagnosisResult], object],
+    ) -> None:
+        self._program, self._fake, self._command = program, fake, command
+        self._then, self._tell = then, on_complete
+        self._session = Session(settings, fake, self._completed)
+        self._told: DiagnosisResult | None = None
+
+    def run(self, work: Callable[[], int]) -> int | None:
+        """The exit code of the program; None if it was ended."""
+        try:
+            with self._session:
+                return work()
+        except _Ended:
+            return None
+        except KeyboardInterrupt:
+            return 130
+
+    def result(self, exit_code: int | None) -> DiagnosisResult:
+        if self._told is not None:
+            return replace(self._told, exit_code=exit_code)
+        return self._explain(exit_code)
+
+    def _completed(self) -> None:
+        if self._then == "continue":
+            self._told = self._explain(None)
+            self._tell(self._told)
+        else:
+            raise _Ended
+
+    def _explain(self, exit_code: int | None) -> DiagnosisResult:
+        seen = self._session.seen
+        races = len(self._fake.findings()) if self._fake is not None else None
+        with torch._C.DisableTorchFunction():
+            environment = environment_of(seen.device or open_device("cpu"), self._command)
+        return explain(seen, self._program, exit_code, environment, races)
+
+
+# --- for CI ---------------------------------------------------------------------------------------
+
+_CONDITION = re.compile(r"([\w ]+?)\s*(>=|>)\s*(\d+(?:\.\d+)?)\s*(%?)")
+_COUNTS = ("waits", "races", "lines")
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A condition of `--fail-on`, such as `waits>2` or `idle>20%`."""
+
+    name: str
+    value: float
+    or_equal: bool
+
+    def is_exceeded(self, result: DiagnosisResult) -> bool:
+        found = _figure(result, self.name)
+        if found is None:
+            return False
+        return found >= self.value if self.or_equal else found > self.value
+
+    def describe(self, result: DiagnosisResult) -> str:
+        found = _figure(result, self.name)
+        unit = "" if self.name in _COUNTS else " %"
+        sign = ">=" if self.or_equal else ">"
+        return f"{self.name} is {found:.3g}{unit} ({sign} {self.value:g}{unit})"
+
+
+def parse_limits(text: str) -> list[Limit]:
+    """The conditions of `--fail-on`, separated by commas."""
+    names = (*_COUNTS, "idle", *StepParts.__slots__)
+    limits = []
+    for part in text.split(","):
+        found = _CONDITION.fullmatch(part.strip())
+        name = found[1].strip().replace(" ", "_") if found is not None else ""
+        if found is None or name not in names or (found[4] == "%") is (name in _COUNTS):
+            raise ProgramError(
+                f"{part.strip() or repr(text)}: expected conditions such as waits>2 or idle>20%; "
+                f"counts are {', '.join(_COUNTS)}, shares idle, {', '.join(StepParts.__slots__)}"
+            )
+        limits.append(Limit(name, float(found[3]), found[2] == ">="))
+    return limits
+
+
+def _figure(result: DiagnosisResult, name: str) -> float | None:
+    if name == "waits":
+        return result.waits_per_step
+    if name == "races":
+        return None if result.races is None else float(result.races)
+    if name == "lines":
+        return float(len(result.lines))
+    if result.step_ms is None or result.parts is None:
+        return None
+    if name == "idle":
+        return 100 * (result.idle_share or 0.0)
+    return 100 * float(getattr(result.parts, name)) / result.step_ms
+
+
+def exit_code_of(result: DiagnosisResult, limits: Sequence[Limit]) -> int:
+    """3 if a limit is exceeded, else the program's own exit code; 0 if it was ended."""
+    exceeded = [limit for limit in limits if limit.is_exceeded(result)]
+    for limit in exceeded:
+        print(f"--fail-on: {limit.describe(result)}", file=sys.stderr)  # noqa: T201
+    return 3 if exceeded else result.exit_code or 0

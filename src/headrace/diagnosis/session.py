@@ -1,0 +1,315 @@
+"""A running script, watched in three windows, so that looking does not change what is seen.
+
+1. clean: only the times of steps.
+2. profiled: the profiler without stacks says what host and device did, and when.
+3. lines: every wait is noted with its line.
+
+Each window begins and ends at a step's end.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Hashable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from headrace.device import Device, chrome_trace, is_profiling, open_device
+from headrace.diagnosis.replacing import replaced
+from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
+from headrace.diagnosis.trace import StepTrace, read_trace
+from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+
+#: A window ends after so many seconds, once it has its least number of steps.
+_MAX_WINDOW_S = 20.0
+_MIN_STEPS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How many steps each window has."""
+
+    warmup: int = 10
+    clean: int = 20
+    profiled: int = 8
+    lines: int = 5
+    step_line: StepLine | None = None
+
+
+@dataclass(slots=True)
+class Observations:
+    """What the windows saw. Each is complete, shorter, or empty if the script ended before."""
+
+    steps: int = 0
+    calls: int = 0
+    period: Period | None = None
+    on_cpu: bool = False
+    #: Nanoseconds of each clean step, and from an idle device to an idle one over all of them.
+    clean_ns: list[int] = field(default_factory=list)
+    clean_total_ns: int = 0
+    nvml_share: float | None = None
+    trace: StepTrace | None = None
+    profiled_steps: int = 0
+    profiled_total_ns: int = 0
+    #: The waits of each step in the third window.
+    waits: list[list[Wait]] = field(default_factory=list)
+    watched_total_ns: int = 0
+    backwards: int = 0
+    loader_workers: int | None = None
+    loader_pins: bool | None = None
+    notes: list[str] = field(default_factory=list)
+    missing: list[str] = field(default_factory=list)
+    is_complete: bool = False
+    device: Device | None = None
+
+
+class Session:
+    """Watches the steps of the code that runs inside its block.
+
+    `device` is the fake device, if there is one; else the accelerator that the script uses.
+    `on_complete` is called at the end of the last window, in the script's own thread: it may raise
+    to end the script.
+    """
+
+    def __init__(
+        self,
+        settings: Settings | None = None,
+        device: Device | None = None,
+        on_complete: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.settings = settings or Settings()
+        self.seen = Observations(device=device)
+        self._is_fake = device is not None
+        self._on_complete = on_complete
+        self._process = os.getpid()  # a script that forks is watched in its first process
+        self._finder = StepFinder()
+        self._inputs: list[tuple[int, int]] | None = None
+        self._lock = threading.Lock()
+        self._windows: Generator[None, None, None] | None = self._run_windows()
+        self._optimizers: Any = {}
+        self._stack = ExitStack()
+
+    def __enter__(self) -> Session:
+        next(self._windows or iter(()), None)
+        step_line = self.settings.step_line
+        if step_line is not None:
+            self._stack.enter_context(watch_line(step_line, self._on_call))
+        else:
+            self._optimizers = self._stack.enter_context(watch_steps(self._on_call))
+        self._stack.enter_context(self._watched_loaders())
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stack.close()
+        if self._windows is not None:
+            windows, self._windows = self._windows, None
+            try:
+                windows.close()
+            except RuntimeError as problem:  # the device may be unusable after the script's error
+                self.seen.missing.append(f"the window could not be ended: {problem}")
+        self._note_steps()
+
+    def _on_call(self, key: Hashable) -> None:
+        windows = self._windows
+        if windows is None or os.getpid() != self._process or not self._finder.on_call(key):
+            return
+        with self._lock:
+            try:
+                ended = self.seen.is_complete = next(windows, self) is self
+            except Exception as problem:  # ours: the script must not fail for it
+                ended = True
+                self.seen.missing.append(f"a window failed: {type(problem).__name__}: {problem}")
+        if ended:
+            self._windows = None
+            self._note_steps()
+            self._on_complete()
+
+    def _note_steps(self) -> None:
+        self.seen.calls, self.seen.steps = self._finder.calls, self._finder.steps
+        self.seen.period = self._finder.period
+
+    # --- windows: each `yield` waits for the end of a step --------------------------------------
+
+    def _run_windows(self) -> Generator[None, None, None]:
+        yield
+        while self._finder.steps < self.settings.warmup:
+            yield
+        self._finder.settle()
+        seen = self.seen
+        seen.device = seen.device or self._accelerator()
+        seen.on_cpu = seen.device is None
+        if not self._is_fake:
+            yield from self._clean_window()
+            if seen.device is not None:
+                yield from self._profiled_window(seen.device)
+        if seen.device is not None:
+            yield from self._lines_window(seen.device)
+            self._note_optimizers()
+
+    def _clean_window(self) -> Iterator[None]:
+        self._synchronize()
+        start_ns = before_ns = time.perf_counter_ns()
+        try:
+            for _ in self._steps(self.settings.clean):
+                yield
+                now_ns = time.perf_counter_ns()
+                self.seen.clean_ns.append(now_ns - before_ns)
+                before_ns = now_ns
+        finally:
+            if self.seen.clean_ns:
+                self._synchronize()
+                self.seen.clean_total_ns = time.perf_counter_ns() - start_ns
+                if self.seen.device is not None:
+                    self.seen.nvml_share = self.seen.device.use_share()
+
+    def _profiled_window(self, device: Device) -> Iterator[None]:
+        if is_profiling():
+            self.seen.missing.append(
+                "the script runs a profiler of its own, and there can be only one: no breakdown"
+            )
+            return
+        marks: list[int] = []
+        inputs: list[tuple[int, int]] = []
+        self._inputs = inputs
+        with chrome_trace() as content:
+            before_ns = time.perf_counter_ns()
+            device.synchronize("diagnose")
+            clock = before_ns, time.perf_counter_ns()
+            try:
+                with suppress(GeneratorExit):  # the script has ended: read what there is
+                    for _ in self._steps(self.settings.profiled):
+                        yield
+                        marks.append(time.perf_counter_ns())
+            finally:
+                self._inputs = None
+                device.synchronize("diagnose")
+                self.seen.profiled_total_ns = time.perf_counter_ns() - clock[1]
+        if not marks:
+            return
+        self.seen.profiled_steps = len(marks)
+        self.seen.trace = read_trace(content, clock, marks, inputs)
+        if self.seen.trace is None:
+            self.seen.missing.append(
+                "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"
+            )
+
+    def _lines_window(self, device: Device) -> Iterator[None]:
+        current: list[Wait] = []
+        start_ns = time.perf_counter_ns()
+        with watch_waits(device, lambda wait: current.append(wait)), self._counted_backwards():
+            for _ in self._steps(self.settings.lines):
+                yield
+                # A new list: a thread may still add to the old one.
+                self.seen.waits.append(current)
+                current = []
+                self.seen.watched_total_ns = time.perf_counter_ns() - start_ns
+
+    def _steps(self, count: int) -> Iterator[int]:
+        start_s = time.monotonic()
+        for number in range(count):
+            if number >= _MIN_STEPS and time.monotonic() - start_s > _MAX_WINDOW_S:
+                return
+            yield number
+
+    # --- what else is worth knowing -------------------------------------------------------------
+
+    def _accelerator(self) -> Device | None:
+        """The GPU of the weights that are trained; None if they are on the CPU."""
+        cuda: Any = torch.get_device_module("cuda")
+        if not (cuda.is_initialized() and cuda.is_available()):
+            return None
+        places = [
+            weight.device
+            for optimizer in list(self._optimizers)
+            if isinstance(optimizer, torch.optim.Optimizer)
+            for group in optimizer.param_groups
+            for weight in group["params"][:1]
+        ]
+        on_gpu = [place for place in places if place.type == "cuda"]
+        if on_gpu:
+            return open_device(on_gpu[0])
+        return None if places else open_device("cuda")
+
+    def _synchronize(self) -> None:
+        if self.seen.device is not None:
+            self.seen.device.synchronize("diagnose")
+
+    def _watched_loaders(self) -> AbstractContextManager[None]:
+        """Note when the script waits for a DataLoader, and how that one is made."""
+        iterators: Any = _BaseDataLoaderIter
+        original = iterators.__next__
+
+        def next_batch(iterator: Any) -> Any:
+            inputs = self._inputs
+            if inputs is None:
+                return original(iterator)
+            start_ns = time.perf_counter_ns()
+            try:
+                return original(iterator)
+            finally:
+                inputs.append((start_ns, time.perf_counter_ns()))
+                self.seen.loader_workers = iterator._num_workers
+                self.seen.loader_pins = bool(iterator._pin_memory)
+
+        return replaced(iterators, "__next__", next_batch)
+
+    @contextmanager
+    def _counted_backwards(self) -> Iterator[None]:
+        """Count backward passes, and notice gradients that are filled with zeros."""
+        tensors: Any = torch.Tensor
+        optimizers: Any = torch.optim.Optimizer
+        backward, zero_grad = tensors.backward, optimizers.zero_grad
+        seen = self.seen
+
+        inside = threading.local()
+
+        def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
+            if getattr(inside, "backward", False):  # PyTorch calls it again in a function mode
+                return backward(tensor, *args, **kwargs)
+            seen.backwards += 1
+            inside.backward = True
+            try:
+                return backward(tensor, *args, **kwargs)
+            finally:
+                inside.backward = False
+
+        def zeroing(optimizer: Any, set_to_none: bool = True) -> Any:
+            if not set_to_none:
+                line = wait_at(sys._getframe(1)).line
+                where = f" ({line.file}:{line.line})" if line is not None else ""
+                _note(
+                    seen,
+                    f"zero_grad(set_to_none=False){where} writes zeros to every gradient: leave "
+                    "the argument out",
+                )
+            return zero_grad(optimizer, set_to_none)
+
+        with replaced(tensors, "backward", counted), replaced(optimizers, "zero_grad", zeroing):
+            yield
+
+    def _note_optimizers(self) -> None:
+        for optimizer in list(self._optimizers):
+            if not isinstance(optimizer, torch.optim.Optimizer):
+                continue
+            name = type(optimizer).__name__
+            can_fuse = name in ("Adam", "AdamW", "SGD", "Adagrad")
+            on_device = any(
+                weight.device.type == "cuda"
+                for group in optimizer.param_groups
+                for weight in group["params"][:1]
+            )
+            is_fused = all(group.get("fused") for group in optimizer.param_groups)
+            if can_fuse and on_device and not is_fused:
+                _note(self.seen, f"{name} is not fused: pass fused=True for fewer launches")
+
+
+def _note(seen: Observations, text: str) -> None:
+    if text not in seen.notes:
+        seen.notes.append(text)

@@ -1,0 +1,259 @@
+"""What a step of somebody's script is: the period of its optimizer steps and graph replays.
+
+A plain loop calls one optimizer once per step, a GAN two optimizers in turn, a loop with the
+optimizer in backward one per parameter, and a captured loop replays a graph. All of them repeat a
+sequence; one round of it is a step.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from headrace.diagnosis.replacing import replaced
+from headrace.errors import ProgramError
+
+#: How often a sequence must repeat before it counts as the period.
+_ROUNDS = 3
+#: A script whose calls do not repeat is given up after so many: then each call of the optimizer
+#: that is called most often ends a step.
+_MAX_CALLS = 4000
+#: The period is searched after each of the first calls, then after every few.
+_EVERY_CALL, _EVERY_FEW = 100, 16
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """One step as a sequence of calls. A step ends with every `count`-th call of `last`."""
+
+    calls: tuple[Hashable, ...]
+    last: Hashable
+    count: int
+    #: Whether the script's calls really repeat this sequence.
+    repeats: bool = True
+
+
+def find_period(calls: Sequence[Hashable], at_least: int = 0) -> Period | None:
+    """The shortest sequence that `calls` repeat at their end: at least three times, over at least
+    half of all calls, since a script may begin differently, and over `at_least` calls. None if
+    there is none yet."""
+    total = len(calls)
+    for length in range(1, total // _ROUNDS + 1):
+        covered = max(_ROUNDS * length, (total + 1) // 2, at_least)
+        start = total - covered
+        if start < 0:
+            return None
+        if all(calls[at] == calls[at - length] for at in range(start + length, total)):
+            while start > 0 and calls[start - 1] == calls[start - 1 + length]:
+                start -= 1
+            return _period(tuple(calls[start : start + length]))
+    return None
+
+
+def _period(calls: tuple[Hashable, ...]) -> Period:
+    """Let the step end with a call that occurs once in it, if there is one: a call that is skipped
+    now and then (an overflow in fp16, say) then shifts no later step."""
+    for last in reversed(calls):
+        if calls.count(last) == 1:
+            return Period(calls, last, 1)
+    return Period(calls, calls[-1], calls.count(calls[-1]))
+
+
+class StepFinder:
+    """Tells which calls end a step, from the calls alone.
+
+    `on_call` returns True if the call ended a step. Until the period is known it returns False;
+    `steps` then counts the steps that were made meanwhile. After `settle` the period stays.
+    """
+
+    def __init__(self) -> None:
+        self.period: Period | None = None
+        self.steps = 0
+        self.calls = 0
+        self._history: list[Hashable] = []
+        self._settled = False
+        self._at_least = 0
+        self._since_last = 0
+
+    def settle(self) -> None:
+        """Keep the period from now on, whatever is called."""
+        self._settled = True
+        self._history.clear()
+
+    def on_call(self, key: Hashable) -> bool:
+        self.calls += 1
+        if not self._settled:
+            self._history.append(key)
+        if self.period is None:
+            self._find()
+            return False
+        if key != self.period.last:
+            if not self._settled and self.period.repeats and key not in self.period.calls:
+                self._start_anew()
+            return False
+        self._since_last += 1
+        if self._since_last < self.period.count:
+            return False
+        self._since_last = 0
+        self.steps += 1
+        return True
+
+    def _find(self) -> None:
+        history = self._history
+        if len(history) > _EVERY_CALL and len(history) % _EVERY_FEW:
+            return  # searching takes longer the more calls there are
+        self.period = find_period(history, self._at_least)
+        if self.period is None and len(history) >= _MAX_CALLS:
+            often = max(set(history), key=history.count)
+            self.period = Period((often,), often, 1, repeats=False)
+        if self.period is not None:
+            self.steps = len(history) // len(self.period.calls)
+
+    def _start_anew(self) -> None:
+        """What looked like the period was only a part of it, such as the first of several steps of
+        a GAN's discriminator. The next one must hold for longer."""
+        self._at_least = _ROUNDS * len(self._history)
+        self.period, self.steps = None, 0
+
+
+@contextmanager
+def watch_steps(
+    on_call: Callable[[Hashable], object],
+) -> Iterator[WeakKeyDictionary[Any, int]]:
+    """Call `on_call` after each optimizer step and graph replay inside the block, with a number for
+    the optimizer or graph. Calls inside a capture do not count: they run nothing. Yields the
+    optimizers and graphs with their numbers."""
+    numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+    cuda: Any = torch.get_device_module("cuda")
+    graph = cuda.CUDAGraph
+    replay = graph.replay
+
+    def number(one: object) -> int:
+        return numbers.setdefault(one, len(numbers))
+
+    def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not is_capturing():
+            on_call(number(optimizer))
+
+    def replay_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        result = replay(self, *args, **kwargs)
+        if not is_capturing():
+            on_call(number(self))
+        return result
+
+    # A compiled optimizer step would trace the hook, and not call it again.
+    hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+    try:
+        with replaced(graph, "replay", replay_and_tell):
+            yield numbers
+    finally:
+        hook.remove()
+
+
+def is_capturing() -> bool:
+    cuda: Any = torch.get_device_module("cuda")
+    return bool(cuda.is_initialized() and cuda.is_current_stream_capturing())
+
+
+# --- a step that the user names by a line ---------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class StepLine:
+    """A line of the script that runs once per step."""
+
+    file: str
+    line: int
+
+    @classmethod
+    def parse(cls, text: str) -> StepLine:
+        file, colon, line = text.rpartition(":")
+        if not colon or not file or not line.isdigit() or int(line) < 1:
+            raise ProgramError(f"{text}: expected a file and a line, as in train.py:120")
+        if not Path(file).is_file():
+            raise ProgramError(
+                f"{file}: no such file; expected a file and a line, as in train.py:120"
+            )
+        return cls(os.path.realpath(file), int(line))
+
+    def has(self, code: CodeType) -> bool:
+        return os.path.realpath(code.co_filename) == self.file and any(
+            line == self.line for _, _, line in code.co_lines()
+        )
+
+
+@contextmanager
+def watch_line(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[None]:
+    """Call `on_call` each time the line begins, inside the block."""
+    with ExitStack() as stack:
+        if hasattr(sys, "monitoring"):
+            stack.enter_context(_monitored(step_line, on_call))
+        else:
+            stack.enter_context(_traced(step_line, on_call))
+        yield
+
+
+@contextmanager
+def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[None]:
+    """Python 3.12 and later: every other line is switched off when it is first reached."""
+    monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
+    tool = monitoring.PROFILER_ID
+    files: dict[str, bool] = {}
+
+    def on_line(code: CodeType, line: int) -> Any:
+        if line != step_line.line:
+            return monitoring.DISABLE
+        name = code.co_filename
+        if name not in files:
+            files[name] = os.path.realpath(name) == step_line.file
+        if not files[name]:
+            return monitoring.DISABLE
+        on_call("line")
+        return None
+
+    monitoring.use_tool_id(tool, "headrace")
+    monitoring.register_callback(tool, monitoring.events.LINE, on_line)
+    monitoring.set_events(tool, monitoring.events.LINE)
+    try:
+        yield
+    finally:
+        monitoring.set_events(tool, 0)
+        monitoring.register_callback(tool, monitoring.events.LINE, None)
+        monitoring.free_tool_id(tool)
+
+
+@contextmanager
+def _traced(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[None]:
+    """Before Python 3.12: a trace function, which slows every call down a little."""
+    known: dict[CodeType, bool] = {}
+
+    def on_frame(frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        if code not in known:
+            known[code] = step_line.has(code)
+        return on_event if known[code] else None
+
+    def on_event(frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line" and frame.f_lineno == step_line.line:
+            on_call("line")
+        return on_event
+
+    before = sys.gettrace()
+    sys.settrace(on_frame)
+    threading.settrace(on_frame)
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+        threading.settrace(before)

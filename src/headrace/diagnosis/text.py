@@ -1,0 +1,132 @@
+"""A diagnosis as a terminal shows it: verdict, bar, the worst ten lines, and what would help."""
+
+from __future__ import annotations
+
+import textwrap
+from pathlib import Path
+
+from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord
+from headrace.text_table import text_table
+
+_MAX_LINES = 10
+_BAR = 60
+_WIDTH = 110
+#: The fill of each part in the bar.
+_FILLS = {
+    "computing": "█",
+    "input": "i",
+    "transfer": "t",
+    "synchronisation": "s",
+    "launch": "l",
+    "host": "h",
+    "other_ranks": "r",
+    "unattributed": "?",
+}
+
+
+def text_of(result: DiagnosisResult) -> str:
+    """The whole screen."""
+    parts = ["\n".join(textwrap.fill(text, _WIDTH) for text in result.verdict if text)]
+    if result.parts is not None and result.step_ms:
+        parts.append(_bar(result))
+    facts = _facts(result)
+    if facts:
+        parts.append(facts)
+    if result.lines:
+        parts.append(_lines(result))
+    if result.predictions:
+        parts.append(_predictions(result))
+    if result.notes or result.missing:
+        parts.append("\n".join(_indented(f"- {text}") for text in (*result.notes, *result.missing)))
+    return "\n\n".join(parts)
+
+
+def _bar(result: DiagnosisResult) -> str:
+    assert result.parts is not None
+    assert result.step_ms is not None
+    shares = {name: getattr(result.parts, name) / result.step_ms for name in _FILLS}
+    bar, edge, filled = "", 0.0, 0
+    for name, share in shares.items():
+        edge += share * _BAR
+        bar += _FILLS[name] * (round(edge) - filled)
+        filled = round(edge)
+    shown = [
+        f"{_FILLS[name]} {name.replace('_', ' ')} {share * result.step_ms:.1f} ms ({share:.0%})"
+        for name, share in shares.items()
+        if name == "computing" or share >= 0.005
+    ]
+    return "\n".join([f"[{bar}]", *textwrap.wrap("   ".join(shown), _WIDTH)])
+
+
+def _facts(result: DiagnosisResult) -> str:
+    """What a step consists of, and how much slower it was while it was watched."""
+    facts = []
+    if result.backwards_per_step is not None and result.backwards_per_step > 1:
+        facts.append(f"{result.backwards_per_step:g} backward passes")
+    if result.calls_per_step > 1:
+        facts.append(f"{result.calls_per_step} optimizer steps or graph replays")
+    if result.launches_per_step is not None:
+        facts.append(f"{result.launches_per_step:,.0f} launches")
+    text = f"A step has {', '.join(facts)}." if facts else ""
+    if result.nvml_share is not None:
+        text += f" NVML calls the GPU {result.nvml_share:.0%} busy."
+    if result.profiled_ms is not None and result.watched_ms is not None:
+        text += (
+            f" It took {result.profiled_ms:.1f} ms under the profiler and {result.watched_ms:.1f} "
+            "ms while its waits were noted."
+        )
+    return textwrap.fill(text.strip(), _WIDTH)
+
+
+def _lines(result: DiagnosisResult) -> str:
+    has_times = any(one.blocked_ms is not None for one in result.lines)
+    columns = ["line", "code", "waits/step"]
+    if has_times:
+        columns += ["blocked ms", "idle ms", "gain ms"]
+    rows = []
+    for one in result.lines[:_MAX_LINES]:
+        code = one.line.text if one.line is not None and one.line.text else one.title
+        row: list[object] = [_where(one), _shortened(code, 40), _number(one.per_step)]
+        if has_times:
+            row += [_number(value) for value in (one.blocked_ms, one.idle_ms, one.gain_ms)]
+        rows.append(row)
+    more = len(result.lines) - _MAX_LINES
+    shown = [text_table(columns, rows, right=columns[2:]).rstrip()]
+    if more > 0:
+        shown.append(f"  and {more} more")
+    advice = dict.fromkeys(f"{one.title}: {one.advice}" for one in result.lines[:_MAX_LINES])
+    return "\n".join([*shown, "", "Instead:", *map(_indented, advice)])
+
+
+def _indented(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
+
+
+def _predictions(result: DiagnosisResult) -> str:
+    rows = [(one.change, f"{one.step_ms:.1f}", f"{one.speedup:.2f}×") for one in result.predictions]
+    return text_table(("what if", "ms/step", "times as fast"), rows, right=("ms/step",)).rstrip()
+
+
+def _where(one: DiagnosedLine) -> str:
+    if one.line is None:
+        return "unknown"
+    if one.called_from is None:
+        return place(one.line)
+    return f"{place(one.called_from)} → {Path(one.line.file).name}:{one.line.line}"
+
+
+def place(line: LineRecord) -> str:
+    """A line as one would type it: relative to the working directory if it is below it."""
+    path = Path(line.file)
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    return f"{shown}:{line.line}"
+
+
+def _number(value: float | None) -> str:
+    if value is None:
+        return "–"
+    return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"
+
+
+def _shortened(text: str, limit: int) -> str:
+    return text if len(text) <= limit else f"{text[: limit - 1]}…"

@@ -1,0 +1,262 @@
+"""Some steps as the profiler saw them: what the host called, what the device ran, and when.
+
+`StepTrace` is what `breakdown` and `what_if` read. `read_trace` makes one from the profiler's
+trace file. Times are whole nanoseconds of one clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+#: What the device runs. A copy is one between host and device; copies on the device are kernels.
+WorkKind = Literal["kernel", "copy", "communication"]
+#: What the host does in a call of the driver: launch work, wait for the device, copy from memory
+#: that is not pinned (which blocks), or allocate and free memory.
+CallKind = Literal["launch", "wait", "copy", "memory"]
+
+_BLOCKING_COPIES = ("cudaMemcpy", "cudaMemcpy2D", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2")
+_LAUNCHES = ("Launch", "MemcpyAsync", "MemsetAsync", "Memset")
+_MEMORY = (
+    *("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "cuMemAlloc", "cuMemFree"),
+    *("cuMemCreate", "cuMemMap", "cuMemUnmap", "cuMemRelease", "cuMemSetAccess"),
+)
+_COMMUNICATION = ("nccl", "rccl", "c10d")
+_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_ON_HOST = ("cuda_runtime", "cuda_driver")
+#: A copy from pageable memory that takes the host longer than this has blocked it.
+_BLOCKING_COPY_NS = 30_000
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of the driver by the host."""
+
+    start_ns: int
+    end_ns: int
+    kind: CallKind
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """One kernel or copy. `call` is the position of the call that launched it, if known."""
+
+    start_ns: int
+    end_ns: int
+    kind: WorkKind = "kernel"
+    stream: int = 0
+    call: int | None = None
+    name: str = ""
+    nbytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrace:
+    """`steps` steps, from an idle device at `start_ns` to an idle device at `end_ns`.
+
+    `calls` are those of the thread that trains and of the autograd threads that launch for it, in
+    order and without overlap: at each moment the host does one thing. `inputs` are the times in
+    which the host waited for the loader. `marks` are the ends of the steps on the host.
+    """
+
+    start_ns: int
+    end_ns: int
+    marks: tuple[int, ...]
+    calls: tuple[Call, ...]
+    work: tuple[Work, ...]
+    inputs: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def steps(self) -> int:
+        return max(1, len(self.marks))
+
+    @property
+    def step_ms(self) -> float:
+        return (self.end_ns - self.start_ns) / self.steps / 1e6
+
+    def launches_per_step(self) -> float:
+        return sum(call.kind == "launch" for call in self.calls) / self.steps
+
+    def step_of(self, at_ns: int) -> int:
+        """The number of the step in which the host was at a moment."""
+        return sum(mark <= at_ns for mark in self.marks[:-1])
+
+
+def read_trace(
+    content: Mapping[str, Any],
+    clock: tuple[int, int],
+    marks: Sequence[int],
+    inputs: Iterable[tuple[int, int]],
+) -> StepTrace | None:
+    """The steps in a trace file of PyTorch's profiler.
+
+    The thread that trains must have waited for an idle device before the first step; `clock` says
+    when that began and ended by the host's clock, which relates the two clocks. `marks` and
+    `inputs` are by the host's clock. None if the trace lacks that wait, or shows no work: then the
+    profiler records nothing here.
+    """
+    events = [event for event in content.get("traceEvents", ()) if event.get("ph") == "X"]
+    host = sorted((event for event in events if event.get("cat") in _ON_HOST), key=_start_ns)
+    device = [event for event in events if event.get("cat") in _ON_DEVICE]
+    first = _last_wait_before_work(host)
+    if first is None or not device or not marks:
+        return None
+    shift_ns = (_start_ns(first) + _end_ns(first)) // 2 - sum(clock) // 2
+    start_ns, shifted = _end_ns(first), tuple(mark + shift_ns for mark in marks)
+    positions, calls = _calls(host, device, first.get("tid"), start_ns, shifted[-1])
+    work = sorted(
+        (
+            Work(
+                _start_ns(event),
+                _end_ns(event),
+                _work_kind(event),
+                int(event.get("args", {}).get("stream", 0)),
+                positions.get(event.get("args", {}).get("correlation")),
+                event["name"],
+                int(event.get("args", {}).get("bytes", 0)),
+            )
+            for event in device
+            if _start_ns(event) >= start_ns
+        ),
+        key=lambda one: (one.start_ns, one.end_ns),
+    )
+    if not work:
+        return None
+    end_ns = max(shifted[-1], max(one.end_ns for one in work))
+    moved = tuple((begin + shift_ns, end + shift_ns) for begin, end in inputs)
+    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved)
+
+
+def _last_wait_before_work(host: list[Any]) -> Any:
+    """The wait for an idle device right before the first step: the profiler may have waited, too,
+    when it started."""
+    found = None
+    for event in host:
+        if event["name"] == "cudaDeviceSynchronize":
+            found = event
+        elif found is not None and any(word in event["name"] for word in _LAUNCHES):
+            break
+    return found
+
+
+def _calls(
+    host: list[Any], device: list[Any], thread: Any, start_ns: int, end_ns: int
+) -> tuple[dict[Any, int], tuple[Call, ...]]:
+    """The calls of the threads that train, and the position of each by its correlation id. These
+    are `thread` and those that launch kernels, as autograd's threads do."""
+    copies = {
+        event.get("args", {}).get("correlation"): event["name"].lower()
+        for event in device
+        if event.get("cat") == "gpu_memcpy" and "pageable" in event["name"].lower()
+    }
+    launching = {event.get("tid") for event in host if "Launch" in event["name"]}
+    threads = {thread, *launching}
+    positions: dict[Any, int] = {}
+    calls: list[Call] = []
+    free_ns = start_ns
+    for event in host:
+        begin, end = _start_ns(event), _end_ns(event)
+        correlation = event.get("args", {}).get("correlation")
+        blocking = copies.get(correlation, "") if end - begin > _BLOCKING_COPY_NS else ""
+        kind = _call_kind(event["name"], blocking)
+        if kind is None or event.get("tid") not in threads or not start_ns <= begin < end_ns:
+            continue
+        # Two threads may call at once: at each moment the host does one thing.
+        begin, end = max(begin, free_ns), max(end, free_ns)
+        free_ns = end
+        positions[correlation] = len(calls)
+        calls.append(Call(begin, end, kind, event["name"]))
+    return positions, tuple(calls)
+
+
+def _call_kind(name: str, blocking: str) -> CallKind | None:
+    """`blocking` is the name of a copy that blocked the host, in lower case. A copy to the host
+    waits for the work before it: it is a wait."""
+    if any(word in name for word in _LAUNCHES):
+        return "launch" if not blocking else "copy" if "htod" in blocking else "wait"
+    if "Synchronize" in name or name in _BLOCKING_COPIES:
+        return "wait"
+    if name.startswith(_MEMORY):
+        return "memory"
+    return None
+
+
+def _work_kind(event: Mapping[str, Any]) -> WorkKind:
+    name = event["name"].lower()
+    if event.get("cat") == "gpu_memcpy" and "dtod" not in name:
+        return "copy"
+    return "communication" if name.startswith(_COMMUNICATION) else "kernel"
+
+
+def _start_ns(event: Mapping[str, Any]) -> int:
+    return round(float(event["ts"]) * 1000)
+
+
+def _end_ns(event: Mapping[str, Any]) -> int:
+    return round((float(event["ts"]) + float(event.get("dur", 0))) * 1000)
+
+
+# --- what the host did ----------------------------------------------------------------------------
+
+HostCause = Literal["input", "synchronisation", "transfer", "host", "launch"]
+
+_CAUSES: dict[CallKind, HostCause] = {
+    "launch": "launch",
+    "wait": "synchronisation",
+    "copy": "transfer",
+    "memory": "synchronisation",
+}
+#: Python between two calls counts as launching unless it takes longer than this, and than five
+#: times the median.
+_LONG_PYTHON_NS = 150_000
+
+
+@dataclass(frozen=True, slots=True)
+class HostSegment:
+    """What the host did for some time. `call` is the position of the call it was in, if any."""
+
+    start_ns: int
+    end_ns: int
+    cause: HostCause
+    call: int | None = None
+
+    @property
+    def ns(self) -> int:
+        return self.end_ns - self.start_ns
+
+
+def host_segments(trace: StepTrace) -> list[HostSegment]:
+    """The host's time from the trace's start to its end, without gaps and without overlap."""
+    busy = [
+        HostSegment(call.start_ns, call.end_ns, _CAUSES[call.kind], position)
+        for position, call in enumerate(trace.calls)
+    ]
+    busy += [HostSegment(start, end, "input") for start, end in trace.inputs]
+    busy.sort(key=lambda one: (one.start_ns, one.end_ns))
+    found: list[HostSegment] = []
+    at_ns = trace.start_ns
+    for one in busy:
+        start, end = max(one.start_ns, at_ns), min(max(one.end_ns, at_ns), trace.end_ns)
+        start = min(start, trace.end_ns)
+        if start > at_ns:
+            found.append(HostSegment(at_ns, start, "host"))
+        if end > start or one.call is not None:
+            found.append(HostSegment(start, max(start, end), one.cause, one.call))
+        at_ns = max(at_ns, end)
+    if at_ns < trace.end_ns:
+        found.append(HostSegment(at_ns, trace.end_ns, "host"))
+    return _short_python_is_launching(found)
+
+
+def _short_python_is_launching(segments: list[HostSegment]) -> list[HostSegment]:
+    between = [one.ns for one in segments if one.cause == "host"]
+    limit_ns = max(_LONG_PYTHON_NS, 5 * int(statistics.median(between)) if between else 0)
+    return [
+        HostSegment(one.start_ns, one.end_ns, "launch", one.call)
+        if one.cause == "host" and one.ns <= limit_ns
+        else one
+        for one in segments
+    ]

@@ -1,0 +1,236 @@
+"""Which call made the host wait, by the user's own line.
+
+On CUDA, PyTorch says itself when an operation synchronises (`set_sync_debug_mode`), in whichever
+thread; the frames are walked at that moment. It is silent about explicit synchronisation and about
+asynchronous copies from memory that is not pinned, so those calls are replaced by ones that tell.
+The fake device tells its hidden waits.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from headrace import main_program
+from headrace.device import Device
+from headrace.diagnosis.forms import Expression, Form, form_of, running_expression
+from headrace.diagnosis.replacing import replaced
+from headrace.runs.records import LineRecord
+from headrace.source_lines import is_user_code
+
+_TORCH = str(Path(torch.__file__).resolve().parent)
+_RUNNER = main_program.__file__
+_SYNCHRONISING = "called a synchronizing CUDA operation"
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """One time that the host waited for the device.
+
+    `line` is the innermost line outside PyTorch and the standard library; None if no Python code of
+    the thread is known. If that line is in an installed package, `called_from` is the user's own
+    line that led there.
+    """
+
+    form: Form
+    line: LineRecord | None
+    called_from: LineRecord | None = None
+    operation: str = ""
+    thread: str = ""
+
+
+def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
+    """The wait that is happening in `frame`, or in what it called."""
+    functions: list[tuple[str, str]] = []
+    innermost: FrameType | None = None
+    own: FrameType | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _RUNNER:
+            break
+        if is_user_code(file):
+            innermost = innermost or frame
+            if not _is_installed(file):
+                own = frame
+                break
+        elif innermost is None and file.startswith(_TORCH):
+            functions.append((Path(file).stem, frame.f_code.co_name))
+        frame = frame.f_back
+    thread = threading.current_thread().name
+    if innermost is None:
+        return Wait(form_of(operation, functions, None), None, None, operation, thread)
+    code = innermost.f_code
+    library = (code.co_filename, code.co_name) if innermost is not own else None
+    form = form_of(operation, functions, _expression(innermost), library)
+    called_from = _line(own) if own is not None and own is not innermost else None
+    return Wait(form, _line(innermost), called_from, operation, thread)
+
+
+def _is_installed(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file
+
+
+def _line(frame: FrameType) -> LineRecord:
+    file, line = frame.f_code.co_filename, frame.f_lineno
+    name = frame.f_code.co_name
+    text = linecache.getline(file, line, frame.f_globals).strip()
+    return LineRecord(file, line, "" if name == "<module>" else name, text)
+
+
+def _expression(frame: FrameType) -> Expression | None:
+    found = running_expression(frame.f_code, frame.f_lasti)
+    if found is None:
+        return None
+    moved = getattr(getattr(found.node, "func", None), "value", None)
+    value = frame.f_locals.get(getattr(moved, "id", ""))
+    if isinstance(value, torch.Tensor):
+        return replace(found, on_device=value.device.type not in ("cpu", "meta"))
+    return found
+
+
+# --- watching -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def watch_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[None]:
+    """Call `on_wait` for each host wait inside the block, in the thread that waits."""
+    with ExitStack() as stack:
+        stack.enter_context(_explicit_waits(on_wait))
+        if hasattr(device, "on_hidden_wait"):
+            stack.enter_context(_fake_waits(device, on_wait))
+        else:
+            stack.enter_context(_cuda_waits(on_wait))
+            stack.enter_context(_pageable_copies(on_wait))
+        yield
+
+
+@contextmanager
+def _explicit_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
+    """Calls that say that they wait."""
+    cuda: Any = torch.get_device_module("cuda")
+    with ExitStack() as stack:
+        for owner, name, operation in (
+            (cuda, "synchronize", "torch.cuda.synchronize"),
+            (torch.accelerator, "synchronize", "torch.cuda.synchronize"),
+            (cuda, "empty_cache", "torch.cuda.empty_cache"),
+            (cuda.Stream, "synchronize", "Stream.synchronize"),
+            (cuda.Event, "synchronize", "Event.synchronize"),
+        ):
+            stack.enter_context(_telling(owner, name, operation, on_wait))
+        yield
+
+
+def _telling(
+    owner: Any, name: str, operation: str, on_wait: Callable[[Wait], object]
+) -> AbstractContextManager[None]:
+    """Replace `owner.name` by a function that tells, inside the block."""
+    original = getattr(owner, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        on_wait(wait_at(sys._getframe(1), operation))
+        return result
+
+    return replaced(owner, name, call)
+
+
+def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> AbstractContextManager[None]:
+    def tell(operation: str) -> None:
+        on_wait(wait_at(sys._getframe(1), operation))
+
+    return replaced(device, "on_hidden_wait", tell)
+
+
+@contextmanager
+def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
+    """Operations that PyTorch reports. It warns, so the warning is taken out of the way of the
+    user's filters and handlers; every other warning goes its usual way."""
+    cuda: Any = torch.get_device_module("cuda")
+    module: Any = warnings
+    original, mode = module._showwarnmsg, cuda.get_sync_debug_mode()
+    add_filter = module.filterwarnings
+
+    def show(message: Any) -> None:
+        if _SYNCHRONISING in str(message.message):
+            on_wait(wait_at(sys._getframe(1)))
+        else:
+            original(message)
+
+    def put_first() -> None:
+        add_filter("always", message=_SYNCHRONISING)
+
+    def keeping_ours(change: Callable[..., Any]) -> Callable[..., Any]:
+        def changed(*args: Any, **kwargs: Any) -> None:
+            change(*args, **kwargs)
+            put_first()
+
+        return changed
+
+    with ExitStack() as stack:
+        for name in ("simplefilter", "filterwarnings"):
+            changed = keeping_ours(getattr(module, name))
+            stack.enter_context(replaced(module, name, changed))
+        stack.enter_context(replaced(module, "_showwarnmsg", show))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            cuda.set_sync_debug_mode("warn")  # which warns that it is a prototype
+        put_first()
+        try:
+            yield
+        finally:
+            cuda.set_sync_debug_mode(mode)
+            module.filters[:] = [one for one in module.filters if not _is_ours(one[1])]
+            module._filters_mutated()
+
+
+def _is_ours(message: Any) -> bool:
+    return bool(getattr(message, "pattern", message) == _SYNCHRONISING)
+
+
+@contextmanager
+def _pageable_copies(on_wait: Callable[[Wait], object]) -> Iterator[None]:
+    """Copies with `non_blocking=True` from memory that is not pinned: the driver blocks, and
+    PyTorch does not say so."""
+    with ExitStack() as stack:
+        for name in ("to", "cuda", "copy_"):
+            stack.enter_context(_telling_if_pageable(name, on_wait))
+        yield
+
+
+def _telling_if_pageable(
+    name: str, on_wait: Callable[[Wait], object]
+) -> AbstractContextManager[None]:
+    original = getattr(torch.Tensor, name)
+
+    def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        result = original(self, *args, **kwargs)
+        source, target = (args[0], self) if name == "copy_" and args else (self, result)
+        if (
+            isinstance(source, torch.Tensor)
+            and isinstance(target, torch.Tensor)
+            and source.is_cpu
+            and target.is_cuda
+            and source.dim() > 0
+            and _is_asynchronous(args, kwargs)
+            and not source.is_pinned()
+        ):
+            on_wait(wait_at(sys._getframe(1), "copy from pageable memory"))
+        return result
+
+    return replaced(torch.Tensor, name, call)
+
+
+def _is_asynchronous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    if "non_blocking" in kwargs:
+        return bool(kwargs["non_blocking"])
+    return any(one is True for one in args[1:])

@@ -1,0 +1,163 @@
+"""The values of a diagnosis's page, `templates/diagnosis.html`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, table
+from headrace.report.environment import environment_view
+from headrace.report.figures import moment, ms, share, times, words
+from headrace.report.page import Stat, Summary, render_page
+from headrace.report.timelines import timeline_group
+from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord, StepParts
+
+#: The fill of each part of a step.
+_LOOKS = {
+    "computing": "compute",
+    "transfer": "copy",
+    "synchronisation": "wait",
+    "host": "host",
+    "input": "reason-3",
+    "launch": "reason-5",
+    "other_ranks": "reason-4",
+    "unattributed": "idle",
+}
+
+
+def diagnosis_page(result: DiagnosisResult, source: str) -> str:
+    """The page of a diagnosis."""
+    timeline = result.timeline
+    has_timeline = timeline is not None and bool(timeline.spans)
+    environment = result.environment
+    device = environment.device_name or environment.device
+    shown = ("diagnosis", Path(result.program).name, device, moment(environment.date))
+    values = {
+        "source": source,
+        "kicker": " · ".join(filter(None, shown)),
+        "summary": _summary(result),
+        "parts": _parts(result),
+        "fills": [(look, words(name)) for name, look in _LOOKS.items()],
+        "lines": [_line(one) for one in result.lines],
+        "line_table": _line_table(result),
+        "predictions": _predictions(result),
+        "timeline_group": timeline_group([("steps", timeline)])
+        if has_timeline and timeline is not None
+        else None,
+        "is_fake": result.outcome == "lines only",
+        "remarks": [*result.notes, *result.missing],
+        "environment": environment_view(environment, _settings(result)),
+    }
+    return render_page("diagnosis.html", values, has_timelines=has_timeline)
+
+
+def _summary(result: DiagnosisResult) -> Summary:
+    headline = result.verdict[0] if result.verdict else "Nothing could be measured"
+    sentences = result.verdict[1:]
+    stats = []
+    if result.parts is not None and result.parts.total:
+        computing = share(result.parts.computing / result.parts.total)
+        headline, sentences = f"The GPU computes {computing} of the time", result.verdict
+        stats.append(Stat("GPU computing", computing))
+    if result.waits_per_step is not None:
+        stats.append(Stat("Host waits per step", f"{result.waits_per_step:.1f}"))
+    if result.launches_per_step is not None:
+        stats.append(Stat("Launches per step", f"{result.launches_per_step:,.0f}"))
+    if result.races is not None:
+        stats.append(Stat("Stream races", f"{result.races}"))
+    if result.step_ms is not None:
+        return Summary(headline, ms(result.step_ms), "per step", sentences, stats)
+    waits = "–" if result.waits_per_step is None else f"{result.waits_per_step:.1f}"
+    return Summary(headline, waits, "waits per step", sentences, stats)
+
+
+def _parts(result: DiagnosisResult) -> dict[str, object] | None:
+    parts = result.parts
+    if parts is None or result.step_ms is None:
+        return None
+    names = StepParts.__slots__
+    whole = Bar(
+        label=Cell("a step"),
+        segments=[Segment(getattr(parts, name), _LOOKS[name]) for name in names],
+        value=ms(parts.total),
+        tip="\n".join(f"{words(name)}: {ms(getattr(parts, name))}" for name in names),
+    )
+    bars = [
+        Bar(
+            label=Cell(words(name)),
+            segments=[Segment(getattr(parts, name), _LOOKS[name])],
+            value=ms(getattr(parts, name)),
+            note=share(getattr(parts, name) / parts.total if parts.total else 0.0),
+            tip=f"{words(name)}: {ms(getattr(parts, name))}",
+        )
+        for name in names
+    ]
+    rows: list[Cells] = [
+        [words(name), figure(getattr(parts, name)), _share(parts, name)] for name in names
+    ]
+    return {
+        "bars": BarChart("Milliseconds of a step", [whole, *bars], parts.total, "ms"),
+        "table": table("Parts of a step", ("part", "ms", "share"), rows),
+    }
+
+
+def _share(parts: StepParts, name: str) -> Cell:
+    value = getattr(parts, name) / parts.total if parts.total else 0.0
+    return Cell(share(value), value)
+
+
+def _line(one: DiagnosedLine) -> dict[str, object]:
+    return {
+        "where": _place(one.line),
+        "function": one.line.function if one.line is not None else "",
+        "code": one.line.text if one.line is not None else "",
+        "called_from": _place(one.called_from) if one.called_from is not None else None,
+        "called_code": one.called_from.text if one.called_from is not None else "",
+        "title": one.title,
+        "advice": one.advice,
+        "per_step": f"{one.per_step:.1f}",
+        "gain": None if one.gain_ms is None else ms(one.gain_ms),
+    }
+
+
+def _line_table(result: DiagnosisResult) -> Table | None:
+    if not result.lines:
+        return None
+    columns = ("line", "form", "waits per step", "blocked ms", "idle ms", "gain ms")
+    rows: list[Cells] = [
+        [
+            _place(one.line),
+            one.title,
+            figure(one.per_step),
+            figure(one.blocked_ms),
+            figure(one.idle_ms),
+            figure(one.gain_ms),
+        ]
+        for one in result.lines
+    ]
+    return table("Lines that made the host wait", columns, rows)
+
+
+def _predictions(result: DiagnosisResult) -> Table | None:
+    if not result.predictions:
+        return None
+    rows: list[Cells] = [
+        [one.change, figure(one.step_ms), Cell(times(one.speedup), one.speedup)]
+        for one in result.predictions
+    ]
+    return table("What a step would take", ("change", "ms", "times as fast"), rows)
+
+
+def _place(line: LineRecord | None) -> str:
+    return "unknown" if line is None else f"{line.file}:{line.line}"
+
+
+def _settings(result: DiagnosisResult) -> dict[str, object]:
+    return {
+        "steps": result.steps,
+        "optimizer calls per step": result.calls_per_step,
+        "backward passes per step": result.backwards_per_step,
+        "ms per step, clean": result.step_ms,
+        "ms per step, profiled": result.profiled_ms,
+        "ms per step, lines watched": result.watched_ms,
+        "replay error": result.replay_error,
+    }

@@ -1,0 +1,169 @@
+"""`headrace diagnose`: scripts of every kind, on the fake device and on the CPU."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner, Result
+
+from headrace.cli import app
+from headrace.runs.records import DiagnosisResult
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
+
+SCRIPT = """
+    import os, sys, warnings
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+
+    def read(loss):
+        return loss.item()
+
+    def main(kind, steps):
+        weight = torch.nn.Parameter(torch.ones(4, device=device))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for step in range(steps):
+            loss = (weight * 2).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            if kind != "never":
+                optimizer.step()
+            read(loss)
+            if kind == "fails" and step == steps - 1:
+                raise ValueError("the script's own failure")
+            if kind == "interrupted" and step == steps - 1:
+                raise KeyboardInterrupt
+            if kind == "prints":
+                print("line", step)
+            if kind == "forks" and step == 1:
+                child = os.fork()
+                if child == 0:
+                    for _ in range(40):
+                        optimizer.step()
+                    os._exit(0)
+                os.waitpid(child, 0)
+            if kind == "generated":
+                exec(compile("loss.item()", "<generated>", "exec"))
+            if kind == "silences":
+                warnings.simplefilter("ignore")
+
+    if __name__ == "__main__":
+        kind, steps = sys.argv[1], int(sys.argv[2])
+        sys.argv = ["something", "else"]
+        main(kind, steps)
+        if kind == "exits":
+            sys.exit("an error in a sentence")
+        print("done")
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "train.py").write_text(textwrap.dedent(SCRIPT), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str) -> Result:
+    return CliRunner().invoke(app, ["diagnose", *arguments])
+
+
+FAST = ("--warmup", "3", "--steps", "3", "--lines", "2")
+
+
+def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
+    done = run("--fake", *FAST, "train.py", "plain", "1000")
+    assert (done.exit_code, done.stdout) == (0, "")
+    assert "The host waits for the device 1.0 times a step, at 1 line." in done.stderr
+    assert "train.py:8   return loss.item()" in done.stderr
+    assert "headrace.DeferredScalars" in done.stderr
+    assert "SGD is not fused: pass fused=True" in done.stderr
+    assert "backward passes" not in done.stderr  # there is one
+    assert done.stderr.endswith("train.py was ended after 6 steps\n")
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "exit_code", "sentence"),
+    [
+        ("never", 5, 0, "never called an optimizer's step()"),
+        ("plain", 1, 0, "The script stepped once"),
+        ("plain", 4, 0, "ended before there were enough steps"),
+        ("fails", 4, 1, "ValueError: the script's own failure"),
+        ("exits", 4, 1, "an error in a sentence"),
+        ("fails", 3, 1, "The script ended with exit code 1 after too few steps"),
+        ("interrupted", 9, 130, "The host waits for the device 1.0 times a step"),
+        ("prints", 9, 0, "The host waits for the device 1.0 times a step"),
+        ("forks", 9, 0, "The host waits for the device 1.0 times a step"),
+        ("generated", 9, 0, "<generated>:1"),
+        ("silences", 9, 0, "The host waits for the device 1.0 times a step"),
+    ],
+)
+def test_every_script_has_a_clear_outcome(
+    folder: Path, kind: str, steps: int, exit_code: int, sentence: str
+) -> None:
+    done = run("--fake", *FAST, "--lines", "50", "train.py", kind, str(steps))
+    assert done.exit_code == exit_code, done.stderr
+    assert sentence in done.stderr
+    assert (done.stdout.endswith("done\n")) is (kind not in ("fails", "exits", "interrupted"))
+
+
+def test_a_script_on_the_cpu_is_timed_and_told_so(folder: Path) -> None:
+    done = run(*FAST, "train.py", "plain", "1000")
+    assert done.exit_code == 0
+    assert (
+        "The script trains on the CPU: there is no GPU to keep busy.\nA step takes" in done.stderr
+    )
+
+
+def test_the_script_may_continue(folder: Path) -> None:
+    done = run("--fake", *FAST, "--then", "continue", "train.py", "exits", "12")
+    assert done.exit_code == 1  # its own
+    assert done.stderr.count("The host waits for the device 1.0 times a step") == 1
+    assert done.stderr.index("The host waits") < done.stderr.index("an error in a sentence")
+
+
+def test_a_step_may_be_named_by_its_line(folder: Path) -> None:
+    done = run("--fake", *FAST, "--step-line", "train.py:19", "train.py", "never", "30")
+    assert "The host waits for the device 1.0 times a step" in done.stderr
+
+
+def test_json_and_limits(folder: Path) -> None:
+    done = run("--fake", *FAST, "--json", "--fail-on", "waits>0.5", "train.py", "plain", "99")
+    assert done.exit_code == 3
+    assert "--fail-on: waits is 1 (> 0.5)" in done.stderr
+    result = DiagnosisResult.from_dict(json.loads(done.stdout))
+    assert (result.outcome, result.waits_per_step, result.races) == ("lines only", 1.0, 0)
+    (line,) = result.lines
+    assert line.line is not None
+    assert (line.line.file, line.line.line, line.form) == ("train.py", 8, "item")
+    assert run("--fake", *FAST, "--fail-on", "waits>1", "train.py", "plain", "99").exit_code == 0
+
+
+def test_the_report_is_written(folder: Path) -> None:
+    done = run("--fake", *FAST, "--html", "page.html", "train.py", "plain", "99")
+    assert done.exit_code == 0
+    page = (folder / "page.html").read_text(encoding="utf-8")
+    assert "return loss.item()" in page
+    assert "The host waits for the device 1.0 times a step" in page
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nothing.py"], "nothing.py: no such file; expected a Python script"),
+        (["-m", "nothing.at.all"], "nothing.at.all: no such module"),
+        (["--fail-on", "idle>20", "train.py"], "expected conditions such as waits>2 or idle>20%"),
+        (["--fail-on", "speed>2", "train.py"], "speed>2: expected conditions"),
+        (["--step-line", "train.py", "train.py"], "train.py: expected a file and a line"),
+        (["--html", ".", "train.py"], "is a folder; expected the path of a file"),
+    ],
+)
+def test_a_mistyped_command_is_an_error(folder: Path, arguments: list[str], message: str) -> None:
+    done = run(*arguments)
+    assert message in str(done.exception)
+    assert done.exception.exit_code == 2  # type: ignore[union-attr]

@@ -1,0 +1,111 @@
+"""A step's time is divided without a remainder, and idle time is charged to what caused it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.diagnosis.breakdown import CAUSES, Breakdown, breakdown
+from headrace.diagnosis.trace import Call, StepTrace, Work, host_segments
+from support.made_traces import MS, US, Loop
+
+PLAIN = Loop()
+
+
+def worst(found: Breakdown) -> str:
+    return max((cause for cause in CAUSES if cause != "computing"), key=lambda c: found.ns[c])
+
+
+@pytest.mark.parametrize(
+    ("loop", "cause"),
+    [
+        (replace(PLAIN, reads=1, kernel=20 * US), "synchronisation"),
+        (replace(PLAIN, reads=3, launch=30 * US, kernel=50 * US), "synchronisation"),
+        (replace(PLAIN, load=9 * MS), "input"),
+        (replace(PLAIN, load=9 * MS, reads=1), "input"),
+        (replace(PLAIN, kernel=5 * US, launch=30 * US), "launch"),
+        (replace(PLAIN, kernel=5 * US, launch=30 * US, reads=1), "launch"),
+        (replace(PLAIN, logging=9 * MS), "host"),
+        (replace(PLAIN, copy=3 * MS, pageable=True), "transfer"),
+        (replace(PLAIN, copy=9 * MS), "transfer"),
+    ],
+)
+def test_idle_time_goes_to_its_cause(loop: Loop, cause: str) -> None:
+    found = breakdown(loop.run())
+    assert worst(found) == cause, found.ns
+
+
+def test_a_loop_that_keeps_the_device_busy_computes() -> None:
+    found = breakdown(PLAIN.run())
+    assert found.share("computing") > 0.99
+    assert found.ns["computing"] == 8 * 40 * 100 * US
+
+
+def test_each_wait_has_the_idle_time_that_it_exposed() -> None:
+    trace = replace(PLAIN, reads=2).run()
+    found = breakdown(trace)
+    waits = [at for at, call in enumerate(trace.calls) if call.kind == "wait"]
+    exposed = [found.by_call.get(at, 0) for at in waits]
+    # The first of the two blocks; the last step's wait has nothing after it.
+    assert all(exposed[0:-2:2])
+    assert not any(exposed[1::2])
+    assert sum(exposed) == found.ns["synchronisation"]
+
+
+def test_work_that_was_launched_in_time_but_started_late_is_unattributed() -> None:
+    calls = (Call(0, 5 * US, "launch"), Call(5 * US, 10 * US, "launch"))
+    work = (Work(8 * US, 20 * US, call=0), Work(80 * US, 90 * US, call=1))
+    found = breakdown(StepTrace(0, 90 * US, (90 * US,), calls, work))
+    assert found.ns["unattributed"] == 60 * US
+    assert found.total_ns == 90 * US
+
+
+def test_communication_alone_is_other_ranks() -> None:
+    calls = (Call(0, US, "launch"), Call(US, 2 * US, "launch"))
+    work = (Work(2 * US, 9 * US, call=0), Work(5 * US, 29 * US, "communication", 1, 1))
+    found = breakdown(StepTrace(0, 29 * US, (29 * US,), calls, work))
+    assert found.ns["other ranks"] == 20 * US
+
+
+@st.composite
+def traces(draw: st.DrawFn) -> StepTrace:
+    """Anything: calls in order, work that nothing explains, overlapping streams."""
+    spans = st.tuples(st.integers(0, 400), st.integers(0, 60))
+    calls, at = [], 0
+    for gap, ns in draw(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 40)), max_size=12)):
+        kind = draw(st.sampled_from(["launch", "wait", "copy", "memory"]))
+        calls.append(Call((at + gap) * US, (at + gap + ns) * US, kind))
+        at += gap + ns
+    work = [
+        Work(
+            start * US,
+            (start + ns) * US,
+            draw(st.sampled_from(["kernel", "copy", "communication"])),
+            draw(st.integers(0, 2)),
+            draw(st.one_of(st.none(), st.integers(0, len(calls) - 1))) if calls else None,
+        )
+        for start, ns in draw(st.lists(spans, max_size=15))
+    ]
+    inputs = tuple(
+        (start * US, (start + ns) * US) for start, ns in draw(st.lists(spans, max_size=4))
+    )
+    end = draw(st.integers(1, 500)) * US
+    marks = tuple(sorted(draw(st.lists(st.integers(0, end), min_size=1, max_size=4))))
+    work.sort(key=lambda one: (one.start_ns, one.end_ns))
+    return StepTrace(0, end, marks, tuple(calls), tuple(work), inputs)
+
+
+@settings(max_examples=200, deadline=None)
+@given(traces())
+def test_the_parts_add_up_and_none_is_negative(trace: StepTrace) -> None:
+    found = breakdown(trace)
+    assert found.total_ns == trace.end_ns - trace.start_ns
+    assert min(found.ns.values()) >= 0
+    assert all(trace.calls[call].kind != "launch" for call in found.by_call)
+    segments = host_segments(trace)
+    assert sum(one.ns for one in segments) == trace.end_ns - trace.start_ns
+    assert all(one.end_ns == other.start_ns for one, other in pairwise(segments))

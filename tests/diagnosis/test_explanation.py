@@ -1,0 +1,147 @@
+"""From windows to a result: lines joined with the trace, gains, sentences, the screen and page."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from headrace.diagnosis.explanation import explain
+from headrace.diagnosis.forms import FORMS
+from headrace.diagnosis.script import Limit, exit_code_of, parse_limits
+from headrace.diagnosis.session import Observations
+from headrace.diagnosis.steps import Period
+from headrace.diagnosis.text import text_of
+from headrace.diagnosis.waits import Wait
+from headrace.report.diagnosis_page import diagnosis_page
+from headrace.runs.records import DiagnosisResult, Environment, LineRecord
+from support.made_traces import MS, US, Loop
+
+
+def wait(line: int, form: str = "item") -> Wait:
+    return Wait(FORMS[form], LineRecord("/work/train.py", line, "main", f"line {line}"))
+
+
+def seen(loop: Loop, waits: list[list[Wait]], clean_ms: float | None = None) -> Observations:
+    trace = loop.run()
+    ns = round((clean_ms or trace.step_ms) * 1e6)
+    return Observations(
+        steps=50,
+        calls=50,
+        period=Period((0,), 0, 1),
+        clean_ns=[ns] * 10,
+        clean_total_ns=10 * ns,
+        trace=trace,
+        profiled_steps=trace.steps,
+        profiled_total_ns=trace.end_ns,
+        waits=waits,
+        is_complete=True,
+    )
+
+
+def result_of(observed: Observations) -> DiagnosisResult:
+    return explain(observed, "train.py", None, Environment(device="cuda:0"))
+
+
+def test_each_line_gets_its_waits_of_the_trace() -> None:
+    loop = Loop(reads=2, kernel=20 * US)
+    result = result_of(seen(loop, [[wait(42), wait(57)]] * 3))
+    first, second = sorted(result.lines, key=lambda one: one.line.line if one.line else 0)
+    assert (first.per_step, second.per_step) == (1.0, 1.0)
+    # The first of the two blocks. Either alone gains nothing: the other would block instead.
+    assert first.blocked_ms is not None
+    assert second.blocked_ms is not None
+    assert first.blocked_ms > 10 * second.blocked_ms
+    assert first.gain_ms == pytest.approx(0, abs=0.01)
+    assert result.waits_in_trace == result.waits_per_step == 2.0
+    assert result.outcome == "complete"
+    assert result.parts is not None
+    assert result.parts.total == pytest.approx(result.step_ms)
+
+
+def test_copies_that_need_not_block_are_joined_if_their_line_is_certain() -> None:
+    loop = Loop(reads=1, kernel=20 * US, copy=300 * US, pageable=True)
+    copy = replace(wait(31, "to"), operation="copy from pageable memory")
+    other = replace(wait(32, "to"), operation="copy from pageable memory")
+    for waits, blocked in (([copy, wait(42)], True), ([copy, copy, wait(42)], True)):
+        result = result_of(seen(loop, [waits] * 3))
+        (line,) = (one for one in result.lines if one.line and one.line.line == 31)
+        assert ((line.blocked_ms or 0) > 0.2) is blocked
+    result = result_of(seen(loop, [[copy, other, wait(42)]] * 3))
+    times = {one.line.line: one.blocked_ms for one in result.lines if one.line}
+    assert (times[31], times[32]) == (None, None)
+    assert times[42] == pytest.approx(0.2, abs=0.05)
+
+
+def test_a_loop_of_few_waits_is_scaled_to_the_clean_step() -> None:
+    loop = Loop(reads=1, kernel=20 * US)
+    result = result_of(seen(loop, [[wait(42)]] * 3, clean_ms=loop.run().step_ms / 2))
+    (line,) = result.lines
+    whole = result_of(seen(loop, [[wait(42)]] * 3))
+    assert line.gain_ms == pytest.approx((whole.lines[0].gain_ms or 0) / 2)
+    assert result.verdict[0].startswith("A step takes 0.4 ms; the GPU computes for 0.4 ms of it (")
+    assert "because the host waited for it and then had to launch anew" in result.verdict[0]
+
+
+def test_steps_with_another_number_of_waits_are_not_joined() -> None:
+    result = result_of(seen(Loop(reads=2), [[wait(42)], [wait(42)] * 3]))
+    assert all(line.blocked_ms is None for line in result.lines)
+    assert "no times for the lines" in " ".join(result.missing)
+
+
+@pytest.mark.parametrize(
+    ("loop", "sentence"),
+    [
+        (Loop(load=9 * MS), "for the data loader"),
+        (Loop(kernel=5 * US, launch=30 * US), "because the host cannot launch kernels fast enough"),
+        (Loop(logging=9 * MS), "for Python between the launches"),
+        (Loop(copy=3 * MS, pageable=True), "for copies between host and device"),
+        (Loop(), "It is busy: faster kernels would help, better feeding would not."),
+    ],
+)
+def test_the_verdict_names_the_cause(loop: Loop, sentence: str) -> None:
+    result = result_of(seen(loop, [[]] * 3))
+    assert len(result.verdict) == 2
+    assert sentence in " ".join(result.verdict)
+
+
+def test_the_screen_and_the_page_show_it() -> None:
+    observed = seen(Loop(reads=1, kernel=20 * US, load=3 * MS), [[wait(42)]] * 3)
+    observed.loader_workers = 0
+    result = result_of(observed)
+    text = text_of(result)
+    assert max(map(len, text.splitlines()[:12])) <= 120
+    for part in ("/work/train.py:42", "line 42", "plan pipeline", "4 loader processes", "input"):
+        assert part in text
+    assert "the DataLoader has no worker processes" in text
+    read = DiagnosisResult.from_dict(json.loads(result.to_json()))
+    assert read == result
+    page = diagnosis_page(read, "diagnosis.json")
+    assert "/work/train.py:42 line 42" in page  # on the timeline
+    assert "Where the time goes" in page
+
+
+def test_limits_end_with_3() -> None:
+    result = result_of(seen(Loop(reads=1, load=3 * MS), [[wait(42)]] * 3))
+    assert parse_limits("waits>2, idle>=20%") == [
+        Limit("waits", 2.0, False),
+        Limit("idle", 20.0, True),
+    ]
+    for text, code in (("waits>1", 0), ("waits>=1", 3), ("idle>5%", 3), ("unattributed>5%", 0)):
+        assert exit_code_of(result, parse_limits(text)) == code, text
+    assert exit_code_of(replace(result, exit_code=7), []) == 7
+
+
+def test_a_trace_that_cannot_be_replayed_predicts_nothing() -> None:
+    observed = seen(Loop(reads=1), [[wait(42)]] * 3)
+    assert observed.trace is not None
+    work = tuple(
+        replace(one, call=None) if at % 5 == 0 else one
+        for at, one in enumerate(observed.trace.work)
+    )
+    observed.trace = replace(observed.trace, work=work)
+    result = result_of(observed)
+    assert result.predictions == ()
+    assert result.lines[0].gain_ms is None
+    assert "no predictions: a replay of the trace differs from it by" in result.missing[0]

@@ -1,0 +1,35 @@
+"""Forms that libraries have, and that every form says what to write instead."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.diagnosis import forms
+from headrace.diagnosis.forms import FORMS, form_of
+
+PACKAGES = "/usr/lib/python3/site-packages"
+
+
+def test_every_form_has_advice_and_every_table_names_a_form() -> None:
+    for form in FORMS.values():
+        assert form.title
+        assert form.advice.endswith(".")
+    for table in (forms._FUNCTIONS, forms._CALLS, forms._OPERATIONS):
+        assert set(table.values()) <= set(FORMS)
+
+
+@pytest.mark.parametrize(
+    ("functions", "library", "form"),
+    [
+        ([("_tensor", "item"), ("grad_scaler", "_maybe_opt_step")], None, "grad scaler"),
+        ([("clip_grad", "_clip_grads_with_norm_")], None, "clip_grad_norm_"),
+        ([], (f"{PACKAGES}/lightning/pytorch/callbacks/progress/tqdm.py", "f"), "progress bar"),
+        ([], (f"{PACKAGES}/transformers/trainer.py", "_maybe_log_save_evaluate"), "progress bar"),
+        ([], (f"{PACKAGES}/transformers/trainer.py", "training_step"), "item"),
+        ([], (f"{PACKAGES}/timm/utils/metrics.py", "update"), "item"),
+    ],
+)
+def test_forms_of_libraries(
+    functions: list[tuple[str, str]], library: tuple[str, str] | None, form: str
+) -> None:
+    assert form_of("aten::_local_scalar_dense", functions, None, library).name == form

@@ -1,0 +1,48 @@
+"""Whole scripts on a GPU; `tests/cli/test_diagnose.py` has the same without one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from headrace.diagnosis import Settings, diagnose_program, text_of
+
+SCRIPT = """
+import torch
+
+model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
+optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+x = torch.randn(256, 1024).pin_memory()
+while True:
+    loss = model(x.to("cuda", non_blocking=True)).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(loss.item())
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_a_script_on_a_gpu_is_explained(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    result = diagnose_program(str(script), settings=Settings(warmup=5, clean=10, profiled=5))
+    assert result.outcome == "complete", (result.missing, text_of(result))
+    assert result.parts is not None
+    assert result.step_ms is not None
+    assert result.parts.total == pytest.approx(result.step_ms)
+    assert result.parts.unattributed < 0.05 * result.step_ms
+    assert result.waits_per_step == result.waits_in_trace == 1.0
+    (line,) = result.lines
+    assert line.line is not None
+    assert (line.line.line, line.form) == (12, "item")
+    assert line.blocked_ms is not None
+    assert result.replay_error is not None
+    assert result.replay_error <= 0.03
+    assert [one.change for one in result.predictions][:2] == [
+        "without all waits",
+        "with the plan pipeline",
+    ]

@@ -1,0 +1,146 @@
+"""The windows of a session: in order, complete or cut short, and nothing left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+import headrace
+from headrace.device import Device, open_device
+from headrace.diagnosis import session as session_module
+from headrace.diagnosis.session import Session, Settings
+from headrace.errors import ProgramError
+from support.made_traces import Loop
+
+FAST = Settings(warmup=3, clean=4, profiled=3, lines=2)
+
+
+def trained(steps: int, each: Callable[[int], object] = lambda step: None) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    loader = iter(DataLoader(TensorDataset(torch.ones(400, 2)), batch_size=2))
+    for step in range(steps):
+        (x,) = next(loader)
+        optimizer.zero_grad()
+        (weight * x).sum().backward()
+        optimizer.step()
+        each(step)
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The CPU in place of a GPU, with a made-up trace. Returns the windows that were entered."""
+    windows: list[str] = []
+
+    @contextmanager
+    def chrome_trace() -> Iterator[dict[str, Any]]:
+        windows.append("profiled")
+        yield {}
+
+    @contextmanager
+    def watch_waits(device: Device, on_wait: Any) -> Iterator[None]:
+        windows.append("lines")
+        yield
+
+    def read_trace(content: Any, clock: Any, marks: Any, inputs: Any) -> Any:
+        windows.append(f"{len(marks)} steps, {len(list(inputs))} batches")
+        return Loop().run()
+
+    monkeypatch.setattr(Session, "_accelerator", lambda self: open_device("cpu"))
+    for replacement in (chrome_trace, watch_waits, read_trace):
+        monkeypatch.setattr(session_module, replacement.__name__, replacement)
+    return windows
+
+
+def test_the_windows_follow_each_other(on_gpu: list[str]) -> None:
+    completed: list[int] = []
+    session = Session(FAST, on_complete=lambda: completed.append(1))
+    with session:
+        trained(20, lambda step: completed.append(0) if not completed else None)
+    seen = session.seen
+    assert on_gpu == ["profiled", "3 steps, 3 batches", "lines"]
+    assert (len(seen.clean_ns), seen.profiled_steps, len(seen.waits)) == (4, 3, 2)
+    assert seen.is_complete
+    assert completed.count(1) == 1
+    assert seen.clean_total_ns >= sum(seen.clean_ns)
+    assert (seen.backwards, seen.loader_workers, seen.loader_pins) == (2, 0, False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "clean", "profiled", "lines"), [(5, 1, 0, 0), (9, 4, 1, 0), (12, 4, 3, 1)]
+)
+def test_a_script_that_ends_early_leaves_what_is_known(
+    on_gpu: list[str], steps: int, clean: int, profiled: int, lines: int
+) -> None:
+    session = Session(FAST)
+    with session:
+        trained(steps)
+    seen = session.seen
+    assert (len(seen.clean_ns), seen.profiled_steps, len(seen.waits)) == (clean, profiled, lines)
+    assert not seen.is_complete
+
+
+def test_a_profiler_of_the_scripts_own_leaves_the_breakdown_out(on_gpu: list[str]) -> None:
+    session = Session(FAST)
+    with session, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        trained(20)
+    assert on_gpu == ["lines"]
+    assert "the script runs a profiler of its own" in session.seen.missing[0]
+
+
+def test_a_window_that_fails_does_not_fail_the_script(
+    on_gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def failing(*_: object) -> None:
+        raise RuntimeError("CUPTI is busy")
+
+    monkeypatch.setattr(session_module, "read_trace", failing)
+    session, done = Session(FAST), []
+    with session:
+        trained(20, done.append)
+    assert len(done) == 20
+    assert session.seen.missing == ["a window failed: RuntimeError: CUPTI is busy"]
+    assert not session.seen.is_complete
+
+
+def test_gradients_that_are_accumulated_are_seen(on_gpu: list[str]) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    with headrace.diagnose(warmup=3, clean=2, profiled=1, lines=2) as diagnosis:
+        for batch in range(48):
+            (weight * 2).sum().backward()
+            if batch % 4 == 3:
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=False)
+    assert diagnosis.result.backwards_per_step == 4
+    assert "A step has 4 backward passes" in str(diagnosis)
+    assert "zero_grad(set_to_none=False)" in diagnosis.result.notes[0]
+
+
+def test_everything_is_as_before_afterwards(on_gpu: list[str]) -> None:
+    names: list[tuple[Any, str]] = [
+        (_BaseDataLoaderIter, "__next__"),
+        (torch.Tensor, "backward"),
+        (torch.optim.Optimizer, "zero_grad"),
+        (torch.cuda.CUDAGraph, "replay"),
+    ]
+    before = [getattr(owner, name) for owner, name in names]
+    for steps in (1, 9, 12, 20):
+        with Session(FAST):
+            trained(steps)
+        assert [getattr(owner, name) for owner, name in names] == before
+
+
+def test_a_block_is_diagnosed_and_its_result_printed(on_gpu: list[str]) -> None:
+    with headrace.diagnose(warmup=3, clean=4, profiled=3, lines=2) as diagnosis:
+        with pytest.raises(ProgramError, match="has not ended"):
+            str(diagnosis)
+        trained(20)
+    assert diagnosis.result.outcome == "complete"
+    assert str(diagnosis).startswith("A step takes ")

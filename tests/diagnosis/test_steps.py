@@ -1,0 +1,107 @@
+"""What a step is, in every kind of loop."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from headrace.diagnosis.steps import StepFinder, StepLine, find_period, watch_line, watch_steps
+from headrace.errors import ProgramError
+from headrace.main_program import run_as_main
+
+
+def ends(calls: str) -> list[int]:
+    finder = StepFinder()
+    return [at for at, key in enumerate(calls) if finder.on_call(key)]
+
+
+@pytest.mark.parametrize(
+    ("calls", "period", "last"),
+    [
+        ("aaa", "a", "a"),
+        ("dgdgdg", "dg", "g"),
+        ("dddddg" * 3, "dddddg", "g"),
+        ("abcdefgh" * 3, "abcdefgh", "h"),  # an optimizer per parameter, in backward
+        ("eeerrrrrr", "r", "r"),  # three eager steps, then a graph
+        ("xxdgdgdgdgdg", "dg", "g"),
+        ("aabaabaab", "aab", "b"),
+        ("abb" * 3, "abb", "a"),  # `a` occurs once: the step ends with it
+    ],
+)
+def test_the_period(calls: str, period: str, last: str) -> None:
+    found = find_period(calls)
+    assert found is not None
+    assert ("".join(map(str, found.calls)), found.last, found.count) == (period, last, 1)
+
+
+@pytest.mark.parametrize("calls", ["", "a", "aa", "abc", "abab", "dddddg", "abcd" * 2])
+def test_no_period_before_three_rounds(calls: str) -> None:
+    assert find_period(calls) is None
+
+
+@given(st.text("abcd", min_size=1, max_size=6), st.text("wxyz", max_size=5), st.integers(8, 12))
+def test_a_step_ends_once_a_round_whatever_came_before(
+    block: str, before: str, rounds: int
+) -> None:
+    found = find_period(before + block * rounds)
+    assert found is not None
+    assert len(block) % len(found.calls) == 0
+    assert found.calls * (len(block) // len(found.calls)) in {
+        tuple(block[at:] + block[:at]) for at in range(len(block))
+    }
+
+
+def test_the_finder_ends_steps_with_the_last_call() -> None:
+    assert ends("aaaaaa") == [3, 4, 5]
+    assert ends("dg" * 6) == [7, 9, 11]
+    # g was skipped once: one step is longer, the later ones are not shifted.
+    assert ends("dgdgdgdgddgdg") == [7, 10, 12]
+
+
+def test_the_finder_starts_anew_when_another_optimizer_appears() -> None:
+    finder = StepFinder()
+    found = [finder.on_call(key) for key in "ddd" + "dddddg" * 6]
+    assert finder.period is not None
+    assert "".join(map(str, finder.period.calls)) == "dddddg"
+    assert found[-1]
+
+
+def test_calls_that_never_repeat_fall_back_to_the_most_frequent() -> None:
+    finder = StepFinder()
+    for at in range(4000):
+        finder.on_call("a" if (at * at) % 7 < 3 or at % 11 == 0 else at)
+    assert finder.period is not None
+    assert (finder.period.last, finder.period.repeats) == ("a", False)
+
+
+def test_optimizer_steps_are_seen() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    one, other = torch.optim.SGD([weight], lr=0.1), torch.optim.AdamW([weight])
+    seen: list[Hashable] = []
+    with watch_steps(seen.append):
+        for _ in range(2):
+            one.step()
+            other.step()
+    one.step()
+    assert seen == [0, 1, 0, 1]
+
+
+def test_a_line_of_the_script_is_a_step(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("def main():\n    for i in range(4):\n        print(i)\nmain()\nx = 1\n")
+    seen: list[Hashable] = []
+    with watch_line(StepLine.parse(f"{script}:3"), seen.append):
+        assert run_as_main(str(script), [], as_module=False) == 0
+    assert seen == ["line"] * 4
+
+
+@pytest.mark.parametrize("text", ["train.py", ":3", "train.py:x", "missing.py:3", "train.py:0"])
+def test_a_mistyped_step_line_is_an_error(text: str) -> None:
+    with pytest.raises(ProgramError, match=r"train\.py:120"):
+        StepLine.parse(text)

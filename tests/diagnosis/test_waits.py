@@ -1,0 +1,175 @@
+"""Every form of wait is found with its line, however it is reached; on the fake device or a GPU."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from headrace.device import Device, open_device
+from headrace.diagnosis import waits as waits_module
+from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.testing import fake_cuda
+from support.wait_forms import FORMS, Case, Inputs, silent_functions, write_module
+
+
+@contextmanager
+def cuda_here() -> Iterator[Device]:
+    if torch.cuda.is_available():
+        yield open_device("cuda")
+    else:
+        with fake_cuda(check=False, keep_timeline=False) as device:
+            yield device
+
+
+def test_every_form_is_found_with_its_line(tmp_path: Path) -> None:
+    check_every_form(tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_every_form_is_found_with_its_line_on_a_gpu(tmp_path: Path) -> None:
+    check_every_form(tmp_path)
+
+
+def check_every_form(tmp_path: Path) -> None:
+    module, cases = write_module(tmp_path / "forms.py")
+    assert len({form for form, _ in FORMS}) >= 30
+    assert len(FORMS) >= 35
+    wrong: list[str] = []
+    with cuda_here() as device:
+        inputs = Inputs()
+        for case in cases:
+            waits: list[Wait] = []
+            with watch_waits(device, waits.append):
+                getattr(module, case.function)(inputs)
+            wrong += problems(case, waits, module.__file__ or "")
+    assert not wrong, "\n".join(wrong)
+
+
+def problems(case: Case, waits: list[Wait], file: str) -> list[str]:
+    if not waits:
+        return [f"{case}: not found"]
+    found = []
+    for wait in waits:
+        if wait.line is None:
+            found.append(f"{case}: no line")
+        elif (wait.line.file, wait.line.line) != (file, case.line):
+            found.append(f"{case}: line {wait.line.line}, expected {case.line}")
+    if case.form not in {wait.form.name for wait in waits}:
+        found.append(f"{case}: {waits[0].form.name} ({waits[0].operation}), expected {case.form}")
+    return found
+
+
+def test_code_that_does_not_wait_is_not_named(tmp_path: Path) -> None:
+    with cuda_here() as device:
+        inputs = Inputs()
+        for code, function in silent_functions(tmp_path / "silent.py"):
+            waits: list[Wait] = []
+            call: Any = function
+            with watch_waits(device, waits.append):
+                call(inputs)
+            assert not waits, (code, waits)
+
+
+def test_everything_is_as_before_after_the_block() -> None:
+    with cuda_here() as device:
+        owners = [(torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize")]
+        owners += [
+            (torch.cuda.Event, "synchronize"),
+            (torch.Tensor, "to"),
+            (warnings, "simplefilter"),
+        ]
+        before = [(getattr(owner, name), name in vars(owner)) for owner, name in owners]
+        with watch_waits(device, lambda wait: None):
+            pass
+        after = [(getattr(owner, name), name in vars(owner)) for owner, name in owners]
+    assert before == after
+
+
+def test_a_librarys_line_is_shown_with_the_users(tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "library.py"
+    package.parent.mkdir()
+    package.write_text("def log(read):\n    return read()\n", encoding="utf-8")
+    scope: dict[str, Any] = {}
+    exec(compile(package.read_text(encoding="utf-8"), str(package), "exec"), scope)
+    wait = scope["log"](lambda: None) or wait_in(scope["log"])
+    assert wait.line is not None
+    assert (wait.line.file, wait.line.line) == (str(package), 2)
+    assert wait.called_from is not None
+    assert wait.called_from.text == "return log(read)  # type: ignore"
+
+
+def wait_in(log: Any) -> Wait:
+    def read() -> Wait:
+        frame = sys._getframe(1)
+        return wait_at(frame)
+
+    return log(read)  # type: ignore
+
+
+def test_generated_code_has_a_line_and_no_text() -> None:
+    scope: dict[str, Any] = {"wait": lambda: wait_at(sys._getframe(1))}
+    exec(compile("def generated():\n    return wait()\n", "<generated>", "exec"), scope)
+    wait = scope["generated"]()
+    assert wait.line is not None
+    assert (wait.line.file, wait.line.line, wait.line.text) == ("<generated>", 2, "")
+    assert wait.form.name == "other"
+
+
+def test_pytorchs_warning_is_caught_whatever_the_script_does_with_warnings(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    waits: list[Wait] = []
+    before = list(warnings.filters)
+
+    def synchronise() -> None:
+        warnings.warn("called a synchronizing CUDA operation (at Copy.cpp)", stacklevel=1)
+
+    with watch_waits(open_device("cpu"), waits.append):
+        synchronise()
+        warnings.filterwarnings("ignore", message="nothing of ours")
+        warnings.simplefilter("ignore")
+        synchronise()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            synchronise()
+            warnings.warn("the script's own", stacklevel=1)
+    assert [str(one.message) for one in caught] == ["the script's own"]
+    assert [wait.line.function for wait in waits if wait.line] == ["synchronise"] * 3
+    # What the script has set stays; what we have set is gone.
+    assert [one for one in warnings.filters if one not in before] != []
+    assert not any("synchronizing" in str(one[1]) for one in warnings.filters)
+    warnings.filters[:] = before  # type: ignore[index]
+
+
+def test_asynchronous_copies_from_pageable_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        return  # in the table of forms
+    told: list[Wait] = []
+    moved = SimpleNamespace(is_cuda=True)
+
+    class Source(torch.Tensor):
+        is_cpu, pinned = True, False
+
+        def is_pinned(self, device: Any = None) -> bool:
+            return self.pinned
+
+    monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: moved, raising=False)
+    monkeypatch.setattr(waits_module, "isinstance", lambda value, kind: True, raising=False)
+    source = torch.ones(3).as_subclass(Source)
+    with waits_module._telling_if_pageable("to", told.append):
+        source.to("cuda", non_blocking=True)
+        source.to("cuda")
+        Source.pinned = True
+        source.to("cuda", non_blocking=True)
+    assert [wait.form.name for wait in told] == ["to"]

@@ -1,0 +1,116 @@
+"""A replay gives the traced time back, and predicts the changed loop's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from headrace.diagnosis.what_if import (
+    GRAPH,
+    INSTANT_LOADER,
+    NO_PYTHON,
+    NO_WAITS,
+    PIPELINE,
+    Change,
+    Replay,
+)
+from support.made_traces import MS, US, Loop
+
+loops = st.builds(
+    Loop,
+    kernels=st.integers(3, 40),
+    kernel=st.integers(5 * US, 500 * US),
+    launch=st.integers(5 * US, 60 * US),
+    between=st.integers(US, 20 * US),
+    load=st.integers(20 * US, 6 * MS),
+    logging=st.integers(0, 3 * MS),
+    copy=st.sampled_from([0, 100 * US, 2 * MS]),
+    pageable=st.booleans(),
+    reads=st.integers(0, 3),
+)
+
+
+def steady_ms(loop: Loop) -> float:
+    long, short = replace(loop, steps=24).run(), replace(loop, steps=8).run()
+    return (long.end_ns - short.end_ns) / 16 / 1e6
+
+
+@settings(max_examples=60, deadline=None)
+@given(loops)
+def test_a_replay_without_changes_gives_the_traced_time(loop: Loop) -> None:
+    replay = Replay(loop.run())
+    assert replay.holds, (replay.error, loop)
+    assert replay.speedup(Change()) == pytest.approx(1.0, abs=0.01)
+
+
+@settings(max_examples=60, deadline=None)
+@given(loops)
+def test_the_loop_without_its_waits_is_predicted(loop: Loop) -> None:
+    loop = replace(loop, pageable=False)
+    truth = steady_ms(loop) / steady_ms(replace(loop, reads=0))
+    assert Replay(loop.run()).speedup(NO_WAITS) == pytest.approx(truth, rel=0.03)
+
+
+@settings(max_examples=40, deadline=None)
+@given(loops)
+def test_an_instant_loader_is_predicted(loop: Loop) -> None:
+    truth = steady_ms(loop) / steady_ms(replace(loop, load=0))
+    assert Replay(loop.run()).speedup(INSTANT_LOADER) == pytest.approx(truth, rel=0.03)
+
+
+def test_blocked_time_is_not_the_gain() -> None:
+    """The device needs 4 of the 4.6 ms anyway: the wait blocks for 3.4 ms and costs 0.6."""
+    loop = Loop(kernel=100 * US, reads=1)
+    trace = loop.run()
+    blocked_ms = sum(c.end_ns - c.start_ns for c in trace.calls if c.kind == "wait") / 8 / 1e6
+    gain_ms = trace.step_ms * (1 - 1 / Replay(trace).speedup(NO_WAITS))
+    truth_ms = steady_ms(loop) - steady_ms(replace(loop, reads=0))
+    assert gain_ms == pytest.approx(truth_ms, abs=0.05)
+    assert blocked_ms > 3 * gain_ms
+
+
+def test_of_two_waits_in_a_row_one_alone_gains_nothing() -> None:
+    trace = Loop(reads=2, kernel=20 * US).run()
+    waits = [at for at, call in enumerate(trace.calls) if call.kind == "wait"]
+    replay = Replay(trace)
+    first, second, both = (
+        replay.speedup(Change(without=frozenset(found)))
+        for found in (waits[::2], waits[1::2], waits)
+    )
+    assert first == pytest.approx(1.0, abs=0.01)
+    assert second == pytest.approx(1.0, abs=0.01)
+    assert both > 1.05
+
+
+def test_pipeline_and_graph() -> None:
+    # 40 launches of 35 µs, 20 µs of work each: launching takes 1.4 ms, computing 0.8.
+    loop = Loop(kernel=20 * US, launch=30 * US, reads=1, copy=500 * US, pageable=True)
+    trace = loop.run()
+    replay = Replay(trace)
+    now, pipeline, graph = trace.step_ms, replay.speedup(PIPELINE), replay.speedup(GRAPH)
+    assert now / pipeline == pytest.approx(1.45, rel=0.05)
+    assert now / graph == pytest.approx(0.84, rel=0.06)
+
+
+def test_workers_load_beside_the_step() -> None:
+    replay = Replay(Loop(load=8 * MS, kernels=20).run())
+    # 2 ms of computing; one process loads a batch in 8 ms, eight of them one in 1 ms.
+    assert replay.traced_ms / replay.speedup_with_workers(1) == pytest.approx(8.0, rel=0.05)
+    assert replay.traced_ms / replay.speedup_with_workers(8) == pytest.approx(2.0, rel=0.05)
+
+
+def test_a_trace_with_work_that_nobody_launched_predicts_nothing() -> None:
+    trace = Loop().run()
+    work = tuple(
+        replace(one, call=None) if at % 5 == 0 else one for at, one in enumerate(trace.work)
+    )
+    assert not Replay(replace(trace, work=work)).holds
+
+
+def test_python_between_launches_is_predicted() -> None:
+    loop = Loop(logging=9 * MS)
+    truth = steady_ms(loop) / steady_ms(replace(loop, logging=0))
+    assert Replay(loop.run()).speedup(NO_PYTHON) == pytest.approx(truth, rel=0.03)

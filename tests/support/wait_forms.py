@@ -1,0 +1,211 @@
+"""Code that makes the host wait, in every form, alone and nested.
+
+Each form is one line, put into functions of a module that is written to a file: the line must be
+found, in whichever way it is reached. The table serves the fake device and CUDA.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+
+HEADER = """\
+import contextlib, functools, io, threading
+import torch
+from torch.nn import functional as F
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args):
+        return function(*args)
+    return wrapper
+"""
+
+#: The form's name in `diagnosis.forms`, and the code.
+FORMS = [
+    ("item", "a.loss.item()"),
+    ("item", "total = 0.0; total += a.loss.item()"),
+    ("number", "float(a.loss)"),
+    ("number", "int(a.n)"),
+    ("branch", "bool(a.loss)"),
+    ("branch", "if a.loss > 0: pass"),
+    ("branch", "while a.loss < 0: pass"),
+    ("branch", "assert a.loss == a.loss"),
+    ("branch", "1 if a.loss > 0 else 0"),
+    ("branch", "a.loss and 1"),
+    ("branch", "not a.loss"),
+    ("finite check", "if torch.isnan(a.loss): pass"),
+    ("finite check", "if a.x.isinf().any(): pass"),
+    ("finite check", "torch.isfinite(a.x).all().item()"),
+    ("print", "print(a.loss, file=io.StringIO())"),
+    ("print", "str(a.x)"),
+    ("print", "repr(a.x)"),
+    ("format", "f'{a.loss:.3f}'"),
+    ("format", "'{:.3f}'.format(a.loss)"),
+    ("tolist", "a.x.tolist()"),
+    ("cpu", "a.x.cpu()"),
+    ("cpu", "a.x.to('cpu')"),
+    ("cpu", "a.x.detach().to(device='cpu')"),
+    ("cpu", "a.x.cpu().numpy()"),
+    ("to", "a.host.to(a.device)"),
+    ("to", "a.host.cuda()"),
+    ("to", "a.pinned.to(a.device)"),
+    ("to", "a.host.to(a.device, non_blocking=True)"),
+    ("pageable copy", "a.x.copy_(a.host)"),
+    ("new tensor", "torch.tensor([1.0, 2.0], device=a.device)"),
+    ("new tensor", "torch.as_tensor([1.0], device=a.device)"),
+    ("new tensor", "a.x.new_tensor([1.0, 2.0])"),
+    ("mask", "a.x[a.mask]"),
+    ("mask", "a.x[a.host_index]"),
+    ("mask assignment", "a.x[a.mask] = a.three"),
+    ("slice", "a.x[: a.n]"),
+    ("nonzero", "a.x.nonzero()"),
+    ("nonzero", "torch.argwhere(a.x)"),
+    ("nonzero", "torch.where(a.mask)"),
+    ("masked_select", "a.x.masked_select(a.mask)"),
+    ("unique", "a.i.unique()"),
+    ("unique", "torch.unique(a.i, return_counts=True)"),
+    ("repeat_interleave", "a.x.repeat_interleave(a.i)"),
+    ("bincount", "a.i.bincount()"),
+    ("histc", "a.x.histc(4)"),
+    ("one_hot", "F.one_hot(a.i)"),
+    ("equal", "torch.equal(a.x, a.x)"),
+    ("equal", "torch.allclose(a.x, a.x)"),
+    ("range", "range(a.n)"),
+    ("range", "torch.arange(a.n)"),
+    ("compare", "max(a.x[0], a.x[1])"),
+    ("compare", "a.loss in [a.n, a.loss]"),
+    ("linalg", "torch.linalg.cholesky(a.matrix)"),
+    ("linalg", "torch.linalg.inv(a.matrix)"),
+    ("distribution", "torch.distributions.Normal(a.x, a.x.abs() + 1)"),
+    ("sparse", "a.x.to_sparse()"),
+    ("save", "torch.save(a.x, io.BytesIO())"),
+    ("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_([a.w], 1.0, error_if_nonfinite=True)"),
+    ("device synchronize", "torch.cuda.synchronize()"),
+    ("stream synchronize", "torch.cuda.current_stream().synchronize()"),
+    ("event synchronize", "a.event.synchronize()"),
+    ("empty_cache", "torch.cuda.empty_cache()"),
+]
+NESTINGS = ("alone", "function", "decorator", "comprehension", "thread", "backward hook")
+_STATEMENTS = ("if ", "while ", "assert ", "total ", "a.x[a.mask] =")
+
+
+@dataclass(frozen=True)
+class Case:
+    """`function` of the module waits at `line`."""
+
+    form: str
+    code: str
+    nesting: str
+    function: str
+    line: int
+
+    def __str__(self) -> str:
+        return f"{self.code} ({self.nesting})"
+
+
+class Inputs:
+    """What the code uses."""
+
+    def __init__(self) -> None:
+        import torch
+
+        self.device = torch.device("cuda")
+        self.x = torch.tensor([0.5, 1.5, -2.0, 3.0], device="cpu").to(self.device)
+        self.loss = self.x.sum()
+        self.n = torch.tensor(2).to(self.device)
+        self.i = torch.tensor([0, 1, 2, 2]).to(self.device)
+        self.mask = torch.tensor([True, False, True, True]).to(self.device)
+        self.three = torch.ones(3).to(self.device)
+        self.matrix = (torch.eye(4) * 3 + 0.5).to(self.device)
+        self.host = torch.ones(4)
+        self.host_index = torch.tensor([0, 2])
+        self.pinned = torch.ones(4).pin_memory()
+        self.w = torch.ones(4).to(self.device).requires_grad_()
+        self.w.grad = torch.ones_like(self.w)
+        self.event = torch.cuda.Event()
+        self.event.record()
+
+
+def _nested(name: str, code: str, nesting: str) -> tuple[list[str], int]:
+    """The text of a function, and the number of the waiting line in it, from 0."""
+    inner = [f"def {name}_inner(a):", f"    {code}"]
+    if nesting == "alone":
+        return [f"def {name}(a):", f"    {code}"], 1
+    if nesting == "function":
+        return [
+            *inner,
+            f"def {name}(a):",
+            "    def again():",
+            f"        {name}_inner(a)",
+            "    again()",
+        ], 1
+    if nesting == "decorator":
+        return ["@decorated", f"def {name}(a):", f"    {code}"], 2
+    if nesting == "comprehension":
+        return [
+            f"def {name}(a):",
+            "    return [",
+            f"        {code}",
+            "        for _ in range(2)",
+            "    ]",
+        ], 2
+    if nesting == "thread":
+        lines = [
+            f"    thread = threading.Thread(target={name}_inner, args=(a,))",
+            "    thread.start()",
+        ]
+        return [*inner, f"def {name}(a):", *lines, "    thread.join()"], 1
+    lines = ["    y = (a.w * 2).sum()", f"    y.register_hook(lambda grad: {name}_inner(a))"]
+    return [*inner, f"def {name}(a):", *lines, "    y.backward()"], 1
+
+
+def write_module(path: Path) -> tuple[ModuleType, list[Case]]:
+    """Write the module, and load it."""
+    cases = []
+    lines = HEADER.splitlines()
+    for number, (form, code) in enumerate(FORMS):
+        for nesting in NESTINGS:
+            if nesting == "comprehension" and code.startswith(_STATEMENTS):
+                continue
+            function = f"case_{number}_{nesting.replace(' ', '_')}"
+            text, at = _nested(function, code, nesting)
+            cases.append(Case(form, code, nesting, function, len(lines) + 2 + at + 1))
+            lines += ["", "", *text]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module, cases
+
+
+#: Lines that do not make the host wait.
+SILENT = """
+a.x + 1
+a.x * a.loss
+a.x[1:3]
+a.x[a.i]
+torch.where(a.mask, a.x, -a.x)
+a.pinned.to(a.device, non_blocking=True)
+a.x.clone()
+torch.zeros(3, device=a.device)
+a.x.isnan().any()
+F.one_hot(a.i, num_classes=3)
+torch.nn.utils.clip_grad_norm_([a.w], 1.0)
+torch.cuda.current_stream().wait_event(a.event)
+""".strip().splitlines()
+
+
+def silent_functions(path: Path) -> Iterator[tuple[str, object]]:
+    text = [f"def silent_{number}(a): {code}" for number, code in enumerate(SILENT)]
+    scope: dict[str, object] = {}
+    path.write_text("\n".join(text), encoding="utf-8")
+    exec(compile(HEADER + "\n".join(text), str(path), "exec"), scope)
+    for number, code in enumerate(SILENT):
+        yield code, scope[f"silent_{number}"]

@@ -1,0 +1,54 @@
+"""Somebody's script or module, run as `python` would."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from headrace.errors import ProgramError
+from headrace.main_program import require_program, run_as_main
+
+
+def test_a_program_sees_its_own_command_line_and_keeps_its_exit_code(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "beside.py").write_text("NAME = 'beside'\n", encoding="utf-8")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import sys, beside\nprint(__name__, beside.NAME, sys.argv[1:])\n"
+        "sys.exit(int(sys.argv[1]))",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.argv), list(sys.path)
+    assert run_as_main("program.py", ["7", "--x"], as_module=False) == 7
+    assert run_as_main("program", ["0"], as_module=True) == 0
+    assert capsys.readouterr().out == "__main__ beside ['7', '--x']\n__main__ beside ['0']\n"
+    assert (list(sys.argv), list(sys.path)) == before
+
+
+def test_an_error_is_printed_without_our_frames(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("def fail():\n    raise ValueError('its own')\nfail()\n", encoding="utf-8")
+    assert run_as_main(str(program), [], as_module=False) == 1
+    text = capsys.readouterr().err
+    assert text.endswith("ValueError: its own\n")
+    assert "main_program.py" not in text
+    assert "runpy" not in text
+
+
+def test_ctrl_c_is_raised(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("raise KeyboardInterrupt\n", encoding="utf-8")
+    with pytest.raises(KeyboardInterrupt):
+        run_as_main(str(program), [], as_module=False)
+
+
+@pytest.mark.parametrize(("name", "as_module"), [("no.py", False), ("no.such", True)])
+def test_a_program_that_is_not_there_is_an_error(name: str, as_module: bool) -> None:
+    with pytest.raises(ProgramError, match="no such"):
+        require_program(name, as_module=as_module)
