@@ -336,7 +336,7 @@ def takes_no_state(model: Any, batch: Batch) -> Any:
     ("function", "carry", "message"),
     [
         (returns_the_loss_alone, zeros, "returned a Tensor: expected a tuple of two"),
-        (returns_a_number, zeros, "is a int without tensors"),
+        (returns_a_number, zeros, "holds the int 5: expected tensors only"),
         (takes_no_state, zeros, r"the engine calls loss\(model, batch, carried\)"),
         (loss, lambda device: [], "the initial state is a list without tensors"),
         (loss, lambda device: Carry(zeros(device), at_epoch_end="x"), "at_epoch_end = 'x'"),  # type: ignore[arg-type]
@@ -372,3 +372,27 @@ def test_a_state_elsewhere_and_halving_are_refused(fake_device: FakeDevice) -> N
     engine.load_state_dict(state)
     with pytest.raises(StepError, match="the stored state has 1 tensors and the initial one 2"):
         engine.epoch(batches(1))
+
+
+def test_a_state_that_was_set_or_loaded_is_the_next_batchs(device: Device) -> None:
+    """Also at an epoch's beginning, where the state is otherwise reset."""
+    data = batches(3)
+    model, optimizer = made(device)
+    engine = Engine(model, optimizer, loss, plan="pipeline", device=device, carry=zeros(device))
+    ones = tuple(one + 1 for one in zeros(device))
+    engine.carried = ones
+    assert all(torch.equal(one, now) for one, now in zip(ones, engine.carried, strict=True))
+    first = engine.epoch(data).losses[0]
+    model, _ = made(device)
+    moved = {name: value.to(device.torch_device) for name, value in data[0].items()}
+    assert first == loss(model, moved, ones)[0].item()
+    other = Engine(model, optimizer, loss, device=device, carry=zeros(device))
+    other.load_state_dict({**engine.state_dict()})
+    assert all(torch.equal(a, b) for a, b in zip(engine.carried, other.carried, strict=True))
+
+
+def test_skipped_updates_are_refused(fake_device: FakeDevice) -> None:
+    model, optimizer = made(fake_device)
+    carry = zeros(fake_device)
+    with pytest.raises(StepError, match="would spoil all later ones"):
+        Engine(model, optimizer, loss, device=fake_device, carry=carry, on_nonfinite="skip")

@@ -8,6 +8,7 @@ import itertools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -539,3 +540,67 @@ def test_gradients_that_are_assigned_anew_are_named(fake_device: Device) -> None
             kept.append(parameter.grad)
         graphed(torch.ones(2, 3).to(fake_device.torch_device))
     assert "each call finds the gradients that it uses in other memory" in str(graphed.report().why)
+
+
+@dataclass
+class Losses:
+    """What a step returns."""
+
+    total: torch.Tensor
+    parts: list[torch.Tensor]
+
+
+def make_returning(device: Device, kind: Any) -> Any:
+    model = nn.Linear(4, 1).to(device.torch_device)
+    optimizer = fused(model.parameters())
+
+    def step(x: torch.Tensor) -> Any:
+        optimizer.zero_grad()
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return kind(loss.detach())
+
+    return step
+
+
+def test_results_in_a_dataclass_may_be_kept(capturing: Device) -> None:
+    torch.manual_seed(0)
+    plain = make_returning(capturing, lambda loss: loss)
+    expected = [plain(batch) for batch in batches(capturing, 8, sizes=(6,))]
+    torch.manual_seed(0)
+    step = hr.graphed(
+        make_returning(capturing, lambda loss: Losses(loss, [loss + 1])), device=capturing
+    )
+    kept = [step(batch) for batch in batches(capturing, 8, sizes=(6,))]
+    assert step.report().replays > 0
+    assert [one.total.item() for one in kept] == [one.item() for one in expected]
+    assert [one.parts[0].item() for one in kept] == [(one + 1).item() for one in expected]
+
+
+def test_results_that_cannot_be_copied_are_named(capturing: Device) -> None:
+    step = hr.graphed(
+        make_returning(capturing, lambda loss: SimpleNamespace(loss=loss)), device=capturing
+    )
+    kept = [step(batch).loss for batch in batches(capturing, 8, sizes=(6,))]
+    assert "a SimpleNamespace was returned" in str(step.report().why)
+    assert len({one.item() for one in kept}) == 8
+
+
+def test_requires_grad_on_a_batch_is_named(capturing: Device) -> None:
+    model = nn.Linear(4, 1).to(capturing.torch_device)
+    optimizer = fused(model.parameters())
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        x.requires_grad_()
+        (slope,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+        loss = slope.square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    graphed = hr.graphed(step, device=capturing)
+    for batch in batches(capturing, 8, sizes=(6,)):
+        graphed(batch)
+    assert "requires_grad_()" in str(graphed.report().why)

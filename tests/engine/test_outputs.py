@@ -87,6 +87,21 @@ def test_outputs_of_a_step_of_ones_own(device: Device, plan: str) -> None:
     assert engine.updates == len(DATA)
 
 
+@pytest.mark.parametrize("plan", ["pipeline", "graph"])
+def test_outputs_in_memory_that_the_step_writes_again(device: Device, plan: str) -> None:
+    buffer = torch.zeros(2, 3, device=device.torch_device)
+
+    def step(batch: torch.Tensor) -> dict[str, Any]:
+        buffer.copy_(batch)
+        return {"loss": batch.mean(), "outputs": buffer}
+
+    engine = Engine.from_step(step, device=device, plan=plan)
+    found: list[torch.Tensor] = []
+    engine.on_outputs = lambda step, outputs: found.append(outputs)
+    engine.epoch(DATA)
+    assert [one[0, 0].item() for one in found] == [batch[0, 0].item() for batch in DATA]
+
+
 def test_outputs_of_a_halved_batch(fake_device: FakeDevice) -> None:
     found: list[Any] = []
     expected = outputs_of_a_plain_loop(fake_device)[0]

@@ -81,7 +81,7 @@ FORMS = [
     ("compare", "a.loss in [a.n, a.loss]"),
     ("linalg", "torch.linalg.cholesky(a.matrix)"),
     ("linalg", "torch.linalg.inv(a.matrix)"),
-    ("distribution", "torch.distributions.Normal(a.x, a.x.abs() + 1)"),
+    ("distribution", "torch.distributions.Normal(a.x, a.x.abs() + 1, validate_args=True)"),
     ("sparse", "a.x.to_sparse()"),
     ("save", "torch.save(a.x, io.BytesIO())"),
     ("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_([a.w], 1.0, error_if_nonfinite=True)"),

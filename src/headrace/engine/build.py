@@ -138,6 +138,11 @@ class ModelStepBuilder:
         spec = Carry.of(carry)
         self.carry = None if spec is None else CarriedState(spec, device)
         require_loss_function(loss, carries=self.carry is not None)
+        if self.carry is not None and policy.max_skipped is not None:
+            raise StepError(
+                "on_nonfinite skips updates, and there is a `carry`: the state after a batch that "
+                "is not finite would spoil all later ones; expected 'report' or 'stop'"
+            )
         self.device, self.model, self.ranks = device, model, ranks_of(model)
         self._optimizer, self._loss, self._policy = optimizer, loss, policy
         self._halves = on_oom == "halve"

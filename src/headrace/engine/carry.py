@@ -20,9 +20,10 @@ from typing import Any, Literal
 import torch
 
 from headrace.checkpoint import StoredTensor
-from headrace.data import batch_leaves, flatten_batch, rebuild_batch
+from headrace.data import flatten_batch, rebuild_batch
 from headrace.device import Device
 from headrace.engine.graph_cache import signature
+from headrace.engine.loss_output import parts_of
 from headrace.engine.step_trace import storages
 from headrace.errors import CaptureError, StepError
 
@@ -36,7 +37,8 @@ class Carry:
 
     Args:
         initial: The state before the first batch: tensors on the device, nested like a batch. Or a
-            function that makes it from the first batch, if batches differ in size.
+            function of an epoch's first batch that returns it, if the batch size is not known
+            before. All batches of the epoch must have that size.
         at_epoch_end: "reset": each epoch begins with the initial state. "keep": an epoch continues
             with the state after the last one.
         ends: Says which sequences end with a batch: the name of an entry of the batch, or a
@@ -97,22 +99,31 @@ class CarriedState:
         self.in_place = False
         self._state: Any = None  # None: the next batch begins with the initial state
         self._initial: Any = None
+        # A state that was loaded or set, until the next batch; the nesting of one that was set.
         self._restored: list[torch.Tensor] | None = None
+        self._nesting: Any = None
+        self._was_set = False
         self._memory: dict[Hashable, Any] = {}
 
     @property
     def state(self) -> Any:
-        """The state that the next batch gets; None if that is the initial one."""
-        return self._state
+        """The state that the next batch gets; None if that is the initial one. A state that was
+        loaded has no nesting before the next batch: it is a tuple of tensors until then."""
+        if self._state is not None or self._restored is None:
+            return self._state
+        if self._nesting is None:
+            return tuple(self._restored)
+        return rebuild_batch(self._nesting, self._restored)
 
     def begin_epoch(self, *, from_start: bool) -> None:
         """Begin a pass, `from_start` of its epoch or in the middle of it."""
-        if from_start and self._carry.at_epoch_end == "reset":
+        if from_start and self._carry.at_epoch_end == "reset" and not self._was_set:
             self.reset()
+        self._was_set = False
 
     def reset(self) -> None:
         """Begin with the initial state again."""
-        self._state = self._restored = None
+        self._state = self._restored = self._nesting = None
 
     def fresh(self) -> CarriedState:
         """Another state of the same kind, at its beginning: for evaluation."""
@@ -220,6 +231,7 @@ class CarriedState:
             return
         checked = self._checked(state, "the state set")
         self.load([leaf.detach() for leaf in flatten_batch(checked)])
+        self._nesting, self._was_set = checked, True
 
     def _set_initial(self, initial: Any) -> None:
         """Keep a copy of the initial state, in the same memory as that of the last epoch."""
@@ -243,13 +255,18 @@ class CarriedState:
 
     def _checked(self, tree: Any, what: str) -> Any:
         """Return a state, or raise if it does not consist of tensors on the device."""
-        leaves = list(batch_leaves(tree))
-        found = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if not leaves or len(found) != len(leaves):
-            kind = type(tree).__name__ if not leaves else type(leaves[0]).__name__
+        parts = list(parts_of(tree))
+        found = [part for part in parts if isinstance(part, torch.Tensor)]
+        odd = [part for part in parts if not isinstance(part, torch.Tensor | None)]
+        if odd:
             raise StepError(
-                f"carry: {what} is a {kind} without tensors: expected tensors, in any nesting of "
-                "tuples, lists and dicts"
+                f"carry: {what} holds the {type(odd[0]).__name__} {str(odd[0])[:60]}: expected "
+                "tensors only, since a checkpoint and a graph keep nothing else"
+            )
+        if not found:
+            raise StepError(
+                f"carry: {what} is a {type(tree).__name__} without tensors: expected tensors, in "
+                "any nesting of tuples, lists and dicts"
             )
         for leaf in found:
             if not self._device.holds(leaf):

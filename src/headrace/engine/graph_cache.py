@@ -122,6 +122,8 @@ class GraphCache(Generic[Result]):
             own_batch = rebuild_batch(batch, inputs)
             versions = [one._version for one in inputs]
             graph, result = self._device.capture(lambda: work(own_batch), self._pool)
+            written = [at for at, one in enumerate(inputs) if one._version != versions[at]]
+            _require_replayable(flatten_batch(batch), inputs, written)
         except torch.OutOfMemoryError as problem:
             self.close()
             raise CaptureError("the device has no memory for a graph's inputs") from problem
@@ -130,7 +132,6 @@ class GraphCache(Generic[Result]):
             raise
         self.memory_bytes += max(0, self._device.memory().reserved - before)
         self.captures += 1
-        written = [at for at, one in enumerate(inputs) if one._version != versions[at]]
         captured = self._graphs[key] = CapturedWork(inputs, written, graph, result)
         return captured
 
@@ -157,6 +158,23 @@ class GraphCache(Generic[Result]):
         kept = dict(self._uses.most_common(_MAX_COUNTED_KEYS // 2))
         kept |= {hash(key): self.uses(key) for key in self._graphs}
         self._uses = Counter(kept)
+
+
+def _require_replayable(
+    leaves: list[torch.Tensor], inputs: list[torch.Tensor], written: list[int]
+) -> None:
+    """Raise `CaptureError` if the work did to a tensor of its batch what a replay cannot repeat."""
+    if any(one.requires_grad for one in inputs):
+        raise CaptureError(
+            "the step calls requires_grad_() on a tensor of its batch: write "
+            "x = x.detach().requires_grad_() instead"
+        )
+    shared = Counter(leaf.untyped_storage()._cdata for leaf in leaves)
+    if any(shared[leaves[at].untyped_storage()._cdata] > 1 for at in written):
+        raise CaptureError(
+            "the step writes to a tensor of its batch that shares memory with another one: pass a "
+            "clone of one of them"
+        )
 
 
 def signature(batch: Any, device: Device) -> Hashable:

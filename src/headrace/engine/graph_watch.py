@@ -59,8 +59,8 @@ class StepWatch:
 
     @property
     def rounding(self) -> str | None:
-        """Why a captured step may differ in the last digits from one that is not; None if it does
-        not."""
+        """Why the last digits of a captured step may differ from an eager one's; None if nothing is
+        known to change them."""
         if not self.as_captured:
             return None
         return (

@@ -34,7 +34,6 @@ from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from headrace.data import flatten_batch, host_rng_states, set_host_rng_states
 from headrace.device import Device, open_device
@@ -45,6 +44,7 @@ from headrace.engine.graph_obstacles import state_obstacle
 from headrace.engine.graph_state import StateBeforeCapture, addresses
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
+from headrace.engine.loss_output import map_tensors, parts_of
 from headrace.engine.python_state import PythonState
 from headrace.engine.step_graphs import (
     GraphReport,
@@ -381,7 +381,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         if self._carry is not None:
             self._carry.keep(carried)
             del carried
-        numbers = {str(at): one for at, one in enumerate(tree_leaves(result)) if _is_number(one)}
+        numbers = {str(at): one for at, one in enumerate(parts_of(result)) if _is_number(one)}
         tracer.trace.returned = numbers
         self._fates[hash(key)] = entry.fates(tracer.trace.touched)
         if len(self._observed) > observed:  # watch again, with all that the step uses
@@ -412,7 +412,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         if self._carry is not None:
             self._carry.hold(outcome.carried)
         self.replays += 1
-        returned: Returned = tree_map_only(torch.Tensor, torch.clone, outcome.result)
+        returned: Returned = map_tensors(torch.clone, outcome.result)
         return returned
 
     # --- capture ----------------------------------------------------------------------------------
@@ -462,7 +462,10 @@ class GraphedFunction(Generic[Arguments, Returned]):
                     stack.enter_context(optimizer.rates.in_param_groups())
             result, carried = self._call_step(call)
         # Copies: a result may be a view of a weight, or of a gradient.
-        result = tree_map_only(torch.Tensor, lambda one: one.detach().clone(), result)
+        try:
+            result = map_tensors(lambda one: one.detach().clone(), result)
+        except StepError as problem:
+            raise CaptureError(str(problem)) from None
         if self._carry is not None:
             carried = self._carry.write(carried, capturing=True)
         gradients = tuple(p.grad for p in found.parameters)
@@ -572,7 +575,7 @@ def graphed(
     - `carry`: state that is carried from call to call: tensors on the device, nested as you like,
       or a `Carry`. The step gets it as its last positional argument, which you leave out, and
       returns `(result, carried)`; the call returns the result. `carried` of what this returns is
-      the present state.
+      the present state. For a `Carry`, the batch is the step's first argument.
     - `shapes`: how many graphs there are at most; the least used is dropped.
     - `after`: how many calls with a shape run eagerly before it is captured.
 

@@ -136,10 +136,12 @@ class Pass:
 
     def _after_update(self) -> None:
         observers, updates = self._observers, self.progress.standing.updates
+        lanes = self.stages.lanes
         if observers.schedule is not None:
-            observers.schedule.after_update(updates)
+            with lanes.on(lanes.backward):  # a rate on the device: after the update that reads it
+                observers.schedule.after_update(updates)
         if observers.on_update is not None and updates % observers.on_update_every == 0:
-            with self.stages.lanes.yielding_to_caller():
+            with lanes.yielding_to_caller():
                 observers.on_update(self.progress)
 
     def _hand_out(self, *, check: bool = True) -> None:

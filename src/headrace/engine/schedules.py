@@ -171,6 +171,10 @@ class FunctionSchedule(Schedule):
                 group["lr"] = float(rate)
         self._updates = update
 
+    def _raise(self, problem: Exception, after: str) -> NoReturn:
+        problem.add_note(f"raised by lr, {describe_function(self._function)}, after {after}")
+        raise problem
+
     def state_dict(self) -> dict[str, Any]:
         return {"updates": self._updates}
 

@@ -192,7 +192,7 @@ class EvaluationStep:
         if fetched.index == 0:
             require_tensor(fetched.batch)
         with self._lanes.on(self._lanes.forward, "evaluate"):
-            loss = self._forward.evaluate(fetched.batch, self._carry)
+            loss = self._forward.evaluate(fetched.batch, self._carry).unaliased()
         if fetched.weightless:
             loss = loss.weightless()
         elif self._carry is not None:
@@ -240,6 +240,9 @@ class UserStep:
         if returned is None:
             return Launched(fetched, None, False, True, standing=standing, replayed=replayed)
         loss = LossOutput.of(returned, self._device, needs_grad=False, by=self._name)
+        if loss.outputs is not None and not replayed:  # a replay returns copies
+            with self._lanes.on(self._lanes.forward):
+                loss = loss.unaliased()
         return Launched(
             fetched,
             loss.values,
