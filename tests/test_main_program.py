@@ -52,3 +52,20 @@ def test_ctrl_c_is_raised(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there_is_an_error(name: str, as_module: bool) -> None:
     with pytest.raises(ProgramError, match="no such"):
         require_program(name, as_module=as_module)
+
+
+def test_looking_for_a_module_imports_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its package must be imported where the program runs: it may ask whether there is a GPU."""
+    package = tmp_path / "looked_for"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise SystemExit(5)", encoding="utf-8")
+    (package / "train.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    require_program("looked_for.train", as_module=True)
+    with pytest.raises(ProgramError):
+        require_program("looked_for.other", as_module=True)
+    with pytest.raises(ProgramError):
+        require_program("looked_for.train.more", as_module=True)
+    assert run_as_main("looked_for.train", [], as_module=True) == 5

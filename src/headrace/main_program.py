@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import runpy
 import sys
 import traceback
@@ -42,14 +41,18 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
 
 
 def _is_module(name: str) -> bool:
+    """Whether `python -m` would find it. Imports nothing: its package belongs to the program."""
     with _command_line([name], str(Path.cwd())):
-        try:
-            return importlib.util.find_spec(name) is not None
-        except ModuleNotFoundError as problem:
-            # Its package is missing, or imports something that is.
-            if problem.name is not None and f"{name}.".startswith(f"{problem.name}."):
+        parts, where = name.split("."), None
+        for end in range(1, len(parts) + 1):
+            found = (one.find_spec(".".join(parts[:end]), where) for one in sys.meta_path)
+            spec = next((one for one in found if one is not None), None)
+            if spec is None:
                 return False
-            raise
+            where = spec.submodule_search_locations
+            if where is None and end < len(parts):
+                return False
+    return True
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import sys
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated, Any
 
 import typer
@@ -135,9 +136,10 @@ def diagnose(
     if out is not None:
         result.write(out)
     if html is not None:
-        stored = out if out is not None else html.with_suffix(".json")
-        result.write(stored)
-        write_report(stored, html)
+        with TemporaryDirectory() as folder:
+            stored = Path(folder) / "diagnosis.json"
+            result.write(stored)
+            write_report(stored, html)
         typer.echo(f"report: {html}", err=True)
     if result.exit_code is None:
         typer.echo(f"{name} was ended after {result.steps} steps", err=True)

@@ -93,7 +93,11 @@ _FORMS = (
         "unique", "unique()", "Do it on the host before the copy, or sort and compare neighbours."
     ),
     Form("repeat_interleave", "repeat_interleave(n)", "Pass `output_size=`."),
-    Form("bincount", "bincount()", "Use `torch.zeros(n).scatter_add_` with a known n."),
+    Form(
+        "bincount",
+        "bincount()",
+        "Use `torch.zeros(n, device=x.device).scatter_add_(0, x, …)` with a known n.",
+    ),
     Form("histc", "histc()", "Pass `min=` and `max=`."),
     Form("one_hot", "one_hot()", "Pass `num_classes=`."),
     Form(
@@ -105,7 +109,13 @@ _FORMS = (
         "a factorisation that checks its input",
         "Use the `_ex` function, such as `torch.linalg.cholesky_ex`.",
     ),
+    Form(
+        "decomposition",
+        "a decomposition that checks its result",
+        "It has no version that does not wait: compute it every few steps.",
+    ),
     Form("distribution", "torch.distributions", "Pass `validate_args=False`."),
+    Form("normal", "torch.normal()", "Write `mean + std * torch.randn_like(std)`."),
     Form("sparse", "to_sparse()", "Build the sparse tensor from known indices."),
     Form(
         "clip_grad_norm_",
@@ -185,9 +195,11 @@ _CALLS = {
     **dict.fromkeys(("unique", "unique_consecutive"), "unique"),
     **dict.fromkeys(("equal", "allclose"), "equal"),
     **dict.fromkeys(("range", "arange", "combinations"), "range"),
-    **dict.fromkeys(("cholesky", "inv", "inverse", "solve", "eigh", "svd", "eig", "lu"), "linalg"),
-    **dict.fromkeys(("lu_factor", "eigvals", "eigvalsh", "matrix_rank", "pinv", "lstsq"), "linalg"),
-    **dict.fromkeys(("Normal", "Categorical", "Bernoulli", "log_prob", "normal"), "distribution"),
+    **dict.fromkeys(("cholesky", "inv", "inverse", "solve", "lu_factor"), "linalg"),
+    **dict.fromkeys(("eigh", "svd", "eig", "lu", "eigvals", "eigvalsh"), "decomposition"),
+    **dict.fromkeys(("matrix_rank", "pinv", "lstsq"), "decomposition"),
+    **dict.fromkeys(("Normal", "Categorical", "Bernoulli", "log_prob"), "distribution"),
+    "normal": "normal",
     "to_sparse": "sparse",
     "save": "save",
     "clip_grad_norm_": "clip_grad_norm_",

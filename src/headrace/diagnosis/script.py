@@ -166,8 +166,15 @@ def _figure(result: DiagnosisResult, name: str) -> float | None:
 
 
 def exit_code_of(result: DiagnosisResult, limits: Sequence[Limit]) -> int:
-    """3 if a limit is exceeded, else the program's own exit code; 0 if it was ended."""
+    """3 if a limit is exceeded or could not be measured, else the program's own exit code; 0 if it
+    was ended."""
+    if result.exit_code:
+        unknown: list[Limit] = []  # the program has failed: that says enough
+    else:
+        unknown = [limit for limit in limits if _figure(result, limit.name) is None]
     exceeded = [limit for limit in limits if limit.is_exceeded(result)]
     for limit in exceeded:
         print(f"--fail-on: {limit.describe(result)}", file=sys.stderr)  # noqa: T201
-    return 3 if exceeded else result.exit_code or 0
+    for limit in unknown:
+        print(f"--fail-on: {limit.name} was not measured in this run", file=sys.stderr)  # noqa: T201
+    return 3 if exceeded or unknown else result.exit_code or 0

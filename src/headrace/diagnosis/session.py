@@ -156,18 +156,17 @@ class Session:
     def _clean_window(self) -> Iterator[None]:
         self._synchronize()
         start_ns = before_ns = time.perf_counter_ns()
-        try:
-            for _ in self._steps(self.settings.clean):
-                yield
-                now_ns = time.perf_counter_ns()
-                self.seen.clean_ns.append(now_ns - before_ns)
-                before_ns = now_ns
-        finally:
-            if self.seen.clean_ns:
-                self._synchronize()
-                self.seen.clean_total_ns = time.perf_counter_ns() - start_ns
-                if self.seen.device is not None:
-                    self.seen.nvml_share = self.seen.device.use_share()
+        for _ in self._steps(self.settings.clean):
+            yield
+            now_ns = time.perf_counter_ns()
+            self.seen.clean_ns.append(now_ns - before_ns)
+            before_ns = now_ns
+            # The script may end before the next step: what it does then is no part of a step.
+            self.seen.clean_total_ns = now_ns - start_ns
+        self._synchronize()
+        self.seen.clean_total_ns = time.perf_counter_ns() - start_ns
+        if self.seen.device is not None:
+            self.seen.nvml_share = self.seen.device.use_share()
 
     def _profiled_window(self, device: Device) -> Iterator[None]:
         if is_profiling():

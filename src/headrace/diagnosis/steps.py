@@ -7,6 +7,7 @@ sequence; one round of it is a step.
 
 from __future__ import annotations
 
+import itertools
 import os
 import sys
 import threading
@@ -135,12 +136,15 @@ def watch_steps(
     the optimizer or graph. Calls inside a capture do not count: they run nothing. Yields the
     optimizers and graphs with their numbers."""
     numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+    unused = itertools.count()
     cuda: Any = torch.get_device_module("cuda")
     graph = cuda.CUDAGraph
     replay = graph.replay
 
     def number(one: object) -> int:
-        return numbers.setdefault(one, len(numbers))
+        if one not in numbers:
+            numbers[one] = next(unused)
+        return numbers[one]
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not is_capturing():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import _thread
 import collections
+import itertools
 import queue
 import sys
 import threading
@@ -29,12 +30,17 @@ _UNTRACED_CALLERS = ("headrace.device", "headrace.testing", "logging", "torch")
 untraced_rlock = _thread.RLock
 
 
+_serials = itertools.count()
+
+
 class Hosts(Device):
     """The part of a fake device that keeps an actor for each host thread."""
 
     def __init__(self, torch_device: torch.device, host_order: str) -> None:
         super().__init__(torch_device, Ledger(lambda: self.host().time_ns))
         self.lock = untraced_rlock()
+        #: Tells this device from all others of the process.
+        self.serial = next(_serials)
         self.checker = Checker(self.known_host, self.lock)
         self._host_order = host_order
         self._thread = threading.local()
@@ -143,19 +149,21 @@ class _HandOver:
     """What the threads that publish here know, for those that learn here."""
 
     def __init__(self) -> None:
+        # By the device's number: a hand-over may outlive a device, and its memory address.
         self._knowledge: dict[int, Clock] = {}
 
     def learn(self) -> None:
         for device in patches.devices:
             host = device.known_host()
             if host is not None:
-                join(host.clock, self._knowledge.get(id(device), {}))
+                # A copy: another thread may be publishing.
+                join(host.clock, dict(self._knowledge.get(device.serial, {})))
 
     def publish(self) -> None:
         for device in patches.devices:
             host = device.known_host()
             if host is not None:
-                join(self._knowledge.setdefault(id(device), {}), host.clock)
+                join(self._knowledge.setdefault(device.serial, {}), host.clock)
 
 
 class _TracedLock:

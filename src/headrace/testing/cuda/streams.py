@@ -146,10 +146,11 @@ class CudaStream(Stream):
 def stream_of(fake: FakeStream) -> CudaStream:
     """The `torch.cuda.Stream` of a fake stream, the same at each call."""
     wrappers = state.device().wrappers
-    if fake not in wrappers:
-        wrappers[fake] = object.__new__(CudaStream)
-        wrappers[fake]._made = fake
-    wrapper: CudaStream = wrappers[fake]
+    wrapper: CudaStream | None = wrappers.get(fake)
+    if wrapper is None:
+        wrapper = object.__new__(CudaStream)
+        wrapper._made = fake
+        wrapper = wrappers.setdefault(fake, wrapper)  # another thread may have been faster
     return wrapper
 
 
