@@ -98,3 +98,30 @@ def test_a_mistyped_command_is_an_error(folder: Path, arguments: list[str], mess
     done = run(*arguments)
     assert message in str(done.exception)
     assert done.exception.exit_code == 2  # type: ignore[union-attr]
+
+
+def test_a_program_that_uses_no_device_is_not_called_free_of_races(folder: Path) -> None:
+    (folder / "host.py").write_text("import torch\nprint(torch.ones(2).sum())", encoding="utf-8")
+    done = run("host.py")
+    assert done.exit_code == 0
+    assert done.stderr == "the program put no work on the CUDA device: nothing was checked\n"
+
+
+def test_streams_in_a_list_are_named_by_their_place(folder: Path) -> None:
+    program = """
+        import torch
+        streams = [torch.cuda.Stream() for _ in range(2)]
+
+        def main():
+            both = streams
+            with torch.cuda.stream(both[0]):
+                x = torch.ones(4, device="cuda")
+            with torch.cuda.stream(both[1]):
+                x.add_(1)
+
+        main()
+    """
+    (folder / "several.py").write_text(textwrap.dedent(program), encoding="utf-8")
+    done = run("several.py")
+    assert done.exit_code == 1
+    assert "missing: both[1].wait_stream(both[0]) before several.py:10" in done.stderr

@@ -67,7 +67,11 @@ def races(
         print_result(_record(name, result).to_dict(), "", as_json)
     else:
         # The script's own output is on stdout.
-        typer.echo(race_report(result.findings), err=True)
+        if result.launches:
+            typer.echo(race_report(result.findings), err=True)
+        else:
+            nothing = "the program put no work on the CUDA device: nothing was checked"
+            typer.echo(nothing, err=True)
         if result.accepted:
             typer.echo(f"{result.accepted} accepted by a comment", err=True)
         if html is not None:

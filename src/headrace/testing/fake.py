@@ -106,7 +106,8 @@ class FakeDevice(host_threads.Hosts):
         self._memory_bytes = self.checker.limit_bytes = memory_bytes
         self._keep_timeline = keep_timeline
         self._spans: list[Span] = []
-        self._launches = 0
+        #: Operations so far.
+        self.launches = 0
         self.call = Call()
         self.hang: faults.Hang | None = None
         self.history = History()
@@ -484,15 +485,15 @@ class FakeDevice(host_threads.Hosts):
     @contextmanager
     def _watch_work(self, trace: Trace) -> Iterator[None]:
         self.synchronize("trace")
-        first, launches, from_ns = len(self._spans), self._launches, self.host().time_ns
+        first, launches, from_ns = len(self._spans), self.launches, self.host().time_ns
         yield
         if self._keep_timeline:
-            trace.set_spans(self._spans[first:], self._launches - launches, from_ns=from_ns)
+            trace.set_spans(self._spans[first:], self.launches - launches, from_ns=from_ns)
         else:
             trace.missing = "the fake device was made with keep_timeline=False"
 
     def _pay_launch(self) -> None:
-        self._launches += 1
+        self.launches += 1
         self.host().time_ns += round(self.costs.launch_us * _NS_PER_US)
 
     def _run(self, actor: Actor, launch: Launch, replayed_at: Site | None = None) -> None:

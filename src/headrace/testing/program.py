@@ -12,11 +12,13 @@ from headrace.testing.findings import Finding
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
-    """How a program ended, and the races in it. `accepted` counts those that a comment accepts."""
+    """How a program ended, and the races in it. `accepted` counts those that a comment accepts,
+    `launches` the operations that were checked."""
 
     exit_code: int
     findings: tuple[Finding, ...]
     accepted: int
+    launches: int
 
 
 def run_program(program: str, arguments: Sequence[str], *, as_module: bool) -> ProgramResult:
@@ -26,7 +28,7 @@ def run_program(program: str, arguments: Sequence[str], *, as_module: bool) -> P
     with fake_cuda(check=False) as device:
         exit_code = run_as_main(program, arguments, as_module=as_module)
     findings = tuple(device.findings())
-    return ProgramResult(exit_code, findings, _accepted(device))
+    return ProgramResult(exit_code, findings, _accepted(device), device.launches)
 
 
 def _accepted(device: FakeCuda) -> int:

@@ -69,20 +69,32 @@ def _stream_name(device: FakeCuda, where: str) -> str:
 
 
 def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
-    """The names by which a frame can use a stream: a variable, or an attribute of one."""
+    """The names by which a frame can use a stream: a variable, an attribute of one, or an item of a
+    list or dict."""
     variables = frame.f_locals
     for name, value in variables.items():
         if _is(value, stream):
             yield name
+    for name, value in variables.items():
+        yield from _items_of(name, value, stream)
     for name, value in variables.items():
         attributes: Mapping[str, Any] | None = getattr(value, "__dict__", None)
         if isinstance(attributes, dict) and len(attributes) <= _MAX_ATTRIBUTES:
             for attribute, inner in attributes.items():
                 if _is(inner, stream):
                     yield f"{name}.{attribute}"
+                yield from _items_of(f"{name}.{attribute}", inner, stream)
     for name, value in frame.f_globals.items():
         if _is(value, stream):
             yield name
+
+
+def _items_of(name: str, value: object, stream: FakeStream) -> Iterator[str]:
+    if type(value) in (list, tuple, dict) and len(value) <= _MAX_ATTRIBUTES:  # type: ignore[arg-type]
+        items = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
+        for key, inner in items:
+            if _is(inner, stream):
+                yield f"{name}[{key!r}]"
 
 
 def _is(value: object, stream: FakeStream) -> bool:
