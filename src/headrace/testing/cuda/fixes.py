@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from headrace.device import Device
 from headrace.testing import races
 from headrace.testing.cuda.streams import Stream
 from headrace.testing.findings import short_path
@@ -79,6 +80,8 @@ def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
         yield from _items_of(name, value, stream)
     for name, value in variables.items():
         attributes: Mapping[str, Any] | None = getattr(value, "__dict__", None)
+        if isinstance(value, Device):  # the fake device itself keeps streams, too
+            continue
         if isinstance(attributes, dict) and len(attributes) <= _MAX_ATTRIBUTES:
             for attribute, inner in attributes.items():
                 if _is(inner, stream):
@@ -93,7 +96,7 @@ def _items_of(name: str, value: object, stream: FakeStream) -> Iterator[str]:
     if type(value) in (list, tuple, dict) and len(value) <= _MAX_ATTRIBUTES:  # type: ignore[arg-type]
         items = value.items() if isinstance(value, dict) else enumerate(value)  # type: ignore[arg-type]
         for key, inner in items:
-            if _is(inner, stream):
+            if _is(inner, stream) and isinstance(key, int | str):
                 yield f"{name}[{key!r}]"
 
 
