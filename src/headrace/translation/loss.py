@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from headrace.errors import TranslationError
+from headrace.translation.corpus.packed import PackedBatch
 from headrace.translation.corpus.vocabulary import PAD
 
 # The largest part of the logits that is converted to float32 at once: 256 MB, which is 2,048 tokens
@@ -30,7 +31,8 @@ def translation_loss(smoothing: float = 0.1) -> TranslationLoss:
 
 @dataclass(frozen=True, slots=True)
 class TranslationLoss:
-    """Call it as `loss(model, (src, trg))`. trg (batch, length) is bos … eos and padding.
+    """Call it as `loss(model, (src, trg))`, or with a `PackedBatch`. trg (batch, length) is bos …
+    eos and padding.
 
     Returns `loss`, the mean over the target tokens without padding and bos; `weight`, the number of
     these tokens; and `nll`, the mean without label smoothing (perplexity is its exponential). A
@@ -45,9 +47,13 @@ class TranslationLoss:
             raise TranslationError(f"smoothing = {value!r}: expected a number from 0 to below 1")
 
     def __call__(self, model: Any, batch: Any) -> dict[str, Tensor]:
-        src, trg = batch
-        logits = model(src, trg[:, :-1]).flatten(0, 1)
-        targets = trg[:, 1:].flatten()
+        if isinstance(batch, PackedBatch):
+            logits = model(batch.src, batch.trg, batch.packing).flatten(0, 1)
+            targets = batch.targets.flatten()
+        else:
+            src, trg = batch
+            logits = model(src, trg[:, :-1]).flatten(0, 1)
+            targets = trg[:, 1:].flatten()
         # Compiled code fuses the conversion and makes no float32 copy, so it needs no chunks.
         sums = _loss_sums if torch.compiler.is_compiling() else _ChunkedLossSums.apply
         smoothed, nll = sums(logits, targets, self.smoothing)
