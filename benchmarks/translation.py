@@ -5,7 +5,8 @@
 FOLDER holds `multi30k` (train, val and test_2016_flickr, .en and .de) and `3am` (train, val and
 test, .en and .zh). Every figure is stored with its `headrace` command. `speed` trains `base` on
 batches of 30 sentences under three plans, `tokens` on batches of some 25,000 target tokens;
-`multi30k` and `3am` train to the end and score on the test set. Rates are from the second half of a
+`multi30k` and `3am` train to the end and score on the test set. `packed.py` compares packed with
+padded batches. Rates are from the second half of a
 run, when all graphs are captured. The first two parts train on four numbered copies of Multi30k,
 116,000 pairs, which the script creates.
 """
@@ -108,6 +109,24 @@ def four(data: Path) -> Path:
             (corpus / f"train.{side}").write_text("".join(copies), encoding="utf-8")
             held_out = _lines(data / "multi30k" / f"val.{side}.gz")[:100]
             (corpus / f"val.{side}").write_text("\n".join(held_out) + "\n", encoding="utf-8")
+    return corpus
+
+
+def paragraphs(data: Path) -> Path:
+    """Four copies of Multi30k's pairs, five of them joined to one."""
+    corpus = data / "paragraphs"
+    if not corpus.exists():
+        corpus.mkdir()
+        for side in ("en", "de"):
+            for split, copies in (("train", 4), ("val", 1)):
+                lines = _lines(data / "multi30k" / f"{split}.{side}.gz")
+                lines = lines if split == "train" else lines[:500]
+                joined = [
+                    f"{' '.join(lines[at : at + 5])} {copy}\n"
+                    for copy in range(copies)
+                    for at in range(copy, len(lines) - 4, 5)
+                ]
+                (corpus / f"{split}.{side}").write_text("".join(joined), encoding="utf-8")
     return corpus
 
 

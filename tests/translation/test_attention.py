@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -232,6 +233,74 @@ class TestFlex:
         x = torch.zeros(1, 1, 8, 4)
         with pytest.raises(TranslationError, match=r"attention_dropout = 0.1: expected 0"):
             attend(x, x, x, object(), dropout=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+class TestFlexOnTheGpu:
+    WIDER = SMALL.replace(width=64, inner=96)  # flex_attention needs heads of 16 or more
+
+    @pytest.mark.parametrize("tokens", [200, 8 * BLOCK])
+    def test_losses_and_gradients_of_the_dense_mask(self, tmp_path: Path, tokens: int) -> None:
+        """Sentence by sentence, also where the last block is not full."""
+        pairs = random_pairs(tmp_path, 200, VOCABULARY, LONGEST)
+        plan = PackedPlan(
+            pairs.lengths, packed_size(pairs.lengths, tokens, LONGEST + 2), with_blocks=True
+        )
+        epoch, dataset = plan.epoch(0), plan.dataset(pairs)
+        batches = [torch.utils._pytree.tree_map(_to_gpu, dataset[epoch[at]]) for at in (0, 1)]
+        model = make(self.WIDER).cuda()
+        compiled = torch.compile(model, dynamic=False, fullgraph=True)
+        for batch in batches:
+            found = []
+            for way in (compiled, model):
+                losses = token_losses(way(batch.src, batch.trg, batch.packing), batch.targets)[0]
+                numbers = batch.packing.trg_sentences.long()
+                sums = losses.new_zeros(int(numbers.max()) + 1).index_add(0, numbers, losses)
+                model.zero_grad()
+                sums.sum().backward()
+                found.append([sums, *(parameter.grad for parameter in model.parameters())])
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
+
+    def test_the_engine_trains_as_with_padded_batches(self, pairs: IdPairs) -> None:
+        """Under `max`: compiled, captured, and with the losses of `pipeline`."""
+        size = packed_size(pairs.lengths, 100, LONGEST + 2)
+        plan = PackedPlan(pairs.lengths, size, with_blocks=True)
+        epoch, packed, padded = plan.epoch(0), plan.dataset(pairs), PaddedBatches(pairs)
+        specs = [epoch[number] for number in range(len(epoch))] * 3
+        found = []
+        for name in ("max", "pipeline"):
+            model = make(self.WIDER).cuda()
+            engine = Engine(
+                model,
+                torch.optim.AdamW(model.parameters(), lr=0.001, fused=True),
+                translation_loss(),
+                plan=name,
+                device="cuda",
+            )
+            longest = (LONGEST, LONGEST + 1)
+            result = engine.epoch(
+                [
+                    packed[spec] if name == "max" else padded[BatchSpec(spec.indices, longest)]
+                    for spec in specs
+                ]
+            )
+            found.append(result)
+            report, graphs = engine.compiled, engine.graphs
+            if name == "max":
+                assert report is not None
+                assert (report.why, report.compiled, report.compilations) == (None, True, 1)
+                assert graphs is not None
+                assert (graphs.why, graphs.shapes) == (None, 1)
+                assert graphs.replays == len(specs) - graphs.one_by_one > 5
+            engine.close()
+        assert found[0].weights == found[1].weights
+        assert found[0].losses == pytest.approx(found[1].losses, rel=2e-3)
+
+
+def _to_gpu(leaf: Any) -> Any:
+    return leaf.cuda() if isinstance(leaf, Tensor) else leaf
 
 
 def listed(counts: Tensor, indices: Tensor) -> Any:

@@ -54,8 +54,7 @@ class TranslationLoss:
             src, trg = batch
             logits = model(src, trg[:, :-1]).flatten(0, 1)
             targets = trg[:, 1:].flatten()
-        # Compiled code fuses the conversion and makes no float32 copy, so it needs no chunks.
-        sums = _loss_sums if torch.compiler.is_compiling() else _ChunkedLossSums.apply
+        sums = _fusible_loss_sums if torch.compiler.is_compiling() else _ChunkedLossSums.apply
         smoothed, nll = sums(logits, targets, self.smoothing)
         weight = targets.ne(PAD).sum()
         tokens = weight.clamp(min=1)
@@ -69,6 +68,23 @@ def _loss_sums(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tenso
     padding = targets.eq(PAD)
     nll = -log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
     uniform = -log_p.mean(dim=1)
+    smoothed = (1 - smoothing) * nll + smoothing * uniform
+    return smoothed.masked_fill(padding, 0).sum(), nll.masked_fill(padding, 0).sum()
+
+
+def _fusible_loss_sums(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """`_loss_sums` for compiled code, which fuses it: forward reduces the logits without a float32
+    copy of them, and backward is one pass that reads the logits and writes their gradient.
+
+    So there is no `gather`: its backward would fill a tensor as large as the logits with zeros.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    x = logits.to(dtype)
+    log_sum = x.logsumexp(dim=1)
+    is_right = torch.arange(x.size(1), device=x.device) == targets.unsqueeze(1)
+    nll = log_sum - torch.where(is_right, x, 0).sum(dim=1)
+    uniform = log_sum - x.mean(dim=1)
+    padding = targets.eq(PAD)
     smoothed = (1 - smoothing) * nll + smoothing * uniform
     return smoothed.masked_fill(padding, 0).sum(), nll.masked_fill(padding, 0).sum()
 
