@@ -54,7 +54,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": {"packed": "on", "tokens": 27_136},
     "padded": {"packed": "off", "tokens": 29_500, "shapes": 12},
 }
-QUICK = {"preset": "tiny", "layers": 1, "vocabulary": 1000, "plan": "pipeline", "tokens": 600}
+QUICK = {"preset": "tiny", "layers": 1, "vocabulary": 400, "plan": "pipeline", "tokens": 600}
 KINDS = {
     "attention": r"flex_attention|tem_fused|fmha|flash|attention",
     "matrix products": r"nvjet|gemm|cutlass|xmma|splitKreduce",

@@ -39,6 +39,14 @@ class Blocks(NamedTuple):
     indices_by_key: Tensor  # (1, 1, key blocks, query blocks)
 
 
+class PackedBlocks(NamedTuple):
+    """The blocks of all attention in a packed batch."""
+
+    encoder: Blocks
+    decoder: Blocks
+    cross: Blocks
+
+
 class Packing(NamedTuple):
     """Where the sentences of a packed batch lie. They are numbered from 0, in the same order on
     both sides; padding has the number after the last."""
@@ -47,19 +55,18 @@ class Packing(NamedTuple):
     trg_positions: Tensor  # (1, target tokens)
     src_sentences: Tensor  # (source tokens,), int32: the number of each token's sentence
     trg_sentences: Tensor  # (target tokens,), int32
-    # Of the encoder, the decoder and between them; None if flex_attention will not run.
-    blocks: tuple[Blocks, Blocks, Blocks] | None
+    blocks: PackedBlocks | None  # None if flex_attention will not run
 
     def encoder_mask(self, dtype: torch.dtype) -> Mask:
-        blocks = None if self.blocks is None else self.blocks[0]
+        blocks = None if self.blocks is None else self.blocks.encoder
         return _packed_mask(self.src_sentences, self.src_sentences, blocks, dtype)
 
     def decoder_mask(self, dtype: torch.dtype) -> Mask:
-        blocks = None if self.blocks is None else self.blocks[1]
+        blocks = None if self.blocks is None else self.blocks.decoder
         return _packed_mask(self.trg_sentences, self.trg_sentences, blocks, dtype, causal=True)
 
     def cross_mask(self, dtype: torch.dtype) -> Mask:
-        blocks = None if self.blocks is None else self.blocks[2]
+        blocks = None if self.blocks is None else self.blocks.cross
         return _packed_mask(self.trg_sentences, self.src_sentences, blocks, dtype)
 
 

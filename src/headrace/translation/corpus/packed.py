@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headrace.errors import PlanError
-from headrace.translation.attention import BLOCK, Packing, blocks_of
+from headrace.translation.attention import BLOCK, PackedBlocks, Packing, blocks_of
 from headrace.translation.corpus.batches import BatchSpec, IntArray
 from headrace.translation.corpus.encoded import IdPairs, Ints, Longs
 
@@ -258,7 +258,7 @@ class PackedBatches(Dataset[PackedBatch]):
         trg_positions, trg_sentences = _places(trg_lengths - 1, target_tokens)
         blocks = None
         if self._with_blocks:
-            blocks = (
+            blocks = PackedBlocks(
                 blocks_of(src_sentences, src_sentences),
                 blocks_of(trg_sentences, trg_sentences, causal=True),
                 blocks_of(trg_sentences, src_sentences),
