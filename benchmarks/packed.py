@@ -48,7 +48,7 @@ from translation import four, paragraphs
 #: The settings of both ways. Padded batches of 29,500 tokens have some 26,000 real ones.
 BASE: dict[str, Any] = {
     "src": "en", "trg": "de", "preset": "base", "vocabulary": 32_000, "plan": "max",
-    "monitor": False, "tensorboard": True, "valid_sentences": 0, "samples": 0,
+    "monitor": False, "tensorboard": True, "valid_sentences": 0, "samples": 0, "hang_after": 0,
 }  # fmt: skip
 WAYS: dict[str, dict[str, Any]] = {
     "packed": {"packed": "on", "tokens": 27_136},

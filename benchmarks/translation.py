@@ -5,8 +5,9 @@
 FOLDER holds `multi30k` (train, val and test_2016_flickr, .en and .de) and `3am` (train, val and
 test, .en and .zh). Every figure is stored with its `headrace` command. `speed` trains `base` on
 batches of 30 sentences under three plans, `tokens` on batches of some 25,000 target tokens;
-`multi30k` and `3am` train to the end and score on the test set. `packed.py` compares packed with
-padded batches. Rates are from the second half of a
+`multi30k` and `3am` train to the end and score on the test set. `decode` then translates the test
+set with the model of `multi30k`, with and without graphs. `packed.py` compares packed with padded
+batches. Rates are from the second half of a
 run, when all graphs are captured. The first two parts train on four numbered copies of Multi30k,
 116,000 pairs, which the script creates.
 """
@@ -161,6 +162,38 @@ def quality(name: str, data: Path, runs: Path, cache: Path) -> dict[str, Any]:
     }
 
 
+def decoding(data: Path, runs: Path) -> dict[str, Any]:
+    """Seconds to translate the test set with beam 3, as graphs and step by step, in turns; loading
+    apart."""
+    from headrace.translation import TrainedModel
+    from headrace.translation import decode as decode_module
+
+    sentences = _lines(data / "multi30k" / "test_2016_flickr.en.gz")
+    begun = time.perf_counter()
+    model = TrainedModel.load(runs / "multi30k")
+    model.device.synchronize("bench")
+    loaded_s = time.perf_counter() - begun
+    worth, times = decode_module._WORTH_CAPTURING, {"graph": [], "eager": []}
+    translations: dict[str, list[str]] = {}
+    for _ in range(4):
+        for way, steps in (("graph", worth), ("eager", 1 << 30)):
+            decode_module._WORTH_CAPTURING = steps
+            begun = time.perf_counter()
+            translations[way] = model.translate(sentences, beam=3)
+            times[way].append(time.perf_counter() - begun)
+    equal = sum(map(str.__eq__, translations["graph"], translations["eager"]))
+    return {
+        way: {
+            "load s": round(loaded_s, 2),
+            "first s": round(found[0], 2),
+            "median s": round(statistics.median(found[1:]), 2),
+            "sentences": len(sentences),
+            "equal": equal,
+        }
+        for way, found in times.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
@@ -171,7 +204,10 @@ def main() -> None:
     arguments = parser.parse_args()
     result: dict[str, Any] = header("translation.py")
     for part in arguments.parts:
-        if part in ("speed", "tokens"):
+        if part == "decode":
+            result[part] = decoding(arguments.data, arguments.runs)
+            print(table(result[part]))
+        elif part in ("speed", "tokens"):
             rows = {"speed": speed, "tokens": tokens}[part](
                 arguments.data, arguments.runs, arguments.cache
             )
