@@ -23,9 +23,11 @@ import time
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch.nn.attention.flex_attention as flex
 from measuring import header, save, table
 
 from headrace.checkpoint import CheckpointWriter
@@ -206,9 +208,15 @@ def main() -> None:
     parser.add_argument("--warm-up", type=int, default=3, help="epochs before the first turn")
     parser.add_argument("--steps", type=int, default=16, help="steps under the profiler")
     parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--flex-options", nargs="+", default=[], help="flex_attention's kernel_options to set"
+    )
     parser.add_argument("--quick", action="store_true", help="a tiny model, not compiled")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.flex_options:
+        options = dict.fromkeys(arguments.flex_options, True)
+        flex.flex_attention = partial(flex.flex_attention, kernel_options=options)
     corpus = {"multi30k": four, "long": paragraphs}[arguments.corpus](arguments.data)
     with tempfile.TemporaryDirectory() as runs:
         found = measure(corpus, arguments.cache, Path(runs), arguments)
