@@ -6,8 +6,9 @@ FOLDER holds `multi30k` (train, val and test_2016_flickr, .en and .de) and `3am`
 test, .en and .zh). Every figure is stored with its `headrace` command. `speed` trains `base` on
 batches of 30 sentences under three plans, `tokens` on batches of some 25,000 target tokens;
 `multi30k` and `3am` train to the end and score on the test set. `decode` then translates the test
-set with the model of `multi30k`, with and without graphs. `packed.py` compares packed with padded
-batches. Rates are from the second half of a
+set with the model of `multi30k`, with and without graphs. `packed-quality-multi30k` and
+`packed-quality-3am` train with packed and with padded batches for as many updates, for each of
+`--seeds`; `packed.py` compares their speed. Rates are from the second half of a
 run, when all graphs are captured. The first two parts train on four numbered copies of Multi30k,
 116,000 pairs, which the script creates.
 """
@@ -28,6 +29,8 @@ from typing import Any
 from measuring import header, save, table
 
 ROOT = Path(__file__).resolve().parent
+#: How long `packed-quality` trains.
+UPDATES = {"multi30k": 8000, "3am": 8000}
 SPEED = "--preset base --vocabulary 32000 --src en --trg de --valid-sentences 0 --beam 1"
 
 
@@ -162,6 +165,32 @@ def quality(name: str, data: Path, runs: Path, cache: Path) -> dict[str, Any]:
     }
 
 
+def packed_quality(
+    corpus: str, data: Path, runs: Path, cache: Path, seeds: list[int]
+) -> dict[str, Any]:
+    """BLEU with packed and with padded batches after as many updates, for each seed."""
+    rows: dict[str, Any] = {}
+    for seed in seeds:
+        for way, flags in (("packed", ("--packed", "on", "--shapes", "0")), ("padded", ())):
+            name = f"{corpus}-{way}-{seed}"
+            command, text, seconds = headrace(
+                "train", data / corpus, "--config", ROOT / f"{corpus}.yaml", "--plan", "max",
+                "--seed", str(seed), "--epochs", "1000", "--max-steps", str(UPDATES[corpus]),
+                *(flags or ("--packed", "off")), "--project", runs, "--name", name,
+                "--cache", cache, limit_s=500,
+            )  # fmt: skip
+            bleu = re.search(r"^BLEU ([\d.]+)$", text, re.MULTILINE)
+            assert bleu
+            rows[name] = {
+                "BLEU": float(bleu[1]),
+                "updates": metrics(runs / name, "epoch")[-1]["step"],
+                "seconds": round(seconds, 1),
+                "target tokens/s": rate_of(runs / name)["target tokens/s"],
+                "command": command,
+            }
+    return rows
+
+
 def decoding(data: Path, runs: Path) -> dict[str, Any]:
     """Seconds to translate the test set with beam 3, as graphs and step by step, in turns; loading
     apart."""
@@ -200,6 +229,7 @@ def main() -> None:
     parser.add_argument("--cache", type=Path, default=Path("build/cache"))
     parser.add_argument("--runs", type=Path, default=Path("build/runs"))
     parser.add_argument("--parts", nargs="+", default=["speed", "tokens", "multi30k", "3am"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of packed-quality")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     result: dict[str, Any] = header("translation.py")
@@ -207,6 +237,12 @@ def main() -> None:
         if part == "decode":
             result[part] = decoding(arguments.data, arguments.runs)
             print(table(result[part]))
+        elif part.startswith("packed-quality-"):
+            corpus = part.removeprefix("packed-quality-")
+            result[part] = packed_quality(
+                corpus, arguments.data, arguments.runs, arguments.cache, arguments.seeds
+            )
+            print(table({name: _short(row) for name, row in result[part].items()}))
         elif part in ("speed", "tokens"):
             rows = {"speed": speed, "tokens": tokens}[part](
                 arguments.data, arguments.runs, arguments.cache

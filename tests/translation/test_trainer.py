@@ -180,13 +180,13 @@ class TestResume:
         def stop_after_three(self: EpochLoss, arrived: Any) -> None:
             seen.append(1)
             if len(seen) == 3:
-                os.kill(os.getpid(), signal.SIGINT)
+                os.kill(os.getpid(), signal.SIGTERM)
             note(self, arrived)
 
         with monkeypatch.context() as patch:
             patch.setattr(EpochLoss, "add_arrived", stop_after_three)
             stopped = trainer.run()
-        assert (stopped.stopped, stopped.updates) == ("SIGINT", 1)
+        assert (stopped.stopped, stopped.updates) == ("SIGTERM", 1)
         found = Trainer.resume(stopped.folder.path, cache=corpus / "cache").run()
         assert weights_of(found.folder.path) == weights_of(expected.folder.path)
         assert epochs(found) == epochs(expected)

@@ -146,6 +146,29 @@ class TestLoader:
         assert not any(tensor.any() for tensor in (batch.src, batch.trg, batch.targets))
         assert not batch.packing.trg_sentences.any()
 
+    def test_the_next_epoch_is_planned_after_the_last_batch(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Only if epochs are asked for: validation has one."""
+        table = sentence_lengths(60, 14, 1.05)
+        plan = PackedPlan(table, packed_size(table, 200, 60), seed=3)
+        expected = [everything(plan.epoch(epoch)) for epoch in range(3)]
+        planned, epoch_of = [], plan.epoch
+
+        def counted(epoch: int) -> PackedEpoch:
+            planned.append(epoch)
+            return epoch_of(epoch)
+
+        monkeypatch.setattr(plan, "epoch", counted)
+        sampler = PlannedSampler(plan)
+        list(sampler)
+        assert planned == [0]
+        for epoch in (0, 1, 2, 1):
+            sampler.set_epoch(epoch)
+            found = [int(index) for spec in sampler for index in spec.indices]
+            assert found == expected[epoch]
+        assert planned == [0, 1, 2, 3, 1, 2]
+
     def test_an_epoch_can_start_at_any_batch_in_workers_too(self, tmp_path: Path) -> None:
         pairs = random_pairs(tmp_path, 200, 30, 20)
         plan = PackedPlan(pairs.lengths, packed_size(pairs.lengths, 200, 20), with_blocks=True)

@@ -205,7 +205,9 @@ class PlannedSampler(Sampler[BatchSpec]):
     `share` is (rank, number of ranks). Together the ranks have the batch that a single process
     would have.
 
-    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only.
+    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only. After
+    an epoch's last batch the sampler plans the next epoch: the device is still busy with batches
+    that were fetched ahead.
     """
 
     def __init__(self, plan: Batching, share: tuple[int, int] = (0, 1)) -> None:
@@ -213,19 +215,32 @@ class PlannedSampler(Sampler[BatchSpec]):
         self._share = share
         self._epoch = 0
         self._start = 0
+        self._has_epochs = False  # whether `set_epoch` is called at all
         self.batches = plan.epoch(0)
+        self._planned: tuple[int, Batches] = (0, self.batches)  # the last epoch that was planned
 
     def set_epoch(self, epoch: int) -> None:
+        self._has_epochs = True
         if epoch != self._epoch:
             self._epoch, self._start = epoch, 0
-            self.batches = self._plan.epoch(epoch)
+            self.batches = self._plan_epoch(epoch)
 
     def start_at(self, batch: int) -> None:
         self._start = batch
 
     def __iter__(self) -> Iterator[BatchSpec]:
-        batches, share = self.batches, self._share
-        return (self._plan.share(batches[at], *share) for at in range(self._start, len(batches)))
+        return self._specs(self._epoch, self.batches, self._start)
+
+    def _specs(self, epoch: int, batches: Batches, start: int) -> Iterator[BatchSpec]:
+        for at in range(start, len(batches)):
+            yield self._plan.share(batches[at], *self._share)
+        if self._has_epochs:
+            self._plan_epoch(epoch + 1)
+
+    def _plan_epoch(self, epoch: int) -> Batches:
+        if self._planned[0] != epoch:
+            self._planned = (epoch, self._plan.epoch(epoch))
+        return self._planned[1]
 
     def __len__(self) -> int:
         return len(self.batches) - self._start
