@@ -27,15 +27,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.nn.attention.flex_attention as flex
 from measuring import header, save, table
+from torch.nn import functional
 
 from headrace.checkpoint import CheckpointWriter
 from headrace.device import Timeline
 from headrace.parallel import SINGLE
 from headrace.runs import BusyWindow, MetricsLog, RunFolder, StopRequests, read_metrics
-from headrace.translation import Prepared, TrainSettings, prepared_for
+from headrace.translation import ModelSettings, Prepared, TrainSettings, prepared_for
 from headrace.translation.build import build_run
+from headrace.translation.model import sinusoids
 from headrace.translation.observers import (
     EpochGauges,
     Observers,
@@ -57,6 +60,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "padded": {"packed": "off", "tokens": 29_500, "shapes": 12},
 }
 QUICK = {"preset": "tiny", "layers": 1, "vocabulary": 400, "plan": "pipeline", "tokens": 600}
+SHARES = {"data wait %": "data_wait_share", "blocked %": "host_blocked_share"}
 KINDS = {
     "attention": r"flex_attention|tem_fused|fmha|flash|attention",
     "matrix products": r"nvjet|gemm|cutlass|xmma|splitKreduce",
@@ -74,6 +78,84 @@ class _WithoutValidation(TrainingLoop):
 
     def _validate(self) -> Validation:
         return Validation({"valid_loss": 0.0, "valid_nll": 0.0, "bleu": 0.0}, (), 0.0)
+
+
+class PlainWay:
+    """A loop as tutorials have it, with `nn.Transformer` and the batches of the padded way: copy,
+    forward, backward, clip, step, and read the loss."""
+
+    def __init__(self, name: str, padded: Way) -> None:
+        self.name, self.parts, self.device = name, padded.parts, padded.device
+        self._on, self._epochs = padded.device.torch_device, 0
+        torch.manual_seed(0)
+        settings = padded.parts.model.settings
+        self._model = _NnTransformer(settings, *map(len, padded.parts.data.vocabularies))
+        self._model.to(self._on)
+        self._call = torch.compile(self._model) if name == "plain compiled" else self._model
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=7e-4, betas=(0.9, 0.98))
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min((step + 1) / 2000, (2000 / (step + 1)) ** 0.5)
+        )
+
+    def train(self, epochs: int) -> list[dict[str, Any]]:
+        loader, lines = self.parts.loader, []
+        for _ in range(epochs):
+            loader.sampler.set_epoch(self._epochs)
+            loader.sampler.start_at(0)
+            self.device.synchronize("bench")
+            begun, tokens = time.perf_counter(), 0
+            for src, trg in loader:
+                tokens += int(trg[:, 1:].ne(0).sum())
+                self._step(src.to(self._on), trg.to(self._on))
+            self.device.synchronize("bench")
+            self._epochs += 1
+            lines.append({"tokens_per_s": tokens / (time.perf_counter() - begun)})
+        return lines
+
+    def _step(self, src: torch.Tensor, trg: torch.Tensor) -> float:
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self._on.type, torch.bfloat16):
+            logits = self._call(src, trg[:, :-1])
+            loss = functional.cross_entropy(
+                logits.flatten(0, 1), trg[:, 1:].flatten(), ignore_index=0, label_smoothing=0.1
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._scheduler.step()
+        return loss.item()
+
+
+class _NnTransformer(torch.nn.Module):
+    """The trainer's model, made of PyTorch's modules."""
+
+    def __init__(self, size: ModelSettings, src_vocabulary: int, trg_vocabulary: int) -> None:
+        super().__init__()
+        self.scale = size.width**0.5
+        self.src = torch.nn.Embedding(src_vocabulary, size.width, padding_idx=0)
+        self.trg = torch.nn.Embedding(trg_vocabulary, size.width, padding_idx=0)
+        self.register_buffer("positions", sinusoids(size.max_length, size.width))
+        self.transformer = torch.nn.Transformer(
+            size.width, size.heads, size.encoder_layers, size.decoder_layers, size.inner,
+            size.dropout, batch_first=True, norm_first=True,
+        )  # fmt: skip
+        self.output = torch.nn.Linear(size.width, trg_vocabulary, bias=False)
+        self.output.weight = self.trg.weight
+        torch.nn.init.normal_(self.src.weight, std=size.width**-0.5)
+        torch.nn.init.normal_(self.trg.weight, std=size.width**-0.5)
+
+    def forward(self, src: torch.Tensor, trg: torch.Tensor) -> torch.Tensor:
+        x = self.src(src) * self.scale + self.positions[: src.size(1)]
+        y = self.trg(trg) * self.scale + self.positions[: trg.size(1)]
+        future = torch.nn.Transformer.generate_square_subsequent_mask(
+            trg.size(1), device=trg.device, dtype=torch.float32
+        )
+        padding = torch.zeros(src.shape, device=src.device).masked_fill(src.eq(0), -torch.inf)
+        states = self.transformer(
+            x, y, tgt_mask=future, tgt_is_causal=True,
+            src_key_padding_mask=padding, memory_key_padding_mask=padding,
+        )  # fmt: skip
+        return self.output(states)
 
 
 class Way:
@@ -132,7 +214,7 @@ def by_kind(timeline: Timeline, steps: int) -> tuple[dict[str, float], dict[str,
     return dict(kinds), {name: round(names[name], 3) for name in slowest}
 
 
-def rate(name: str, lines: list[dict[str, Any]], way: Way) -> dict[str, Any]:
+def rate(lines: list[dict[str, Any]], way: Way | PlainWay) -> dict[str, Any]:
     rates = [line["tokens_per_s"] for line in lines]
     batches = way.parts.loader.sampler.batches
     train = way.parts.data.splits["train"]
@@ -144,8 +226,11 @@ def rate(name: str, lines: list[dict[str, Any]], way: Way) -> dict[str, Any]:
         "highest": round(max(rates)),
         "ms per step": round(1e3 * tokens / median, 2),
         "tokens per step": round(tokens),
-        "data wait %": round(100 * statistics.median(x["data_wait_share"] for x in lines), 2),
-        "blocked %": round(100 * statistics.median(x["host_blocked_share"] for x in lines), 2),
+        **{
+            name: round(100 * statistics.median(line[share] for line in lines), 2)
+            for name, share in SHARES.items()
+            if share in lines[0]
+        },
     }
 
 
@@ -172,11 +257,16 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
                 "graphs": None if graphs is None else asdict(graphs),
             }
             print(name, details[name], flush=True)
+        plain = [PlainWay(name, ways[1]) for name in arguments.plain]
+        for way in plain:
+            way.train(arguments.warm_up)
         for _ in range(arguments.turns):
-            for way in ways:
+            for way in (*ways, *plain):
                 lines[way.name] += way.train(arguments.epochs)
+        for way in plain:
+            rows[way.name], details[way.name] = rate(lines[way.name], way), {}
         for way in ways:
-            rows[way.name] = rate(way.name, lines[way.name], way)
+            rows[way.name] = rate(lines[way.name], way)
             rows[way.name]["peak MB"] = details[way.name]["peak MB"]
             timeline, window = way.trace(arguments.steps)
             if timeline is not None and window is not None:
@@ -186,8 +276,9 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
                 kinds, details[way.name]["slowest kernels"] = by_kind(timeline, arguments.steps)
                 details[way.name]["kinds"] = {k: round(ms, 3) for k, ms in kinds.items()}
             way.parts.engine.close()
-    packed, padded = rows["packed"], rows["padded"]
-    packed["× padded"] = round(packed["target tokens/s"] / padded["target tokens/s"], 3)
+    packed_rate = rows["packed"]["target tokens/s"]
+    for row in rows.values():
+        row["packed is × faster"] = round(packed_rate / row["target tokens/s"], 2)
     for name, found in lines.items():
         details[name]["epochs"] = [round(line["tokens_per_s"]) for line in found]
     return {"rows": rows, "details": details}
@@ -210,6 +301,13 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--flex-options", nargs="+", default=[], help="flex_attention's kernel_options to set"
+    )
+    parser.add_argument(
+        "--plain",
+        nargs="+",
+        default=[],
+        choices=("plain", "plain compiled"),
+        help="also train nn.Transformer in a plain loop, on the padded batches",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, not compiled")
     parser.add_argument("--out", type=Path)

@@ -191,6 +191,7 @@ class TestResume:
         assert weights_of(found.folder.path) == weights_of(expected.folder.path)
         assert epochs(found) == epochs(expected)
         said = " ".join(capfd.readouterr().err.split())
+        assert "batches are packed, and attention has no dropout" in said
         assert re.search(
             r"packed batches per epoch, \d+ source and \d+ target tokens, \d+\.\d% and", said
         )

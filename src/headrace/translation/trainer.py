@@ -198,8 +198,13 @@ class Trainer:
             if is_automatic:
                 self._choose_preset(data)
             if self.settings.packed == "auto":
-                self._choose_packed(data, progress)
+                self._choose_packed(data)
             settings = self.settings
+            if settings.packed == "on":
+                progress.message(
+                    "batches are packed, and attention has no dropout (--packed off: padded "
+                    "batches)"
+                )
             parts = build_run(
                 settings, data, ranks, on_error=lambda error: checkpoints.rescue(error)
             )
@@ -276,15 +281,11 @@ class Trainer:
         preset = preset or choose_preset(device, len(data.splits["train"]))
         self._choose(preset=self._ranks.broadcast(preset, Ledger()))
 
-    def _choose_packed(self, data: Prepared, progress: ProgressLine) -> None:
+    def _choose_packed(self, data: Prepared) -> None:
         """Set `packed` to on where it pays, else to off."""
         why = why_padded(self.settings, data, self._ranks)
         self._choose(packed=self._ranks.broadcast("on" if why is None else "off", Ledger()))
-        if self.settings.packed == "on":
-            progress.message(
-                "batches are packed, and attention has no dropout (--packed off: padded batches)"
-            )
-        else:
+        if why is not None:
             log.info("batches are padded: %s", why)
 
     def _choose(self, **choice: str) -> None:
