@@ -209,25 +209,36 @@ class TestFlex:
             by_key = listed(blocks.counts_by_key, blocks.indices_by_key)
             assert np.array_equal(by_key, expected.T)
 
-    @torch.no_grad()
-    def test_compiled_with_blocks_it_is_flex_attention(self, pairs: IdPairs) -> None:
-        """On a CPU it has no backward. `backend="eager"` runs what PyTorch traced."""
-        model = make(SMALL.replace(encoder_layers=1, decoder_layers=1)).eval()
-        plan = PackedPlan(
-            pairs.lengths, packed_size(pairs.lengths, 200, LONGEST + 2), with_blocks=True
-        )
-        batch = plan.dataset(pairs)[plan.epoch(0)[0]]
-        operations: list[str] = []
+    def test_compiled_with_blocks_it_is_flex_attention(
+        self, pairs: IdPairs, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One graph for all batches, with the losses and gradients of the dense mask. On a CPU,
+        PyTorch has a backward only for graphs that run eagerly, and refuses all of them."""
+        import torch.nn.attention.flex_attention as flex
+        from torch._dynamo.backends.debugging import aot_eager
 
-        def backend(graph: torch.fx.GraphModule, _: Any) -> Any:
-            operations.extend(str(node.target) for node in graph.graph.nodes)
-            return graph.forward
+        monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+        model = make(SMALL.replace(encoder_layers=1, decoder_layers=1))
+        size = packed_size(pairs.lengths, 200, LONGEST + 2)
+        plan = PackedPlan(pairs.lengths, size, with_blocks=True)
+        epoch, dataset, graphs = plan.epoch(0), plan.dataset(pairs), []
+
+        def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+            graphs.append([str(node.target) for node in graph.graph.nodes])
+            return aot_eager(graph, inputs)
 
         loss = translation_loss()
-        found = torch.compile(loss, backend=backend, fullgraph=True)(model, batch)
-        assert operations.count("flex_attention") == 3
-        for name, value in loss(model, batch).items():
-            torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-5)
+        compiled = torch.compile(loss, backend=backend, fullgraph=True)
+        for batch in (dataset[epoch[0]], dataset[epoch[1]]):
+            found = []
+            for way in (compiled, loss):
+                model.zero_grad()
+                values = way(model, batch)
+                values["loss"].backward()
+                found.append([*values.values(), *(p.grad for p in model.parameters())])
+            for one, other in zip(*found, strict=True):
+                torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert [names.count("flex_attention") for names in graphs] == [3]
 
     def test_it_has_no_dropout(self) -> None:
         x = torch.zeros(1, 1, 8, 4)
