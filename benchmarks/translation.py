@@ -5,7 +5,10 @@
 FOLDER holds `multi30k` (train, val and test_2016_flickr, .en and .de) and `3am` (train, val and
 test, .en and .zh). Every figure is stored with its `headrace` command. `speed` trains `base` on
 batches of 30 sentences under three plans, `tokens` on batches of some 25,000 target tokens;
-`multi30k` and `3am` train to the end and score on the test set. Rates are from the second half of a
+`multi30k` and `3am` train to the end and score on the test set. `decode` then translates the test
+set with the model of `multi30k`, with and without graphs. `packed-quality-multi30k` and
+`packed-quality-3am` train with packed and with padded batches for as many updates, for each of
+`--seeds`; `packed.py` compares their speed. Rates are from the second half of a
 run, when all graphs are captured. The first two parts train on four numbered copies of Multi30k,
 116,000 pairs, which the script creates.
 """
@@ -26,6 +29,12 @@ from typing import Any
 from measuring import header, save, table
 
 ROOT = Path(__file__).resolve().parent
+#: How `packed-quality` trains. Padded batches need not be compiled to have the same BLEU.
+PACKED_AND_PADDED = {
+    "packed": "--packed on --shapes 0 --plan max",
+    "padded": "--packed off --plan graph",
+}
+UPDATES = 8000
 SPEED = "--preset base --vocabulary 32000 --src en --trg de --valid-sentences 0 --beam 1"
 
 
@@ -111,6 +120,24 @@ def four(data: Path) -> Path:
     return corpus
 
 
+def paragraphs(data: Path) -> Path:
+    """Four copies of Multi30k's pairs, five of them joined to one."""
+    corpus = data / "paragraphs"
+    if not corpus.exists():
+        corpus.mkdir()
+        for side in ("en", "de"):
+            for split, copies in (("train", 4), ("val", 1)):
+                lines = _lines(data / "multi30k" / f"{split}.{side}.gz")
+                lines = lines if split == "train" else lines[:500]
+                joined = [
+                    f"{' '.join(lines[at : at + 5])} {copy}\n"
+                    for copy in range(copies)
+                    for at in range(copy, len(lines) - 4, 5)
+                ]
+                (corpus / f"{split}.{side}").write_text("".join(joined), encoding="utf-8")
+    return corpus
+
+
 def _lines(path: Path) -> list[str]:
     return gzip.decompress(path.read_bytes()).decode("utf-8").split("\n")[:-1]
 
@@ -142,17 +169,84 @@ def quality(name: str, data: Path, runs: Path, cache: Path) -> dict[str, Any]:
     }
 
 
+def packed_quality(
+    corpus: str, data: Path, runs: Path, cache: Path, seeds: list[int]
+) -> dict[str, Any]:
+    """BLEU with packed and with padded batches after as many updates, for each seed."""
+    rows: dict[str, Any] = {}
+    for seed in seeds:
+        for way, flags in PACKED_AND_PADDED.items():
+            name = f"{corpus}-{way}-{seed}"
+            command, text, seconds = headrace(
+                "train", data / corpus, "--config", ROOT / f"{corpus}.yaml", *flags.split(),
+                "--seed", str(seed), "--epochs", "1000", "--max-steps", str(UPDATES),
+                "--project", runs, "--name", name, "--cache", cache, limit_s=500,
+            )  # fmt: skip
+            bleu = re.search(r"^BLEU ([\d.]+)$", text, re.MULTILINE)
+            assert bleu
+            rows[name] = {
+                "BLEU": float(bleu[1]),
+                "updates": metrics(runs / name, "epoch")[-1]["step"],
+                "seconds": round(seconds, 1),
+                "target tokens/s": rate_of(runs / name)["target tokens/s"],
+                "command": command,
+            }
+    return rows
+
+
+def decoding(data: Path, runs: Path) -> dict[str, Any]:
+    """Seconds to translate the test set with beam 3, as graphs and step by step, in turns; loading
+    apart."""
+    from headrace.translation import TrainedModel
+    from headrace.translation import decode as decode_module
+
+    sentences = _lines(data / "multi30k" / "test_2016_flickr.en.gz")
+    begun = time.perf_counter()
+    model = TrainedModel.load(runs / "multi30k")
+    model.device.synchronize("bench")
+    loaded_s = time.perf_counter() - begun
+    worth, times = decode_module._WORTH_CAPTURING, {"graph": [], "eager": []}
+    translations: dict[str, list[str]] = {}
+    for _ in range(4):
+        for way, steps in (("graph", worth), ("eager", 1 << 30)):
+            decode_module._WORTH_CAPTURING = steps
+            begun = time.perf_counter()
+            translations[way] = model.translate(sentences, beam=3)
+            times[way].append(time.perf_counter() - begun)
+    equal = sum(map(str.__eq__, translations["graph"], translations["eager"]))
+    return {
+        way: {
+            "load s": round(loaded_s, 2),
+            "first s": round(found[0], 2),
+            "median s": round(statistics.median(found[1:]), 2),
+            "sentences": len(sentences),
+            "equal": equal,
+        }
+        for way, found in times.items()
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("build/cache"))
     parser.add_argument("--runs", type=Path, default=Path("build/runs"))
     parser.add_argument("--parts", nargs="+", default=["speed", "tokens", "multi30k", "3am"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of packed-quality")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     result: dict[str, Any] = header("translation.py")
     for part in arguments.parts:
-        if part in ("speed", "tokens"):
+        if part == "decode":
+            result[part] = decoding(arguments.data, arguments.runs)
+            print(table(result[part]))
+        elif part.startswith("packed-quality-"):
+            corpus = part.removeprefix("packed-quality-")
+            result[part] = packed_quality(
+                corpus, arguments.data, arguments.runs, arguments.cache, arguments.seeds
+            )
+            print(table({name: _short(row) for name, row in result[part].items()}))
+        elif part in ("speed", "tokens"):
             rows = {"speed": speed, "tokens": tokens}[part](
                 arguments.data, arguments.runs, arguments.cache
             )

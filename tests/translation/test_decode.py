@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from headrace.device import Device, open_device
-from headrace.errors import TranslationError
+from headrace.errors import CaptureError, TranslationError
 from headrace.testing import FakeDevice
 from headrace.translation import EOS, ModelSettings, Translator, beam_search, decode, greedy
 from headrace.translation.corpus.vocabulary import BOS, PAD, UNK
@@ -311,6 +311,39 @@ class TestTranslateIds:
         found = translate_ids(model, given_ids, device, batch_tokens=24)
         assert found == expected
         assert device.pinned.lent == 0
+
+    @pytest.mark.parametrize("beam", [1, 3])
+    def test_a_step_is_captured_and_gives_the_same_translations(
+        self, capturing: Device, monkeypatch: Any, beam: int, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """One graph per batch, closed after it. If a capture fails, the search runs without."""
+        given_ids = [[4, 5, 6, EOS], [7, EOS], [8, 8, EOS], [5, EOS]]
+        options: dict[str, Any] = {"beam": beam, "batch_tokens": 8 * beam}
+        expected = translate_ids(make(2, 9, eos=1.0), given_ids, CPU, **options)
+        model = make(2, 9, eos=1.0).to(capturing.torch_device)
+        steps, capture, graphs = [], capturing.capture, []
+        step = model.step
+
+        def counted(last: Tensor, state: Any) -> Any:
+            steps.append(last.shape)
+            return step(last, state)
+
+        def kept(work: Any, pool: object) -> Any:
+            graph, result = capture(work, pool)
+            graphs.append(graph)
+            return graph, result
+
+        def refused(work: Any, pool: object) -> Any:
+            raise CaptureError("not today")
+
+        monkeypatch.setattr(model, "step", counted)
+        monkeypatch.setattr(capturing, "capture", kept)
+        assert translate_ids(model, given_ids, capturing, **options) == expected
+        assert len(graphs) == 2
+        assert len(steps) == 2 * (2 + 1)  # two eager steps and a capture per batch
+        monkeypatch.setattr(capturing, "capture", refused)
+        assert translate_ids(model, given_ids, capturing, **options) == expected
+        assert "decoding runs without a graph: not today" in caplog.text
 
     def test_all_host_waits_are_in_the_ledger_and_few(self) -> None:
         with FakeDevice() as device:

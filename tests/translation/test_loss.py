@@ -110,6 +110,16 @@ class TestLoss:
         torch.testing.assert_close(found["nll"], nll / ids.ne(PAD).sum())
         torch.testing.assert_close(model.logits.grad, theirs.grad)
 
+    def test_the_form_for_compiled_code(self) -> None:
+        ids = targets(4, 6, 9, seed=3)[:, 1:].flatten()
+        found = []
+        for sums in (loss_module._fusible_loss_sums, loss_module._loss_sums):
+            logits = torch.randn(20, 9, generator=torch.Generator().manual_seed(1)).requires_grad_()
+            smoothed, nll = sums(logits, ids, 0.2)
+            (smoothed + 2 * nll).backward()
+            found.append((smoothed, nll, logits.grad))
+        torch.testing.assert_close(*found)
+
     def test_gradcheck(self, monkeypatch: Any) -> None:
         monkeypatch.setattr(loss_module, "_CHUNK_ELEMENTS", 21)
         ids = torch.tensor([4, PAD, 6, EOS, PAD])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -162,6 +163,38 @@ class TestResume:
         assert "Not finished: 5 updates so far" in stopped.folder.report.read_text()
         found = Trainer.resume(stopped.folder.path, cache=corpus / "cache", quiet=True).run()
         assert weights_of(found.folder.path) == weights_of(expected.folder.path)
+
+    def test_a_packed_run_stopped_within_an_epoch_continues_with_the_next_batch(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        capfd: pytest.CaptureFixture[str],
+    ) -> None:
+        """Between two batches of a group, too."""
+        options: dict[str, Any] = {"packed": "on", "tokens": 100, "accumulate": 2}
+        expected = new(corpus, tmp_path, "whole", **options).run()
+        trainer = new(corpus, tmp_path, "stopped", **options)
+        note, seen = EpochLoss.add_arrived, []
+
+        def stop_after_three(self: EpochLoss, arrived: Any) -> None:
+            seen.append(1)
+            if len(seen) == 3:
+                os.kill(os.getpid(), signal.SIGTERM)
+            note(self, arrived)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EpochLoss, "add_arrived", stop_after_three)
+            stopped = trainer.run()
+        assert (stopped.stopped, stopped.updates) == ("SIGTERM", 1)
+        found = Trainer.resume(stopped.folder.path, cache=corpus / "cache").run()
+        assert weights_of(found.folder.path) == weights_of(expected.folder.path)
+        assert epochs(found) == epochs(expected)
+        said = " ".join(capfd.readouterr().err.split())
+        assert "batches are packed, and attention has no dropout" in said
+        assert re.search(
+            r"packed batches per epoch, \d+ source and \d+ target tokens, \d+\.\d% and", said
+        )
 
     def test_a_finished_run_is_left_as_it_is(self, corpus: Path, tmp_path: Path) -> None:
         result = new(corpus, tmp_path, "done").run()
@@ -348,6 +381,34 @@ class TestSettings:
     def test_errors_name_the_setting(self, values: dict[str, Any], message: str) -> None:
         with pytest.raises(TranslationError, match=message):
             TrainSettings.from_dict(values)
+
+    def test_packed(self, corpus: Path, tmp_path: Path) -> None:
+        """On a CPU, auto is off, and the run keeps that. A run from before the setting is off."""
+        assert TrainSettings.from_dict(yaml.safe_load("packed: on")).packed == "on"
+        on = TrainSettings(preset="tiny", packed="on")
+        assert on.model().attention_dropout == 0
+        assert on.replace(packed="off").model().attention_dropout is None
+        run = new(corpus, tmp_path, "run", epochs=1, max_steps=1)
+        assert run.settings.packed == "auto"
+        folder = run.run().folder
+        stored = yaml.safe_load(folder.config.read_text())
+        assert stored.pop("packed") == "off"
+        folder.config.write_text(yaml.safe_dump(stored))
+        assert TrainSettings.read(folder.config).packed == "off"
+
+    @pytest.mark.parametrize(
+        ("values", "message"),
+        [
+            ({"attention_dropout": 0.1}, "attention_dropout = 0.1: expected 0; or packed = off"),
+            ({"shapes": 4}, "shapes = 4: packed batches have one shape; expected none"),
+            ({"on_oom": "halve"}, "on_oom = halve: packed batches have no rows to halve"),
+        ],
+    )
+    def test_what_packed_batches_do_not_have(
+        self, corpus: Path, tmp_path: Path, values: dict[str, Any], message: str
+    ) -> None:
+        with pytest.raises(TranslationError, match=f"packed = on with {message}"):
+            new(corpus, tmp_path, "none", packed="on", **values)
 
     def test_yaml_takes_some_numbers_for_text(self) -> None:
         assert TrainSettings.from_dict(yaml.safe_load("lr: 1e-3")).lr == 0.001

@@ -5,6 +5,9 @@ The score of a hypothesis of n tokens, eos included, is log p / ((5 + n) / 6)^α
 is close to the mean over tokens. The search never generates pad, bos or an empty translation. At
 its length limit a hypothesis is forced to end: eos is added with its log-probability.
 
+On a device that captures graphs, the first steps of a batch run eagerly; then a step is captured
+and replayed. So no Python number of a step depends on its position, which is a tensor.
+
 Hypotheses stay on the device and are read back once, at the end. Every few steps the search asks
 the device whether all sentences are done, and reads the answer two steps later, when it has usually
 arrived. Except for rounding, a translation does not depend on the other sentences in its batch.
@@ -12,6 +15,7 @@ arrived. Except for rounding, a translation does not depend on the other sentenc
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from contextlib import closing
@@ -19,15 +23,17 @@ from contextlib import closing
 import torch
 from torch import Tensor
 
-from headrace.device import Device
+from headrace.device import Device, Graph
 from headrace.engine import DeferredScalars
-from headrace.errors import TranslationError
+from headrace.errors import CaptureError, TranslationError
 from headrace.parallel import eval_mode
 from headrace.translation.corpus.vocabulary import BOS, EOS, PAD
 from headrace.translation.model import Translator
 
 # The search asks "are all sentences done?" every 4 steps, and reads the answer 2 steps later.
 _ASK_EVERY, _ANSWER_AFTER = 4, 2
+# A capture takes about as long as two eager steps.
+_EAGER_STEPS, _WORTH_CAPTURING = 2, 12
 
 
 def greedy(
@@ -114,26 +120,54 @@ def translate_ids(
     return found
 
 
-class _Greedy:
+class _Search:
+    """A search over a batch. `advance` is one step, on the device alone. Its Python code is the
+    same each time, so it can be captured once and replayed."""
+
+    def __init__(
+        self, model: Translator, src: Tensor, limits: Tensor, steps: int, beam: int
+    ) -> None:
+        sentences = src.size(0)
+        self._model, self._limits = model, limits
+        self._state = model.start(model.encode(src), steps, beam)
+        self._last = src.new_full((sentences, beam), BOS)
+        self.ids = src.new_full((sentences, steps), PAD)
+        self.done = torch.zeros(sentences, dtype=torch.bool, device=src.device)
+        self._in_place = False
+
+    def advance(self) -> None:
+        raise NotImplementedError
+
+    def capture(self, device: Device) -> Graph:
+        """A graph of `advance`, for this object's tensors."""
+        self._in_place = True
+        graph, _ = device.capture(self.advance, device.graph_pool())
+        return graph
+
+    def _set(self, name: str, value: Tensor) -> None:
+        """Set a tensor for the next step; in the same memory if a graph reads it there."""
+        if self._in_place:
+            getattr(self, name).copy_(value)
+        else:
+            setattr(self, name, value)
+
+
+class _Greedy(_Search):
     """One hypothesis per sentence."""
 
     def __init__(self, model: Translator, src: Tensor, limits: Tensor, steps: int) -> None:
-        sentences = src.size(0)
-        self._model, self._limits = model, limits
-        self._state = model.start(model.encode(src), steps)
-        self._last = src.new_full((sentences, 1), BOS)
-        self.ids = src.new_full((sentences, steps), PAD)
-        self.done = torch.zeros(sentences, dtype=torch.bool, device=src.device)
+        super().__init__(model, src, limits, steps, 1)
 
-    def advance(self, step: int) -> None:
+    def advance(self) -> None:
+        step = self._state.position.clone()
         logits, self._state = self._model.step(self._last, self._state)
         ids = _mask_forbidden(logits, step, self._limits).argmax(dim=2)
-        self._last = ids
-        self.ids[:, step] = ids[:, 0]  # ids after eos are ignored
-        self.done = self.done | ids[:, 0].eq(EOS)
+        self._set("_last", ids)
+        self.ids.index_copy_(1, step, ids)  # ids after eos are ignored
+        self._set("done", self.done | ids[:, 0].eq(EOS))
 
 
-class _Beams:
+class _Beams(_Search):
     """Running hypotheses are (sentences, beams), the best ended ones (sentences,)."""
 
     def __init__(
@@ -145,11 +179,10 @@ class _Beams:
         beam: int,
         length_penalty: float,
     ) -> None:
-        sentences = src.size(0)
-        self._model, self._limits, self._beam = model, limits, beam
-        self._length_penalty = length_penalty
-        self._state = model.start(model.encode(src), steps, beam)
-        self._last = src.new_full((sentences, beam), BOS)
+        super().__init__(model, src, limits, steps, beam)
+        sentences, self._beam = src.size(0), beam
+        lengths = torch.arange(steps, dtype=torch.float64, device=src.device)
+        self._penalties = (((lengths + 6) / 6) ** length_penalty).float()
         self._running = src.new_full((sentences, beam, steps), PAD)
         # All beams start equal, so only the first one counts.
         self._scores = torch.full((sentences, beam), -math.inf, device=src.device)
@@ -159,10 +192,9 @@ class _Beams:
         self._largest_penalty = ((limits + 6) / 6) ** length_penalty
         self._ended_count = torch.zeros(sentences, dtype=torch.int64, device=src.device)
         self._best = torch.full((sentences,), -math.inf, device=src.device)
-        self.ids = src.new_full((sentences, steps), PAD)
-        self.done = torch.zeros(sentences, dtype=torch.bool, device=src.device)
 
-    def advance(self, step: int) -> None:
+    def advance(self) -> None:
+        step = self._state.position.clone()
         logits, self._state = self._model.step(self._last, self._state)
         vocabulary = logits.size(2)
         log_p = _mask_forbidden(logits.float().log_softmax(dim=2), step, self._limits)
@@ -174,31 +206,33 @@ class _Beams:
         self._keep_best_ended(step, scores, beams, ends)
         self._continue_running(step, scores.masked_fill(ends, -math.inf), beams, ids)
 
-    def _keep_best_ended(self, step: int, scores: Tensor, beams: Tensor, ends: Tensor) -> None:
+    def _keep_best_ended(self, step: Tensor, scores: Tensor, beams: Tensor, ends: Tensor) -> None:
         """Keep the best hypothesis that ends now, if it is better than those that ended before."""
         ended = ends & (self._candidate < self._beam) & scores.isfinite()
-        penalty = ((step + 6) / 6) ** self._length_penalty
+        penalty = self._penalties.index_select(0, step)
         values, at = (scores / penalty).masked_fill(~ended, -math.inf).max(dim=1, keepdim=True)
         ids = _select(self._running, beams.gather(1, at)).squeeze(1)
-        ids[:, step] = EOS
+        ids.index_fill_(1, step, EOS)
         better = values.squeeze(1) > self._best
-        self.ids = torch.where(better.unsqueeze(1), ids, self.ids)
-        self._best = torch.where(better, values.squeeze(1), self._best)
-        self._ended_count = self._ended_count + ended.sum(dim=1)
+        self._set("ids", torch.where(better.unsqueeze(1), ids, self.ids))
+        self._set("_best", torch.where(better, values.squeeze(1), self._best))
+        self._set("_ended_count", self._ended_count + ended.sum(dim=1))
 
-    def _continue_running(self, step: int, scores: Tensor, beams: Tensor, ids: Tensor) -> None:
+    def _continue_running(self, step: Tensor, scores: Tensor, beams: Tensor, ids: Tensor) -> None:
         """Continue with the best candidates that do not end, in sentences that are not done."""
         scores, at = scores.topk(self._beam, dim=1)
         beams, ids = beams.gather(1, at), ids.gather(1, at)
         # Log-probabilities only fall, so the score of a running hypothesis can at best become its
         # present log-probability over the largest penalty.
         reachable = scores[:, 0] / self._largest_penalty
-        self.done = self.done | self._ended_count.ge(self._beam) | self._best.ge(reachable)
-        self._scores = scores.masked_fill(self.done.unsqueeze(1), -math.inf)
-        self._running = _select(self._running, beams)
-        self._running[:, :, step] = ids
-        self._last = ids
-        self._state = self._model.reorder(self._state, (self._first_row + beams).flatten())
+        self._set("done", self.done | self._ended_count.ge(self._beam) | self._best.ge(reachable))
+        self._set("_scores", scores.masked_fill(self.done.unsqueeze(1), -math.inf))
+        self._set("_running", _select(self._running, beams).index_copy_(2, step, ids.unsqueeze(2)))
+        self._set("_last", ids)
+        state = self._model.reorder(self._state, (self._first_row + beams).flatten())
+        if self._in_place:
+            state = dataclasses.replace(state, cache=self._state.cache.copy_(state.cache))
+        self._state = state
 
 
 def _select(hypotheses: Tensor, beams: Tensor) -> Tensor:
@@ -207,15 +241,15 @@ def _select(hypotheses: Tensor, beams: Tensor) -> Tensor:
     return hypotheses.gather(1, at)
 
 
-def _mask_forbidden(values: Tensor, step: int, limits: Tensor) -> Tensor:
-    """Set ids that must not come at this step to -∞. values (sentences, beams, vocabulary)."""
+def _mask_forbidden(values: Tensor, step: Tensor, limits: Tensor) -> Tensor:
+    """Set ids that must not come at this step to -∞. values (sentences, beams, vocabulary), step
+    (1,)."""
     values[:, :, PAD] = -math.inf
     values[:, :, BOS] = -math.inf
-    if step == 0:
-        values[:, :, EOS] = -math.inf
-        return values
-    not_eos = torch.arange(values.size(2), device=values.device).ne(EOS)
-    return values.masked_fill(limits.le(step).view(-1, 1, 1) & not_eos, -math.inf)
+    # The first id is not eos, the last one is.
+    is_eos = torch.arange(values.size(2), device=values.device).eq(EOS)
+    forbidden = torch.where(is_eos, step.eq(0), limits.le(step).view(-1, 1, 1))
+    return values.masked_fill(forbidden, -math.inf)
 
 
 def _limits(model: Translator, src: Tensor, max_length: int | None) -> tuple[Tensor, int]:
@@ -229,18 +263,36 @@ def _limits(model: Translator, src: Tensor, max_length: int | None) -> tuple[Ten
     return src.new_full((src.size(0),), limit), limit + 1
 
 
-def _run(hypotheses: _Greedy | _Beams, device: Device, steps: int) -> list[list[int]]:
+def _run(hypotheses: _Search, device: Device, steps: int) -> list[list[int]]:
     """Advance until all sentences are done or no step is left. Returns their ids."""
+    graph: Graph | None = None
+    is_worth = device.captures and steps >= _WORTH_CAPTURING
     with closing(DeferredScalars(device, every=1)) as questions:
         for step in range(steps):
-            hypotheses.advance(step)
+            if is_worth and step == _EAGER_STEPS:
+                graph = _captured(hypotheses, device)
+            if graph is None:
+                hypotheses.advance()
+            else:
+                graph.replay()
             if step % _ASK_EVERY == _ASK_EVERY - 1:
                 questions.push(step, {"done": hypotheses.done.all()})
             elif step % _ASK_EVERY == _ANSWER_AFTER - 1:
                 answers = questions.drain("search")
                 if any(answer.values["done"] for answer in answers):
                     break
-    return [_cut_at_eos(row) for row in _read_back(hypotheses.ids, device)]
+    found = [_cut_at_eos(row) for row in _read_back(hypotheses.ids, device)]
+    if graph is not None:
+        graph.close()  # only now: the device has replayed it for the last time
+    return found
+
+
+def _captured(hypotheses: _Search, device: Device) -> Graph | None:
+    try:
+        return hypotheses.capture(device)
+    except CaptureError as problem:
+        device.warn_once("decode", "decoding runs without a graph: %s", problem)
+        return None
 
 
 def _cut_at_eos(row: list[float]) -> list[int]:

@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from headrace.errors import TranslationError
+from headrace.translation.corpus.packed import PackedBatch
 from headrace.translation.corpus.vocabulary import PAD
 
 # The largest part of the logits that is converted to float32 at once: 256 MB, which is 2,048 tokens
@@ -30,7 +31,8 @@ def translation_loss(smoothing: float = 0.1) -> TranslationLoss:
 
 @dataclass(frozen=True, slots=True)
 class TranslationLoss:
-    """Call it as `loss(model, (src, trg))`. trg (batch, length) is bos … eos and padding.
+    """Call it as `loss(model, (src, trg))`, or with a `PackedBatch`. trg (batch, length) is bos …
+    eos and padding.
 
     Returns `loss`, the mean over the target tokens without padding and bos; `weight`, the number of
     these tokens; and `nll`, the mean without label smoothing (perplexity is its exponential). A
@@ -45,11 +47,14 @@ class TranslationLoss:
             raise TranslationError(f"smoothing = {value!r}: expected a number from 0 to below 1")
 
     def __call__(self, model: Any, batch: Any) -> dict[str, Tensor]:
-        src, trg = batch
-        logits = model(src, trg[:, :-1]).flatten(0, 1)
-        targets = trg[:, 1:].flatten()
-        # Compiled code fuses the conversion and makes no float32 copy, so it needs no chunks.
-        sums = _loss_sums if torch.compiler.is_compiling() else _ChunkedLossSums.apply
+        if isinstance(batch, PackedBatch):
+            logits = model(batch.src, batch.trg, batch.packing).flatten(0, 1)
+            targets = batch.targets.flatten()
+        else:
+            src, trg = batch
+            logits = model(src, trg[:, :-1]).flatten(0, 1)
+            targets = trg[:, 1:].flatten()
+        sums = _fusible_loss_sums if torch.compiler.is_compiling() else _ChunkedLossSums.apply
         smoothed, nll = sums(logits, targets, self.smoothing)
         weight = targets.ne(PAD).sum()
         tokens = weight.clamp(min=1)
@@ -63,6 +68,23 @@ def _loss_sums(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tenso
     padding = targets.eq(PAD)
     nll = -log_p.gather(1, targets.unsqueeze(1)).squeeze(1)
     uniform = -log_p.mean(dim=1)
+    smoothed = (1 - smoothing) * nll + smoothing * uniform
+    return smoothed.masked_fill(padding, 0).sum(), nll.masked_fill(padding, 0).sum()
+
+
+def _fusible_loss_sums(logits: Tensor, targets: Tensor, smoothing: float) -> tuple[Tensor, Tensor]:
+    """`_loss_sums` for compiled code, which fuses it: forward reduces the logits without a float32
+    copy of them, and backward is one pass that reads the logits and writes their gradient.
+
+    So there is no `gather`: its backward would fill a tensor as large as the logits with zeros.
+    """
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    x = logits.to(dtype)
+    log_sum = x.logsumexp(dim=1)
+    is_right = torch.arange(x.size(1), device=x.device) == targets.unsqueeze(1)
+    nll = log_sum - torch.where(is_right, x, 0).sum(dim=1)
+    uniform = log_sum - x.mean(dim=1)
+    padding = targets.eq(PAD)
     smoothed = (1 - smoothing) * nll + smoothing * uniform
     return smoothed.masked_fill(padding, 0).sum(), nll.masked_fill(padding, 0).sum()
 

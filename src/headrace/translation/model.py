@@ -2,7 +2,8 @@
 
 No Python code and no shape depends on the value of a tensor, so a step can be captured, and
 compiled for varying lengths. Padding (id 0) follows the real tokens, so the decoder's
-self-attention needs only the causal mask.
+self-attention needs only the causal mask. A packed batch has all its sentences in one row
+(`Packing` in `attention.py`).
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.errors import TranslationError
+from headrace.translation.attention import Mask, Packing, attend, attention_dtype
 from headrace.translation.corpus.vocabulary import EOS as EOS
 from headrace.translation.corpus.vocabulary import PAD as PAD
 from headrace.translation.corpus.vocabulary import Vocabulary
@@ -48,6 +49,9 @@ class ModelSettings:
         metadata={"meaning": "output and target embedding share weights; if joint, source too"},
     )
     max_length: int = _setting(512, 2, 1 << 20, "maximum tokens per sentence, with bos and eos")
+    attention_dropout: float | None = _setting(
+        None, 0.0, 1.0, "dropout of attention weights, below 1; none: as dropout"
+    )
 
     def __post_init__(self) -> None:
         hints = typing.get_type_hints(type(self))
@@ -87,7 +91,7 @@ class Memory(NamedTuple):
     """The encoder's output, with its attention mask."""
 
     states: Tensor  # (batch, source length, width)
-    mask: Tensor  # (batch, 1, 1, source length); True where attention is allowed
+    mask: Mask  # (batch, 1, 1, source length), True where attention is allowed; or a packed mask
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,28 +157,42 @@ class Translator(nn.Module):
         if settings.tied:
             self.output.weight = self.trg_embedding.weight
 
-    def forward(self, src: Tensor, trg: Tensor) -> Tensor:
-        """src (batch, source length), trg (batch, length) -> logits (batch, length, vocabulary)."""
-        return self.decode(trg, self.encode(src))
+    def forward(self, src: Tensor, trg: Tensor, packing: Packing | None = None) -> Tensor:
+        """src (batch, source length), trg (batch, length) -> logits (batch, length, vocabulary).
 
-    def encode(self, src: Tensor) -> Memory:
+        With `packing`, the batch is one row of sentences end to end.
+        """
+        return self.decode(trg, self.encode(src, packing), packing)
+
+    def encode(self, src: Tensor, packing: Packing | None = None) -> Memory:
         """src (batch, source length) -> the encoder's output."""
-        # A row of only padding attends to its first position: with none, softmax would give NaN.
-        # In any other row the first token is real.
-        first = torch.arange(src.size(1), device=src.device).eq(0)
-        mask = (src.ne(PAD) | first)[:, None, None, :]
-        x = self._embed(self.src_embedding, src)
+        mask: Mask
+        if packing is None:
+            # A row of only padding attends to its first position: with none, softmax would give
+            # NaN. In any other row the first token is real.
+            first = torch.arange(src.size(1), device=src.device).eq(0)
+            mask = cross = (src.ne(PAD) | first)[:, None, None, :]
+            x = self._embed(self.src_embedding, src)
+        else:
+            x = self._embed(self.src_embedding, src, packing.src_positions)
+            dtype = attention_dtype(x)
+            mask, cross = packing.encoder_mask(dtype), packing.cross_mask(dtype)
         with sdpa_kernel(_ATTENTION):
             for layer in self.encoder:
                 x = layer(x, mask)
-        return Memory(self.encoder_norm(x), mask)
+        return Memory(self.encoder_norm(x), cross)
 
-    def decode(self, trg: Tensor, memory: Memory) -> Tensor:
+    def decode(self, trg: Tensor, memory: Memory, packing: Packing | None = None) -> Tensor:
         """trg (batch, length) -> logits (batch, length, vocabulary), for all positions at once."""
-        x = self._embed(self.trg_embedding, trg)
+        mask: Mask = None
+        if packing is None:
+            x = self._embed(self.trg_embedding, trg)
+        else:
+            x = self._embed(self.trg_embedding, trg, packing.trg_positions)
+            mask = packing.decoder_mask(attention_dtype(x))
         with sdpa_kernel(_ATTENTION):
             for layer in self.decoder:
-                x = layer(x, memory)
+                x = layer(x, memory, mask)
         return self._logits(x)
 
     # --- one token at a time ----------------------------------------------------------------------
@@ -222,14 +240,17 @@ class Translator(nn.Module):
         """
         return dataclasses.replace(state, cache=state.cache.index_select(2, indices))
 
-    def _embed(self, embedding: nn.Module, ids: Tensor) -> Tensor:
+    def _embed(self, embedding: nn.Module, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """ids (batch, length) -> (batch, length, width). `positions` has the shape of `ids`; None
+        counts along each row."""
         length = ids.size(1)
-        if length > self.settings.max_length:
+        if positions is None and length > self.settings.max_length:
             raise TranslationError(
                 f"a batch is {length} tokens long: expected at most {self.settings.max_length}, "
                 "the model's max_length"
             )
-        x = embedding(ids) * math.sqrt(self.settings.width) + self.positions[:length]
+        places = self.positions[:length] if positions is None else self.positions[positions]
+        x = embedding(ids) * math.sqrt(self.settings.width) + places
         dropped: Tensor = self.dropout(x)
         return dropped
 
@@ -274,32 +295,29 @@ class _Residual(nn.Module):
 class _SelfAttention(nn.Module):
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        self.heads, self.dropout = settings.heads, settings.dropout
+        self.heads, self.dropout = settings.heads, _attention_dropout(settings)
         self.qkv = _FusedProjections(settings.width, 3)
         self.out = nn.Linear(settings.width, settings.width)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, causal: bool = False) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask = None, causal: bool = False) -> Tensor:
         """x (batch, length, width), mask (batch, 1, 1, length) -> (batch, length, width)."""
         q, k, v = _split_heads(self.qkv(x), 3, self.heads)
         dropout = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal
-        )
-        return _merge_heads(self.out, y)
+        return _merge_heads(self.out, attend(q, k, v, mask, causal=causal, dropout=dropout))
 
     def step(self, x: Tensor, cache: Tensor, state: DecoderState) -> Tensor:
         """x (sentences, beams, width), cache (2, sentences × beams, heads, length, head width)."""
         q, k, v = _split_heads(self.qkv(x.flatten(0, 1).unsqueeze(1)), 3, self.heads)
         cache[0].index_copy_(2, state.position, k)
         cache[1].index_copy_(2, state.position, v)
-        y = functional.scaled_dot_product_attention(q, cache[0], cache[1], attn_mask=state.written)
+        y = attend(q, cache[0], cache[1], state.written)
         return _merge_heads(self.out, y).view(x.shape)
 
 
 class _CrossAttention(nn.Module):
     def __init__(self, settings: ModelSettings) -> None:
         super().__init__()
-        self.heads, self.dropout = settings.heads, settings.dropout
+        self.heads, self.dropout = settings.heads, _attention_dropout(settings)
         self.q = nn.Linear(settings.width, settings.width)
         self.kv = _FusedProjections(settings.width, 2)
         self.out = nn.Linear(settings.width, settings.width)
@@ -308,14 +326,16 @@ class _CrossAttention(nn.Module):
         k, v = _split_heads(self.kv(memory), 2, self.heads)
         return k, v
 
-    def forward(self, x: Tensor, keys_values: tuple[Tensor, Tensor], mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, keys_values: tuple[Tensor, Tensor], mask: Mask) -> Tensor:
         """x (batch, length, width); when decoding step by step, length is the number of beams."""
         (q,) = _split_heads(self.q(x), 1, self.heads)
         dropout = self.dropout if self.training else 0.0
-        y = functional.scaled_dot_product_attention(
-            q, *keys_values, attn_mask=mask, dropout_p=dropout
-        )
-        return _merge_heads(self.out, y)
+        return _merge_heads(self.out, attend(q, *keys_values, mask, dropout=dropout))
+
+
+def _attention_dropout(settings: ModelSettings) -> float:
+    wanted = settings.attention_dropout
+    return settings.dropout if wanted is None else wanted
 
 
 def _feed_forward(settings: ModelSettings) -> nn.Sequential:
@@ -333,7 +353,7 @@ class _EncoderLayer(nn.Module):
         self.attention, self.around_attention = _SelfAttention(settings), _Residual(settings)
         self.inner, self.around_inner = _feed_forward(settings), _Residual(settings)
 
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+    def forward(self, x: Tensor, mask: Mask) -> Tensor:
         x = self.around_attention(x, lambda h: self.attention(h, mask))
         y: Tensor = self.around_inner(x, self.inner)
         return y
@@ -346,8 +366,9 @@ class _DecoderLayer(nn.Module):
         self.cross, self.around_cross = _CrossAttention(settings), _Residual(settings)
         self.inner, self.around_inner = _feed_forward(settings), _Residual(settings)
 
-    def forward(self, x: Tensor, memory: Memory) -> Tensor:
-        x = self.around_attention(x, lambda h: self.attention(h, causal=True))
+    def forward(self, x: Tensor, memory: Memory, mask: Mask = None) -> Tensor:
+        """`mask` is that of a packed batch; padded ones need only the causal one."""
+        x = self.around_attention(x, lambda h: self.attention(h, mask, causal=mask is None))
         keys_values = self.cross.keys_values(memory.states)
         x = self.around_cross(x, lambda h: self.cross(h, keys_values, memory.mask))
         y: Tensor = self.around_inner(x, self.inner)
@@ -403,7 +424,7 @@ def _check_setting(known: dataclasses.Field[Any], hint: Any, value: object) -> N
     elif hint is bool:
         if not isinstance(value, bool):
             raise TranslationError(f"{known.name} = {value!r}: expected true or false")
-    else:
+    elif value is not None or known.default is not None:
         low, high = known.metadata["low"], known.metadata["high"]
         kinds = (int,) if hint is int else (int, float)
         if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
@@ -411,8 +432,8 @@ def _check_setting(known: dataclasses.Field[Any], hint: Any, value: object) -> N
             raise TranslationError(
                 f"{known.name} = {value!r}: expected {what}, {low:,} to {high:,}"
             )
-        if known.name == "dropout" and value == high:
-            raise TranslationError(f"dropout = {value!r}: expected a number below 1")
+        if known.name in ("dropout", "attention_dropout") and value == high:
+            raise TranslationError(f"{known.name} = {value!r}: expected a number below 1")
 
 
 def _check_vocabularies(src: object, trg: object, joint: bool) -> None:

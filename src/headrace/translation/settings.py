@@ -60,6 +60,12 @@ class TrainSettings(Checked):
         "Maximum number of different batch shapes; 0 sets no limit.",
         unset="16 with CUDA graphs, otherwise no limit",
     )
+    packed: Literal["auto", "on", "off"] = choice(
+        "auto",
+        "Put sentences end to end in batches of one shape, instead of padding them: on, off, or "
+        "auto: on where it pays, which is under a plan that compiles, on a CUDA GPU, with 8,192 "
+        "target tokens per batch or more.",
+    )
     workers: int | None = whole(
         None,
         0,
@@ -92,6 +98,13 @@ class TrainSettings(Checked):
         None, 1, 1 << 20, "Width of the feed-forward layers.", unset=_BY_PRESET
     )
     dropout: float | None = number(None, 0, 1, "Dropout probability.", unset=_BY_PRESET)
+    attention_dropout: float | None = number(
+        None,
+        0,
+        1,
+        "Dropout probability of attention weights.",
+        unset="as --dropout; 0 if batches are packed",
+    )
     norm: Literal["pre", "post"] = choice(
         "pre", "Layer norm before (pre) or after (post) each sublayer."
     )
@@ -202,6 +215,8 @@ class TrainSettings(Checked):
             raise TranslationError(
                 f"{where}: data = {quoted(data)}: expected a path, or a list of them"
             )
+        if isinstance(packed := given.get("packed"), bool):
+            given["packed"] = "on" if packed else "off"  # YAML reads a bare `on` as true
         if isinstance(limit := given.get("time_limit"), str):
             given["time_limit"] = _seconds(limit, where)
         return cls.from_values(given, where)
@@ -213,7 +228,8 @@ class TrainSettings(Checked):
             raise TranslationError(
                 f"{Path(path).parent}: is a run of `headrace tune`; expected a training run"
             )
-        return cls.from_dict(stored_values(path), where=str(path))
+        # Runs that do not say it are from before batches could be packed.
+        return cls.from_dict({"packed": "off"} | stored_values(path), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` restores the settings from them."""
@@ -242,9 +258,11 @@ class TrainSettings(Checked):
             )
         preset = ModelSettings.preset(self.preset)
         changes: dict[str, Any] = {"norm": self.norm, "tied": self.tied}
-        for name in ("width", "heads", "inner", "dropout"):
+        for name in ("width", "heads", "inner", "dropout", "attention_dropout"):
             if getattr(self, name) is not None:
                 changes[name] = getattr(self, name)
+        if self.packed == "on":
+            changes.setdefault("attention_dropout", 0.0)
         if self.layers is not None:
             changes |= {"encoder_layers": self.layers, "decoder_layers": self.layers}
         # A translation may be longer than the training sentences.
@@ -298,11 +316,12 @@ def _plain(value: Any) -> Any:
 SECTIONS = {
     "Data": ("src", "trg", "vocabulary", "joint", "max_length", "skip_bad"),
     "Batches": (
-        *("sentences", "tokens", "shapes", "workers", "prefetch_factor", "loader_timeout"),
-        "seed",
+        *("sentences", "tokens", "shapes", "packed", "workers", "prefetch_factor"),
+        *("loader_timeout", "seed"),
     ),
     "Model": (
-        *("preset", "width", "heads", "layers", "inner", "dropout", "norm", "tied", "weights"),
+        *("preset", "width", "heads", "layers", "inner", "dropout", "attention_dropout", "norm"),
+        *("tied", "weights"),
     ),
     "Training": (
         *("epochs", "max_steps", "time_limit", "patience", "lr", "schedule", "warmup"),

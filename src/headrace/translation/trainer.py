@@ -60,7 +60,7 @@ from headrace.runs import (
 )
 from headrace.runs.records import EpochLine, StepLine
 from headrace.schema import refuse_unknown
-from headrace.translation.build import RunParts, build_run, check_settings
+from headrace.translation.build import RunParts, build_run, check_settings, why_padded
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.observers import (
@@ -102,6 +102,8 @@ log = logging.getLogger("headrace")
 _STEP_METRICS_EVERY_S = 5.0
 _EXAMPLES = 8
 _SHORT_RUN_S = 60.0
+# Up to this many tokens, attention over all pairs of tokens is a small part of a step.
+_DENSE_TOKENS = 2048
 # What loading a checkpoint of another model raises, or of something else altogether.
 _CHECKPOINT_MISMATCH = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, StepError)
 # A run can be resumed after these. Any other error is a bug, or its settings are wrong.
@@ -193,7 +195,16 @@ class Trainer:
             # No StopRequests yet: nothing is worth saving, and Ctrl-C ends the run at once.
             data = self._prepare(progress)
             is_automatic = self.settings.preset == "auto"
-            settings = self._choose_preset(data) if is_automatic else self.settings
+            if is_automatic:
+                self._choose_preset(data)
+            if self.settings.packed == "auto":
+                self._choose_packed(data)
+            settings = self.settings
+            if settings.packed == "on":
+                progress.message(
+                    "batches are packed, and attention has no dropout (--packed off: padded "
+                    "batches)"
+                )
             parts = build_run(
                 settings, data, ranks, on_error=lambda error: checkpoints.rescue(error)
             )
@@ -263,16 +274,25 @@ class Trainer:
             self._ranks.barrier(ledger)
         return data
 
-    def _choose_preset(self, data: Prepared) -> TrainSettings:
-        """The settings with the preset of the weights to start from, or else one for this device
-        and corpus. `config.yaml` gets it, too, so that the run keeps it wherever it is resumed."""
+    def _choose_preset(self, data: Prepared) -> None:
+        """Set the preset of the weights to start from, or else one for this device and corpus."""
         device = open_device(rank_device(self.settings.device))
         preset = preset_of_weights(self.settings.weights)
         preset = preset or choose_preset(device, len(data.splits["train"]))
-        preset = self._ranks.broadcast(preset, Ledger())
-        self.settings = self.settings.replace(preset=preset)
+        self._choose(preset=self._ranks.broadcast(preset, Ledger()))
+
+    def _choose_packed(self, data: Prepared) -> None:
+        """Set `packed` to on where it pays, else to off."""
+        why = why_padded(self.settings, data, self._ranks)
+        self._choose(packed=self._ranks.broadcast("on" if why is None else "off", Ledger()))
+        if why is not None:
+            log.info("batches are padded: %s", why)
+
+    def _choose(self, **choice: str) -> None:
+        """Set what was left to the trainer. `config.yaml` gets it, too, so that the run keeps it
+        wherever it is resumed."""
+        self.settings = self.settings.replace(**choice)
         self._write_config(self.settings)
-        return self.settings
 
     def _write_config(self, settings: TrainSettings) -> None:
         if self._ranks.is_first:
@@ -320,8 +340,7 @@ def _description(parts: RunParts) -> str:
     return (
         f"{settings.preset} model, {parameter_count(parts) / 1e6:.1f} M parameters, plan "
         f"{plan.name} ({plan.precision}) on {parts.device.description()}{on_ranks}; "
-        f"{len(batches):,} batches per epoch, {batches.shapes} shapes, "
-        f"{batches.padding_share:.1%} padding"
+        f"{batches}"
     )
 
 
@@ -452,6 +471,8 @@ class TrainingLoop:
         written_weight: float | None = None
         validation: Validation | None = None  # set if the time limit ends the epoch
         for info in engine.steps(loader, first_batch=first_batch, max_steps=left):
+            if not self._has_trained:
+                self._warn_of_dense_attention()
             self._has_trained = True
             observers.watchdog.progress(f"batch {info.batch + 1} of epoch {epoch + 1}")
             losses.add_arrived(info.arrived)
@@ -502,6 +523,18 @@ class TrainingLoop:
         self._write_epoch(result, validation)
         self._keep(epoch, validation)
         return None
+
+    def _warn_of_dense_attention(self) -> None:
+        """After the first batch: warn if large packed batches do without flex_attention."""
+        compiled, batches = self._parts.engine.compiled, self._parts.loader.sampler.batches
+        is_compiled = compiled is not None and compiled.compiled
+        tokens = max(batches[0].lengths)
+        if self._parts.settings.packed == "on" and not is_compiled and tokens > _DENSE_TOKENS:
+            log.warning(
+                "packed batches of %s tokens, and the step is not compiled: attention computes all "
+                "pairs of tokens, which is slow; use --plan max on a CUDA GPU, or --packed off",
+                f"{tokens:,}",
+            )
 
     def _say_measured_time(self, now_s: float, batches: int) -> None:
         """Say how long the other `batches` take, once, if it is worth saying."""

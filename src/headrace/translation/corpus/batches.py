@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -60,6 +60,12 @@ class EpochBatches:
         source, target = self._lengths[batch]
         return BatchSpec(self._order[start : self._ends[batch]], (int(source), int(target)))
 
+    def __str__(self) -> str:
+        return (
+            f"{len(self):,} batches per epoch, {self.shapes} shapes, {self.padding_share:.1%} "
+            "padding"
+        )
+
 
 class BatchPlan:
     """Cuts a corpus into batches, for any epoch.
@@ -104,6 +110,14 @@ class BatchPlan:
         if self._shuffle and len(ends):
             order, ends, padded = _reorder(order, ends, padded, random.permutation(len(ends)))
         return EpochBatches(order, ends, padded, self._lengths)
+
+    def share(self, batch: BatchSpec, rank: int, ranks: int) -> BatchSpec:
+        """The part of a batch that this rank trains on: every n-th pair, padded to the same
+        lengths. All ranks together have the batch."""
+        return BatchSpec(batch.indices[rank::ranks], batch.lengths)
+
+    def dataset(self, pairs: IdPairs) -> Dataset[tuple[torch.Tensor, torch.Tensor]]:
+        return PaddedBatches(pairs)
 
     def _by_length(self, random: np.random.Generator) -> tuple[IntArray, IntArray, IntArray]:
         """Pair indices in batch order, where each batch ends, and the lengths it is padded to."""
@@ -164,37 +178,69 @@ def _reorder(
     return np.concatenate(pieces), np.cumsum([len(piece) for piece in pieces]), padded[batches]
 
 
+class Batches(Protocol):
+    """The batches of one epoch, in order. As text, it says how many there are and how full."""
+
+    @property
+    def shapes(self) -> int: ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, batch: int) -> BatchSpec: ...
+
+
+class Batching(Protocol):
+    """Decides about batches: a `BatchPlan`, or a `PackedPlan`."""
+
+    def epoch(self, epoch: int) -> Batches: ...
+
+    def share(self, batch: BatchSpec, rank: int, ranks: int) -> BatchSpec: ...
+
+    def dataset(self, pairs: IdPairs) -> Dataset[Any]: ...
+
+
 class PlannedSampler(Sampler[BatchSpec]):
     """Gives a DataLoader the batches of an epoch.
 
-    `share` is (rank, number of ranks): each rank gets every n-th pair of a batch, padded to the
-    same lengths. Together the ranks have the batch that a single process would have.
+    `share` is (rank, number of ranks). Together the ranks have the batch that a single process
+    would have.
 
-    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only.
+    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only. After
+    an epoch's last batch the sampler plans the next epoch: the device is still busy with batches
+    that were fetched ahead.
     """
 
-    def __init__(self, plan: BatchPlan, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(self, plan: Batching, share: tuple[int, int] = (0, 1)) -> None:
         self._plan = plan
         self._share = share
         self._epoch = 0
         self._start = 0
+        self._has_epochs = False  # whether `set_epoch` is called at all
         self.batches = plan.epoch(0)
+        self._planned: tuple[int, Batches] = (0, self.batches)  # the last epoch that was planned
 
     def set_epoch(self, epoch: int) -> None:
+        self._has_epochs = True
         if epoch != self._epoch:
             self._epoch, self._start = epoch, 0
-            self.batches = self._plan.epoch(epoch)
+            self.batches = self._plan_epoch(epoch)
 
     def start_at(self, batch: int) -> None:
         self._start = batch
 
     def __iter__(self) -> Iterator[BatchSpec]:
-        batches = self.batches
-        return (self._share_of(batches[at]) for at in range(self._start, len(batches)))
+        return self._specs(self._epoch, self.batches, self._start)
 
-    def _share_of(self, batch: BatchSpec) -> BatchSpec:
-        rank, ranks = self._share
-        return BatchSpec(batch.indices[rank::ranks], batch.lengths)
+    def _specs(self, epoch: int, batches: Batches, start: int) -> Iterator[BatchSpec]:
+        for at in range(start, len(batches)):
+            yield self._plan.share(batches[at], *self._share)
+        if self._has_epochs:
+            self._plan_epoch(epoch + 1)
+
+    def _plan_epoch(self, epoch: int) -> Batches:
+        if self._planned[0] != epoch:
+            self._planned = (epoch, self._plan.epoch(epoch))
+        return self._planned[1]
 
     def __len__(self) -> int:
         return len(self.batches) - self._start
@@ -221,17 +267,17 @@ class PaddedBatches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 
 def make_loader(
     pairs: IdPairs,
-    plan: BatchPlan,
+    plan: Batching,
     loader: LoaderPlan,
     *,
     pin: bool,
     timeout_s: float = 0,
     share: tuple[int, int] = (0, 1),
 ) -> DataLoader[Any]:
-    """A DataLoader over the batches of a `BatchPlan`, with workers that persist over epochs."""
+    """A DataLoader over the batches of a plan, with workers that persist over epochs."""
     workers = loader.workers or 0
     return DataLoader(
-        PaddedBatches(pairs),
+        plan.dataset(pairs),
         sampler=PlannedSampler(plan, share),
         batch_size=None,
         num_workers=workers,

@@ -79,6 +79,14 @@ class IdPairs:
         )
         return src, trg
 
+    def end_to_end(self, indices: Longs) -> tuple[tuple[Ints, Longs], tuple[Ints, Longs]]:
+        """Of each side: the ids of these pairs, end to end, and the length of each sentence."""
+        src, trg = (
+            _gathered(ids, offsets, indices)
+            for ids, offsets in zip(self._ids, self._offsets, strict=True)
+        )
+        return src, trg
+
     def __iter__(self) -> Iterator[tuple[Ints, Ints]]:
         return (self[index] for index in range(len(self)))
 
@@ -113,6 +121,13 @@ class IdPairs:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return IdPairs, (self.folder, self.split)
+
+
+def _gathered(ids: Ints, offsets: Longs, indices: Longs) -> tuple[Ints, Longs]:
+    lengths = offsets[indices + 1] - offsets[indices]
+    starts_here = np.cumsum(lengths) - lengths
+    at = np.repeat(offsets[indices] - starts_here, lengths) + np.arange(lengths.sum())
+    return ids[at], lengths
 
 
 def write_ids(

@@ -1,0 +1,328 @@
+"""The trainer with packed and with padded batches, in turns: target tokens per second, and why.
+
+    python benchmarks/packed.py --data FOLDER [--corpus multi30k|long] [--out FILE]
+
+FOLDER holds `multi30k` (train and val, .en.gz and .de.gz). `multi30k` trains on four numbered
+copies of it, `long` on paragraphs of five of its sentences. Both ways train Transformer base under
+`max` in one process, with all that `headrace train` does but validation: clipping, schedule,
+metrics, checkpoints. They take turns of some epochs each. Rates are of real target tokens, padding
+not counted, as the epoch lines of `metrics.jsonl` have them. Then the profiler looks at some steps:
+milliseconds per step by kind of kernel, and how long the GPU is busy.
+
+With an empty compiler cache it takes some six minutes on an H200. `--quick --device cpu` only shows
+that the script runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import tempfile
+import time
+from collections import defaultdict
+from contextlib import ExitStack
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.attention.flex_attention as flex
+from measuring import header, save, table
+from torch.nn import functional
+
+from headrace.checkpoint import CheckpointWriter
+from headrace.device import Timeline
+from headrace.parallel import SINGLE
+from headrace.runs import BusyWindow, MetricsLog, RunFolder, StopRequests, read_metrics
+from headrace.translation import ModelSettings, Prepared, TrainSettings, prepared_for
+from headrace.translation.build import build_run
+from headrace.translation.model import sinusoids
+from headrace.translation.observers import (
+    EpochGauges,
+    Observers,
+    new_monitor,
+    new_progress,
+    new_watchdog,
+)
+from headrace.translation.trainer import Checkpoints, EpochLoss, TrainingLoop, Validation
+from headrace.translation.weights import WeightFiles
+from translation import four, paragraphs
+
+#: The settings of both ways. Padded batches of 29,500 tokens have some 26,000 real ones.
+BASE: dict[str, Any] = {
+    "src": "en", "trg": "de", "preset": "base", "vocabulary": 32_000, "plan": "max",
+    "monitor": False, "tensorboard": True, "valid_sentences": 0, "samples": 0, "hang_after": 0,
+}  # fmt: skip
+WAYS: dict[str, dict[str, Any]] = {
+    "packed": {"packed": "on", "tokens": 27_136},
+    "padded": {"packed": "off", "tokens": 29_500, "shapes": 12},
+}
+QUICK = {"preset": "tiny", "layers": 1, "vocabulary": 400, "plan": "pipeline", "tokens": 600}
+SHARES = {"data wait %": "data_wait_share", "blocked %": "host_blocked_share"}
+KINDS = {
+    "attention": r"flex_attention|tem_fused|fmha|flash|attention",
+    "matrix products": r"nvjet|gemm|cutlass|xmma|splitKreduce",
+    "layer norm": r"layer_norm",
+    "loss": r"softmax",
+    "embedding": r"embedding|index_put|sort|Radix",
+    "dropout and ReLU": r"dropout|relu|threshold|bernoulli|philox",
+    "optimizer and clipping": r"multi_tensor|adam|foreach|norm",
+    "copies": r"Memcpy|Memset|copy",
+}
+
+
+class _WithoutValidation(TrainingLoop):
+    """The trainer's loop. Validation would be compiled too, and is not what is measured."""
+
+    def _validate(self) -> Validation:
+        return Validation({"valid_loss": 0.0, "valid_nll": 0.0, "bleu": 0.0}, (), 0.0)
+
+
+class PlainWay:
+    """A loop as tutorials have it, with `nn.Transformer` and the batches of the padded way: copy,
+    forward, backward, clip, step, and read the loss."""
+
+    def __init__(self, name: str, padded: Way) -> None:
+        self.name, self.parts, self.device = name, padded.parts, padded.device
+        self._on, self._epochs = padded.device.torch_device, 0
+        torch.manual_seed(0)
+        settings = padded.parts.model.settings
+        self._model = _NnTransformer(settings, *map(len, padded.parts.data.vocabularies))
+        self._model.to(self._on)
+        self._call = torch.compile(self._model) if name == "plain compiled" else self._model
+        self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=7e-4, betas=(0.9, 0.98))
+        self._scheduler = torch.optim.lr_scheduler.LambdaLR(
+            self._optimizer, lambda step: min((step + 1) / 2000, (2000 / (step + 1)) ** 0.5)
+        )
+
+    def train(self, epochs: int) -> list[dict[str, Any]]:
+        loader, lines = self.parts.loader, []
+        for _ in range(epochs):
+            loader.sampler.set_epoch(self._epochs)
+            loader.sampler.start_at(0)
+            self.device.synchronize("bench")
+            begun, tokens = time.perf_counter(), 0
+            for src, trg in loader:
+                tokens += int(trg[:, 1:].ne(0).sum())
+                self._step(src.to(self._on), trg.to(self._on))
+            self.device.synchronize("bench")
+            self._epochs += 1
+            lines.append({"tokens_per_s": tokens / (time.perf_counter() - begun)})
+        return lines
+
+    def _step(self, src: torch.Tensor, trg: torch.Tensor) -> float:
+        self._optimizer.zero_grad(set_to_none=True)
+        with torch.autocast(self._on.type, torch.bfloat16):
+            logits = self._call(src, trg[:, :-1])
+            loss = functional.cross_entropy(
+                logits.flatten(0, 1), trg[:, 1:].flatten(), ignore_index=0, label_smoothing=0.1
+            )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self._model.parameters(), 1.0)
+        self._optimizer.step()
+        self._scheduler.step()
+        return loss.item()
+
+
+class _NnTransformer(torch.nn.Module):
+    """The trainer's model, made of PyTorch's modules."""
+
+    def __init__(self, size: ModelSettings, src_vocabulary: int, trg_vocabulary: int) -> None:
+        super().__init__()
+        self.scale = size.width**0.5
+        self.src = torch.nn.Embedding(src_vocabulary, size.width, padding_idx=0)
+        self.trg = torch.nn.Embedding(trg_vocabulary, size.width, padding_idx=0)
+        self.register_buffer("positions", sinusoids(size.max_length, size.width))
+        self.transformer = torch.nn.Transformer(
+            size.width, size.heads, size.encoder_layers, size.decoder_layers, size.inner,
+            size.dropout, batch_first=True, norm_first=True,
+        )  # fmt: skip
+        self.output = torch.nn.Linear(size.width, trg_vocabulary, bias=False)
+        self.output.weight = self.trg.weight
+        torch.nn.init.normal_(self.src.weight, std=size.width**-0.5)
+        torch.nn.init.normal_(self.trg.weight, std=size.width**-0.5)
+
+    def forward(self, src: torch.Tensor, trg: torch.Tensor) -> torch.Tensor:
+        x = self.src(src) * self.scale + self.positions[: src.size(1)]
+        y = self.trg(trg) * self.scale + self.positions[: trg.size(1)]
+        future = torch.nn.Transformer.generate_square_subsequent_mask(
+            trg.size(1), device=trg.device, dtype=torch.float32
+        )
+        padding = torch.zeros(src.shape, device=src.device).masked_fill(src.eq(0), -torch.inf)
+        states = self.transformer(
+            x, y, tgt_mask=future, tgt_is_causal=True,
+            src_key_padding_mask=padding, memory_key_padding_mask=padding,
+        )  # fmt: skip
+        return self.output(states)
+
+
+class Way:
+    """A training run that can train one epoch at a time."""
+
+    def __init__(
+        self, name: str, settings: TrainSettings, data: Prepared, runs: Path, stack: ExitStack
+    ) -> None:
+        self.name, folder = name, RunFolder.create(runs, name)
+        self.parts = parts = build_run(settings, data)
+        self.device = device = parts.device
+        self._metrics_file, gauges, losses = folder.metrics, EpochGauges(), EpochLoss()
+        progress = stack.enter_context(new_progress(settings, SINGLE, True, gauges, None))
+        metrics = stack.enter_context(MetricsLog(folder.metrics, folder.events))
+        writer = stack.enter_context(CheckpointWriter(device, folder.state, 2))
+        watchdog = stack.enter_context(new_watchdog(settings, SINGLE, folder, device))
+        monitor = stack.enter_context(new_monitor(settings, SINGLE, folder, metrics, parts.engine))
+        weight_files = WeightFiles(folder.weights, parts.model, device, SINGLE, 0)
+        self._loop = _WithoutValidation(
+            parts,
+            Checkpoints(parts, folder, writer, weight_files, losses),
+            weight_files,
+            losses,
+            Observers(device, progress, gauges, metrics, watchdog, monitor),
+            stack.enter_context(StopRequests()),
+        )
+
+    def train(self, epochs: int) -> list[dict[str, Any]]:
+        """Train some epochs. Returns their lines in `metrics.jsonl`."""
+        for _ in range(epochs):
+            if self._loop._epoch(0) is not None:
+                raise SystemExit("stopped by a signal")
+        self.device.synchronize("bench")
+        lines = [line for line in read_metrics(self._metrics_file) if line["kind"] == "epoch"]
+        return lines[-epochs:]
+
+    def trace(self, steps: int) -> tuple[Timeline | None, BusyWindow | None]:
+        engine, loader = self.parts.engine, self.parts.loader
+        loader.sampler.set_epoch(engine.epochs)
+        with self.device.trace() as trace:
+            for _ in engine.steps(loader, max_steps=steps):
+                pass
+        return trace.timeline, BusyWindow.of(trace, steps)
+
+
+def by_kind(timeline: Timeline, steps: int) -> tuple[dict[str, float], dict[str, float]]:
+    """Milliseconds per step by kind of kernel, and of the slowest kernels by name."""
+    kinds: dict[str, float] = defaultdict(float)
+    names: dict[str, float] = defaultdict(float)
+    for lane in timeline.lanes():
+        for span in timeline.on(lane):
+            found = (kind for kind, names_of in KINDS.items() if re.search(names_of, span.name))
+            kinds[next(found, "other")] += span.duration_ms / steps
+            names[span.name[:120]] += span.duration_ms / steps
+    slowest = sorted(names, key=lambda name: -names[name])[:16]
+    return dict(kinds), {name: round(names[name], 3) for name in slowest}
+
+
+def rate(lines: list[dict[str, Any]], way: Way | PlainWay) -> dict[str, Any]:
+    rates = [line["tokens_per_s"] for line in lines]
+    batches = way.parts.loader.sampler.batches
+    train = way.parts.data.splits["train"]
+    tokens = (train.tokens[1] - len(train)) / len(batches)
+    median = statistics.median(rates)
+    return {
+        "target tokens/s": round(median),
+        "lowest": round(min(rates)),
+        "highest": round(max(rates)),
+        "ms per step": round(1e3 * tokens / median, 2),
+        "tokens per step": round(tokens),
+        **{
+            name: round(100 * statistics.median(line[share] for line in lines), 2)
+            for name, share in SHARES.items()
+            if share in lines[0]
+        },
+    }
+
+
+def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    longest = 320 if arguments.corpus == "long" else 60
+    common = BASE | {"data": str(corpus), "max_length": longest, "device": arguments.device}
+    rows: dict[str, dict[str, Any]] = {}
+    details: dict[str, Any] = {}
+    with ExitStack() as stack:
+        ways, lines = [], defaultdict(list)
+        for name, choice in WAYS.items():
+            settings = TrainSettings.from_dict(common | choice | (QUICK if arguments.quick else {}))
+            data = prepared_for(settings, cache)
+            before, begun = _allocated(ways), time.perf_counter()
+            way = Way(name, settings, data, runs, stack)
+            first = way.train(arguments.warm_up)
+            ways.append(way)
+            report, graphs = way.parts.engine.compiled, way.parts.engine.graphs
+            details[name] = {
+                "batches": str(way.parts.loader.sampler.batches),
+                "warm-up s": round(time.perf_counter() - begun, 1),
+                "peak MB": round((max(x["peak_memory_bytes"] for x in first) - before) / 1e6),
+                "compiled": None if report is None else asdict(report),
+                "graphs": None if graphs is None else asdict(graphs),
+            }
+            print(name, details[name], flush=True)
+        plain = [PlainWay(name, ways[1]) for name in arguments.plain]
+        for way in plain:
+            way.train(arguments.warm_up)
+        for _ in range(arguments.turns):
+            for way in (*ways, *plain):
+                lines[way.name] += way.train(arguments.epochs)
+        for way in plain:
+            rows[way.name], details[way.name] = rate(lines[way.name], way), {}
+        for way in ways:
+            rows[way.name] = rate(lines[way.name], way)
+            rows[way.name]["peak MB"] = details[way.name]["peak MB"]
+            timeline, window = way.trace(arguments.steps)
+            if timeline is not None and window is not None:
+                busy = window.busy_ms_per_step
+                rows[way.name]["busy ms"] = round(busy, 2)
+                rows[way.name]["busy %"] = round(100 * busy / rows[way.name]["ms per step"], 1)
+                kinds, details[way.name]["slowest kernels"] = by_kind(timeline, arguments.steps)
+                details[way.name]["kinds"] = {k: round(ms, 3) for k, ms in kinds.items()}
+            way.parts.engine.close()
+    packed_rate = rows["packed"]["target tokens/s"]
+    for row in rows.values():
+        row["packed is × faster"] = round(packed_rate / row["target tokens/s"], 2)
+    for name, found in lines.items():
+        details[name]["epochs"] = [round(line["tokens_per_s"]) for line in found]
+    return {"rows": rows, "details": details}
+
+
+def _allocated(ways: list[Way]) -> int:
+    """Bytes that the ways before this one hold."""
+    return ways[0].device.memory().allocated if ways else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--data", type=Path, required=True)
+    parser.add_argument("--corpus", choices=("multi30k", "long"), default="multi30k")
+    parser.add_argument("--cache", type=Path, default=Path("build/cache"))
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=2, help="epochs per turn")
+    parser.add_argument("--warm-up", type=int, default=3, help="epochs before the first turn")
+    parser.add_argument("--steps", type=int, default=16, help="steps under the profiler")
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument(
+        "--flex-options", nargs="+", default=[], help="flex_attention's kernel_options to set"
+    )
+    parser.add_argument(
+        "--plain",
+        nargs="+",
+        default=[],
+        choices=("plain", "plain compiled"),
+        help="also train nn.Transformer in a plain loop, on the padded batches",
+    )
+    parser.add_argument("--quick", action="store_true", help="a tiny model, not compiled")
+    parser.add_argument("--out", type=Path)
+    arguments = parser.parse_args()
+    if arguments.flex_options:
+        options = dict.fromkeys(arguments.flex_options, True)
+        flex.flex_attention = partial(flex.flex_attention, kernel_options=options)
+    corpus = {"multi30k": four, "long": paragraphs}[arguments.corpus](arguments.data)
+    with tempfile.TemporaryDirectory() as runs:
+        found = measure(corpus, arguments.cache, Path(runs), arguments)
+    save(arguments.out, {**header("packed.py"), "corpus": arguments.corpus, **found})
+    kinds = {name: one.get("kinds", {}) for name, one in found["details"].items()}
+    print(table(kinds))
+    print(table(found["rows"]))
+
+
+if __name__ == "__main__":
+    main()

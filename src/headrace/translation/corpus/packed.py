@@ -1,0 +1,294 @@
+"""Packed batches: sentences end to end, all batches of one shape, almost no padding.
+
+A batch is a pure function of (seed, epoch) and its number, as in `batches.py`. The sentences of an
+epoch are shuffled, cut into windows of many batches, and dealt to the batches of their window so
+that all have nearly the same number of source and of target tokens. So one shape fits all of them,
+and each batch has short and long sentences in the proportion of the corpus.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from headrace.errors import PlanError
+from headrace.translation.attention import BLOCK, PackedBlocks, Packing, blocks_of
+from headrace.translation.corpus.batches import BatchSpec, IntArray
+from headrace.translation.corpus.encoded import IdPairs, Ints, Longs
+
+# A window has this many batches, or more if batches are so small that they make up fewer sentences.
+_WINDOW_BATCHES, _WINDOW_SENTENCES = 64, 1 << 16
+# Dealt batches differ by a few tokens: room for them in the shape.
+_ROOM_SHARE, _ROOM_TOKENS = 0.004, 4
+# From this many target tokens on, sizes are multiples of flex_attention's block. With fewer,
+# rounding would waste more than 2 %.
+_LARGE = 64 * BLOCK
+
+
+class PackedSize(NamedTuple):
+    """The shape of a packed batch, in tokens. The last source token is always padding: target
+    padding has something to attend to."""
+
+    src: int
+    trg: int  # without the last token of each sentence, which the decoder does not read
+
+    def __str__(self) -> str:
+        return f"{self.src:,} source and {self.trg:,} target tokens"
+
+
+class PackedBatch(NamedTuple):
+    """A packed batch, as tensors."""
+
+    src: Tensor  # (1, source tokens): ids
+    trg: Tensor  # (1, target tokens): ids that the decoder reads, from bos on
+    targets: Tensor  # (1, target tokens): the id that follows each of them, up to eos
+    packing: Packing
+
+
+def packed_size(lengths: Longs, tokens: int, longest: int) -> PackedSize:
+    """The shape for batches of at most `tokens` target tokens.
+
+    `lengths` is (pairs, 2), in tokens including bos and eos. In the shape returned, all batches of
+    an epoch are full, also the last one, and a sentence of `longest` tokens fits on both sides.
+    """
+    totals = _sizes(lengths).sum(axis=0)
+    unit = _unit(tokens)
+    limit = max(unit, tokens // unit * unit)
+    room = 1 + _ROOM_SHARE
+    batches = max(1, -(-int(totals[1] * room) // max(1, limit - _ROOM_TOKENS)))
+    src, trg = (int(total / batches * room) + _ROOM_TOKENS for total in totals)
+    return PackedSize(_multiple(max(src, longest) + 1, unit), _multiple(max(trg, longest), unit))
+
+
+class PackedEpoch:
+    """The batches of one epoch, in order. `fills` is the share of source and of target tokens that
+    are not padding."""
+
+    shapes = 1
+
+    def __init__(self, batches: list[IntArray], size: PackedSize, sizes: IntArray) -> None:
+        self._batches, self._size = batches, size
+        tokens = sizes.sum(axis=0) / max(1, len(batches))
+        self.fills = (float(tokens[0]) / size.src, float(tokens[1]) / size.trg)
+        self.padding_share = 1 - float(tokens.sum()) / sum(size) if batches else 0.0
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def __getitem__(self, batch: int) -> BatchSpec:
+        return BatchSpec(self._batches[batch], (self._size.src, self._size.trg))
+
+    def __str__(self) -> str:
+        src, trg = self.fills
+        return (
+            f"{len(self):,} packed batches per epoch, {self._size}, {src:.1%} and {trg:.1%} filled"
+        )
+
+
+class PackedPlan:
+    """Packs a corpus into batches of one shape, for any epoch.
+
+    `lengths` is (pairs, 2), in tokens including bos and eos. `with_blocks`: batches have what
+    flex_attention needs.
+    """
+
+    def __init__(
+        self,
+        lengths: Longs,
+        size: PackedSize,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        with_blocks: bool = False,
+    ) -> None:
+        self._sizes = _sizes(lengths)
+        self._size, self._seed, self._shuffle = size, seed, shuffle
+        self._with_blocks = with_blocks
+        self._room = np.array([size.src - 1, size.trg])
+        self._longest = self._sizes.max(axis=0, initial=0)
+        if (self._longest > self._room).any():
+            raise PlanError(
+                f"a sentence pair has {self._longest[0]} source and {self._longest[1]} target "
+                f"tokens: expected at most those of a packed batch, {size}"
+            )
+
+    def epoch(self, epoch: int) -> PackedEpoch:
+        """The batches of this epoch."""
+        random = np.random.default_rng([self._seed, epoch])
+        count = len(self._sizes)
+        order = random.permutation(count) if self._shuffle else np.arange(count)
+        batches: list[IntArray] = []
+        for window, parts in self._windows(order):
+            batches += _packed(window, self._sizes, parts, self._room)
+        if self._shuffle:
+            batches = [batches[number] for number in random.permutation(len(batches))]
+        return PackedEpoch(batches, self._size, self._sizes)
+
+    def for_validation(self, lengths: Longs) -> PackedPlan:
+        """A plan for other pairs, in the same shape and the same order in every epoch."""
+        return PackedPlan(lengths, self._size, shuffle=False, with_blocks=self._with_blocks)
+
+    def share(self, batch: BatchSpec, rank: int, ranks: int) -> BatchSpec:
+        """The part of a batch that this rank trains on. All ranks together have the batch."""
+        if ranks == 1:
+            return batch
+        sizes = self._sizes[batch.indices]
+        mine = np.flatnonzero(_deal(sizes, ranks) == rank)
+        # Dealt parts differ by less than a sentence, but for corpora of very unusual lengths.
+        room = -(-self._room // ranks) + self._longest
+        src, trg = map(int, np.maximum(room, sizes[mine].sum(axis=0)))
+        unit = _unit(trg)
+        return BatchSpec(batch.indices[mine], (_multiple(src + 1, unit), _multiple(trg, unit)))
+
+    def dataset(self, pairs: IdPairs) -> Dataset[PackedBatch]:
+        return PackedBatches(pairs, with_blocks=self._with_blocks)
+
+    def _windows(self, order: IntArray) -> list[tuple[IntArray, int]]:
+        """Consecutive parts of `order`, with the number of batches that each is for."""
+        if not len(order):
+            return []
+        batches = int(np.ceil(self._sizes.sum(axis=0) / self._room).max())
+        per_batch = len(order) / batches
+        window = max(_WINDOW_BATCHES, int(_WINDOW_SENTENCES / per_batch))
+        count = -(-batches // window)
+        parts = [len(part) for part in np.array_split(np.arange(batches), count)]
+        # Cut where the tokens are in proportion to the batches.
+        tokens = np.cumsum(self._sizes[order].sum(axis=1))
+        cuts = np.searchsorted(tokens, tokens[-1] * np.cumsum(parts)[:-1] / batches)
+        return list(zip(np.split(order, cuts), parts, strict=True))
+
+
+def _sizes(lengths: Longs) -> IntArray:
+    """The tokens that each pair takes up on both sides: (pairs, 2)."""
+    sizes: IntArray = np.asarray(lengths, dtype=np.int64).reshape(-1, 2) - np.array([0, 1])
+    return sizes
+
+
+def _unit(tokens: int) -> int:
+    """What sizes are multiples of, in batches of so many target tokens."""
+    return BLOCK if tokens >= _LARGE else 8
+
+
+def _multiple(tokens: int, unit: int) -> int:
+    return -(-tokens // unit) * unit
+
+
+def _packed(window: IntArray, sizes: IntArray, parts: int, room: IntArray) -> list[IntArray]:
+    """The pairs of a window in `parts` batches, and in more if they do not fit."""
+    part_of = _deal(sizes[window], parts)
+    by_part = np.argsort(part_of, kind="stable")
+    ends = np.cumsum(np.bincount(part_of, minlength=parts))
+    batches, left_over = [], []
+    for batch in np.split(window[by_part], ends[:-1]):
+        batch = batch[np.argsort(-sizes[batch].sum(axis=1), kind="stable")]
+        fits = (np.cumsum(sizes[batch], axis=0) <= room).all(axis=1)
+        batches.append(batch[fits])
+        left_over += [int(index) for index in batch[~fits]]
+    return _place(left_over, [batch for batch in batches if len(batch)], sizes, room)
+
+
+def _deal(sizes: IntArray, parts: int) -> IntArray:
+    """Assign pairs of these sizes, (pairs, 2), to parts with nearly the same tokens on each side.
+
+    Pairs of similar size, as many as there are parts, are dealt at a time, the large ones first. At
+    the beginning they are dealt like cards, back and forth. Then the pair that has most goes to the
+    part that has least, of size (source plus target) or of skew (source minus target), whichever
+    differs more between parts so far. Returns the part of each pair.
+    """
+    shares = sizes / np.maximum(1, sizes.sum(axis=0))
+    measures = np.stack((shares[:, 0] + shares[:, 1], shares[:, 0] - shares[:, 1]))
+    by_size = np.argsort(-measures[0], kind="stable")
+    part_of = np.empty(len(sizes), dtype=np.int64)
+    rounds = len(sizes) // parts
+    # Enough balanced rounds at the end to make up for the unbalanced ones, which are faster.
+    cards = max(0, rounds - 64 - 4 * math.isqrt(rounds)) // 2 * 2 * parts
+    forth = np.arange(parts)
+    part_of[by_size[:cards]] = np.tile(np.append(forth, forth[::-1]), cards // (2 * parts))
+    dealt = measures[:, by_size[:cards]].reshape(2, -1, parts)
+    sums = dealt[:, ::2].sum(axis=1) + dealt[:, 1::2, ::-1].sum(axis=1)
+    for start in range(cards, len(sizes), parts):
+        group = by_size[start : start + parts]
+        measure = int(np.argmax(np.ptp(sums, axis=1)))
+        neediest = np.argsort(sums[measure], kind="stable")[: len(group)]
+        group = group[np.argsort(-measures[measure, group], kind="stable")]
+        part_of[group] = neediest
+        sums[:, neediest] += measures[:, group]
+    return part_of
+
+
+def _place(
+    pairs: list[int], batches: list[IntArray], sizes: IntArray, room: IntArray
+) -> list[IntArray]:
+    """The batches with more `pairs` in them: each goes to the first batch where it fits, the
+    largest pair first; new batches take the rest."""
+    if not pairs:
+        return batches
+    lists = [list(map(int, batch)) for batch in batches]
+    used = np.array([sizes[batch].sum(axis=0) for batch in batches]).reshape(-1, 2)
+    for pair in sorted(pairs, key=lambda pair: -int(sizes[pair].sum())):
+        fits = np.flatnonzero((used + sizes[pair] <= room).all(axis=1))
+        if len(fits):
+            lists[fits[0]].append(pair)
+            used[fits[0]] += sizes[pair]
+        else:
+            lists.append([pair])
+            used = np.vstack((used, sizes[pair]))
+    return [np.array(batch, dtype=np.int64) for batch in lists]
+
+
+class PackedBatches(Dataset[PackedBatch]):
+    """Turns a `BatchSpec` into a `PackedBatch`. A rank's share may have no pairs: it is all padding
+    then, with weight 0."""
+
+    def __init__(self, pairs: IdPairs, *, with_blocks: bool = False) -> None:
+        self._pairs, self._with_blocks = pairs, with_blocks
+
+    def __getitem__(self, spec: BatchSpec) -> PackedBatch:
+        source_tokens, target_tokens = spec.lengths
+        (src, src_lengths), (trg, trg_lengths) = self._pairs.end_to_end(spec.indices)
+        ends = np.cumsum(trg_lengths)
+        is_first, is_last = np.zeros((2, len(trg)), dtype=bool)
+        is_first[ends - trg_lengths] = is_last[ends - 1] = True
+        src_positions, src_sentences = _places(src_lengths, source_tokens)
+        trg_positions, trg_sentences = _places(trg_lengths - 1, target_tokens)
+        blocks = None
+        if self._with_blocks:
+            blocks = PackedBlocks(
+                blocks_of(src_sentences, src_sentences),
+                blocks_of(trg_sentences, trg_sentences, causal=True),
+                blocks_of(trg_sentences, src_sentences),
+            )
+        return PackedBatch(
+            _padded(src, source_tokens),
+            _padded(trg[~is_last], target_tokens),
+            _padded(trg[~is_first], target_tokens),
+            Packing(
+                _padded(src_positions, source_tokens),
+                _padded(trg_positions, target_tokens),
+                torch.from_numpy(src_sentences),
+                torch.from_numpy(trg_sentences),
+                blocks,
+            ),
+        )
+
+
+def _places(lengths: Longs, tokens: int) -> tuple[IntArray, Ints]:
+    """Of sentences end to end: the position of each token in its sentence, and the number of the
+    sentence for all `tokens`, padding included."""
+    starts = np.cumsum(lengths) - lengths
+    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
+    sentences = np.full(tokens, len(lengths), dtype=np.int32)
+    sentences[: len(positions)] = np.repeat(np.arange(len(lengths)), lengths)
+    return positions, sentences
+
+
+def _padded(values: IntArray | Ints, tokens: int) -> Tensor:
+    """(n,) -> (1, tokens), int64, padded with 0."""
+    padded = np.zeros((1, tokens), dtype=np.int64)
+    padded[0, : len(values)] = values
+    return torch.from_numpy(padded)
