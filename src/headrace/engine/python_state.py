@@ -86,11 +86,12 @@ class ChangedValue:
 
     def __str__(self) -> str:
         where = "" if self.line is None else f" ({self.line})"
-        remedy = (
-            "keep the same tensor and write to it in place, with copy_()"
-            if self.has_tensors
-            else "make it a tensor on the device and write to it in place, with fill_()"
-        )
+        if self.name.endswith(".training"):
+            remedy = "call train() and eval() between epochs, not between the batches of one"
+        elif self.has_tensors:
+            remedy = "keep the same tensor and write to it in place, with copy_()"
+        else:
+            remedy = "make it a tensor on the device and write to it in place, with fill_()"
         return (
             f"{self.name} changes from batch to batch{where}, and a graph would repeat the value "
             f"it was captured with: {remedy}"
