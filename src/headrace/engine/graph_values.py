@@ -7,10 +7,12 @@ captured again. If values keep changing, the step is not worth capturing.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 
+from headrace.data import host_rng_states, set_host_rng_states
 from headrace.engine.capturable_optimizer import takes_rates_as_tensors
 from headrace.engine.python_state import PythonState
 from headrace.engine.step_state import StepState
@@ -73,10 +75,14 @@ class FrozenValues:
         if self._python is not None and (changed := self._python.changed_so_far()):
             raise CaptureError(str(changed))
 
-    def restore_python(self) -> None:
-        """Undo what a failed capture has changed in Python values."""
+    def restoring_host_state(self) -> ExitStack:
+        """A context whose end restores the Python values and the host's random generators to their
+        present state. Its `pop_all()` keeps what was changed."""
+        undo = ExitStack()
+        undo.callback(set_host_rng_states, host_rng_states())
         if self._python is not None:
-            self._python.restore()
+            undo.callback(self._python.restore)
+        return undo
 
     def find_again(self) -> None:
         """Look for Python values again before the next batch: the model has other modules."""
