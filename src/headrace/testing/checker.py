@@ -24,6 +24,7 @@ from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
 from headrace.testing.races import Access, Freed, Race, missing_call, race_key
+from headrace.testing.source import accepted_because
 
 Clock = dict[int, int]
 
@@ -211,6 +212,8 @@ class Checker:
         self._freed: dict[tuple[int, str], dict[tuple[object, ...], Entry]] = {}
         #: How often each race was seen.
         self._reported: dict[tuple[object, ...], int] = {}
+        #: The races that a comment says are ordered.
+        self.accepted: set[tuple[object, ...]] = set()
         #: Names the call that would remove a race.
         self.missing_call: Callable[[str, Access, Access, Freed | None], str] = missing_call
         # A first use with the stream that is not ordered after it. If that stream gets the memory
@@ -449,7 +452,7 @@ class Checker:
                 and not self._same_queue(entry, actor)
                 and layout.overlaps(entry.layout)
             ):
-                self._report(tracked, entry, access)
+                self._report(tracked, entry, access, actor)
             # Later accesses need only be ordered after this one: drop `entry`.
             if (access.writes or (ordered and not entry.access.writes)) and layout.covers(
                 entry.layout
@@ -464,22 +467,34 @@ class Checker:
             return False
         return self._actors[entry.actor].stream_number == actor.stream_number
 
-    def _report(self, tracked: Storage, entry: Entry, access: Access) -> None:
+    def _report(self, tracked: Storage, entry: Entry, access: Access, actor: Actor) -> None:
         first, second = entry.access, access
+        ordered = [actor]
         if entry.of_previous_owner:
             kind = "reuse"
             second = Access(tracked.allocated_at, tracked.owner.name, "allocation", writes=True)
+            ordered.append(tracked.owner)
             if (first.site, first.where, second.where) in self._unordered:
                 return  # every later allocation could get this memory: the first is enough
         else:
             kind = "-".join("write" if one.writes else "read" for one in (first, second))
+        if accepted_because(first, second) is not None:
+            # The comment says that there is an order: all that follows is after it, too.
+            self.accepted.add(race_key(kind, first, second))
+            for one in ordered:
+                join(one.clock, {entry.actor: entry.tick})
+            return
         self._unordered.add((first.site, first.where, second.where))
         self._add_race(kind, tracked, first, second, entry.freed)
 
     def report_freed(self, tensor: torch.Tensor, captured: Access, replayed: Access) -> None:
         """Report that a graph uses memory that was freed after the capture."""
         tracked = self.storage_of(tensor)
-        if tracked is not None:
+        if tracked is None:
+            return
+        if accepted_because(captured, replayed) is not None:
+            self.accepted.add(race_key("freed", captured, replayed))
+        else:
             self._add_race("freed", tracked, captured, replayed)
 
     def _add_race(

@@ -38,7 +38,8 @@ class Stream:
             if before is before.device.default_stream:
                 self._made = fake_cuda.default_stream
             else:
-                self._made = fake_cuda.new_stream(before.name.partition(" #")[0], before.priority)
+                name, made_at = before.name.partition(" #")[0], before.device.stream_sites()
+                self._made = fake_cuda.new_stream(name, before.priority, made_at.get(before.name))
                 fake_cuda.wrappers[self._made] = self
         return self._made
 
