@@ -263,8 +263,9 @@ class CudaDevice(AcceleratorDevice):
     def _warm_up_capture(self) -> None:
         """Make cuBLAS allocate its workspace for the capture stream outside any graph's pool. It
         keeps the workspace for good, so the pool could never be freed. Backward runs in another
-        thread, which has its own workspace: so this runs a backward, too."""
-        with self.use(self.stream("capture")):
+        thread, which has its own workspace: so this runs a backward, too. The caller may be in
+        `torch.no_grad()` or `torch.inference_mode()`, where there would be none."""
+        with self.use(self.stream("capture")), torch.inference_mode(False), torch.enable_grad():
             matrix = torch.ones(8, 8, device=self.torch_device, requires_grad=True)
             (matrix @ matrix).sum().backward()
 
