@@ -474,6 +474,19 @@ def test_figures_and_tools(fake_cuda: FakeCuda) -> None:
     torch.cuda.synchronize(torch.device("cuda"))
 
 
+def test_settings_of_a_pytorch_that_is_built_for_cuda_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting, driver_call = [1].copy, [2].copy  # builtins, as PyTorch's are
+    monkeypatch.setattr(torch._C, "_cuda_get_cudnn_benchmark_limit", setting, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_newDriverCall", driver_call, raising=False)
+    with fake_cuda():
+        assert vars(torch._C)["_cuda_get_cudnn_benchmark_limit"]() == [1]
+        with pytest.raises(NotImitatedError, match="_cuda_newDriverCall"):
+            vars(torch._C)["_cuda_newDriverCall"]()
+    assert vars(torch._C)["_cuda_newDriverCall"] is driver_call
+
+
 # --- what has no imitation ------------------------------------------------------------------------
 
 

@@ -51,7 +51,7 @@ class DispatchMode(TorchDispatchMode):
             autograd.notice(operation.short, on_device)
             if on_device and collectives.is_collective(operation.name):
                 return collectives.run(self._device, operation)
-            if operation.short in operators.METADATA_ONLY:
+            if operation.launches_nothing():
                 result = operation.run()
                 if on_device and operation.short in operators.RESIZING:
                     self._device.resized(on_device[0])
@@ -117,11 +117,8 @@ class DispatchMode(TorchDispatchMode):
             )
             if stream.tape is not None and (writes or written):
                 stream.tape.after_operation(operation, result, written)
-        if operation.short in operators.STORING:
-            operation.stores_host_value = device.call.storing_number or not self._holds(
-                operation.args[2]
-            )
-        if operation.makes_the_host_wait():
+        stores_number = device.call.storing_number
+        if operation.makes_the_host_wait(self._holds, stores_number=stores_number):
             device.hidden_wait(stream, operation.name)
         return result
 

@@ -351,6 +351,8 @@ class FakeDevice(host_threads.Hosts):
     def hidden_wait(self, stream: FakeStream, operation: str, *, orders: bool = True) -> None:
         """Let the host wait for a stream because of a call that does not look like a wait. With
         `orders=False` it loses the time but is not ordered after the stream's work."""
+        if self.call.checking_values:
+            return
         graphs.refuse(self, operation, stream)
         self.note_obstacle(partial(host_wait, operation=operation))
         if self.on_hidden_wait is not None:
@@ -392,7 +394,9 @@ class FakeDevice(host_threads.Hosts):
     def user_callback(self) -> Iterator[None]:
         """Watch user code, such as a hook, that PyTorch runs in the middle of a call as if it ran
         outside of any call."""
-        fresh = self.call.changed(named=None, inside=None, moving=None, storing_number=False)
+        fresh = self.call.changed(
+            named=None, inside=None, moving=None, storing_number=False, checking_values=False
+        )
         with fresh:
             if self.watches_this_thread() and not FunctionMode.is_on(self):
                 with self.function_mode(self):

@@ -499,6 +499,11 @@ _KEPT = {
 }
 #: How the names in `torch._C` begin that call the driver.
 _DRIVER_CALLS = ("_cuda", "_nccl", "_broadcast", "_scatter", "_gather")
+#: Those of them that only read or change PyTorch's own settings.
+_SETTINGS = (
+    *("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit"),
+    *("_cuda_get_conv_benchmark_empty_cache", "_cuda_getCompiledVersion", "_cuda_getArchFlags"),
+)
 #: Other names that would reach the driver.
 _REFUSED_TOO = {
     "torch.cuda": ("_compile_kernel", "_register_triton_kernels"),
@@ -529,9 +534,9 @@ def _refusals(imitated: list[Replacement]) -> Iterator[Replacement]:
             elif isinstance(value, type) and not _is_legacy_type(value):
                 yield Replacement(module, name, _refusing_class(shown), "no imitation")
     why = "calls of the driver have no imitation"
-    replaced = {one.name for one in imitated if one.owner is torch._C}
+    allowed = {one.name for one in imitated if one.owner is torch._C} | set(_SETTINGS)
     for name, value in list(vars(torch._C).items()):  # a PyTorch that is built for CUDA has some
-        if name.startswith(_DRIVER_CALLS) and inspect.isbuiltin(value) and name not in replaced:
+        if name.startswith(_DRIVER_CALLS) and inspect.isbuiltin(value) and name not in allowed:
             yield Replacement(torch._C, name, _refusing(f"torch._C.{name}"), why)
     yield Replacement(torch._C, "__getattr__", _no_such_call, why)
 
