@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -104,8 +104,14 @@ class _Facts:
     arguments: tuple[tuple[int, str, bool | None], ...]
     reads_on_host: bool
     returns_alias: bool
+    is_composite: bool
+    #: Calls the implementation of a custom operator that is written in Python.
+    python_kernel: Callable[..., Any] | None
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+#: How the names of operators begin that are not custom.
+_COMPILED = ("aten::", "prims::", "c10d::", "_c10d_functional::")
 # By id, with the operator to keep it alive: hashing an operator is slow.
 _known_facts: dict[int, tuple[Any, _Facts]] = {}
 
@@ -133,7 +139,29 @@ def _new_facts(func: Any) -> _Facts:
         arguments=tuple(arguments),
         reads_on_host=short in _HOST_READS,
         returns_alias=any(value.alias_info is not None for value in schema.returns),
+        is_composite=func.has_kernel_for_dispatch_key(_COMPOSITE),
+        python_kernel=_python_kernel(func, str(schema.name)),
     )
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others, on every device."""
+    return _facts(func).is_composite
+
+
+def _python_kernel(func: Any, name: str) -> Callable[..., Any] | None:
+    """The implementation of a custom operator for CUDA, or else for the CPU, if it is Python."""
+    find = getattr(torch.library, "get_kernel", None)  # PyTorch 2.9 has none
+    if find is None or name.startswith(_COMPILED):
+        return None
+    for key in ("CUDA", "CPU"):
+        try:
+            kernel = find(func, key)
+        except RuntimeError:  # it has none for this device
+            continue
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        return partial(kernel.call_boxed, keys) if ".py:" in repr(kernel) else None
+    return None
 
 
 class Operation:
@@ -148,6 +176,10 @@ class Operation:
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
+
+    def python_kernel(self) -> Callable[..., Any] | None:
+        """The implementation of a custom operator that is written in Python."""
+        return self._facts.python_kernel
 
     def argument(self, position: int, name: str) -> Any:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)

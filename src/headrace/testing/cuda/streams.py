@@ -144,6 +144,19 @@ class CudaStream(Stream):
         return 0, self.stream_id
 
 
+class ExternalStream(CudaStream):
+    """`torch.cuda.ExternalStream`: another object for a stream of this device."""
+
+    def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> Any:
+        state.check_index(device)
+        try:
+            return stream_of(state.device().stream_by_id(stream_ptr))
+        except RuntimeError:
+            raise state.not_imitated(
+                "torch.cuda.streams.ExternalStream() of a stream that PyTorch has not made"
+            ) from None
+
+
 def stream_of(fake: FakeStream) -> CudaStream:
     """The `torch.cuda.Stream` of a fake stream, the same at each call."""
     wrappers = state.device().wrappers
