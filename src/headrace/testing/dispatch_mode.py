@@ -19,9 +19,6 @@ if TYPE_CHECKING:
     from headrace.testing.streams import FakeStream
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
-
-
 class DispatchMode(TorchDispatchMode):
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -33,8 +30,9 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(_COMPOSITE):
-            # Outside of inference mode, autograd has taken it apart before this mode sees it.
+        if operators.is_composite(func):
+            # Autograd takes it apart before this mode sees it, but it is off in inference mode and
+            # in the implementation of a custom operator.
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
@@ -49,9 +47,13 @@ class DispatchMode(TorchDispatchMode):
             on_device = self._device.checker.held(inputs)
             self._refuse_mixed(operation, inputs, on_device)
             autograd.notice(operation.short, on_device)
+            kernel = operation.python_kernel()
+            if kernel is not None and on_device:
+                with torch._C._EnableTorchFunction(), self, self._device.user_callback():
+                    return kernel(*args, **(kwargs or {}))
             if on_device and collectives.is_collective(operation.name):
                 return collectives.run(self._device, operation)
-            if operation.short in operators.METADATA_ONLY:
+            if operation.launches_nothing():
                 result = operation.run()
                 if on_device and operation.short in operators.RESIZING:
                     self._device.resized(on_device[0])
@@ -117,11 +119,8 @@ class DispatchMode(TorchDispatchMode):
             )
             if stream.tape is not None and (writes or written):
                 stream.tape.after_operation(operation, result, written)
-        if operation.short in operators.STORING:
-            operation.stores_host_value = device.call.storing_number or not self._holds(
-                operation.args[2]
-            )
-        if operation.makes_the_host_wait():
+        stores_number = device.call.storing_number
+        if operation.makes_the_host_wait(self._holds, stores_number=stores_number):
             device.hidden_wait(stream, operation.name)
         return result
 
