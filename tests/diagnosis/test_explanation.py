@@ -20,7 +20,7 @@ from support.made_traces import MS, US, Loop
 
 
 def wait(line: int, form: str = "item") -> Wait:
-    return Wait(FORMS[form], LineRecord("/work/train.py", line, "main", f"line {line}"))
+    return Wait(FORMS[form], LineRecord("/home/ada/train.py", line, "main", f"line {line}"))
 
 
 def seen(loop: Loop, waits: list[list[Wait]], clean_ms: float | None = None) -> Observations:
@@ -112,13 +112,19 @@ def test_the_screen_and_the_page_show_it() -> None:
     result = result_of(observed)
     text = text_of(result)
     assert max(map(len, text.splitlines()[:12])) <= 120
-    for part in ("/work/train.py:42", "line 42", "plan pipeline", "4 loader processes", "input"):
+    for part in (
+        "/home/ada/train.py:42",
+        "line 42",
+        "plan pipeline",
+        "4 loader processes",
+        "input",
+    ):
         assert part in text
     assert "the DataLoader has no worker processes" in text
     read = DiagnosisResult.from_dict(json.loads(result.to_json()))
     assert read == result
     page = diagnosis_page(read, "diagnosis.json")
-    assert "/work/train.py:42 line 42" in page  # on the timeline
+    assert "/home/ada/train.py:42 line 42" in page  # on the timeline
     assert "Where the time goes" in page
 
 

@@ -51,6 +51,8 @@ FORMS = [
     ("cpu", "a.x.to('cpu')"),
     ("cpu", "a.x.detach().to(device='cpu')"),
     ("cpu", "a.x.cpu().numpy()"),
+    ("cpu", "a.host.copy_(a.x)"),
+    ("cpu", "a.host.copy_(a.x, non_blocking=True)"),
     ("to", "a.host.to(a.device)"),
     ("to", "a.host.cuda()"),
     ("to", "a.pinned.to(a.device)"),

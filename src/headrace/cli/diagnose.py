@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
-from headrace.cli.options import Json, check_output_file
+from headrace.cli.options import AsModule, Json, Program, check_output_file
 from headrace.cli.output import print_result, results_only
 from headrace.errors import usage_errors
 
@@ -24,12 +24,6 @@ $ headrace diagnose train.py --lr 3e-4
 $ headrace diagnose --html diagnosis.html -m package.train
 $ headrace diagnose --fake --fail-on "waits>2" train.py
 """
-#: What follows the program's name belongs to the program.
-SETTINGS = {
-    "allow_interspersed_args": False,
-    "ignore_unknown_options": False,
-    "help_option_names": ["-h", "--help"],
-}
 
 
 class Then(StrEnum):
@@ -42,15 +36,8 @@ def _count(help_text: str, minimum: int) -> Any:
 
 
 def diagnose(
-    program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PROGRAM ARGS…",
-            help="Script to run, or module with -m, and its arguments.",
-            show_default=False,
-        ),
-    ],
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    program: Program,
+    module: AsModule = False,
     warmup: Annotated[int, _count("Steps before the first window.", 1)] = 10,
     steps: Annotated[int, _count("Steps of the clean window, which is timed.", 2)] = 20,
     profiled: Annotated[int, _count("Steps under the profiler.", 1)] = 8,

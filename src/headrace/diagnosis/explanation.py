@@ -31,6 +31,7 @@ from headrace.runs.records import (
     StepParts,
     StoredTimeline,
 )
+from headrace.source_lines import short_path
 
 #: What a line is: its place, the user's line that led there, and the form of the wait.
 LineKey = tuple[LineRecord | None, LineRecord | None, str]
@@ -50,7 +51,7 @@ def explain(
     environment: Environment,
     races: int | None = None,
 ) -> DiagnosisResult:
-    """The result of a run."""
+    """Turn what the windows saw into the result that is shown and stored."""
     step_ms = seen.clean_total_ns / len(seen.clean_ns) / 1e6 if seen.clean_ns else None
     parts, replay, lines = None, None, _Lines(seen.waits)
     trace = seen.trace
@@ -170,7 +171,7 @@ class _Lines:
             known.blocked_ms = sum(call.end_ns - call.start_ns for call in spans) * scale
             known.idle_ms = sum(divided.by_call.get(at, 0) for at in known.calls) * scale
         if replay.holds:
-            self._predict(replay, step_ms)
+            self._predict(replay, step_ms, self.joined_share)
 
     def _join_copies(self, groups: list[list[int]]) -> None:
         """Copies from memory that is not pinned: a small one does not block, so the trace may have
@@ -182,12 +183,13 @@ class _Lines:
             for key, calls in zip(keys, groups, strict=True):
                 self.known[key].calls |= set(calls)
 
-    def _predict(self, replay: Replay, step_ms: float) -> None:
+    def _predict(self, replay: Replay, step_ms: float, share: float) -> None:
+        """`share` of the steps have the lines' waits: a replay without them gains only there."""
         joined = [known for known in self.known.values() if known.blocked_ms is not None]
         worst = sorted(joined, key=lambda known: -(known.blocked_ms or 0.0))
         for known in worst[:_MAX_PREDICTED]:
             speedup = replay.speedup(Change(without=frozenset(known.calls)))
-            known.gain_ms = step_ms * (1 - 1 / speedup)
+            known.gain_ms = min(step_ms, step_ms * (1 - 1 / speedup) / share)
 
     def diagnosed(self) -> tuple[DiagnosedLine, ...]:
         """The lines with the largest gain first, then the longest idle time, then the count."""
@@ -197,8 +199,8 @@ class _Lines:
                 form=known.wait.form.name,
                 title=known.wait.form.title,
                 advice=known.wait.form.advice,
-                line=known.wait.line,
-                called_from=known.wait.called_from,
+                line=_shortened(known.wait.line),
+                called_from=_shortened(known.wait.called_from),
                 per_step=known.count / steps,
                 blocked_ms=known.blocked_ms,
                 idle_ms=known.idle_ms,
@@ -212,6 +214,10 @@ class _Lines:
                 key=lambda one: (-(one.gain_ms or 0), -(one.idle_ms or 0), -one.per_step),
             )
         )
+
+
+def _shortened(line: LineRecord | None) -> LineRecord | None:
+    return None if line is None else replace(line, file=short_path(line.file))
 
 
 def key_of(wait: Wait) -> LineKey:
@@ -275,7 +281,9 @@ def _span_kind(kind: str) -> Kind:
 
 def _title(wait: Wait) -> str:
     where = wait.called_from or wait.line
-    return wait.form.title if where is None else f"{where.file}:{where.line} {where.text}"
+    return (
+        wait.form.title if where is None else f"{short_path(where.file)}:{where.line} {where.text}"
+    )
 
 
 # --- what if, notes, verdict ----------------------------------------------------------------------

@@ -26,6 +26,7 @@ from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.source_lines import short_path
 
 #: A window ends after so many seconds, once it has its least number of steps.
 _MAX_WINDOW_S = 20.0
@@ -261,7 +262,7 @@ class Session:
 
     @contextmanager
     def _counted_backwards(self) -> Iterator[None]:
-        """Count backward passes, and notice gradients that are filled with zeros."""
+        """Count backward passes, and note the lines at which `zero_grad` writes zeros."""
         tensors: Any = torch.Tensor
         optimizers: Any = torch.optim.Optimizer
         backward, zero_grad = tensors.backward, optimizers.zero_grad
@@ -282,7 +283,7 @@ class Session:
         def zeroing(optimizer: Any, set_to_none: bool = True) -> Any:
             if not set_to_none:
                 line = wait_at(sys._getframe(1)).line
-                where = f" ({line.file}:{line.line})" if line is not None else ""
+                where = f" ({short_path(line.file)}:{line.line})" if line is not None else ""
                 _note(
                     seen,
                     f"zero_grad(set_to_none=False){where} writes zeros to every gradient: leave "

@@ -6,6 +6,7 @@ import textwrap
 from pathlib import Path
 
 from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord
+from headrace.source_lines import short_path
 from headrace.text_table import text_table
 
 _MAX_LINES = 10
@@ -59,7 +60,7 @@ def _bar(result: DiagnosisResult) -> str:
 
 
 def _facts(result: DiagnosisResult) -> str:
-    """What a step consists of, and how much slower it was while it was watched."""
+    """How many launches and passes a step has, and what it took in the other two windows."""
     facts = []
     if result.backwards_per_step is not None and result.backwards_per_step > 1:
         facts.append(f"{result.backwards_per_step:g} backward passes")
@@ -111,15 +112,12 @@ def _where(one: DiagnosedLine) -> str:
     if one.line is None:
         return "unknown"
     if one.called_from is None:
-        return place(one.line)
-    return f"{place(one.called_from)} → {Path(one.line.file).name}:{one.line.line}"
+        return _place(one.line)
+    return f"{_place(one.called_from)} → {Path(one.line.file).name}:{one.line.line}"
 
 
-def place(line: LineRecord) -> str:
-    """A line as one would type it: relative to the working directory if it is below it."""
-    path = Path(line.file)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{line.line}"
+def _place(line: LineRecord) -> str:
+    return f"{short_path(line.file)}:{line.line}"
 
 
 def _number(value: float | None) -> str:

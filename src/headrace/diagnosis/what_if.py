@@ -235,7 +235,8 @@ class Replay:
         return (all_rounds - first) / (_ROUNDS - 1) / self._trace.steps / 1e6
 
     def _run(self, change: Change, rounds: int) -> float:
-        """Nanoseconds until host and device have finished."""
+        """Replay the trace `rounds` times in a row. Returns when host and device have finished, in
+        nanoseconds."""
         host = _Host(self._trace, self._work, change)
         for _ in range(rounds):
             host.begin_round()

@@ -10,6 +10,7 @@ from headrace.report.figures import moment, ms, share, times, words
 from headrace.report.page import Stat, Summary, render_page
 from headrace.report.timelines import timeline_group
 from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord, StepParts
+from headrace.source_lines import short_path
 
 #: The fill of each part of a step.
 _LOOKS = {
@@ -148,7 +149,7 @@ def _predictions(result: DiagnosisResult) -> Table | None:
 
 
 def _place(line: LineRecord | None) -> str:
-    return "unknown" if line is None else f"{line.file}:{line.line}"
+    return "unknown" if line is None else f"{short_path(line.file)}:{line.line}"
 
 
 def _settings(result: DiagnosisResult) -> dict[str, object]:

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from types import CodeType
 
-from headrace.source_lines import Site
+from headrace.source_lines import Site, short_path
 from headrace.testing.checker import Checker
 from headrace.testing.history import Picture
 from headrace.testing.races import Access, Race
@@ -125,14 +125,6 @@ def accepted_because(race: Race) -> str | None:
             if reason is not None:
                 return reason
     return None
-
-
-def short_path(file: str) -> str:
-    """A path as one would type it: relative to the working directory if it is below it."""
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
-        return file
 
 
 def _code_lines(access: Access) -> tuple[CodeLine, ...]:
