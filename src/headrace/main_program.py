@@ -26,25 +26,33 @@ def require_program(program: str, *, as_module: bool) -> None:
         raise ProgramError(f"{program}: no such module; expected one that `python -m` would find")
 
 
+class ProgramEnded(SystemExit):
+    """Raise this inside a program to end it. No `except Exception` catches it, and a thread that
+    raises it ends without a traceback."""
+
+
 def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> int:
     """Run a script, or a module as `python -m` does. Returns its exit code when its threads have
-    ended, too. An error of the program's is printed as Python prints it; Ctrl-C is raised."""
+    ended, too. An error of the program's is printed as Python prints it. Ctrl-C and `ProgramEnded`
+    are raised at once."""
     folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
     with _command_line([program, *arguments], folder), _working_directory():
-        others = set(threading.enumerate())
+        others = running_threads()
         try:
             if as_module:
                 runpy.run_module(program, run_name="__main__", alter_sys=True)
             else:
                 _run_script(Path(program).absolute())
             exit_code = 0
+        except ProgramEnded:
+            raise
         except SystemExit as end:
             exit_code = _exit_code(end.code)
         except Exception as problem:
             inside = _users_part(problem.__traceback__)
             traceback.print_exception(type(problem), problem, inside)
             exit_code = 1
-        while waited_for := _running_threads() - others:
+        while waited_for := running_threads() - others:
             waited_for.pop().join()
     return exit_code
 
@@ -67,7 +75,7 @@ def _run_script(path: Path) -> None:
         sys.modules["__main__"] = ours
 
 
-def _running_threads() -> set[threading.Thread]:
+def running_threads() -> set[threading.Thread]:
     """The threads that Python waits for before it ends. Those of an executor are left out: an idle
     one ends only with the interpreter."""
     return {

@@ -346,7 +346,7 @@ _SENTENCES = {
 }
 _ADVICE = {
     "no step": "If it trains in another way, name a line that runs once per step: --step-line "
-    "FILE:LINE.",
+    "FILE:LINE. Processes that it starts are not watched.",
     "one step": "Give it more steps, or name a line that runs once per step with --step-line.",
     "too few steps": "Give it more steps, or fewer to warm up: --warmup 2.",
 }

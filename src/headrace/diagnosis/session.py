@@ -26,6 +26,7 @@ from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.parallel import is_launched
 from headrace.source_lines import short_path
 
 #: A window ends after so many seconds, once it has its least number of steps.
@@ -69,6 +70,11 @@ class Observations:
     missing: list[str] = field(default_factory=list)
     is_complete: bool = False
     device: Device | None = None
+
+    def note(self, text: str) -> None:
+        """Add a sentence for the user, once."""
+        if text not in self.notes:
+            self.notes.append(text)
 
 
 class Session:
@@ -182,17 +188,21 @@ class Session:
             before_ns = time.perf_counter_ns()
             device.synchronize("diagnose")
             clock = before_ns, time.perf_counter_ns()
+            has_ended = True
             try:
                 with suppress(GeneratorExit):  # the script has ended: read what there is
                     for _ in self._steps(self.settings.profiled):
                         yield
                         marks.append(time.perf_counter_ns())
+                    has_ended = False
             finally:
                 self._inputs = None
                 device.synchronize("diagnose")
-                self.seen.profiled_total_ns = time.perf_counter_ns() - clock[1]
+                now_ns = time.perf_counter_ns()
         if not marks:
             return
+        # What a script does after its last step is no part of a step.
+        self.seen.profiled_total_ns = (marks[-1] if has_ended else now_ns) - clock[1]
         self.seen.profiled_steps = len(marks)
         self.seen.trace = read_trace(content, clock, marks, inputs)
         if self.seen.trace is None:
@@ -214,7 +224,9 @@ class Session:
     def _steps(self, count: int) -> Iterator[int]:
         start_s = time.monotonic()
         for number in range(count):
-            if number >= _MIN_STEPS and time.monotonic() - start_s > _MAX_WINDOW_S:
+            # Ranks must end a window at the same step: there only the count ends it.
+            is_late = time.monotonic() - start_s > _MAX_WINDOW_S
+            if number >= _MIN_STEPS and is_late and not is_launched():
                 return
             yield number
 
@@ -284,8 +296,7 @@ class Session:
             if not set_to_none:
                 line = wait_at(sys._getframe(1)).line
                 where = f" ({short_path(line.file)}:{line.line})" if line is not None else ""
-                _note(
-                    seen,
+                seen.note(
                     f"zero_grad(set_to_none=False){where} writes zeros to every gradient: leave "
                     "the argument out",
                 )
@@ -307,9 +318,4 @@ class Session:
             )
             is_fused = all(group.get("fused") for group in optimizer.param_groups)
             if can_fuse and on_device and not is_fused:
-                _note(self.seen, f"{name} is not fused: pass fused=True for fewer launches")
-
-
-def _note(seen: Observations, text: str) -> None:
-    if text not in seen.notes:
-        seen.notes.append(text)
+                self.seen.note(f"{name} is not fused: pass fused=True for fewer launches")

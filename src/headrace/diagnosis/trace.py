@@ -107,6 +107,12 @@ def read_trace(
     shift_ns = (_start_ns(first) + _end_ns(first)) // 2 - sum(clock) // 2
     start_ns, shifted = _end_ns(first), tuple(mark + shift_ns for mark in marks)
     positions, calls = _calls(host, device, first.get("tid"), start_ns, shifted[-1])
+    # A script may do more after its last step, before it ends.
+    launched_later = {
+        event.get("args", {}).get("correlation")
+        for event in host
+        if _start_ns(event) >= shifted[-1]
+    }
     work = sorted(
         (
             Work(
@@ -120,6 +126,7 @@ def read_trace(
             )
             for event in device
             if _start_ns(event) >= start_ns
+            and event.get("args", {}).get("correlation") not in launched_later
         ),
         key=lambda one: (one.start_ns, one.end_ns),
     )
