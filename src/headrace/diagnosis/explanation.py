@@ -109,10 +109,8 @@ def _outcome(seen: Observations, is_fake: bool) -> Outcome:
 
 
 def _parts(divided: Breakdown, step_ms: float) -> StepParts:
-    """Scaled to the clean step: the profiler slows the host down."""
-    return StepParts(
-        **{cause.replace(" ", "_"): divided.share(cause) * step_ms for cause in CAUSES}
-    )
+    scaled = divided.scaled_to(step_ms)
+    return StepParts(**{cause.replace(" ", "_"): scaled[cause] for cause in CAUSES})
 
 
 def _waits_in(trace: StepTrace) -> float:
@@ -164,12 +162,13 @@ class _Lines:
         if joined == 0:
             return
         scale = step_ms / trace.step_ms / joined / 1e6
+        idle_scale = scale * trace.steps / divided.steps
         for known in self.known.values():
             if not known.calls:
                 continue
             spans = (trace.calls[at] for at in known.calls)
             known.blocked_ms = sum(call.end_ns - call.start_ns for call in spans) * scale
-            known.idle_ms = sum(divided.by_call.get(at, 0) for at in known.calls) * scale
+            known.idle_ms = sum(divided.by_call.get(at, 0) for at in known.calls) * idle_scale
         if replay.holds:
             self._predict(replay, step_ms, self.joined_share)
 

@@ -32,6 +32,9 @@ from headrace.source_lines import short_path
 #: A window ends after so many seconds, once it has its least number of steps.
 _MAX_WINDOW_S = 20.0
 _MIN_STEPS = 2
+#: How often the host waits for the idle device before the profiled steps, to relate the two clocks.
+#: The profiler is slow at the first calls.
+_CLOCK_WAITS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,10 +188,8 @@ class Session:
         inputs: list[tuple[int, int]] = []
         self._inputs = inputs
         with chrome_trace() as content:
-            before_ns = time.perf_counter_ns()
-            device.synchronize("diagnose")
-            clock = before_ns, time.perf_counter_ns()
-            has_ended = True
+            waits = [_timed(lambda: device.synchronize("diagnose")) for _ in range(_CLOCK_WAITS)]
+            start_ns, has_ended = waits[-1][1], True
             try:
                 with suppress(GeneratorExit):  # the script has ended: read what there is
                     for _ in self._steps(self.settings.profiled):
@@ -202,9 +203,9 @@ class Session:
         if not marks:
             return
         # What a script does after its last step is no part of a step.
-        self.seen.profiled_total_ns = (marks[-1] if has_ended else now_ns) - clock[1]
+        self.seen.profiled_total_ns = (marks[-1] if has_ended else now_ns) - start_ns
         self.seen.profiled_steps = len(marks)
-        self.seen.trace = read_trace(content, clock, marks, inputs)
+        self.seen.trace = read_trace(content, waits, marks, inputs)
         if self.seen.trace is None:
             self.seen.missing.append(
                 "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"
@@ -319,3 +320,9 @@ class Session:
             is_fused = all(group.get("fused") for group in optimizer.param_groups)
             if can_fuse and on_device and not is_fused:
                 self.seen.note(f"{name} is not fused: pass fused=True for fewer launches")
+
+
+def _timed(call: Callable[[], object]) -> tuple[int, int]:
+    start_ns = time.perf_counter_ns()
+    call()
+    return start_ns, time.perf_counter_ns()
