@@ -114,3 +114,15 @@ def test_python_between_launches_is_predicted() -> None:
     loop = Loop(logging=9 * MS)
     truth = steady_ms(loop) / steady_ms(replace(loop, logging=0))
     assert Replay(loop.run()).speedup(NO_PYTHON) == pytest.approx(truth, rel=0.03)
+
+
+@pytest.mark.parametrize(("launch", "logging"), [(18 * US, 0), (30 * US, 5 * MS)])
+def test_the_host_is_scaled_to_the_clean_step(launch: int, logging: int) -> None:
+    """The profiler slows launches down; without it, Python may have been slower. Then the change
+    gains what it would gain in a trace of the clean loop."""
+    traced = Loop(kernel=10 * US, launch=30 * US, logging=4 * MS)
+    clean = replace(traced, launch=launch, logging=logging or traced.logging)
+    replay = Replay(traced.run(), steady_ms(clean))
+    for change in (GRAPH, NO_PYTHON):
+        truth = Replay(clean.run()).speedup(change)
+        assert replay.speedup(change) == pytest.approx(truth, rel=0.06)

@@ -58,7 +58,7 @@ def explain(
     if trace is not None and step_ms is not None:
         divided = breakdown(trace)
         parts = _parts(divided, step_ms)
-        replay = Replay(trace)
+        replay = Replay(trace, step_ms)
         lines.join(trace, divided, replay, step_ms)
     known = lines.diagnosed()
     watched = len(seen.waits)
