@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.forms import FORMS
+from headrace.diagnosis.python_lines import LineTime
 from headrace.diagnosis.script import Limit, exit_code_of, parse_limits
 from headrace.diagnosis.session import Observations
 from headrace.diagnosis.steps import Period
@@ -126,6 +129,27 @@ def test_the_screen_and_the_page_show_it() -> None:
     page = diagnosis_page(read, "diagnosis.json")
     assert "/home/ada/train.py:42 line 42" in page  # on the timeline
     assert "Where the time goes" in page
+
+
+def test_the_page_has_the_code_around_each_line() -> None:
+    here, text = __file__, "def test_the_page_has_the_code_around_each_line() -> None:"
+    code = Path(here).read_text(encoding="utf-8").splitlines()
+    line = LineRecord(here, code.index(text) + 1, "", text)
+    observed = seen(Loop(logging=9 * MS), [[Wait(FORMS["item"], line)]] * 3)
+    observed.python_lines = [LineTime(line, None, 2.5, 0.5)]
+    result = result_of(observed)
+    for one in (*result.lines, *result.python_lines):
+        assert one.excerpt is not None
+        assert one.excerpt.lines[3] == text
+        assert one.excerpt.first == line.line - 3
+    (python,) = result.python_lines
+    assert result.parts is not None
+    assert python.idle_ms == pytest.approx(result.parts.host / 2)
+    assert python.gain_ms is not None
+    assert 0 < python.gain_ms <= result.parts.host
+    assert "line of Python between launches" in text_of(result)
+    page = diagnosis_page(result, "diagnosis.json")
+    assert page.count(f'<span class="line"><i>{line.line}</i> {html.escape(text)}</span>') == 2
 
 
 def test_limits_end_with_3() -> None:

@@ -10,8 +10,8 @@ had before, or waits for the device anyway, it owes nothing.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 from headrace.diagnosis.trace import HostSegment, StepTrace, Work, host_segments
@@ -43,6 +43,8 @@ class Breakdown:
     ns: dict[Cause, int]
     by_call: dict[int, int]
     copying_ns: int = 0
+    #: The idle time that each long stretch of Python exposed, by its start.
+    by_python: dict[int, int] = field(default_factory=dict)
 
     @property
     def total_ns(self) -> int:
@@ -54,22 +56,33 @@ class Breakdown:
     def scaled_to(self, step_ms: float) -> dict[Cause, float]:
         """Milliseconds of a step that takes `step_ms`, by cause. The profiler slows the host down,
         not the device: what the device ran keeps its time, and its idle time is scaled."""
-        busy: dict[Cause, int] = {
+        busy = self._busy_ns()
+        busy_scale, idle_scale = self._scales(step_ms)
+        return {
+            cause: busy.get(cause, 0) * busy_scale
+            + (self.ns[cause] - busy.get(cause, 0)) * idle_scale
+            for cause in CAUSES
+        }
+
+    def idle_ms(self, calls: Iterable[int], step_ms: float) -> float:
+        """The idle time that these calls exposed per step, in a step that takes `step_ms`."""
+        return sum(self.by_call.get(call, 0) for call in calls) * self._scales(step_ms)[1]
+
+    def _busy_ns(self) -> dict[Cause, int]:
+        return {
             "computing": self.ns["computing"],
             "other ranks": self.ns["other ranks"],
             "transfer": self.copying_ns,
         }
-        busy_ns, step_ns = sum(busy.values()), step_ms * 1e6 * self.steps
+
+    def _scales(self, step_ms: float) -> tuple[float, float]:
+        """From nanoseconds of this trace to milliseconds of a step: for busy and for idle time."""
+        busy_ns, step_ns = sum(self._busy_ns().values()), step_ms * 1e6 * self.steps
         idle_ns = self.total_ns - busy_ns
         if idle_ns <= 0 or busy_ns >= step_ns:
-            return {cause: self.share(cause) * step_ms for cause in CAUSES}
-        scale = (step_ns - busy_ns) / idle_ns
-        return {
-            cause: (busy.get(cause, 0) + (self.ns[cause] - busy.get(cause, 0)) * scale)
-            / self.steps
-            / 1e6
-            for cause in CAUSES
-        }
+            scale = step_ms / self.total_ns if self.total_ns else 0.0
+            return scale, scale
+        return 1 / self.steps / 1e6, (step_ns - busy_ns) / idle_ns / self.steps / 1e6
 
 
 def breakdown(trace: StepTrace) -> Breakdown:
@@ -77,6 +90,7 @@ def breakdown(trace: StepTrace) -> Breakdown:
     from_ns, steps = trace.steady_start()
     ns: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
     by_call: dict[int, int] = {}
+    by_python: dict[int, int] = {}
     gaps: list[tuple[int, int]] = []
     for start, end, state in _device_states(trace):
         if state is None:
@@ -87,13 +101,17 @@ def breakdown(trace: StepTrace) -> Breakdown:
     debts = _Debts(trace)
     for start, end, work in _with_next_work(gaps, trace.work):
         before_ns = max(0, min(end, from_ns) - start)
-        for cause, call, charged_ns in debts.charge(start, end, work):
+        for cause, segment, charged_ns in debts.charge(start, end, work):
             paid_ns = max(0, charged_ns - before_ns)
             before_ns -= charged_ns - paid_ns
             ns[cause] += paid_ns
-            if call is not None and paid_ns:
-                by_call[call] = by_call.get(call, 0) + paid_ns
-    return Breakdown(steps, ns, by_call, copying_ns)
+            if segment is None or not paid_ns:
+                continue
+            if segment.call is not None:
+                by_call[segment.call] = by_call.get(segment.call, 0) + paid_ns
+            elif cause == "host":
+                by_python[segment.start_ns] = by_python.get(segment.start_ns, 0) + paid_ns
+    return Breakdown(steps, ns, by_call, copying_ns, by_python)
 
 
 def _device_states(trace: StepTrace) -> Iterator[tuple[int, int, Cause | None]]:
@@ -159,8 +177,8 @@ class _Debts:
 
     def charge(
         self, start_ns: int, end_ns: int, work: Work | None
-    ) -> Iterator[tuple[Cause, int | None, int]]:
-        """Who pays for a gap: (cause, position of the waiting call, nanoseconds)."""
+    ) -> Iterator[tuple[Cause, HostSegment | None, int]]:
+        """Who pays for a gap: (cause, what the host did, nanoseconds)."""
         calls, left_ns = self._trace.calls, end_ns - start_ns
         call = calls[work.call] if work is not None and work.call is not None else None
         self._look_up_to(end_ns if call is None else min(end_ns, max(start_ns, call.start_ns)))
@@ -176,7 +194,7 @@ class _Debts:
         while left_ns > 0 and self._owed:
             debt = self._owed[0]
             paid_ns = min(left_ns, debt.ns)
-            yield debt.segment.cause, debt.segment.call, paid_ns
+            yield debt.segment.cause, debt.segment, paid_ns
             left_ns -= paid_ns
             debt.ns -= paid_ns
             if debt.ns == 0:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.device import Kind, Span
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, breakdown
 from headrace.diagnosis.session import Observations
-from headrace.diagnosis.trace import StepTrace
+from headrace.diagnosis.trace import StepTrace, host_segments
 from headrace.diagnosis.waits import Wait
 from headrace.diagnosis.what_if import (
     GRAPH,
@@ -25,9 +27,11 @@ from headrace.runs.records import (
     DiagnosedLine,
     DiagnosisResult,
     Environment,
+    Excerpt,
     LineRecord,
     Outcome,
     Prediction,
+    PythonLine,
     StepParts,
     StoredTimeline,
 )
@@ -40,6 +44,8 @@ _WORKERS = 4
 _MAX_SPANS = 20_000
 #: How many lines get a replay of their own.
 _MAX_PREDICTED = 12
+#: Lines of code before and after one in an excerpt.
+_AROUND = 3
 #: Gains below this share of a step are not worth a prediction.
 _SMALL = 0.005
 
@@ -83,6 +89,7 @@ def explain(
         waits_per_step=sum(map(len, seen.waits)) / watched if watched else None,
         waits_in_trace=_waits_in(trace) if trace is not None else None,
         lines=known,
+        python_lines=tuple(_python_lines(seen, parts, replay, step_ms)),
         replay_error=replay.error if replay is not None else None,
         predictions=_predictions(seen, replay, step_ms),
         races=races,
@@ -162,13 +169,12 @@ class _Lines:
         if joined == 0:
             return
         scale = step_ms / trace.step_ms / joined / 1e6
-        idle_scale = scale * trace.steps / divided.steps
         for known in self.known.values():
             if not known.calls:
                 continue
             spans = (trace.calls[at] for at in known.calls)
             known.blocked_ms = sum(call.end_ns - call.start_ns for call in spans) * scale
-            known.idle_ms = sum(divided.by_call.get(at, 0) for at in known.calls) * idle_scale
+            known.idle_ms = divided.idle_ms(known.calls, step_ms) / self.joined_share
         if replay.holds:
             self._predict(replay, step_ms, self.joined_share)
 
@@ -204,6 +210,7 @@ class _Lines:
                 blocked_ms=known.blocked_ms,
                 idle_ms=known.idle_ms,
                 gain_ms=known.gain_ms,
+                excerpt=_excerpt(known.wait.called_from or known.wait.line),
             )
             for known in self.known.values()
         ]
@@ -217,6 +224,41 @@ class _Lines:
 
 def _shortened(line: LineRecord | None) -> LineRecord | None:
     return None if line is None else replace(line, file=short_path(line.file))
+
+
+def _excerpt(line: LineRecord | None) -> Excerpt | None:
+    """The code around a line; None if there is no source."""
+    if line is None:
+        return None
+    first = max(1, line.line - _AROUND)
+    numbers = range(first, line.line + _AROUND + 1)
+    code = [linecache.getline(line.file, number).rstrip() for number in numbers]
+    if not line.text or not code[line.line - first].strip():
+        return None
+    while not code[-1]:
+        code.pop()
+    return Excerpt(first, tuple(textwrap.dedent("\n".join(code)).split("\n")))
+
+
+def _python_lines(
+    seen: Observations, parts: StepParts | None, replay: Replay | None, step_ms: float | None
+) -> Iterator[PythonLine]:
+    """The lines of Python between launches. What they would gain together is divided as the idle
+    time is."""
+    if parts is None or step_ms is None:
+        return
+    gain_ms = None
+    if replay is not None and replay.holds:
+        gain_ms = step_ms * (1 - 1 / replay.speedup(NO_PYTHON))
+    for one in seen.python_lines[:_MAX_PREDICTED]:
+        yield PythonLine(
+            line=replace(one.line, file=short_path(one.line.file)),
+            called_from=_shortened(one.called_from),
+            ms=one.ms,
+            idle_ms=parts.host * one.idle_share,
+            gain_ms=None if gain_ms is None else gain_ms * one.idle_share,
+            excerpt=_excerpt(one.called_from or one.line),
+        )
 
 
 def key_of(wait: Wait) -> LineKey:
@@ -253,7 +295,7 @@ def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
 
 
 def _timeline(trace: StepTrace, lines: _Lines) -> StoredTimeline:
-    """Two steps of the trace: the streams, and the host's waits and loading."""
+    """Two steps of the trace: the streams, and the host's waits, loading and long Python."""
     start_ns, end_ns = trace.start_ns, trace.marks[min(1, len(trace.marks) - 1)]
     names = {at: _title(known.wait) for known in lines.known.values() for at in known.calls}
     spans = [
@@ -266,8 +308,17 @@ def _timeline(trace: StepTrace, lines: _Lines) -> StoredTimeline:
         if call.kind in ("wait", "copy")
     ]
     spans += [Span("host", "loader", "host", start, end) for start, end in trace.inputs]
+    spans += [
+        Span("host", "Python", "host", one.start_ns, one.end_ns)
+        for one in host_segments(trace)
+        if one.cause == "host"
+    ]
     shown = [
-        replace(span, start_ns=max(0, span.start_ns - start_ns), end_ns=span.end_ns - start_ns)
+        replace(
+            span,
+            start_ns=max(0, span.start_ns - start_ns),
+            end_ns=min(span.end_ns, end_ns) - start_ns,
+        )
         for span in spans
         if start_ns < span.end_ns and span.start_ns < end_ns
     ]

@@ -1,7 +1,8 @@
 """A running script, watched in three windows, so that looking does not change what is seen.
 
 1. clean: only the times of steps.
-2. profiled: the profiler without stacks says what host and device did, and when.
+2. profiled: the profiler without stacks says what host and device did, and when. If the device
+   waits for Python between launches, a few more steps follow, in which its lines are sampled.
 3. lines: every wait is noted with its line.
 
 Each window begins and ends at a step's end.
@@ -22,6 +23,8 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headrace.device import Device, chrome_trace, is_profiling, open_device
+from headrace.diagnosis.breakdown import breakdown
+from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
 from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
 from headrace.diagnosis.trace import StepTrace, read_trace
@@ -35,6 +38,8 @@ _MIN_STEPS = 2
 #: How often the host waits for the idle device before the profiled steps, to relate the two clocks.
 #: The profiler is slow at the first calls.
 _CLOCK_WAITS = 4
+#: From this share of idle time on, the lines of Python between launches are looked for.
+_WORTH_SAMPLING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +68,7 @@ class Observations:
     trace: StepTrace | None = None
     profiled_steps: int = 0
     profiled_total_ns: int = 0
+    python_lines: list[LineTime] = field(default_factory=list)
     #: The waits of each step in the third window.
     waits: list[list[Wait]] = field(default_factory=list)
     watched_total_ns: int = 0
@@ -78,6 +84,15 @@ class Observations:
         """Add a sentence for the user, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """Steps under the profiler. `total_ns` is by the host's clock."""
+
+    steps: int
+    total_ns: int
+    trace: StepTrace | None
 
 
 class Session:
@@ -159,6 +174,8 @@ class Session:
             yield from self._clean_window()
             if seen.device is not None:
                 yield from self._profiled_window(seen.device)
+                if seen.trace is not None:
+                    yield from self._python_window(seen.device, seen.trace)
         if seen.device is not None:
             yield from self._lines_window(seen.device)
             self._note_optimizers()
@@ -184,15 +201,44 @@ class Session:
                 "the script runs a profiler of its own, and there can be only one: no breakdown"
             )
             return
+        seen = self.seen
+
+        def keep(traced: _Traced) -> None:
+            seen.profiled_steps, seen.profiled_total_ns = traced.steps, traced.total_ns
+            seen.trace = traced.trace
+            if seen.trace is None:
+                seen.missing.append(
+                    "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"
+                )
+
+        yield from self._traced_steps(device, self.settings.profiled, keep)
+
+    def _python_window(self, device: Device, trace: StepTrace) -> Iterator[None]:
+        """Where Python between launches makes the device wait: at which lines? Ranks leave this
+        out, since they must all take as many steps."""
+        if is_profiling() or is_launched() or breakdown(trace).share("host") < _WORTH_SAMPLING:
+            return
+
+        def keep(traced: _Traced) -> None:
+            if traced.trace is not None:
+                self.seen.python_lines = python_lines(traced.trace, samples)
+
+        with sampled_lines() as samples:
+            yield from self._traced_steps(device, self.settings.lines, keep)
+
+    def _traced_steps(
+        self, device: Device, count: int, keep: Callable[[_Traced], object]
+    ) -> Iterator[None]:
+        """Run steps under the profiler, and call `keep` with them, also if the script ends."""
         marks: list[int] = []
         inputs: list[tuple[int, int]] = []
         self._inputs = inputs
         with chrome_trace() as content:
             waits = [_timed(lambda: device.synchronize("diagnose")) for _ in range(_CLOCK_WAITS)]
-            start_ns, has_ended = waits[-1][1], True
+            has_ended = True
             try:
                 with suppress(GeneratorExit):  # the script has ended: read what there is
-                    for _ in self._steps(self.settings.profiled):
+                    for _ in self._steps(count):
                         yield
                         marks.append(time.perf_counter_ns())
                     has_ended = False
@@ -200,16 +246,10 @@ class Session:
                 self._inputs = None
                 device.synchronize("diagnose")
                 now_ns = time.perf_counter_ns()
-        if not marks:
-            return
-        # What a script does after its last step is no part of a step.
-        self.seen.profiled_total_ns = (marks[-1] if has_ended else now_ns) - start_ns
-        self.seen.profiled_steps = len(marks)
-        self.seen.trace = read_trace(content, waits, marks, inputs)
-        if self.seen.trace is None:
-            self.seen.missing.append(
-                "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"
-            )
+        if marks:
+            # What a script does after its last step is no part of a step.
+            total_ns = (marks[-1] if has_ended else now_ns) - waits[-1][1]
+            keep(_Traced(len(marks), total_ns, read_trace(content, waits, marks, inputs)))
 
     def _lines_window(self, device: Device) -> Iterator[None]:
         current: list[Wait] = []

@@ -5,11 +5,12 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord
+from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord, PythonLine
 from headrace.source_lines import short_path
 from headrace.text_table import text_table
 
 _MAX_LINES = 10
+_MAX_PYTHON_LINES = 5
 _BAR = 60
 _WIDTH = 110
 #: The fill of each part in the bar.
@@ -35,6 +36,8 @@ def text_of(result: DiagnosisResult) -> str:
         parts.append(facts)
     if result.lines:
         parts.append(_lines(result))
+    if result.python_lines:
+        parts.append(_python_lines(result))
     if result.predictions:
         parts.append(_predictions(result))
     if result.notes or result.missing:
@@ -99,16 +102,36 @@ def _lines(result: DiagnosisResult) -> str:
     return "\n".join([*shown, "", "Instead:", *map(_indented, advice)])
 
 
+def _python_lines(result: DiagnosisResult) -> str:
+    columns = ("line of Python between launches", "code", "ms", "idle ms", "gain ms")
+    rows = [
+        [
+            _where(one),
+            _shortened(one.line.text, 40),
+            *(_number(value) for value in (one.ms, one.idle_ms, one.gain_ms)),
+        ]
+        for one in result.python_lines[:_MAX_PYTHON_LINES]
+    ]
+    advice = (
+        "Do it every 50 steps, in the loader's processes, or in a thread while the GPU computes."
+    )
+    return "\n".join([text_table(columns, rows, right=columns[2:]).rstrip(), "", _indented(advice)])
+
+
 def _indented(text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _predictions(result: DiagnosisResult) -> str:
-    rows = [(one.change, f"{one.step_ms:.1f}", f"{one.speedup:.2f}×") for one in result.predictions]
+    rows = [
+        (one.change, f"{one.step_ms:.1f}", f"{one.speedup:.2f}×")
+        for one in result.predictions
+        if one.speedup >= 1.005 or "plan" in one.change
+    ]
     return text_table(("what if", "ms/step", "times as fast"), rows, right=("ms/step",)).rstrip()
 
 
-def _where(one: DiagnosedLine) -> str:
+def _where(one: DiagnosedLine | PythonLine) -> str:
     if one.line is None:
         return "unknown"
     if one.called_from is None:

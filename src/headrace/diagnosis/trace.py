@@ -68,6 +68,8 @@ class StepTrace:
     calls: tuple[Call, ...]
     work: tuple[Work, ...]
     inputs: tuple[tuple[int, int], ...] = ()
+    #: What was added to times of the host's clock.
+    shift_ns: int = 0
 
     @property
     def steps(self) -> int:
@@ -146,7 +148,7 @@ def read_trace(
         return None
     end_ns = max(shifted[-1], max(one.end_ns for one in work))
     moved = tuple((begin + shift_ns, end + shift_ns) for begin, end in inputs)
-    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved)
+    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved, shift_ns)
 
 
 def _waits_before_work(host: list[Any]) -> list[Any]:

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -49,19 +49,11 @@ class Wait:
 
 def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
     """The wait that the code in `frame` has caused, with its line and form."""
+    innermost, own = users_frames(frame)
     functions: list[tuple[str, str]] = []
-    innermost: FrameType | None = None
-    own: FrameType | None = None
-    while frame is not None:
+    while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
         file = frame.f_code.co_filename
-        if file == _RUNNER:
-            break
-        if is_user_code(file):
-            innermost = innermost or frame
-            if not _is_installed(file):
-                own = frame
-                break
-        elif innermost is None and file.startswith(_TORCH):
+        if file.startswith(_TORCH):
             functions.append((Path(file).stem, frame.f_code.co_name))
         frame = frame.f_back
     if innermost is None:
@@ -73,15 +65,35 @@ def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
     return Wait(form, _line(innermost), called_from, operation)
 
 
+def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
+    """The innermost frame outside PyTorch and the standard library, and the innermost one that is
+    in no installed package either. None if there is none."""
+    innermost: FrameType | None = None
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if file == _RUNNER:
+            break
+        if is_user_code(file):
+            innermost = innermost or frame
+            if not _is_installed(file):
+                return innermost, frame
+        frame = frame.f_back
+    return innermost, None
+
+
 def _is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+def line_record(code: CodeType, line: int, names: dict[str, Any] | None = None) -> LineRecord:
+    """The line with its text. `names` are the module's globals, which may know the source."""
+    text = linecache.getline(code.co_filename, line, names).strip()
+    function = "" if code.co_name == "<module>" else code.co_name
+    return LineRecord(code.co_filename, line, function, text)
+
+
 def _line(frame: FrameType) -> LineRecord:
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    name = frame.f_code.co_name
-    text = linecache.getline(file, line, frame.f_globals).strip()
-    return LineRecord(file, line, "" if name == "<module>" else name, text)
+    return line_record(frame.f_code, frame.f_lineno, frame.f_globals)
 
 
 def _expression(frame: FrameType) -> Expression | None:
