@@ -266,7 +266,7 @@ def form_of(
     if library is not None and _is_logger(*library):
         return FORMS["progress bar"]
     found = expression.form() if expression is not None else None
-    if found == "to" and operation == "copy to pageable memory":
+    if found in ("to", "pageable copy") and operation == "copy to pageable memory":
         found = "cpu"
     return FORMS[found or _OPERATIONS.get(operation, "other")]
 
