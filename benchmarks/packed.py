@@ -360,7 +360,9 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="epochs per turn")
     parser.add_argument("--warm-up", type=int, default=3, help="epochs before the first turn")
     parser.add_argument("--steps", type=int, default=16, help="steps under the profiler")
-    parser.add_argument("--block", type=int, default=attention.BLOCK, help="tokens per side of a flex block")
+    parser.add_argument(
+        "--block", type=int, default=attention.BLOCK, help="tokens per side of a flex block"
+    )
     parser.add_argument("--layers", type=int, help="of encoder and decoder; else those of base")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
@@ -388,7 +390,9 @@ def main() -> None:
     if arguments.flex_options or arguments.block != attention.BLOCK:
         options: dict[str, Any] = dict.fromkeys(arguments.flex_options, True)
         if arguments.block != attention.BLOCK:  # the kernels' own tiles must fit into a block
-            options |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), arguments.block)
+            options |= dict.fromkeys(
+                ("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), arguments.block
+            )
             options |= dict.fromkeys(("BLOCK_M1", "BLOCK_N2"), min(32, arguments.block))
             attention.BLOCK = arguments.block
         flex.flex_attention = partial(flex.flex_attention, kernel_options=options)
