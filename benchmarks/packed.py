@@ -322,12 +322,12 @@ def measure_settings(
         name, begun = text or "as usual", time.perf_counter()
         torch.compiler.reset()
         choice = dict(one.split("=") for one in text.split(",") if one)
-        with inductor.patch({key: literal_eval(value) for key, value in choice.items()}):
-            with ExitStack() as stack:
-                way = Way(f"try-{number}", settings, data, runs, stack)
-                lines = way.train(arguments.warm_up) and way.train(arguments.epochs)
-                timeline, window = way.trace(arguments.steps)
-                way.parts.engine.close()
+        patch = inductor.patch({key: literal_eval(value) for key, value in choice.items()})
+        with patch, ExitStack() as stack:
+            way = Way(f"try-{number}", settings, data, runs, stack)
+            lines = way.train(arguments.warm_up) and way.train(arguments.epochs)
+            timeline, window = way.trace(arguments.steps)
+            way.parts.engine.close()
         rows[name], details[name] = rate(lines, way), {}
         if timeline is not None and window is not None:
             rows[name]["busy ms"] = round(window.busy_ms_per_step, 2)
