@@ -46,7 +46,7 @@ REQUESTS = {
     "events recorded": {("device", "record")},
     "events queried": {("device", "query")},
     "stream waits": {("device", "wait_event"), ("device", "wait_stream")},
-    "stream switches": {("device", "switch")},
+    "stream switches": {("base.py", "__enter__")},
     "host waits": {("ledger.py", "__enter__")},
 }
 

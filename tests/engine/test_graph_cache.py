@@ -25,6 +25,10 @@ class Boxed:
         return self
 
 
+class Opaque:
+    """Equal only to itself, whatever its attributes are."""
+
+
 CPU = open_device("cpu")
 
 
@@ -65,6 +69,7 @@ class TestSignature:
         [
             ((torch.ones(2), Boxed()), "a batch holds a Boxed, which moves itself"),
             ((torch.ones(2), {1, 2}), "a batch holds a set, which cannot be compared"),
+            ((torch.ones(2), Opaque()), "a batch holds a Opaque, which cannot be compared"),
             (torch.ones(2, requires_grad=True), "requires a gradient"),
         ],
     )

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,15 +34,14 @@ class HostActivity(TorchDispatchMode):
         self._found = found
 
     def __enter__(self) -> HostActivity:
-        self._rng_before = _rng_states()
+        self._draws = noting_host_draws(self._found)
+        self._draws.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for name, state in _rng_states().items():
-            if not _same(state, self._rng_before.get(name, state)):
-                self._found.append(host_draw(name))
+        self._draws.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,
@@ -56,22 +58,20 @@ class HostActivity(TorchDispatchMode):
         return result
 
 
-def _rng_states() -> dict[str, Any]:
-    """The state of each of the host's random generators, by name."""
-    states: dict[str, Any] = {
-        "torch's CPU generator": torch.get_rng_state(),
-        "the random module": random.getstate(),
-    }
+@contextmanager
+def noting_host_draws(found: list[Obstacle], *, with_torch: bool = True) -> Iterator[None]:
+    """Append to `found` from which of the host's random generators the block draws. `with_torch`
+    is False where PyTorch's CPU generator is the device's."""
+    generators: dict[str, Callable[[], Any]] = {"the random module": random.getstate}
+    if with_torch:
+        generators = {"torch's CPU generator": _torch_state, **generators}
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
-        states["numpy.random"] = numpy.random.get_state()[1:3]
-    return states
+        generators["numpy.random"] = lambda: pickle.dumps(numpy.random.get_state(legacy=False))
+    before = {name: state() for name, state in generators.items()}
+    yield
+    found += [host_draw(name) for name, state in generators.items() if state() != before[name]]
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple) and len(one) == 2 and not isinstance(one[0], int):
-        words, position = one
-        return bool((words == other[0]).all() and position == other[1])
-    return bool(one == other)
+def _torch_state() -> bytes:
+    return bytes(torch.get_rng_state().numpy())

@@ -13,6 +13,7 @@ copied out before the next replay overwrites them.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,18 @@ Result = TypeVar("Result")
 _MAX_COUNTED_KEYS = 4096
 # Batches may hold a few values on the host, such as lengths. They are compared before each replay.
 _MAX_HOST_VALUES = 1000
+# Kinds of values that do not change, and have no equality of their own.
+_EQUAL_TO_THEMSELVES = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    type,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 class CapturedWork(Generic[Result]):
@@ -212,14 +225,25 @@ def signature(batch: Any, device: Device) -> Hashable:
     if dataclasses.is_dataclass(batch):
         fields = dataclasses.fields(batch)
         return (type(batch), *(signature(getattr(batch, field.name), device) for field in fields))
-    try:
-        hash(batch)
-    except TypeError:
+    if not _is_comparable(batch):
         raise CaptureError(
             f"a batch holds a {type(batch).__name__}, which cannot be compared from batch to "
             "batch: return it as a tensor, a number or a string, or leave it out"
-        ) from None
+        )
     return (type(batch), batch)
+
+
+def _is_comparable(value: Any) -> bool:
+    """Whether two values that are equal will do for each other. An object that equals only itself
+    may have other attributes in each batch."""
+    if isinstance(value, _EQUAL_TO_THEMSELVES):
+        return True
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    own_hash: Any = type(value).__hash__
+    return own_hash is not object.__hash__
 
 
 def _host_values(tensor: torch.Tensor, device: Device) -> Hashable:

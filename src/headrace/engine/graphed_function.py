@@ -30,6 +30,7 @@ from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -226,8 +227,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     # --- what the step uses -----------------------------------------------------------------------
 
-    def _search(self) -> _Found:
-        """Find the step's modules, optimizers and scalers, and the values that it can read."""
+    def _search(self) -> _Found | None:
+        """Find the step's modules, optimizers and scalers, and the values that it can read. None if
+        a lazy module has no parameters yet: search again after the next call."""
         state = StepState.find(
             self._device,
             self._step,
@@ -241,8 +243,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
                     f"{type(module).__name__} trains on several ranks: give the model to Engine, "
                     "or call the step without hr.graphed"
                 )
-        if (obstacle := state_obstacle(state)) is not None:
-            raise CaptureError(obstacle)
+        if any(map(is_lazy, state.tensors())):
+            return None
         values = FrozenValues(state)
         values.check()
         leaves = [one for one in values.tensors() if one.requires_grad and one.is_leaf]
@@ -302,6 +304,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
         try:
             if self._found is None:
                 self._found = self._search()
+                if self._found is None:
+                    return None
             else:
                 state = self._found.state
                 was_reset = any(optimizer.was_reset for optimizer in self._capturable)

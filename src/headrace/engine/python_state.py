@@ -28,7 +28,7 @@ import sys
 import types
 import weakref
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -155,44 +155,57 @@ class PythonState:
 
 
 class _MappingEntries:
-    """Some entries of a mapping: an object's attributes, or a function's globals."""
+    """Some entries of a mapping: an object's attributes, or a function's globals.
 
-    def __init__(self, mapping: Any, keys: list[Any], names: list[str]) -> None:
-        self._mapping, self._keys, self._names = mapping, keys, names
+    `missing` are keys that the code names and the mapping does not have. An attribute that appears
+    later may hide one of the class, or a default that the code would take.
+    """
+
+    def __init__(
+        self, mapping: Any, keys: list[Any], prefix: str, missing: Iterable[str] = ()
+    ) -> None:
+        self._mapping, self._keys, self._prefix = mapping, keys, prefix
         # One call gets all of them, since this runs before each batch.
-        get = operator.itemgetter(*keys)
-        self._get = get if len(keys) > 1 else lambda mapping: (get(mapping),)
+        get: Any = operator.itemgetter(*keys) if keys else lambda mapping: ()
+        self._get = get if len(keys) != 1 else lambda mapping: (get(mapping),)
         self._values = self._get(mapping)
-        self._changed_at = 0
+        self._missing, self._count = list(missing), len(mapping)
+        self._changed: Any = None
 
     def has_changed(self) -> bool:
+        if len(self._mapping) != self._count:
+            appeared = (key for key in self._missing if key in self._mapping)
+            self._changed = next(appeared, None)
+            if self._changed is not None:
+                return True
         try:
             now = self._get(self._mapping)
         except KeyError:
-            self._changed_at = next(
-                i for i, key in enumerate(self._keys) if key not in self._mapping
-            )
+            self._changed = next(key for key in self._keys if key not in self._mapping)
             return True
+        self._count = len(self._mapping)
         if all(map(operator.is_, now, self._values)):
             return False
-        for at, (one, other) in enumerate(zip(now, self._values, strict=True)):
+        for key, one, other in zip(self._keys, now, self._values, strict=True):
             if not _same(one, other):
-                self._changed_at = at
+                self._changed = key
                 return True
         self._values = now
         return False
 
     @property
     def name(self) -> str:
-        return self._names[self._changed_at]
+        return f"{self._prefix}{self._changed}"
 
     def value(self) -> Any:
-        return self._mapping.get(self._keys[self._changed_at])
+        return self._mapping.get(self._changed)
 
     def restore(self) -> None:
         for key, value in zip(self._keys, self._values, strict=True):
             if self._mapping.get(key, self) is not value:
                 self._mapping[key] = value
+        for key in self._missing:
+            self._mapping.pop(key, None)
 
 
 class _Items:
@@ -432,10 +445,11 @@ class _Search:
             functions = _functions_of(member)
             for function in functions:
                 self._follow(function, f"{name}.{attribute}", depth + 1)
-            if not dunder and not functions:
+            where = f"{kind.__name__}.{attribute}"
+            if functions or not dunder:
                 get = functools.partial(_class_attribute, kind, attribute)
-                where = f"{kind.__name__}.{attribute}"
                 self._add_getter(where, get, functools.partial(setattr, kind, attribute))
+            if not functions and not dunder:
                 self._follow(member, where, depth + 1)
 
     def _engine(self, value: Any, name: str) -> None:
@@ -457,7 +471,8 @@ class _Search:
                 if self._is_own(_file_of(kind)):
                     self._class(kind, prefix[:-1], depth)
             own = [key for key in vars(module) if key not in _OF_EVERY_MODULE]
-            self._attributes(vars(module), prefix, depth, only=own)
+            named = self._names - _OF_EVERY_MODULE
+            self._attributes(vars(module), prefix, depth, only=dict.fromkeys((*own, *named)))
             self._add_entries(module._buffers, list(module._buffers), prefix)
             for tensors in (module._parameters, module._buffers):
                 self.tensors += [one for one in tensors.values() if one is not None]
@@ -468,15 +483,16 @@ class _Search:
 
     def _attributes(self, mapping: Any, prefix: str, depth: int, only: Iterable[str]) -> None:
         keys = [key for key in only if key in mapping]
-        self._add_entries(mapping, keys, prefix)
+        missing = [key for key in only if key not in mapping]
+        self._add_entries(mapping, keys, prefix, missing)
         for key in keys:
             self._follow(mapping[key], f"{prefix}{key}", depth + 1)
 
-    def _add_entries(self, mapping: Any, keys: list[str], prefix: str) -> None:
-        if keys:
-            self.variables.append(
-                _MappingEntries(mapping, keys, [f"{prefix}{key}" for key in keys])
-            )
+    def _add_entries(
+        self, mapping: Any, keys: list[str], prefix: str, missing: Sequence[str] = ()
+    ) -> None:
+        if keys or missing:
+            self.variables.append(_MappingEntries(mapping, keys, prefix, missing))
 
     def _add_getter(
         self,
