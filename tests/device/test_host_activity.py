@@ -41,4 +41,5 @@ def test_work_on_the_device_alone_is_no_obstacle() -> None:
     found: list[Obstacle] = []
     with HostActivity(open_device("cpu"), found):
         torch.ones(3).mul(2).sum()
+        torch.zeros(0).copy_(torch.ones(0))  # nothing to copy
     assert found == []

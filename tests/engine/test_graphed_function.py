@@ -556,6 +556,22 @@ def test_a_step_that_no_graph_can_repeat_runs_as_written(
     assert report.shapes == 0
 
 
+def test_an_empty_tensor_may_be_made_on_the_host(capturing: Device) -> None:
+    """As the caches of transformers' models do: nothing is copied, and nobody waits."""
+
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        inner = made.step
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            return inner(torch.cat([torch.tensor([], device=x.device), x]))
+
+        made.step = step
+        return made
+
+    assert check_equal(capturing, make).replays > 0
+
+
 def test_a_scheduler_inside_the_step_is_refused(capturing: Device) -> None:
     def make(device: Device) -> Made:
         made = make_accumulating(device)

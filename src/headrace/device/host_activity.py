@@ -54,7 +54,7 @@ class HostActivity(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         if func._schema.name in _COPIES:
             source = args[1] if func._schema.name == "aten::copy_" else args[0]
-            if source.is_cpu and self._device.holds(result):
+            if source.is_cpu and source.numel() and self._device.holds(result):
                 self._found.append(host_copy(users_line()))
         elif torch.Tag.nondeterministic_seeded in func.tags and _all_on_host(result):
             self._found.append(torch_draw(users_line()))

@@ -196,6 +196,8 @@ class DispatchMode(TorchDispatchMode):
     def _host_to_device(
         self, stream: FakeStream, into: torch.Tensor, source: torch.Tensor, non_blocking: bool
     ) -> None:
+        if not source.numel():
+            return  # PyTorch copies nothing, and nobody waits
         device, pinned = self._device, self._device.is_pinned(source)
         if self._is_elsewhere(source):
             device.operation(stream, "copy d2d", "kernel", writes=tensors(into))
@@ -217,6 +219,8 @@ class DispatchMode(TorchDispatchMode):
     def _device_to_host(
         self, stream: FakeStream, into: torch.Tensor, source: torch.Tensor, non_blocking: bool
     ) -> None:
+        if not source.numel():
+            return
         device, pinned = self._device, self._device.is_pinned(into)
         writes = [into] if pinned else []
         device.operation(stream, "copy d2h", "copy", reads=tensors(source), writes=writes)
