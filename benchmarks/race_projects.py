@@ -2,8 +2,13 @@
 
     python benchmarks/race_projects.py                 # all projects that are installed
     python benchmarks/race_projects.py timm --report   # one, with the whole report
+    python benchmarks/race_projects.py --without-waits # then again without the project's own waits
 
 Needs no GPU. docs/race-checking-projects.md has the results, with versions.
+
+`--without-waits` shows that silence means something. It leaves out the calls in the package that
+make a stream or the host wait, and `record_stream`: first all of them, then each line alone. A line
+may be silent alone: another wait can order the same work.
 """
 
 from __future__ import annotations
@@ -11,14 +16,16 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import json
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
+from measuring import header, save
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -222,46 +229,117 @@ def trl_offload() -> None:
     )
 
 
-def _one_rank() -> object:
-    """A device mesh of one rank, on gloo."""
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    return torch.distributed.init_device_mesh("cuda", (1,))
+@contextmanager
+def two_ranks() -> Iterator[None]:
+    """The first of two ranks, on PyTorch's fake process group: collectives do not communicate."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
 
 
-@case("torch")
-def torch_fsdp2() -> None:
-    """fully_shard, one rank on gloo, three training steps"""
-    from torch.distributed.fsdp import fully_shard
-
-    options = {"mesh": _one_rank()}
-    model = blocks().cuda()
-    for block in model:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+def train(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
         model(torch.ones(4, 32, device="cuda")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _fully_shard(model: nn.Sequential, **options: object) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with two_ranks():
+        mesh = torch.distributed.init_device_mesh("cuda", (2,))
+        for block in model:
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+        train(model)
+
+
+@case("torch")
+def torch_fsdp2() -> None:
+    """fully_shard, two ranks on PyTorch's fake process group, three training steps"""
+    _fully_shard(blocks().cuda())
+
+
+@case("torch")
+def torch_fsdp2_kept() -> None:
+    """the same with reshard_after_forward=False"""
+    _fully_shard(blocks().cuda(), reshard_after_forward=False)
 
 
 @case("torch")
 def torch_fsdp2_offload() -> None:
     """the same with CPUOffloadPolicy"""
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    options = {"mesh": _one_rank(), "offload_policy": CPUOffloadPolicy()}
-    model = blocks()
-    for block in model:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    _fully_shard(blocks(), offload_policy=CPUOffloadPolicy())
+
+
+def _fsdp1(**options: object) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    with two_ranks():
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FullyShardedDataParallel(
+            blocks(), auto_wrap_policy=policy, device_id=torch.device("cuda", 0), **options
+        )
+        train(model)
+
+
+@case("torch")
+def torch_fsdp1() -> None:
+    """FullyShardedDataParallel, the same ranks and steps"""
+    _fsdp1()
+
+
+@case("torch")
+def torch_fsdp1_offload() -> None:
+    """the same with CPUOffload"""
+    from torch.distributed.fsdp import CPUOffload
+
+    _fsdp1(cpu_offload=CPUOffload(offload_params=True))
+
+
+@case("torch")
+def torch_ddp() -> None:
+    """DistributedDataParallel with several buckets, one rank on gloo, the same steps"""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        train(nn.parallel.DistributedDataParallel(blocks().cuda(), bucket_cap_mb=0.005))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@case("torch")
+def torch_async_save() -> None:
+    """torch.distributed.checkpoint.async_save with a pinned stager, while training goes on"""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    model = blocks().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.ones(4, 32, device="cuda")).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(3):
+            model(torch.ones(4, 32, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stager = DefaultStager(StagingOptions(True, True, True, True))
+            saved = checkpoint.async_save(
+                model.state_dict(),
+                checkpoint_id=f"{folder}/{step}",
+                async_stager=stager,
+                no_dist=True,
+            )
+            saved.staging_completion.result()
+            optimizer.step()
+            saved.upload_completion.result()
 
 
 @case("torch")
@@ -393,14 +471,71 @@ def prepare_torchvision() -> None:
 KEPT: list[object] = []
 
 
-def run(name: str) -> tuple[str, list[Finding]]:
+WAITS = {
+    "Stream": ("wait_stream", "wait_event", "synchronize"),
+    "Event": ("wait", "synchronize"),
+    "Tensor": ("record_stream",),
+}
+
+
+class Waits:
+    """The lines of a package that wait. Those for which `leaves_out` is true do nothing."""
+
+    def __init__(self, package: str, leaves_out: Callable[[str], bool]) -> None:
+        self._folder = Path(importlib.import_module(package).__file__ or "").parent
+        self._leaves_out = leaves_out
+        self.lines: set[str] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside a `fake_cuda()` block: watch the package's calls."""
+        with ExitStack() as stack:
+            for kind, names in WAITS.items():
+                owner = getattr(torch, kind)
+                for name in names:
+                    call = self._watch(getattr(owner, name))
+                    stack.enter_context(mock.patch.object(owner, name, call))
+            yield
+
+    def _watch(self, original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            frame = sys._getframe(1)
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(self._folder):
+                line = f"{file.relative_to(self._folder.parent)}:{frame.f_lineno}"
+                self.lines.add(line)
+                if self._leaves_out(line):
+                    return None
+            return original(*args, **kwargs)
+
+        return call
+
+
+def without_waits(name: str) -> dict[str, object]:
+    """How many races a case has without its package's waits: all, and each line by itself."""
+    package, _ = CASES[name]
+    everything = Waits(package, lambda line: True)
+    _, findings = run(name, everything)
+    # Other lines may be reached if all waits do nothing: take those of the released code.
+    released = Waits(package, lambda line: False)
+    run(name, released)
+    alone = {}
+    for line in sorted(released.lines):
+        _, found = run(name, Waits(package, line.__eq__))
+        alone[line] = len(found)
+    return {"all": len(findings) if released.lines else None, "alone": alone}
+
+
+def run(name: str, waits: Waits | None = None) -> tuple[str, list[Finding]]:
     """How a case ended, and what was found."""
     package, function = CASES[name]
     try:
         importlib.import_module(package)
     except ImportError:
         return "not installed", []
-    with fake_cuda(check=False) as device:
+    with fake_cuda(check=False) as device, ExitStack() as stack:
+        if waits is not None:
+            stack.enter_context(waits.watched())
         try:
             function()
             torch.cuda.synchronize()
@@ -421,6 +556,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases or packages; default: all")
     parser.add_argument("--report", action="store_true", help="print the whole report")
+    parser.add_argument(
+        "--without-waits", action="store_true", help="run each case without its waits, too"
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     prepare_torchvision()
@@ -448,6 +586,8 @@ def main() -> None:
                 ],
             }
         )
+        if options.without_waits and ended == "ran":
+            rows[-1]["without waits"] = without_waits(name)
         if options.report:
             print("\n\n".join(map(str, findings)), file=sys.stderr)
     print(f"torch {torch.__version__}")
@@ -458,8 +598,14 @@ def main() -> None:
         )
         for race in row["races"]:
             print(f"    {race['kind']}: {race['first']}  /  {race['second']}")
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        without = row.get("without waits")
+        if without and without["alone"]:
+            found = sum(races > len(row["races"]) for races in without["alone"].values())
+            print(
+                f"    without its waits: {without['all']} races; "
+                f"found without one line: {found} of {len(without['alone'])}"
+            )
+    save(options.out, {**header("race_projects.py"), "cases": rows})
 
 
 if __name__ == "__main__":
