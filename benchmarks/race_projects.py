@@ -16,12 +16,15 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import importlib.util
+import os
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -42,6 +45,26 @@ def case(package: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
         return function
 
     return register
+
+
+#: Names of modules that have a stand-in until the end of the case.
+STAND_INS: list[str] = []
+
+
+def import_with_stand_ins(name: str) -> Any:
+    """Import a module. What it imports and is not installed gets a stand-in: the cases call nothing
+    of that."""
+    while True:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if missing in sys.modules or missing.partition(".")[0] == name.partition(".")[0]:
+                raise
+            sys.modules[missing] = mock.MagicMock(__name__=missing, __spec__=None, __path__=[])
+            STAND_INS.append(missing)
+        for known in [one for one in sys.modules if one.startswith(name.partition(".")[0])]:
+            del sys.modules[known]
 
 
 def blocks() -> nn.Sequential:
@@ -212,10 +235,9 @@ def _offload_activations(offload: object) -> None:
 @case("torchtune")
 def torchtune_offload() -> None:
     """OffloadActivations(use_streams=True) around three training steps"""
-    from torchtune.training import OffloadActivations
-
+    training = import_with_stand_ins("torchtune.training")
     _offload_activations(
-        OffloadActivations(use_streams=True, min_offload_size=1, max_fwd_stash_size=1)
+        training.OffloadActivations(use_streams=True, min_offload_size=1, max_fwd_stash_size=1)
     )
 
 
@@ -227,6 +249,54 @@ def trl_offload() -> None:
     _offload_activations(
         OffloadActivations(use_streams=True, min_offload_size=1, max_fwd_stash_size=1)
     )
+
+
+class LossModel(nn.Module):
+    """A model that returns its loss, as torchrec's pipelines expect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = self.layer(x)
+        return result.sum(), result
+
+
+@case("torchrec")
+def torchrec_pipeline() -> None:
+    """TrainPipelineBase over six batches"""
+    pipelines = import_with_stand_ins("torchrec.distributed.train_pipeline.train_pipelines")
+    model = LossModel().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = pipelines.TrainPipelineBase(model, optimizer, torch.device("cuda", 0))
+    batches = iter([torch.randn(4, 8).pin_memory() for _ in range(6)])
+    with suppress(StopIteration):
+        while True:
+            pipeline.progress(batches)
+
+
+@case("deepspeed")
+def deepspeed_offload() -> None:
+    """checkpointed inputs offloaded on side streams, in a Llama, three training steps"""
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    offloading = import_with_stand_ins(
+        "deepspeed.runtime.activation_checkpointing.offload_activations"
+    )
+    model = _llama().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.ones(2, 8, dtype=torch.long, device="cuda")
+    for _ in range(3):
+        with offloading.CheckpointHiddenStatesOffload(min_offload_bytes=1):
+            model(tokens, labels=tokens, use_cache=False).loss.backward()
+
+
+@case("fairscale")
+def fairscale_offload() -> None:
+    """OffloadModel in two slices, three training steps"""
+    offload = import_with_stand_ins("fairscale.experimental.nn.offload")
+    device, host = torch.device("cuda", 0), torch.device("cpu")
+    train(offload.OffloadModel(model=blocks(), device=device, offload_device=host, num_slices=2))
 
 
 @contextmanager
@@ -352,10 +422,8 @@ def torch_save_on_cpu() -> None:
         loss.backward()
 
 
-@case("transformers")
-def transformers_offloaded_cache() -> None:
-    """DynamicCache(offloading=True), generation by hand"""
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=32,
@@ -365,8 +433,43 @@ def transformers_offloaded_cache() -> None:
         num_attention_heads=2,
         num_key_value_heads=2,
     )
-    model = LlamaForCausalLM(config).cuda().eval()
-    cache = DynamicCache(config=config, offloading=True)
+    return LlamaForCausalLM(config).cuda().eval()
+
+
+def _continuous_batching(**options: object) -> None:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = _llama()
+    model.set_attn_implementation("paged|sdpa")
+    prompts = [[1 + (3 * row + column) % 30 for column in range(4 + row)] for row in range(5)]
+    batching = ContinuousBatchingConfig(
+        page_size=4, num_blocks=16, max_batch_tokens=16, use_async_batching=True, **options
+    )
+    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    results = model.generate_batch(prompts, generation, batching, warmup=False)
+    lengths = [len(result.generated_tokens) for result in results.values()]
+    assert lengths == [6] * len(prompts), lengths
+
+
+@case("transformers")
+def transformers_batching() -> None:
+    """generate_batch, use_async_batching=True"""
+    _continuous_batching(use_cuda_graph=False)
+
+
+@case("transformers")
+def transformers_batching_offload() -> None:
+    """the same with cpu_offload_space"""
+    _continuous_batching(use_cuda_graph=False, cpu_offload_space=0.001)
+
+
+@case("transformers")
+def transformers_offloaded_cache() -> None:
+    """DynamicCache(offloading=True), generation by hand"""
+    from transformers import DynamicCache
+
+    model = _llama()
+    cache = DynamicCache(config=model.config, offloading=True)
     with torch.no_grad():
         tokens = torch.ones(1, 4, dtype=torch.long, device="cuda")
         for _ in range(4):
@@ -482,7 +585,9 @@ class Waits:
     """The lines of a package that wait. Those for which `leaves_out` is true do nothing."""
 
     def __init__(self, package: str, leaves_out: Callable[[str], bool]) -> None:
-        self._folder = Path(importlib.import_module(package).__file__ or "").parent
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        self._folder = Path(spec.origin or "").parent
         self._leaves_out = leaves_out
         self.lines: set[str] = set()
 
@@ -529,9 +634,7 @@ def without_waits(name: str) -> dict[str, object]:
 def run(name: str, waits: Waits | None = None) -> tuple[str, list[Finding]]:
     """How a case ended, and what was found."""
     package, function = CASES[name]
-    try:
-        importlib.import_module(package)
-    except ImportError:
+    if importlib.util.find_spec(package) is None:
         return "not installed", []
     with fake_cuda(check=False) as device, ExitStack() as stack:
         if waits is not None:
@@ -542,7 +645,18 @@ def run(name: str, waits: Waits | None = None) -> tuple[str, list[Finding]]:
         except Exception:
             traceback.print_exc()
             return "failed", device.findings()
+        finally:
+            while STAND_INS:
+                del sys.modules[STAND_INS.pop()]
     return "ran", device.findings()
+
+
+def shortened(text: str) -> str:
+    """Without the folders that modules are found in."""
+    for folder in sorted(sys.path, key=len, reverse=True):
+        if folder:
+            text = text.replace(folder + os.sep, "")
+    return text
 
 
 def version(package: str) -> str:
@@ -577,9 +691,9 @@ def main() -> None:
                 "races": [
                     {
                         "kind": finding.race.kind,
-                        "first": str(finding.first[0]),
-                        "second": str(finding.second[0]),
-                        "missing": finding.race.missing,
+                        "first": shortened(str(finding.first[0])),
+                        "second": shortened(str(finding.second[0])),
+                        "missing": shortened(finding.race.missing),
                         "times": finding.times,
                     }
                     for finding in findings

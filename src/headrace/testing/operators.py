@@ -111,7 +111,7 @@ class _Facts:
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: How the names of operators begin that are not custom.
-_COMPILED = ("aten::", "prims::", "c10d::", "_c10d_functional::")
+_COMPILED = ("aten::", "prim::", "prims::", "c10d::", "_c10d_functional::")
 # By id, with the operator to keep it alive: hashing an operator is slow.
 _known_facts: dict[int, tuple[Any, _Facts]] = {}
 
@@ -139,7 +139,7 @@ def _new_facts(func: Any) -> _Facts:
         arguments=tuple(arguments),
         reads_on_host=short in _HOST_READS,
         returns_alias=any(value.alias_info is not None for value in schema.returns),
-        is_composite=func.has_kernel_for_dispatch_key(_COMPOSITE),
+        is_composite=not short.startswith("prim::") and func.has_kernel_for_dispatch_key(_COMPOSITE),
         python_kernel=_python_kernel(func, str(schema.name)),
     )
 

@@ -502,6 +502,7 @@ def _accelerator() -> Iterator[Replacement]:
         torch._C,
         "torch.accelerator asks C++",
         _accelerator_getAccelerator=lambda: torch.device("cuda"),
+        _get_accelerator=lambda check=None: torch.device("cuda"),
         _accelerator_getDeviceIndex=lambda: 0,
         _accelerator_setDeviceIndex=state.check_index,
         _accelerator_exchangeDevice=_exchange_device,
