@@ -109,7 +109,6 @@ class _Facts:
     python_kernel: Callable[..., Any] | None
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: How the names of operators begin that are not custom.
 _COMPILED = ("aten::", "prim::", "prims::", "c10d::", "_c10d_functional::")
 # By id, with the operator to keep it alive: hashing an operator is slow.
@@ -139,8 +138,14 @@ def _new_facts(func: Any) -> _Facts:
         arguments=tuple(arguments),
         reads_on_host=short in _HOST_READS,
         returns_alias=any(value.alias_info is not None for value in schema.returns),
-        is_composite=not short.startswith("prim::") and func.has_kernel_for_dispatch_key(_COMPOSITE),
+        is_composite=_is_composite(func, str(schema.name)),
         python_kernel=_python_kernel(func, str(schema.name)),
+    )
+
+
+def _is_composite(func: Any, name: str) -> bool:
+    return not name.startswith("prim::") and func.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
     )
 
 
