@@ -153,11 +153,10 @@ def measured(name: str, device: Device, options: argparse.Namespace) -> dict[str
     ).run()
     if result.interrupted:
         raise KeyboardInterrupt
-    is_step = "train" in module and "step_of" in module
     return {
         "description": work.description,
         "precision": module["PRECISION"],
-        "own step": is_step,
+        "own step": "step_of" in module,
         "plans": {row.plan: figures(row, result) for row in result.rows},
         "missing": list(result.missing),
     }

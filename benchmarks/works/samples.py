@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from functools import lru_cache
 from itertools import islice
 from typing import Any
 
@@ -28,6 +29,14 @@ class Samples(Dataset[Any]):
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, ...]:
         return tuple(tensor[indices] for tensor in self.tensors)
+
+
+@lru_cache(maxsize=1)
+def images(count: int, size: int, seed: int) -> Samples:
+    """Images of 1,000 classes, as bytes: a quarter of what floats would take to copy."""
+    draw = torch.Generator().manual_seed(seed)
+    pixels = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=draw)
+    return Samples(pixels, torch.randint(0, 1000, (count,), generator=draw))
 
 
 def loader_of(

@@ -9,12 +9,11 @@ The plain script, then the same training under every plan:
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from typing import Any
 
 import timm
 import torch
-from samples import Samples, loader_of, run
+from samples import images, loader_of, run
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -47,14 +46,6 @@ def work(
         pin=pin,
     )
     return model, optimizer, loss, loader
-
-
-@lru_cache(maxsize=1)
-def images(count: int, size: int, seed: int) -> Samples:
-    """Bytes, as decoded images are: a quarter of what floats would take to copy."""
-    draw = torch.Generator().manual_seed(seed)
-    pixels = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=draw)
-    return Samples(pixels, torch.randint(0, 1000, (count,), generator=draw))
 
 
 def normalized(pixels: Tensor) -> Tensor:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from headrace.bench.equality import compare, difference, remove_dropout
+from headrace.bench.equality import compare, compare_weights, difference, remove_dropout
+from headrace.device import open_device
+from headrace.runs.records import Equality
 
 
 class TestCompare:
@@ -55,3 +58,62 @@ class TestCompare:
         # Embeddings; 2 encoder layers of 4 places, 2 decoder layers of 6.
         assert remove_dropout(model) == 1 + 2 * 4 + 2 * 6
         assert remove_dropout(model) == 0
+
+
+def _parameters(**changes: float) -> dict[str, torch.Tensor]:
+    """Weights of about 0.1, a bias of 1e-8, a count and a buffer of large numbers. Each change is
+    added to all elements of a tensor."""
+    generator = torch.Generator().manual_seed(0)
+    weights: dict[str, torch.Tensor] = {
+        "weight": torch.nn.Parameter(torch.randn(64, 64, generator=generator) * 0.1),
+        "key_bias": torch.nn.Parameter(torch.randn(64, generator=generator) * 1e-8),
+        "batches": torch.tensor(8),
+        "mask": torch.full((64, 64), -1e9),
+    }
+    with torch.no_grad():
+        for name, change in changes.items():
+            weights[name] += int(change) if name == "batches" else change
+    return weights
+
+
+class TestCompareWeights:
+    within = Equality("within", 0.01, 0.001, None, "rounding")
+
+    @pytest.mark.parametrize(
+        ("changes", "differs"),
+        [
+            ({}, None),
+            ({"key_bias": 1e-7}, None),  # ten times itself, and noise beside the weights
+            ({"key_bias": 0.01}, "key_bias"),  # as an update moves it
+            ({"weight": 1e-5}, None),
+            ({"weight": 0.01}, "weight"),
+            ({"batches": 1}, "batches"),
+            ({"mask": 1e8}, "mask"),
+            ({"key_bias": float("nan")}, "key_bias"),
+            ({"key_bias": float("inf")}, "key_bias"),
+        ],
+    )
+    def test_a_difference_counts_beside_the_tensors_size_and_the_parameters(
+        self, changes: dict[str, float], differs: str | None
+    ) -> None:
+        device = open_device("cpu")
+        found = compare_weights(
+            device, _parameters(), _parameters(**changes), self.within, tolerance=0.01
+        )
+        if differs is None:
+            assert found is self.within
+        else:
+            assert found.verdict == "unequal"
+            assert f"{differs!r} differs by" in found.why
+
+    def test_bit_for_bit_there_is_no_noise(self) -> None:
+        identical, off = Equality("identical"), _parameters(key_bias=1e-7)
+        found = compare_weights(open_device("cpu"), _parameters(), off, identical, tolerance=0.01)
+        assert found.verdict == "unequal"
+
+    def test_an_infinite_element_hides_no_other(self) -> None:
+        one, other = _parameters(), _parameters(weight=0.05)
+        with torch.no_grad():
+            one["weight"][0, 0] = other["weight"][0, 0] = float("inf")
+        found = compare_weights(open_device("cpu"), one, other, self.within, tolerance=0.01)
+        assert "'weight' differs" in found.why

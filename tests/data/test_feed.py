@@ -44,7 +44,7 @@ def test_a_cursor_belongs_to_its_batch_however_many_were_fetched(
     feed = feed_of(Counting(5), device, depth)
     assert feed.begin() == Cursor(0, loader={"given": 0})
     fetched = list(feed)
-    assert [one.index for one in fetched] == list(range(5))
+    assert [one.number for one in fetched] == list(range(5))
     assert [one.cursor.own for one in fetched] == list(range(1, 6))
     assert [one.cursor.loader for one in fetched] == [{"given": n} for n in range(1, 6)]
     assert [float(one.batch[0]) for one in fetched] == [0.0, 1.0, 2.0, 3.0, 4.0]
@@ -55,7 +55,7 @@ def test_a_cursor_belongs_to_its_batch_however_many_were_fetched(
 def test_batches_are_numbered_from_where_the_pass_begins(device: Device) -> None:
     feed = feed_of(Counting(2), device, first=7, start=Cursor(6))
     feed.begin()
-    assert [(one.index, one.cursor.own) for one in feed] == [(7, 7), (8, 8)]
+    assert [(one.number, one.cursor.own) for one in feed] == [(7, 7), (8, 8)]
 
 
 def test_a_loader_stopped_at_the_limit_has_not_ended(device: Device) -> None:

@@ -6,11 +6,13 @@ from __future__ import annotations
 import copy
 import itertools
 import logging
+import random
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -371,6 +373,83 @@ def test_a_changed_value_is_captured_again(capturing: Device) -> None:
     assert report.captures == 4
 
 
+class Trainer:
+    """A step with all that may be replaced between two calls."""
+
+    weight = 1.0
+
+    def __init__(self, device: Device) -> None:
+        self.model = network(4, 8, 1).to(device.torch_device)
+        self.optimizer = fused(self.model.parameters())
+
+    def loss(self, found: torch.Tensor) -> torch.Tensor:
+        return found.square().mean() * self.weight + getattr(self, "offset", 0.0)
+
+    def step(self, x: torch.Tensor) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.loss(self.model(x))
+        loss.backward()
+        self.optimizer.step()
+        return loss.detach()
+
+
+def doubled(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    return output * 2
+
+
+REPLACED: dict[str, tuple[Callable[[Trainer], object], str | None]] = {
+    "an attribute of the class, in the object": (lambda t: setattr(t, "weight", 2.0), None),
+    "an attribute that had a default": (lambda t: setattr(t, "offset", 2.0), None),
+    "a method, in the object": (lambda t: setattr(t, "loss", torch.mean), None),
+    "a method, in the class": (lambda t: setattr(type(t), "loss", _other_loss), None),
+    "a module's forward": (lambda t: setattr(t.model[2], "forward", torch.sigmoid), None),
+    "a new hook": (lambda t: t.model[0].register_forward_hook(doubled), "a hook of module '0'"),
+}
+
+
+def _other_loss(self: Trainer, found: torch.Tensor) -> torch.Tensor:
+    return found.abs().mean()
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_what_is_replaced_between_calls_is_noticed(capturing: Device, name: str) -> None:
+    replace, why = REPLACED[name]
+
+    def make(device: Device) -> Made:
+        kind = type("Fresh", (Trainer,), {"__module__": __name__, "loss": Trainer.loss})
+        trainer = kind(device)
+        made = Made(trainer.step, [trainer.model], [])
+        made.trainer = trainer  # type: ignore[attr-defined]
+        return made
+
+    def change(at: int, made: Any) -> None:
+        if at == 7:
+            replace(made.trainer)
+
+    report = check_equal(capturing, make, between=change, sizes=(6,))
+    assert report.captures == (1 if why else 2)
+    assert (report.why is None) if why is None else (why in str(report.why))
+
+
+def test_a_lazy_module_is_captured_once_it_has_its_parameters(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = nn.Sequential(nn.LazyLinear(4), nn.Tanh()).to(device.torch_device)
+        kept: dict[str, Any] = {}
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            loss = model(x).square().mean()
+            optimizer = kept.setdefault("optimizer", None) or fused(model.parameters())
+            kept["optimizer"] = optimizer
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Made(step, [model], [])
+
+    assert check_equal(capturing, make, sizes=(6,)).replays > 8
+
+
 def test_an_optimizer_that_only_a_call_shows_is_found(capturing: Device) -> None:
     """The search does not enter libraries; the watched calls see what is used."""
     report = check_equal(capturing, make_hidden)
@@ -404,7 +483,14 @@ def make_hidden(device: Device) -> Made:
 
 def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any:
     def make(device: Device) -> Made:
+        random.seed(3)
+        numpy.random.seed(3)
         made, kept = make_accumulating(device), {"count": 0, "seen": [], "loss": 0.0}
+        kept["weight"] = next(made.modules[0].parameters())
+        kept["numbers"] = numpy.random.RandomState(3)
+        kept["draw"] = random.Random(3).random
+        more: list[int] = []
+        kept["append"] = more.append
         inner = made.step
 
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -418,11 +504,42 @@ def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any
     return make
 
 
+SYSTEM = random.SystemRandom()
 REFUSED = {
     "a host read": (lambda kept, loss: loss.item(), "test_graphed_function.py"),
     "a counter": (lambda kept, loss: kept.update(count=kept["count"] + 1), "kept['count']"),
     "a list that grows": (lambda kept, loss: kept["seen"].append(1), "kept['seen']"),
     "a kept tensor": (lambda kept, loss: kept.update(loss=loss * 2 + kept["loss"]), "copy_()"),
+    # What they decide seldom differs: two calls in a row may do the same.
+    "Python's generator": (
+        lambda kept, loss: random.random() < 0.05 and loss.mul_(2),
+        "from the random module",
+    ),
+    "NumPy's stored normal number": (
+        lambda kept, loss: numpy.random.randn() > 2 and loss.mul_(2),
+        "from numpy.random",
+    ),
+    "PyTorch's generator of the host": (
+        lambda kept, loss: int(torch.randint(20, (1,))) == 0 and loss.mul_(2),
+        "from torch's CPU generator, on the host at",
+    ),
+    "a generator of one's own": (
+        lambda kept, loss: kept["numbers"].rand() < 0.05 and loss.mul_(2),
+        "kept['numbers']",
+    ),
+    "a method of a generator": (
+        lambda kept, loss: kept["draw"]() < 0.05 and loss.mul_(2),
+        "kept['draw']",
+    ),
+    "a generator without a state": (
+        lambda kept, loss: SYSTEM.random() < -1 and loss.mul_(2),
+        "SYSTEM changes",
+    ),
+    "a method of a list": (lambda kept, loss: kept["append"](1), "kept['append']"),
+    "a parameter's memory": (
+        lambda kept, loss: setattr(kept["weight"], "data", kept["weight"].data * 0.9),
+        "p.data.copy_(…)",
+    ),
 }
 
 

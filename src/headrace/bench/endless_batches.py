@@ -10,6 +10,17 @@ from headrace.data import end_workers
 from headrace.errors import BenchError
 
 
+class Taken:
+    """Some batches of a loader, to be iterated once. Like the loader, it has `num_workers`: what
+    workers have loaded draws no random numbers here, so the engine need not note their states."""
+
+    def __init__(self, batches: Iterator[Any], num_workers: int) -> None:
+        self._batches, self.num_workers = batches, num_workers
+
+    def __iter__(self) -> Iterator[Any]:
+        return self._batches
+
+
 class EndlessBatches:
     """Iterates over a loader again and again, and hands out some batches at a time.
 
@@ -23,9 +34,10 @@ class EndlessBatches:
         workers = getattr(loader, "num_workers", 0)
         self.ahead: int = workers * (getattr(loader, "prefetch_factor", None) or 2)
 
-    def take(self, count: int) -> Iterator[Any]:
+    def take(self, count: int) -> Taken:
         """The next `count` batches. Asks the loader for no more."""
-        return itertools.islice(self._batches, count)
+        workers = getattr(self._loader, "num_workers", 0)
+        return Taken(itertools.islice(self._batches, count), workers)
 
     def close(self) -> None:
         self._batches.close()

@@ -66,8 +66,11 @@ def compare_weights(
 ) -> Equality:
     """Compare the weights after the last step, as strictly as the losses were compared.
 
-    Returns `losses` if the weights match, too. A weight's difference is the norm of the difference,
-    relative to the weight's norm.
+    Returns `losses` if the weights match, too. The norm of a tensor's difference counts relative to
+    the tensor's size: its norm, or the norm that it would have with elements as large as those of
+    all parameters (root mean square), whichever is larger. Some tensors are much smaller than that.
+    The key biases of attention, for example, have no gradient but rounding errors, so that no two
+    runs agree on them.
     """
     if not reference:
         why = "the step's modules were not found, so only losses were compared"
@@ -78,29 +81,41 @@ def compare_weights(
     allowed = 0.0 if losses.verdict == "identical" and not losses.why else tolerance
     for name, relative in zip(reference, _differences(device, reference, found), strict=True):
         if not relative <= allowed:
-            why = f"weights after the last step: {name!r} differs by {relative:.2g} of its norm"
+            why = f"weights after the last step: {name!r} differs by {relative:.2g} of its size"
             return Equality("unequal", allowed or None, None, None, why)
     return losses
 
 
+@torch.no_grad()
 def _differences(
     device: Device, reference: Mapping[str, torch.Tensor], found: Mapping[str, torch.Tensor]
 ) -> list[float]:
     """The relative difference of each weight, computed on the device and read at once."""
-    if not reference:
-        return []
+    norms = {name: _norm_of_finite(one) for name, one in reference.items()}
+    trained = [name for name, one in reference.items() if isinstance(one, nn.Parameter)]
+    count = sum(reference[name].numel() for name in trained)
+    rms = torch.stack([norms[name] for name in trained]).norm() / count**0.5 if count else 0.0
     figures = []
     for name, one in reference.items():
         expected, other = one.double(), found[name].double()
         same = (expected == other) | (expected.isnan() & other.isnan())
         apart = torch.where(same, torch.zeros_like(expected), other - expected)
-        norm = torch.linalg.vector_norm(expected).clamp(min=1e-12)
-        figures.append(torch.linalg.vector_norm(apart) / norm)
+        # Whole numbers, such as a count of batches, have a size of their own.
+        usual = rms * one.numel() ** 0.5 if one.is_floating_point() else 0.0
+        size = torch.clamp(norms[name], min=usual).clamp(min=1e-12)
+        figures.append(torch.linalg.vector_norm(apart) / size)
     on_host = torch.empty(1, len(figures), dtype=torch.float64)
     with device.ledger.waiting("bench"):
         on_host[0].copy_(torch.stack(figures))
     device.synchronize("bench")
     return device.read_host(on_host)[0]
+
+
+def _norm_of_finite(tensor: torch.Tensor) -> torch.Tensor:
+    """The norm of a tensor's finite elements. Beside an infinite norm no difference would count."""
+    elements = tensor.double()
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.where(elements.isfinite(), elements, 0.0))
+    return norm
 
 
 def difference(reference: float, found: float) -> float:

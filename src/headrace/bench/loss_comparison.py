@@ -224,7 +224,7 @@ class LossComparison:
 def _weights(made: Made, device: Device) -> dict[str, torch.Tensor]:
     """The weights of the modules that a step uses. Nothing else changes them after this."""
     assert isinstance(made, StepTraining)
-    return {name: tensor.detach() for name, tensor in made.state(device).weights().items()}
+    return made.state(device).weights()
 
 
 def _not_compared(why: str) -> ComparedLosses:

@@ -9,15 +9,13 @@ checkpoint stores the position after the last batch *trained on*, however many w
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from headrace.data.prefetcher import Prefetcher, PrefetchIterator
 from headrace.device import Device, Stream
 
 
-@dataclass(frozen=True, slots=True)
-class Cursor:
+class Cursor(NamedTuple):
     """The position of a loader after a batch.
 
     `own` counts the epoch's batches that this rank's loader yielded. `ended`: it has no more, while
@@ -32,12 +30,11 @@ class Cursor:
     rng_before: dict[str, Any] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Fetched:
-    """A batch on the device. `index` is its number in the epoch. A `weightless` batch repeats the
+class Fetched(NamedTuple):
+    """A batch on the device. `number` counts from 0 in its epoch. A `weightless` batch repeats the
     one before with weight 0, to keep ranks in step. `ends_epoch`: no rank has a batch after it."""
 
-    index: int
+    number: int
     batch: Any
     nbytes: int
     samples: int

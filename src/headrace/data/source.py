@@ -60,6 +60,11 @@ class LoaderRng:
         workers: int = getattr(loader, "num_workers", 0)
         self._may_draw = not (isinstance(loader, list | tuple) or workers)
 
+    @property
+    def has_states(self) -> bool:
+        """Whether there is a state before any batch of this pass."""
+        return self._may_draw or bool(self.to_replay)
+
     def before_next(self) -> dict[str, Any] | None:
         """The states from which the next batch is drawn; None if it draws nothing here."""
         if self.to_replay:
@@ -67,9 +72,7 @@ class LoaderRng:
         return host_rng_states() if self._may_draw else None
 
     def next(self, iterator: Iterator[Any]) -> Any:
-        """The iterator's next batch, drawn from the replayed states while there are any."""
-        if not self.to_replay:
-            return next(iterator)
+        """The iterator's next batch, drawn from the first of the states to replay."""
         with drawing_from(self.to_replay[0]):
             batch = next(iterator, _END)
         self.to_replay.popleft()  # only now: a batch that raised must be drawn again
@@ -98,7 +101,7 @@ class Source:
         #: With several ranks: how the batch returned last relates to those of the other ranks.
         self.alignment: Alignment | None = None
         self._end_flag = EndFlag.of(loader)
-        self._rng = rng
+        self._rng = rng if rng is not None and rng.has_states else None
         self.rng_before: dict[str, Any] | None = None
         skipping = loader if isinstance(loader, Skipping) else None
         self._iterator: Any = iter(loader if skipping is None else skipping.loader)
@@ -129,7 +132,7 @@ class Source:
     def __next__(self) -> Any:
         rng, iterator = self._rng, self._iterator
         try:
-            batch = next(iterator) if rng is None else rng.next(iterator)
+            batch = rng.next(iterator) if rng is not None and rng.to_replay else next(iterator)
         except StopIteration:
             self._note_state()  # the loader may have moved on to its next epoch
             raise

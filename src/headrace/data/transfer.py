@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -46,7 +46,7 @@ class Sender:
         """Whether it is a plain tensor in host memory."""
         if not isinstance(leaf, torch.Tensor) or self._device.holds(leaf):
             return False
-        if leaf.device.type != "cpu":
+        if not leaf.is_cpu:
             raise DeviceMismatchError(
                 f"a batch holds a tensor on {leaf.device}, and the loop runs on {self._device}: "
                 f"expected tensors on the CPU or on {self._device}"
@@ -65,14 +65,14 @@ class Sender:
         destinations."""
         device = self._device
         packs = self._pack_small(sources) if self._pin and len(sources) > _FEW_TENSORS else []
-        in_packs = {at for pack in packs for at in pack.indices} if packs else ()
-        alone = [at for at in range(len(sources)) if at not in in_packs]
-        staged = [self._staged(sources[at]) for at in alone]
-        with nullcontext() if self._runs_on_owner else device.use(self._owner):
-            # On the owner's stream, and with the strides that a plain `.to()` would give.
-            slots = [torch.empty_like(sources[at], device=device.torch_device) for at in alone]
-            for pack in packs:
-                pack.allocate()
+        in_packs = {at for pack in packs for at in pack.indices}
+        alone = [one for at, one in enumerate(sources) if at not in in_packs] if packs else sources
+        staged = [self._staged(source) for source in alone] if self._pin else alone
+        if self._runs_on_owner:
+            slots = self._allocate(alone, packs)
+        else:
+            with device.use(self._owner):
+                slots = self._allocate(alone, packs)
         # Work that the owner queued before may still use this memory. And with deterministic
         # algorithms, PyTorch fills new memory on the owner's stream.
         self._queued.record(self._owner)
@@ -83,13 +83,20 @@ class Sender:
             for pack in packs:
                 pack.copy()
             ready.record(transfer)
-        self._release_staging(packs, ready)
+        self.staged = bool(self._buffers or packs)
+        if self.staged:
+            self._release_staging(packs, ready)
         if not packs:
             return slots
-        views = dict(zip(alone, slots, strict=True))
+        views, others = {at: view for pack in packs for at, view in pack.views()}, iter(slots)
+        return [views[at] if at in views else next(others) for at in range(len(sources))]
+
+    def _allocate(self, alone: list[torch.Tensor], packs: list[_Pack]) -> list[torch.Tensor]:
+        """Memory on the device, with the strides that a plain `.to()` would give."""
         for pack in packs:
-            views |= pack.views()
-        return [views[at] for at in range(len(sources))]
+            pack.allocate()
+        target = self._device.torch_device
+        return [torch.empty_like(source, device=target) for source in alone]
 
     def _pack_small(self, sources: list[torch.Tensor]) -> list[_Pack]:
         """The small tensors as one pack for each dtype; none if there are only a few."""
@@ -99,16 +106,13 @@ class Sender:
         return [_Pack(self._device, group) for group in _by_dtype(sources, small)]
 
     def _release_staging(self, packs: list[_Pack], ready: Event) -> None:
-        self.staged = bool(self._buffers or packs)
-        for buffer in self._buffers:
+        for buffer in (*self._buffers, *(pack.buffer for pack in packs)):
             buffer.release(after=ready)
         self._buffers.clear()
-        for pack in packs:
-            pack.buffer.release(after=ready)
 
     def _staged(self, source: torch.Tensor) -> torch.Tensor:
-        """The source itself if it needs no staging, else a copy of it in pinned memory."""
-        if not self._pin or source.numel() == 0 or self._device.is_pinned(source):
+        """The source itself if it is pinned or empty, else a copy of it in pinned memory."""
+        if self._device.is_pinned(source) or source.numel() == 0:
             return source
         self._device.warn_once(
             "staging",
@@ -167,13 +171,12 @@ class _Pack:
         assert self._destination is not None
         self._device.copy(self._destination, self._staged, known_pinned=True)
 
-    def views(self) -> dict[int, torch.Tensor]:
+    def views(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """The tensors on the device, each with its position among the batch's."""
         assert self._destination is not None
         pieces = self._destination.split(self._sizes)
-        return {
-            at: piece.view(source.shape)
-            for (at, source), piece in zip(self._sources.items(), pieces, strict=True)
-        }
+        for (at, source), piece in zip(self._sources.items(), pieces, strict=True):
+            yield at, piece.view(source.shape)
 
 
 def _is_small(source: torch.Tensor) -> bool:

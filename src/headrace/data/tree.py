@@ -15,16 +15,16 @@ from typing import Any
 import torch
 
 _TENSORS = {torch.Tensor}
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
-def is_plain_tensor(leaf: object) -> bool:
+def is_plain_tensor(leaf: Any) -> bool:
     """Whether a leaf is an ordinary dense tensor, which a copy of its bytes reproduces.
 
     Subclasses, sparse and quantized tensors, and those in an autograd graph need `.to()`.
     """
     return (
-        type(leaf) in (torch.Tensor, torch.nn.Parameter)
-        and isinstance(leaf, torch.Tensor)
+        type(leaf) in _PLAIN_TYPES
         and leaf.layout is torch.strided
         and not leaf.requires_grad
         and not leaf.is_quantized

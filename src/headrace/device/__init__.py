@@ -17,7 +17,8 @@ from __future__ import annotations
 
 from headrace.device.base import Device, Event, MemoryFigures, Result, Stream
 from headrace.device.determinism import deterministic_kernels
-from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_copy, host_wait
+from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_copy, host_wait, torch_draw
+from headrace.device.host_activity import noting_host_draws
 from headrace.device.kineto import chrome_trace, is_profiling
 from headrace.device.ledger import Ledger, LedgerStatistics, WaitStatistics
 from headrace.device.opening import available_devices, open_device
@@ -54,7 +55,9 @@ __all__ = [
     "host_copy",
     "host_wait",
     "is_profiling",
+    "noting_host_draws",
     "open_device",
     "pack_spans",
+    "torch_draw",
     "unpack_spans",
 ]

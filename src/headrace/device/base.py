@@ -180,6 +180,7 @@ class Device(abc.ABC):
 
     def use(self, stream: Stream) -> AbstractContextManager[Stream]:
         """Send this thread's work to `stream` inside the `with` block."""
+        self.require_own("a stream", stream.device)
         return _Use(self, stream)
 
     def switch(self, stream: Stream) -> object:
@@ -427,7 +428,7 @@ class _Use:
         self._stream = stream
 
     def __enter__(self) -> Stream:
-        self._before = self._device.switch(self._stream)
+        self._before = self._device._switch(self._stream)
         return self._stream
 
     def __exit__(self, *exception: object) -> None:

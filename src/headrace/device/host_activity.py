@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import pickle
 import random
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from headrace.device.graph import Obstacle, host_copy, host_draw
+from headrace.device.graph import Obstacle, host_copy, host_draw, torch_draw
 from headrace.source_lines import users_line
 
 if TYPE_CHECKING:
@@ -31,15 +35,14 @@ class HostActivity(TorchDispatchMode):
         self._found = found
 
     def __enter__(self) -> HostActivity:
-        self._rng_before = _rng_states()
+        self._draws = noting_host_draws(self._found)
+        self._draws.__enter__()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exception: Any) -> None:
         super().__exit__(*exception)  # type: ignore[no-untyped-call]
-        for name, state in _rng_states().items():
-            if not _same(state, self._rng_before.get(name, state)):
-                self._found.append(host_draw(name))
+        self._draws.__exit__(None, None, None)
 
     def __torch_dispatch__(
         self,
@@ -53,25 +56,36 @@ class HostActivity(TorchDispatchMode):
             source = args[1] if func._schema.name == "aten::copy_" else args[0]
             if source.is_cpu and self._device.holds(result):
                 self._found.append(host_copy(users_line()))
+        elif torch.Tag.nondeterministic_seeded in func.tags and _all_on_host(result):
+            self._found.append(torch_draw(users_line()))
         return result
 
 
-def _rng_states() -> dict[str, Any]:
-    """The state of each of the host's random generators, by name."""
-    states: dict[str, Any] = {
-        "torch's CPU generator": torch.get_rng_state(),
-        "the random module": random.getstate(),
+@contextmanager
+def noting_host_draws(found: list[Obstacle], *, with_torch: bool = True) -> Iterator[None]:
+    """Append to `found` from which of the host's random generators the block draws. `with_torch`
+    is False where PyTorch's CPU generator is the device's."""
+    generators: dict[Obstacle, Callable[[], Any]] = {
+        host_draw("the random module"): random.getstate,
+        host_draw("numpy.random"): _numpy_state,
     }
+    if with_torch:
+        generators[torch_draw()] = _torch_state
+    before = {draw: state() for draw, state in generators.items()}
+    yield
+    known = {obstacle.what for obstacle in found}  # with their lines
+    drawn = [draw for draw, state in generators.items() if state() != before[draw]]
+    found += [draw for draw in drawn if draw.what not in known]
+
+
+def _all_on_host(result: Any) -> bool:
+    return all(one.is_cpu for one in tree_iter(result) if isinstance(one, torch.Tensor))
+
+
+def _numpy_state() -> bytes:
     numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        states["numpy.random"] = numpy.random.get_state()[1:3]
-    return states
+    return b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, tuple) and len(one) == 2 and not isinstance(one[0], int):
-        words, position = one
-        return bool((words == other[0]).all() and position == other[1])
-    return bool(one == other)
+def _torch_state() -> bytes:
+    return bytes(torch.get_rng_state().numpy())

@@ -12,6 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
+from math import log2
+from threading import get_ident
 from typing import Any
 
 from headrace.text_table import text_table
@@ -207,10 +209,12 @@ class Ledger:
     def _close_wall(self, now_ns: int | None = None) -> None:
         """Add the wall time up to now: an epoch may end during a wait."""
         if self._waiting_threads:
+            if now_ns is None:
+                now_ns = self._clock_ns()
             # On the fake device each thread has its own clock, and this thread's may be behind.
-            now_ns = max(self._clock_ns() if now_ns is None else now_ns, self._wall_since_ns)
-            self._epoch.wall_ns += now_ns - self._wall_since_ns
-            self._wall_since_ns = now_ns
+            if now_ns > self._wall_since_ns:
+                self._epoch.wall_ns += now_ns - self._wall_since_ns
+                self._wall_since_ns = now_ns
 
 
 class _Waiting:
@@ -224,33 +228,33 @@ class _Waiting:
 
     def __enter__(self) -> None:
         ledger, self._nested_ns = self._ledger, 0
-        self._ident = ident = threading.get_ident()
+        self._ident = ident = get_ident()
         self._around: _Waiting | None = ledger._under_way.get(ident)
-        self._start_ns = ledger._clock_ns()
-        if self._around is None:
-            with ledger._lock:
+        if self._around is not None:
+            self._start_ns = ledger._clock_ns()
+        else:
+            with ledger._lock:  # with the clock: else another thread's wait could count in between
+                self._start_ns = start_ns = ledger._clock_ns()
+                if not ledger._waiting_threads:
+                    ledger._wall_since_ns = start_ns
                 ledger._waiting_threads += 1
-                if ledger._waiting_threads == 1:
-                    # Read the clock again: another thread may have waited, and been counted, since.
-                    ledger._wall_since_ns = ledger._clock_ns()
         ledger._under_way[ident] = self
 
     def __exit__(self, *exception: object) -> None:
-        ledger, around, start_ns = self._ledger, self._around, self._start_ns
+        ledger, around = self._ledger, self._around
         end_ns = ledger._clock_ns()
-        elapsed_ns = end_ns - start_ns
-        if around is None:
-            ledger._under_way.pop(self._ident, None)
-        else:
-            ledger._under_way[self._ident] = around
-            around._nested_ns += elapsed_ns  # so that the outer wait does not count this time, too
+        elapsed_ns = end_ns - self._start_ns
         with ledger._lock:
             ledger._epoch.of(self._reason).add_wait(elapsed_ns - self._nested_ns)
             if around is None:
+                ledger._under_way.pop(self._ident, None)
                 ledger._close_wall(end_ns)
                 ledger._waiting_threads -= 1
+            else:
+                ledger._under_way[self._ident] = around
+                around._nested_ns += elapsed_ns  # the outer wait does not count this time, too
         if ledger.on_wait is not None:
-            ledger.on_wait(self._reason, start_ns, end_ns)
+            ledger.on_wait(self._reason, self._start_ns, end_ns)
 
 
 class _Tally:
@@ -269,8 +273,9 @@ class _Tally:
         self.count += 1
         self.blocked += 1
         self.total_ns += ns
-        self.max_ns = max(self.max_ns, ns)
-        bucket = math.floor(math.log2(ns) * _BUCKETS_PER_OCTAVE) if ns > 0 else -1
+        if ns > self.max_ns:
+            self.max_ns = ns
+        bucket = int(log2(ns) * _BUCKETS_PER_OCTAVE) if ns > 0 else -1
         self.buckets[bucket] = self.buckets.get(bucket, 0) + 1
 
     def add(self, other: _Tally) -> None:

@@ -98,7 +98,7 @@ class StepBuilder(Protocol):
     def carry(self) -> CarriedState | None: ...
 
     def begin_epoch(self, *, from_start: bool) -> None:
-        """Prepare for a pass, `from_start` of its epoch or in the middle of it."""
+        """Prepare for a pass. `from_start`: it begins at its epoch's first batch."""
         ...
 
     def batches_for(self, updates: int) -> int:

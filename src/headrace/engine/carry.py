@@ -116,7 +116,8 @@ class CarriedState:
         return rebuild_batch(self._nesting, self._restored)
 
     def begin_epoch(self, *, from_start: bool) -> None:
-        """Begin a pass, `from_start` of its epoch or in the middle of it."""
+        """Call when a pass begins. With `at_epoch_end="reset"`, one that begins at its epoch's
+        first batch (`from_start`) gets the initial state, unless the user has just set another."""
         if from_start and self._carry.at_epoch_end == "reset" and not self._was_set:
             self.reset()
         self._was_set = False

@@ -306,9 +306,11 @@ class _Block:
         self._filled, self._arrived = device.event(), device.event()
         self._sum: AllReduce | None = None
         self._rows: list[torch.Tensor] = []
-        #: If there is only one column: its name, and the numbers of each entry.
-        self._only_name = columns.names[0] if len(columns.names) == 1 else None
-        self._only_numbers = {} if self._only_name is None else {self._only_name: _ON_DEVICE}
+        # If there is only one column: its name and dtype, and the numbers of each entry.
+        only = len(columns.names) == 1
+        self._only_name = columns.names[0] if only else ""
+        self._only_dtype = columns.dtypes[0] if only else None
+        self._only_numbers = {self._only_name: _ON_DEVICE}
         if columns.names:
             shape = (every, len(columns.names))
             self._on_device = device.empty(shape, columns.dtype)
@@ -321,14 +323,13 @@ class _Block:
     def add_single(self, step: int, values: dict[str, Scalar]) -> bool:
         """A faster `add` for a single tensor, usually the loss. Returns False, and adds nothing, if
         the values are anything else."""
-        row = len(self.entries)
-        if len(values) != 1 or self._only_name not in values or row == len(self._rows):
-            return False
-        value = values[self._only_name]
+        value, row = values.get(self._only_name), len(self.entries)
         if (
-            not isinstance(value, torch.Tensor)
+            len(values) != 1
+            or row == len(self._rows)
+            or not isinstance(value, torch.Tensor)
             or value.dim()
-            or value.dtype != self.columns.dtypes[0]
+            or value.dtype is not self._only_dtype
         ):
             return False
         self._rows[row].copy_(value.detach())

@@ -351,7 +351,8 @@ class Engine:
         scheduler, scaler, averages, carried state, gradients of an open group, random states, the
         decision of `graphs="auto"`, the ledger, values not yet reported, and the position in the
         epoch (how many batches were trained on, and the loader's own state after them, if it has
-        one).
+        one). The number of updates is part of it, so `on_update` comes after the same updates as in
+        a run without a break.
 
         Call it outside a loop, between two batches of `steps()`, in `on_step` or in `on_error`. The
         tensors are the live ones, not copies: copy them before training continues.

@@ -46,9 +46,10 @@ class Forward:
         carry: CarriedState | None,
     ) -> None:
         self._device, self.model, self._optimizer = device, model, optimizer
-        self.loss, self._user_loss, self._precision = loss, user_loss, precision
+        self.loss, self._user_loss = loss, user_loss
         self._name = f"the loss function {describe_function(user_loss)}"
         self._distributed, self.carry = distributed, carry
+        self._autocast = autocast(device, precision)  # entered for each batch, never inside itself
         self._batches_to_watch = 0
 
     def watch(self, batches: int) -> None:
@@ -59,7 +60,7 @@ class Forward:
     def evaluate(self, batch: Any, carry: CarriedState | None) -> LossOutput:
         """Compute the loss without gradients and without the other ranks. `carry` is the state that
         this evaluation carries from batch to batch."""
-        with autocast(self._device, self._precision):
+        with self._autocast:
             return self._output(self.loss, unwrap(self.model), batch, carry, needs_grad=False)
 
     def __call__(self, batch: Any, *, averages: bool = True) -> LossOutput:
@@ -67,7 +68,7 @@ class Forward:
         adding them up on this rank."""
         if self._distributed:
             set_gradient_sync(self.model, averages)
-        with autocast(self._device, self._precision):
+        with self._autocast:
             if self._batches_to_watch:
                 self._batches_to_watch -= 1
                 require_tensor(batch)

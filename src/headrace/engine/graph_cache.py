@@ -13,6 +13,7 @@ copied out before the next replay overwrites them.
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any, Generic, TypeVar
@@ -28,6 +29,18 @@ Result = TypeVar("Result")
 _MAX_COUNTED_KEYS = 4096
 # Batches may hold a few values on the host, such as lengths. They are compared before each replay.
 _MAX_HOST_VALUES = 1000
+# Kinds of values that do not change, and have no equality of their own.
+_EQUAL_TO_THEMSELVES = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.ModuleType,
+    type,
+    type(None),
+    type(...),
+    torch.dtype,
+    torch.layout,
+    torch.memory_format,
+)
 
 
 class CapturedWork(Generic[Result]):
@@ -101,19 +114,20 @@ class GraphCache(Generic[Result]):
         If it raises (`CaptureError`), all graphs are closed: after a failed capture none may be
         replayed.
         """
+        # A graph cannot use memory that eager steps left cached in the allocator. Without this
+        # call the device would have to hold both.
+        self._device.release_unused()
         nbytes, _ = measure_leaves(batch_leaves(batch))
         if nbytes > self._largest_bytes:
-            # Capture the largest shape first: smaller ones then fit into its memory, while blocks
-            # allocated for small shapes are of no use to a large one. The graphs dropped here are
+            # Graphs of smaller shapes fit into the memory of the largest. A larger one cannot use
+            # their blocks, and needs its own. If memory is scarce, the others are dropped and
             # captured again at their next use.
-            self.close()
+            if not self._has_room_for(nbytes):
+                self.close()
             self._largest_bytes = nbytes
         if len(self._graphs) >= self._max_graphs:
             self._graphs.pop(self._least_used()).close()
             self.evictions += 1
-        # A graph cannot use memory that eager steps left cached in the allocator. Without this
-        # call the device would have to hold both.
-        self._device.release_unused()
         before = self._device.memory().reserved
         if self._pool is None:
             self._pool = self._device.graph_pool()
@@ -150,6 +164,12 @@ class GraphCache(Generic[Result]):
         self.memory_bytes = 0
         if had_graphs:
             self._device.release_unused()
+
+    def _has_room_for(self, nbytes: int) -> bool:
+        """Whether a graph of a batch of `nbytes`, larger than all before, fits beside them, and an
+        eager step of that batch too. Both are taken to need what the graphs do, in proportion."""
+        needed = self.memory_bytes * nbytes / max(self._largest_bytes, 1)
+        return self._device.memory().free >= 2 * needed
 
     def _least_used(self) -> Hashable:
         return min(self._graphs, key=self.uses)
@@ -205,14 +225,25 @@ def signature(batch: Any, device: Device) -> Hashable:
     if dataclasses.is_dataclass(batch):
         fields = dataclasses.fields(batch)
         return (type(batch), *(signature(getattr(batch, field.name), device) for field in fields))
-    try:
-        hash(batch)
-    except TypeError:
+    if not _is_comparable(batch):
         raise CaptureError(
             f"a batch holds a {type(batch).__name__}, which cannot be compared from batch to "
             "batch: return it as a tensor, a number or a string, or leave it out"
-        ) from None
+        )
     return (type(batch), batch)
+
+
+def _is_comparable(value: Any) -> bool:
+    """Whether two values that are equal will do for each other. An object that equals only itself
+    may have other attributes in each batch."""
+    if isinstance(value, _EQUAL_TO_THEMSELVES):
+        return True
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    own_hash: Any = type(value).__hash__
+    return own_hash is not object.__hash__
 
 
 def _host_values(tensor: torch.Tensor, device: Device) -> Hashable:

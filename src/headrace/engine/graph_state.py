@@ -59,6 +59,7 @@ class StateBeforeCapture:
 
     def __init__(self, state: StepState) -> None:
         self._gradients = [(parameter, parameter.grad) for parameter in state.parameters()]
+        self._memory = [(parameter, parameter.data) for parameter in state.parameters()]
         self._optimizers = [
             (optimizer.state, {key: dict(value) for key, value in optimizer.state.items()})
             for optimizer in state.optimizers
@@ -84,7 +85,13 @@ class StateBeforeCapture:
         return any(parameter.grad is not before for parameter, before in self._gradients)
 
     def require_in_place(self) -> None:
-        """Raise `CaptureError` if the step has replaced a buffer or a tensor attribute."""
+        """Raise `CaptureError` if the step has replaced a buffer or a tensor attribute, or the
+        memory of a parameter."""
+        if any(one.data_ptr() != before.data_ptr() for one, before in self._memory):
+            raise CaptureError(
+                "the step gives a parameter other memory (p.data = …), and a graph would keep "
+                "using the old: write to it in place, with p.data.copy_(…)"
+            )
         for module, buffers, attributes in self._modules:
             for before, now in (
                 (buffers, module._buffers),
@@ -98,6 +105,9 @@ class StateBeforeCapture:
                         )
 
     def restore(self) -> None:
+        for parameter, memory in self._memory:
+            if parameter.data_ptr() != memory.data_ptr():
+                parameter.data = memory
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         books: list[tuple[Any, Any]] = [*self._optimizers, *self._scalers]

@@ -7,11 +7,15 @@ captured again. If values keep changing, the step is not worth capturing.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
+from contextlib import ExitStack
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
+from headrace.data import host_rng_states, set_host_rng_states
 from headrace.engine.capturable_optimizer import takes_rates_as_tensors
+from headrace.engine.graph_obstacles import state_obstacle
 from headrace.engine.python_state import PythonState
 from headrace.engine.step_state import StepState
 from headrace.engine.user_compiled import describe_own_graphs
@@ -38,11 +42,13 @@ class FrozenValues:
         self._settings: tuple[Hashable, ...] | None = None
         self._python: PythonState | None = None
         self._batches_since_change = self._frequent_changes = 0
+        self._hooks_checked = -1
 
     def check(self) -> bool:
         """Call before each batch. Returns whether a value differs from what graphs were captured
         with, so that they must be dropped. Raises `CaptureError` if values change too often."""
         self._batches_since_change += 1
+        self._check_new_hooks()
         settings, before = self._frozen_settings(), self._settings
         changed = self._python_state().changed()
         if settings == before and changed is None:
@@ -60,6 +66,14 @@ class FrozenValues:
         self._settings, self._batches_since_change = settings, 0
         return before is not None
 
+    def _check_new_hooks(self) -> None:
+        """Raise `CaptureError` if the model or an optimizer has got a hook that no graph would run.
+        PyTorch numbers all hooks, so usually one comparison shows that there are none."""
+        if RemovableHandle.next_id != self._hooks_checked:
+            self._hooks_checked = RemovableHandle.next_id
+            if (obstacle := state_obstacle(self._state)) is not None:
+                raise CaptureError(obstacle)
+
     def note_capture(self) -> None:
         """Call after a capture: graphs now hold the present values."""
         self._settings = self._frozen_settings()
@@ -73,10 +87,14 @@ class FrozenValues:
         if self._python is not None and (changed := self._python.changed_so_far()):
             raise CaptureError(str(changed))
 
-    def restore_python(self) -> None:
-        """Undo what a failed capture has changed in Python values."""
+    def restoring_host_state(self) -> ExitStack:
+        """A context whose end restores the Python values and the host's random generators to their
+        present state. Its `pop_all()` keeps what was changed."""
+        undo = ExitStack()
+        undo.callback(set_host_rng_states, host_rng_states())
         if self._python is not None:
-            self._python.restore()
+            undo.callback(self._python.restore)
+        return undo
 
     def find_again(self) -> None:
         """Look for Python values again before the next batch: the model has other modules."""

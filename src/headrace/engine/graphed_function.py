@@ -23,19 +23,20 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
 
 import torch
 from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
 
-from headrace.data import flatten_batch, host_rng_states, set_host_rng_states
+from headrace.data import flatten_batch
 from headrace.device import Device, open_device
 from headrace.engine.capturable_optimizer import CapturableOptimizer
 from headrace.engine.carry import CarriedState, Carry
@@ -45,7 +46,6 @@ from headrace.engine.graph_state import StateBeforeCapture, addresses
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.loss_output import map_tensors, parts_of
-from headrace.engine.python_state import PythonState
 from headrace.engine.step_graphs import (
     GraphReport,
     describe_failure,
@@ -53,7 +53,7 @@ from headrace.engine.step_graphs import (
     log_rounding,
     warn_not_captured,
 )
-from headrace.engine.step_state import StepState
+from headrace.engine.step_state import StepState, unique
 from headrace.engine.step_trace import StepTracer, Storage, storages
 from headrace.errors import CaptureError, StepError
 from headrace.parallel import parallelism_of
@@ -227,20 +227,15 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     # --- what the step uses -----------------------------------------------------------------------
 
-    def _search(self) -> _Found:
-        """Find the step's modules, optimizers and scalers, and the values that it can read."""
-        owners = PythonState(self._device, self._step, self._given_modules or ()).owners()
-        observed = self._observed
-        modules = self._given_modules or (
-            *owners.modules,
-            *(one for one in observed if isinstance(one, torch.nn.Module)),
-        )
-        optimizers = self._given_optimizers or (
-            *owners.optimizers,
-            *(one for one in observed if isinstance(one, torch.optim.Optimizer)),
-        )
-        state = StepState(
-            self._device, self._step, _unique(modules), _unique(optimizers), tuple(owners.scalers)
+    def _search(self) -> _Found | None:
+        """Find the step's modules, optimizers and scalers, and the values that it can read. None if
+        a lazy module has no parameters yet: search again after the next call."""
+        state = StepState.find(
+            self._device,
+            self._step,
+            modules=self._given_modules,
+            optimizers=self._given_optimizers,
+            observed=self._observed,
         )
         for module in state.modules:
             if parallelism_of(module) != "plain":
@@ -248,12 +243,12 @@ class GraphedFunction(Generic[Arguments, Returned]):
                     f"{type(module).__name__} trains on several ranks: give the model to Engine, "
                     "or call the step without hr.graphed"
                 )
-        if (obstacle := state_obstacle(state)) is not None:
-            raise CaptureError(obstacle)
+        if any(map(is_lazy, state.tensors())):
+            return None
         values = FrozenValues(state)
         values.check()
         leaves = [one for one in values.tensors() if one.requires_grad and one.is_leaf]
-        return _Found(state, values, list(_unique((*state.parameters(), *leaves))))
+        return _Found(state, values, list(unique((*state.parameters(), *leaves))))
 
     @contextmanager
     def _observing(self, state: StepState, tracer: StepTracer, entry: _Gradients) -> Iterator[None]:
@@ -309,6 +304,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
         try:
             if self._found is None:
                 self._found = self._search()
+                if self._found is None:
+                    return None
             else:
                 state = self._found.state
                 was_reset = any(optimizer.was_reset for optimizer in self._capturable)
@@ -427,7 +424,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             raise CaptureError(obstacle)
         entry = [p.grad for p in found.parameters if p.grad is not None]
         used = self._fates[hash(key)].used
-        with self._ready_for_capture(state, values) as succeeded:
+        with self._ready_for_capture(state, values) as undo:
             before = StateBeforeCapture(state)
             try:
                 captured = self._graphs.capture(
@@ -440,7 +437,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             finally:
                 before.restore()
             values.require_unchanged()
-            succeeded()
+            undo.pop_all()
         if self._graphs.captures == 1:
             log_rounding(self._plan_name, self.report().rounding)
         self._addresses = addresses(state, state.tensors())
@@ -476,31 +473,23 @@ class GraphedFunction(Generic[Arguments, Returned]):
         )
         return _Outcome(result, gradients, kept, carried)
 
-    @contextmanager
-    def _ready_for_capture(
-        self, state: StepState, values: FrozenValues
-    ) -> Iterator[Callable[[], None]]:
-        """Inside the block the step can be captured. Call the yielded function on success. Without
-        that call, the end of the block restores the optimizers, the host's random generators and
-        the step's Python values."""
-        random_states, succeeded = host_rng_states(), []
-        was_capturable = bool(self._capturable)
-        if not was_capturable:
+    def _ready_for_capture(self, state: StepState, values: FrozenValues) -> ExitStack:
+        """Make the optimizers capturable. The end of the returned context undoes this and what a
+        capture has changed on the host; after a success, `pop_all()` keeps it."""
+        undo = values.restoring_host_state()
+        if not self._capturable:
             self._make_capturable(state)
+            undo.callback(self._make_plain)
         self._write_rates()
-        try:
-            yield lambda: succeeded.append(True)
-        finally:
-            if not succeeded:
-                set_host_rng_states(random_states)
-                values.restore_python()
-                if not was_capturable:
-                    for optimizer in self._capturable:
-                        optimizer.undo()
-                    self._capturable = []
+        return undo
 
     def _make_capturable(self, state: StepState) -> None:
         self._capturable = [CapturableOptimizer(self._device, one) for one in state.optimizers]
+
+    def _make_plain(self) -> None:
+        for optimizer in self._capturable:
+            optimizer.undo()
+        self._capturable = []
 
     def _write_rates(self) -> None:
         for optimizer in self._capturable:
@@ -612,10 +601,6 @@ def _batch_of(call: Any) -> Any:
     """The batch of a call: its first argument."""
     args, kwargs = call
     return args[0] if args else next(iter(kwargs.values()), None)
-
-
-def _unique(values: Sequence[Any]) -> tuple[Any, ...]:
-    return tuple({id(value): value for value in values}.values())
 
 
 def _is_number(value: object) -> bool:

@@ -83,8 +83,7 @@ class LossOutput:
         copies = {
             name: value.detach().clone()
             for name, value in self.values.items()
-            if isinstance(value, torch.Tensor)
-            and (value.grad_fn is None or value._base is not None)
+            if isinstance(value, torch.Tensor) and (value.is_leaf or value._is_view())
         }
         if not copies and self.outputs is None:
             return self

@@ -21,6 +21,7 @@ import dis
 import functools
 import itertools
 import operator
+import pickle
 import queue
 import random
 import re
@@ -28,7 +29,7 @@ import sys
 import types
 import weakref
 from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -86,11 +87,12 @@ class ChangedValue:
 
     def __str__(self) -> str:
         where = "" if self.line is None else f" ({self.line})"
-        remedy = (
-            "keep the same tensor and write to it in place, with copy_()"
-            if self.has_tensors
-            else "make it a tensor on the device and write to it in place, with fill_()"
-        )
+        if self.name.endswith(".training"):
+            remedy = "call train() and eval() between epochs, not between the batches of one"
+        elif self.has_tensors:
+            remedy = "keep the same tensor and write to it in place, with copy_()"
+        else:
+            remedy = "make it a tensor on the device and write to it in place, with fill_()"
         return (
             f"{self.name} changes from batch to batch{where}, and a graph would repeat the value "
             f"it was captured with: {remedy}"
@@ -154,44 +156,57 @@ class PythonState:
 
 
 class _MappingEntries:
-    """Some entries of a mapping: an object's attributes, or a function's globals."""
+    """Some entries of a mapping: an object's attributes, or a function's globals.
 
-    def __init__(self, mapping: Any, keys: list[Any], names: list[str]) -> None:
-        self._mapping, self._keys, self._names = mapping, keys, names
+    `missing` are keys that the code names and the mapping does not have. An attribute that appears
+    later may hide one of the class, or a default that the code would take.
+    """
+
+    def __init__(
+        self, mapping: Any, keys: list[Any], prefix: str, missing: Iterable[str] = ()
+    ) -> None:
+        self._mapping, self._keys, self._prefix = mapping, keys, prefix
         # One call gets all of them, since this runs before each batch.
-        get = operator.itemgetter(*keys)
-        self._get = get if len(keys) > 1 else lambda mapping: (get(mapping),)
+        get: Any = operator.itemgetter(*keys) if keys else lambda mapping: ()
+        self._get = get if len(keys) != 1 else lambda mapping: (get(mapping),)
         self._values = self._get(mapping)
-        self._changed_at = 0
+        self._missing, self._count = list(missing), len(mapping)
+        self._changed: Any = None
 
     def has_changed(self) -> bool:
+        if len(self._mapping) != self._count:
+            appeared = (key for key in self._missing if key in self._mapping)
+            self._changed = next(appeared, None)
+            if self._changed is not None:
+                return True
         try:
             now = self._get(self._mapping)
         except KeyError:
-            self._changed_at = next(
-                i for i, key in enumerate(self._keys) if key not in self._mapping
-            )
+            self._changed = next(key for key in self._keys if key not in self._mapping)
             return True
+        self._count = len(self._mapping)
         if all(map(operator.is_, now, self._values)):
             return False
-        for at, (one, other) in enumerate(zip(now, self._values, strict=True)):
+        for key, one, other in zip(self._keys, now, self._values, strict=True):
             if not _same(one, other):
-                self._changed_at = at
+                self._changed = key
                 return True
         self._values = now
         return False
 
     @property
     def name(self) -> str:
-        return self._names[self._changed_at]
+        return f"{self._prefix}{self._changed}"
 
     def value(self) -> Any:
-        return self._mapping.get(self._keys[self._changed_at])
+        return self._mapping.get(self._changed)
 
     def restore(self) -> None:
         for key, value in zip(self._keys, self._values, strict=True):
             if self._mapping.get(key, self) is not value:
                 self._mapping[key] = value
+        for key in self._missing:
+            self._mapping.pop(key, None)
 
 
 class _Items:
@@ -349,6 +364,9 @@ class _Search:
         elif isinstance(value, types.MethodType):
             self._follow(value.__self__, name.rpartition(".")[0] or name, depth)
             self._follow(value.__func__, name, depth)
+        elif isinstance(value, types.BuiltinMethodType):  # history.append, generator.random
+            if not isinstance(value.__self__, types.ModuleType | type):
+                self._follow(value.__self__, name, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._follow(part, name, depth)
@@ -431,10 +449,11 @@ class _Search:
             functions = _functions_of(member)
             for function in functions:
                 self._follow(function, f"{name}.{attribute}", depth + 1)
-            if not dunder and not functions:
+            where = f"{kind.__name__}.{attribute}"
+            if functions or not dunder:
                 get = functools.partial(_class_attribute, kind, attribute)
-                where = f"{kind.__name__}.{attribute}"
                 self._add_getter(where, get, functools.partial(setattr, kind, attribute))
+            if not functions and not dunder:
                 self._follow(member, where, depth + 1)
 
     def _engine(self, value: Any, name: str) -> None:
@@ -456,7 +475,8 @@ class _Search:
                 if self._is_own(_file_of(kind)):
                     self._class(kind, prefix[:-1], depth)
             own = [key for key in vars(module) if key not in _OF_EVERY_MODULE]
-            self._attributes(vars(module), prefix, depth, only=own)
+            named = self._names - _OF_EVERY_MODULE
+            self._attributes(vars(module), prefix, depth, only=dict.fromkeys((*own, *named)))
             self._add_entries(module._buffers, list(module._buffers), prefix)
             for tensors in (module._parameters, module._buffers):
                 self.tensors += [one for one in tensors.values() if one is not None]
@@ -467,15 +487,16 @@ class _Search:
 
     def _attributes(self, mapping: Any, prefix: str, depth: int, only: Iterable[str]) -> None:
         keys = [key for key in only if key in mapping]
-        self._add_entries(mapping, keys, prefix)
+        missing = [key for key in only if key not in mapping]
+        self._add_entries(mapping, keys, prefix, missing)
         for key in keys:
             self._follow(mapping[key], f"{prefix}{key}", depth + 1)
 
-    def _add_entries(self, mapping: Any, keys: list[str], prefix: str) -> None:
-        if keys:
-            self.variables.append(
-                _MappingEntries(mapping, keys, [f"{prefix}{key}" for key in keys])
-            )
+    def _add_entries(
+        self, mapping: Any, keys: list[str], prefix: str, missing: Sequence[str] = ()
+    ) -> None:
+        if keys or missing:
+            self.variables.append(_MappingEntries(mapping, keys, prefix, missing))
 
     def _add_getter(
         self,
@@ -489,7 +510,11 @@ class _Search:
     def _opaque_object(self, value: Any, name: str, depth: int) -> bool:
         """Add an object whose state is not in its attributes, by its own way to read it. Returns
         whether `value` is one."""
-        if isinstance(value, random.Random):
+        if any(value is one for one in _GLOBAL_GENERATORS):
+            pass  # others draw from them too: a watched step says whether this one does
+        elif isinstance(value, random.SystemRandom):
+            self._add_getter(name, object)  # the operating system's numbers always change
+        elif isinstance(value, random.Random):
             self._add_getter(name, value.getstate, value.setstate)
         elif isinstance(value, torch.Generator):
             if value.device.type == "cpu" and value is not torch.default_generator:
@@ -497,6 +522,8 @@ class _Search:
         elif isinstance(value, numpy.random.Generator):
             bits: Any = value.bit_generator
             self._add_getter(name, lambda: repr(bits.state))
+        elif isinstance(value, numpy.random.RandomState):
+            self._add_getter(name, lambda: pickle.dumps(value.get_state(legacy=False)))
         elif _has_bytes(value):  # an array, a ctypes number, mapped memory
             self._add_getter(name, lambda: _bytes_of(value))
         elif hasattr(type(value), "get_obj"):  # multiprocessing.Value
@@ -580,6 +607,7 @@ _ATTRIBUTE_INSTRUCTIONS = (
     "LOAD_CONST",
 )
 _STORE_INSTRUCTIONS = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
+_GLOBAL_GENERATORS: list[Any] = [random._inst, numpy.random.mtrand._rand]
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 _NOT_CALLED_BY_A_STEP = {
     "__init__",

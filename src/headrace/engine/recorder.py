@@ -43,13 +43,10 @@ class Recorder:
 
     def push(self, launched: Launched) -> None:
         """Keep a batch's values on the device, to be read back with others."""
-        self._keep_outputs(launched)
-        if launched.values is not None:
-            self._add(launched.fetched.index, launched.values)
-
-    def _keep_outputs(self, launched: Launched) -> None:
         if launched.outputs is not None:
-            self._outputs[launched.fetched.index] = launched.outputs
+            self._outputs[launched.fetched.number] = launched.outputs
+        if launched.values is not None:
+            self._add(launched.fetched.number, launched.values)
 
     def send(self) -> None:
         """Start the copy to the host if enough values were pushed. Call it after the batch was
@@ -140,13 +137,13 @@ class HoldingRecorder(Recorder):
         if launched.updated or launched.values is None:
             super().push(launched)
             return
-        self._keep_outputs(launched)
+        super().push(launched._replace(values=None))  # only the outputs
         with self._lanes.on(self._lanes.forward):
             values = {  # copies: the next replay overwrites its results
                 name: value.detach().clone() if isinstance(value, torch.Tensor) else value
                 for name, value in launched.values.items()
             }
-        self._held = launched.fetched.index, values
+        self._held = launched.fetched.number, values
 
     def amend(self, values: Mapping[str, Scalar]) -> None:
         if self._held is not None:

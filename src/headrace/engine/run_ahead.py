@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 
 import torch
@@ -22,7 +23,7 @@ class RunAhead:
     ) -> None:
         self._device = open_device(device)
         self._max_steps = steps
-        self._max_bytes = max_bytes
+        self._max_bytes = math.inf if max_bytes is None else max_bytes
         self._steps_in_flight: deque[tuple[Event, int]] = deque()
         self._bytes_in_flight = 0
         self._spare_events: list[Event] = []
@@ -30,17 +31,17 @@ class RunAhead:
 
     def admit(self, nbytes: int = 0) -> None:
         """Call before a step is launched. A step with more than `max_bytes` runs alone."""
-        while self._is_full(nbytes):
-            if not self._steps_in_flight[0][0].query():
-                self._device.wait(self._steps_in_flight[0][0], "run_ahead")
-            self._retire_oldest()
+        in_flight = self._steps_in_flight
+        while in_flight and (
+            len(in_flight) >= self._max_steps or self._bytes_in_flight + nbytes > self._max_bytes
+        ):
+            oldest, freed = in_flight[0]
+            if not oldest.query():
+                self._device.wait(oldest, "run_ahead")
+            in_flight.popleft()
+            self._bytes_in_flight -= freed
+            self._spare_events.append(oldest)
         self._admitted_bytes = nbytes
-
-    def _is_full(self, nbytes: int) -> bool:
-        if len(self._steps_in_flight) >= self._max_steps:
-            return True
-        bounded = self._max_bytes is not None and len(self._steps_in_flight) > 0
-        return bounded and self._bytes_in_flight + nbytes > (self._max_bytes or 0)
 
     def launched(self, stream: Stream) -> None:
         """Call after the step's last operation was launched on `stream`."""
@@ -56,8 +57,3 @@ class RunAhead:
     def in_flight(self) -> int:
         """Steps launched and not known to be done. Checked only when the window is full."""
         return len(self._steps_in_flight)
-
-    def _retire_oldest(self) -> None:
-        event, nbytes = self._steps_in_flight.popleft()
-        self._bytes_in_flight -= nbytes
-        self._spare_events.append(event)

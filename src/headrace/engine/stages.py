@@ -25,8 +25,7 @@ class Standing(NamedTuple):
     in_group: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Launched:
+class Launched(NamedTuple):
     """What a step has launched for a batch.
 
     `values` are still on the device. `weighted`: the loss function returned a weight. `updated`:
@@ -38,7 +37,7 @@ class Launched:
     values: Mapping[str, Scalar] | None
     weighted: bool
     updated: bool
-    standing: Standing = Standing()  # noqa: RUF009 - frozen
+    standing: Standing = Standing()
     replayed: bool = False
     outputs: Any = None
 

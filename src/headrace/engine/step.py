@@ -123,15 +123,7 @@ class StepParts:
         if guard is not None:
             values = {**values, **guard.values(updated=updated)}
         standing = self.group.standing
-        return Launched(
-            fetched,
-            values,
-            loss.weighted,
-            updated,
-            standing=standing,
-            replayed=replayed,
-            outputs=loss.outputs,
-        )
+        return Launched(fetched, values, loss.weighted, updated, standing, replayed, loss.outputs)
 
 
 class EagerStep:
@@ -156,8 +148,9 @@ class EagerStep:
             if updated := group.is_full:
                 parts.run_update()
         lanes.backward_to_forward()
-        with lanes.on(lanes.forward):
-            parts.keep_carried(loss)
+        if parts.forward.carry is not None:
+            with lanes.on(lanes.forward):
+                parts.keep_carried(loss)
         return parts.make_launched(fetched, loss, updated=updated)
 
     def finish(self) -> Finished | None:
@@ -189,7 +182,7 @@ class EvaluationStep:
         self._carry = None if forward.carry is None else forward.carry.fresh()
 
     def __call__(self, fetched: Fetched) -> Launched:
-        if fetched.index == 0:
+        if fetched.number == 0:
             require_tensor(fetched.batch)
         with self._lanes.on(self._lanes.forward, "evaluate"):
             loss = self._forward.evaluate(fetched.batch, self._carry).unaliased()

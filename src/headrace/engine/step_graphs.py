@@ -11,14 +11,14 @@ once.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
-from headrace.data import Fetched, flatten_batch, host_rng_states, set_host_rng_states
+from headrace.data import Fetched, flatten_batch
 from headrace.device import Device
 from headrace.engine.capturable_optimizer import CapturableOptimizer
 from headrace.engine.compiled import CompiledLoss, loss_mode
@@ -356,7 +356,7 @@ class StepGraphs:
             raise CaptureError(obstacle)
         if group.size > 1 and not self._gradients_in_place():
             return None
-        with self._ready_for_capture() as succeeded:
+        with self._ready_for_capture() as undo:
             before = StateBeforeCapture(parts.state)
             try:
                 captured = self._graphs.capture(key, batch, self._work_to_capture)
@@ -373,7 +373,7 @@ class StepGraphs:
                 before.restore()
                 group.reached.clear()
             self._values.require_unchanged()
-            succeeded()
+            undo.pop_all()
         if self._graphs.captures == 1:
             log_rounding(self._plan_name, self.report().rounding)
         self._addresses = self._current_addresses()
@@ -386,30 +386,25 @@ class StepGraphs:
         self._kept_alive += [*self._known_tensors(), *self._watch.read_by(hash(key))]
         return captured
 
-    @contextmanager
-    def _ready_for_capture(self) -> Iterator[Callable[[], None]]:
-        """Inside the block the step can be captured. Call the yielded function on success. Without
-        that call, the end of the block restores the optimizer, the host's random generators and
-        the loss function's Python values."""
-        random_states, succeeded = host_rng_states(), []
-        capturable, rates_before = self._capturable, self._parts.update.rates
-        if capturable is None:
+    def _ready_for_capture(self) -> ExitStack:
+        """Make the optimizer capturable. The end of the returned context undoes this and what a
+        capture has changed on the host; after a success, `pop_all()` keeps it."""
+        undo = self._values.restoring_host_state()
+        if self._capturable is None:
             self._make_capturable()
+            undo.callback(self._make_plain)
         self._parts.update.write_rates()
-        try:
-            yield lambda: succeeded.append(True)
-        finally:
-            if not succeeded:
-                set_host_rng_states(random_states)
-                self._values.restore_python()
-                if capturable is None and self._capturable is not None:
-                    self._capturable.undo()
-                    self._capturable, self._parts.update.rates = None, rates_before
+        return undo
 
     def _make_capturable(self) -> None:
         """Make the optimizer capturable, and let updates read its learning rates on the device."""
         self._capturable = CapturableOptimizer(self._parts.device, self._parts.optimizer)
         self._parts.update.rates = self._capturable.rates
+
+    def _make_plain(self) -> None:
+        if self._capturable is not None:
+            self._capturable.undo()
+        self._capturable = self._parts.update.rates = None
 
     def _current_addresses(self) -> tuple[Hashable, ...]:
         return addresses(self._parts.state, tensors_of(self._parts))

@@ -6,6 +6,7 @@ optimizer; a step function of the user's may have several of each.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +27,26 @@ class StepState:
     scalers: tuple[torch.amp.GradScaler, ...] = ()
 
     @classmethod
-    def find(cls, device: Device, step: object) -> StepState:
-        """The state of a user's step: what the step's code can reach."""
-        owners = PythonState(device, step, ()).owners()
+    def find(
+        cls,
+        device: Device,
+        step: object,
+        *,
+        modules: tuple[torch.nn.Module, ...] | None = None,
+        optimizers: tuple[torch.optim.Optimizer, ...] | None = None,
+        observed: Sequence[torch.nn.Module | torch.optim.Optimizer] = (),
+    ) -> StepState:
+        """The state of a user's step: what the step's code can reach, and what it was `observed` to
+        use. If `modules` or `optimizers` are given, there are no others of that kind."""
+        owners = PythonState(device, step, modules or ()).owners()
+        seen_modules = (one for one in observed if isinstance(one, torch.nn.Module))
+        seen_optimizers = (one for one in observed if isinstance(one, torch.optim.Optimizer))
         return cls(
-            device, step, tuple(owners.modules), tuple(owners.optimizers), tuple(owners.scalers)
+            device,
+            step,
+            unique(modules or (*owners.modules, *seen_modules)),
+            unique(optimizers or (*owners.optimizers, *seen_optimizers)),
+            tuple(owners.scalers),
         )
 
     def parameters(self) -> list[torch.Tensor]:
@@ -77,3 +93,8 @@ class StepState:
                 values = state.values() if isinstance(state, dict) else ()
                 found |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
         return list(found.values())
+
+
+def unique(values: Iterable[Any]) -> tuple[Any, ...]:
+    """The values in their order, each object once."""
+    return tuple({id(value): value for value in values}.values())

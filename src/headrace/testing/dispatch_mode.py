@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.device import host_copy
+from headrace.device import host_copy, torch_draw
 from headrace.testing import autograd, collectives, operators, patches
 from headrace.testing.checker import memory_key
 from headrace.testing.operators import Operation, tensors
@@ -136,6 +136,8 @@ class DispatchMode(TorchDispatchMode):
 
     def _on_host(self, operation: Operation, inputs: list[torch.Tensor]) -> None:
         """Only pinned memory can be shared with a stream: other host memory needs no check."""
+        if operation.draws():
+            self._device.note_obstacle(torch_draw)
         if any(self._device.is_pinned(tensor) for tensor in inputs):
             reads, writes = operation.reads_and_writes()
             if writes or not operation.returns_alias():

@@ -9,7 +9,7 @@ from itertools import islice
 from pathlib import Path
 from types import CodeType
 
-from headrace.source_lines import Site
+from headrace.source_lines import Site, short_path
 from headrace.testing.checker import Checker
 from headrace.testing.history import Picture
 from headrace.testing.races import Access, Race
@@ -112,14 +112,6 @@ def race_report(findings: Sequence[Finding]) -> str:
     head = f"{len(findings)} race{'s' if len(findings) != 1 else ''} found"
     text = "\n\n".join([head, *map(str, findings)])
     return text.replace(f"{Path.cwd()}{os.sep}", "")
-
-
-def short_path(file: str) -> str:
-    """A path as one would type it: relative to the working directory if it is below it."""
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
-        return file
 
 
 def _code_lines(access: Access) -> tuple[CodeLine, ...]:

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from headrace.device import Graph, Obstacle, Result
+from headrace.device import Graph, Obstacle, Result, noting_host_draws
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
 from headrace.testing import patches
 from headrace.testing.branches import Branches
@@ -324,7 +324,7 @@ def capture(device: FakeDevice, work: Callable[[], Result], pool: object) -> tup
 @contextmanager
 def watch(device: FakeDevice) -> Iterator[list[Obstacle]]:
     found: list[Obstacle] = []
-    with device.call.changed(obstacles=found):
+    with noting_host_draws(found, with_torch=False), device.call.changed(obstacles=found):
         yield found
 
 

@@ -105,6 +105,7 @@ class _Facts:
     reads_on_host: bool
     returns_alias: bool
     is_composite: bool
+    draws: bool
     #: Calls the implementation of a custom operator that is written in Python.
     python_kernel: Callable[..., Any] | None
 
@@ -139,6 +140,7 @@ def _new_facts(func: Any) -> _Facts:
         reads_on_host=short in _HOST_READS,
         returns_alias=any(value.alias_info is not None for value in schema.returns),
         is_composite=_is_composite(func, str(schema.name)),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
         python_kernel=_python_kernel(func, str(schema.name)),
     )
 
@@ -181,6 +183,10 @@ class Operation:
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
+
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return self._facts.draws
 
     def python_kernel(self) -> Callable[..., Any] | None:
         """The implementation of a custom operator that is written in Python."""

@@ -1,8 +1,9 @@
-"""What a workload returns: the parts of a training loop, in one of three forms.
+"""What a workload returns: the parts of a training loop, in one of four forms.
 
 return model, optimizer, loss, loader           # loss(model, batch) -> loss
 return model, optimizer, loss, loader, carry    # loss(model, batch, carried) -> (loss, carried)
 return step, loader                             # step(batch): forward, backward and update
+return step, loader, carry                      # step(batch, carried) -> (result, carried)
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from headrace.plan import Plan
 
 
 class Training(NamedTuple):
-    """A model that the engine trains. `loader` can be iterated again."""
+    """A model, its optimizer and loss function, and a loader that each epoch iterates anew."""
 
     model: torch.nn.Module
     optimizer: torch.optim.Optimizer

@@ -150,7 +150,7 @@ class Work:
                     "expected loss(model, batch, carried), which returns (loss, carried)"
                 )
             return CarryTraining(**parts)
-        if callable(parts["loss"]) and _takes(parts["loss"], 3) and not _takes(parts["loss"], 2):
+        if _takes(parts["loss"], 3) and not _takes(parts["loss"], 2):
             raise BenchError(
                 f"{self._here()} returned a loss of three arguments and no carry: expected "
                 "loss(model, batch), or (model, optimizer, loss, loader, carry), where carry is "
