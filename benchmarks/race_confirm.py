@@ -127,10 +127,31 @@ def diffusers_block(corrected: bool) -> int:
     return sum(abs(value - 720.0) > 1.0 for value in torch.stack(results).tolist())
 
 
+def torch_stager(corrected: bool) -> int:
+    """torch/distributed/checkpoint/staging.py, DefaultStager: the stream that copies the weights to
+    the host does not wait for the stream that updates them"""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    weights = torch.zeros(1024, 1024, device="cuda")
+    wrong = 0
+    for number in range(BATCHES):
+        stager = DefaultStager(StagingOptions())
+        torch.cuda._sleep(BUSY_CYCLES)
+        weights.fill_(number + 1)
+        if corrected:
+            stager._staging_stream.wait_stream(torch.cuda.current_stream())
+        staged = stager.stage({"weights": weights}).result()["weights"]
+        torch.cuda.synchronize()
+        wrong += bool((staged != number + 1).any())
+        stager.close()
+    return wrong
+
+
 CASES: dict[str, tuple[str, Callable[[bool], int]]] = {
     "timm_loader": ("timm", timm_loader),
     "timm_naflex": ("timm", timm_naflex),
     "diffusers_block": ("diffusers", diffusers_block),
+    "torch_stager": ("torch", torch_stager),
 }
 
 

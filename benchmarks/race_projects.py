@@ -2,8 +2,13 @@
 
     python benchmarks/race_projects.py                 # all projects that are installed
     python benchmarks/race_projects.py timm --report   # one, with the whole report
+    python benchmarks/race_projects.py --without-waits # then again without the project's own waits
 
 Needs no GPU. docs/race-checking-projects.md has the results, with versions.
+
+`--without-waits` shows that silence means something. It leaves out the calls in the package that
+make a stream or the host wait, and `record_stream`: first all of them, then each line alone. A line
+may be silent alone: another wait can order the same work.
 """
 
 from __future__ import annotations
@@ -11,14 +16,19 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
-import json
+import importlib.util
+import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import torch
+from measuring import header, save
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -35,6 +45,26 @@ def case(package: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
         return function
 
     return register
+
+
+#: Names of modules that have a stand-in until the end of the case.
+STAND_INS: list[str] = []
+
+
+def import_with_stand_ins(name: str) -> Any:
+    """Import a module. What it imports and is not installed gets a stand-in: the cases call nothing
+    of that."""
+    while True:
+        try:
+            return importlib.import_module(name)
+        except ModuleNotFoundError as error:
+            missing = error.name or ""
+            if missing in sys.modules or missing.partition(".")[0] == name.partition(".")[0]:
+                raise
+            sys.modules[missing] = mock.MagicMock(__name__=missing, __spec__=None, __path__=[])
+            STAND_INS.append(missing)
+        for known in [one for one in sys.modules if one.startswith(name.partition(".")[0])]:
+            del sys.modules[known]
 
 
 def blocks() -> nn.Sequential:
@@ -205,10 +235,9 @@ def _offload_activations(offload: object) -> None:
 @case("torchtune")
 def torchtune_offload() -> None:
     """OffloadActivations(use_streams=True) around three training steps"""
-    from torchtune.training import OffloadActivations
-
+    training = import_with_stand_ins("torchtune.training")
     _offload_activations(
-        OffloadActivations(use_streams=True, min_offload_size=1, max_fwd_stash_size=1)
+        training.OffloadActivations(use_streams=True, min_offload_size=1, max_fwd_stash_size=1)
     )
 
 
@@ -222,46 +251,165 @@ def trl_offload() -> None:
     )
 
 
-def _one_rank() -> object:
-    """A device mesh of one rank, on gloo."""
-    if not torch.distributed.is_initialized():
-        store = torch.distributed.HashStore()
-        torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    return torch.distributed.init_device_mesh("cuda", (1,))
+class LossModel(nn.Module):
+    """A model that returns its loss, as torchrec's pipelines expect."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = self.layer(x)
+        return result.sum(), result
 
 
-@case("torch")
-def torch_fsdp2() -> None:
-    """fully_shard, one rank on gloo, three training steps"""
-    from torch.distributed.fsdp import fully_shard
+@case("torchrec")
+def torchrec_pipeline() -> None:
+    """TrainPipelineBase over six batches"""
+    pipelines = import_with_stand_ins("torchrec.distributed.train_pipeline.train_pipelines")
+    model = LossModel().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    pipeline = pipelines.TrainPipelineBase(model, optimizer, torch.device("cuda", 0))
+    batches = iter([torch.randn(4, 8).pin_memory() for _ in range(6)])
+    with suppress(StopIteration):
+        while True:
+            pipeline.progress(batches)
 
-    options = {"mesh": _one_rank()}
-    model = blocks().cuda()
-    for block in model:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+
+@case("deepspeed")
+def deepspeed_offload() -> None:
+    """checkpointed inputs offloaded on side streams, in a Llama, three training steps"""
+    os.environ["DS_ACCELERATOR"] = "cuda"
+    offloading = import_with_stand_ins(
+        "deepspeed.runtime.activation_checkpointing.offload_activations"
+    )
+    model = _llama().train()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    tokens = torch.ones(2, 8, dtype=torch.long, device="cuda")
+    for _ in range(3):
+        with offloading.CheckpointHiddenStatesOffload(min_offload_bytes=1):
+            model(tokens, labels=tokens, use_cache=False).loss.backward()
+
+
+@case("fairscale")
+def fairscale_offload() -> None:
+    """OffloadModel in two slices, three training steps"""
+    offload = import_with_stand_ins("fairscale.experimental.nn.offload")
+    device, host = torch.device("cuda", 0), torch.device("cpu")
+    train(offload.OffloadModel(model=blocks(), device=device, offload_device=host, num_slices=2))
+
+
+@contextmanager
+def two_ranks() -> Iterator[None]:
+    """The first of two ranks, on PyTorch's fake process group: collectives do not communicate."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def train(model: nn.Module) -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     for _ in range(3):
         model(torch.ones(4, 32, device="cuda")).sum().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+
+def _fully_shard(model: nn.Sequential, **options: object) -> None:
+    from torch.distributed.fsdp import fully_shard
+
+    with two_ranks():
+        mesh = torch.distributed.init_device_mesh("cuda", (2,))
+        for block in model:
+            fully_shard(block, mesh=mesh, **options)
+        fully_shard(model, mesh=mesh, **options)
+        train(model)
+
+
+@case("torch")
+def torch_fsdp2() -> None:
+    """fully_shard, two ranks on PyTorch's fake process group, three training steps"""
+    _fully_shard(blocks().cuda())
+
+
+@case("torch")
+def torch_fsdp2_kept() -> None:
+    """the same with reshard_after_forward=False"""
+    _fully_shard(blocks().cuda(), reshard_after_forward=False)
 
 
 @case("torch")
 def torch_fsdp2_offload() -> None:
     """the same with CPUOffloadPolicy"""
-    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy
 
-    options = {"mesh": _one_rank(), "offload_policy": CPUOffloadPolicy()}
-    model = blocks()
-    for block in model:
-        fully_shard(block, **options)
-    fully_shard(model, **options)
+    _fully_shard(blocks(), offload_policy=CPUOffloadPolicy())
+
+
+def _fsdp1(**options: object) -> None:
+    from torch.distributed.fsdp import FullyShardedDataParallel
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+    with two_ranks():
+        policy = ModuleWrapPolicy({nn.Linear})
+        model = FullyShardedDataParallel(
+            blocks(), auto_wrap_policy=policy, device_id=torch.device("cuda", 0), **options
+        )
+        train(model)
+
+
+@case("torch")
+def torch_fsdp1() -> None:
+    """FullyShardedDataParallel, the same ranks and steps"""
+    _fsdp1()
+
+
+@case("torch")
+def torch_fsdp1_offload() -> None:
+    """the same with CPUOffload"""
+    from torch.distributed.fsdp import CPUOffload
+
+    _fsdp1(cpu_offload=CPUOffload(offload_params=True))
+
+
+@case("torch")
+def torch_ddp() -> None:
+    """DistributedDataParallel with several buckets, one rank on gloo, the same steps"""
+    store = torch.distributed.HashStore()
+    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        train(nn.parallel.DistributedDataParallel(blocks().cuda(), bucket_cap_mb=0.005))
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@case("torch")
+def torch_async_save() -> None:
+    """torch.distributed.checkpoint.async_save with a pinned stager, while training goes on"""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+    model = blocks().cuda()
     optimizer = torch.optim.AdamW(model.parameters())
-    for _ in range(3):
-        model(torch.ones(4, 32, device="cuda")).sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(3):
+            model(torch.ones(4, 32, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            stager = DefaultStager(StagingOptions(True, True, True, True))
+            saved = checkpoint.async_save(
+                model.state_dict(),
+                checkpoint_id=f"{folder}/{step}",
+                async_stager=stager,
+                no_dist=True,
+            )
+            saved.staging_completion.result()
+            optimizer.step()
+            saved.upload_completion.result()
 
 
 @case("torch")
@@ -274,10 +422,8 @@ def torch_save_on_cpu() -> None:
         loss.backward()
 
 
-@case("transformers")
-def transformers_offloaded_cache() -> None:
-    """DynamicCache(offloading=True), generation by hand"""
-    from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
         vocab_size=32,
@@ -287,8 +433,43 @@ def transformers_offloaded_cache() -> None:
         num_attention_heads=2,
         num_key_value_heads=2,
     )
-    model = LlamaForCausalLM(config).cuda().eval()
-    cache = DynamicCache(config=config, offloading=True)
+    return LlamaForCausalLM(config).cuda().eval()
+
+
+def _continuous_batching(**options: object) -> None:
+    from transformers import ContinuousBatchingConfig, GenerationConfig
+
+    model = _llama()
+    model.set_attn_implementation("paged|sdpa")
+    prompts = [[1 + (3 * row + column) % 30 for column in range(4 + row)] for row in range(5)]
+    batching = ContinuousBatchingConfig(
+        page_size=4, num_blocks=16, max_batch_tokens=16, use_async_batching=True, **options
+    )
+    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1)
+    results = model.generate_batch(prompts, generation, batching, warmup=False)
+    lengths = [len(result.generated_tokens) for result in results.values()]
+    assert lengths == [6] * len(prompts), lengths
+
+
+@case("transformers")
+def transformers_batching() -> None:
+    """generate_batch, use_async_batching=True"""
+    _continuous_batching(use_cuda_graph=False)
+
+
+@case("transformers")
+def transformers_batching_offload() -> None:
+    """the same with cpu_offload_space"""
+    _continuous_batching(use_cuda_graph=False, cpu_offload_space=0.001)
+
+
+@case("transformers")
+def transformers_offloaded_cache() -> None:
+    """DynamicCache(offloading=True), generation by hand"""
+    from transformers import DynamicCache
+
+    model = _llama()
+    cache = DynamicCache(config=model.config, offloading=True)
     with torch.no_grad():
         tokens = torch.ones(1, 4, dtype=torch.long, device="cuda")
         for _ in range(4):
@@ -393,21 +574,89 @@ def prepare_torchvision() -> None:
 KEPT: list[object] = []
 
 
-def run(name: str) -> tuple[str, list[Finding]]:
+WAITS = {
+    "Stream": ("wait_stream", "wait_event", "synchronize"),
+    "Event": ("wait", "synchronize"),
+    "Tensor": ("record_stream",),
+}
+
+
+class Waits:
+    """The lines of a package that wait. Those for which `leaves_out` is true do nothing."""
+
+    def __init__(self, package: str, leaves_out: Callable[[str], bool]) -> None:
+        spec = importlib.util.find_spec(package)
+        assert spec is not None
+        self._folder = Path(spec.origin or "").parent
+        self._leaves_out = leaves_out
+        self.lines: set[str] = set()
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside a `fake_cuda()` block: watch the package's calls."""
+        with ExitStack() as stack:
+            for kind, names in WAITS.items():
+                owner = getattr(torch, kind)
+                for name in names:
+                    call = self._watch(getattr(owner, name))
+                    stack.enter_context(mock.patch.object(owner, name, call))
+            yield
+
+    def _watch(self, original: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            frame = sys._getframe(1)
+            file = Path(frame.f_code.co_filename)
+            if file.is_relative_to(self._folder):
+                line = f"{file.relative_to(self._folder.parent)}:{frame.f_lineno}"
+                self.lines.add(line)
+                if self._leaves_out(line):
+                    return None
+            return original(*args, **kwargs)
+
+        return call
+
+
+def without_waits(name: str) -> dict[str, object]:
+    """How many races a case has without its package's waits: all, and each line by itself."""
+    package, _ = CASES[name]
+    everything = Waits(package, lambda line: True)
+    _, findings = run(name, everything)
+    # Other lines may be reached if all waits do nothing: take those of the released code.
+    released = Waits(package, lambda line: False)
+    run(name, released)
+    alone = {}
+    for line in sorted(released.lines):
+        _, found = run(name, Waits(package, line.__eq__))
+        alone[line] = len(found)
+    return {"all": len(findings) if released.lines else None, "alone": alone}
+
+
+def run(name: str, waits: Waits | None = None) -> tuple[str, list[Finding]]:
     """How a case ended, and what was found."""
     package, function = CASES[name]
-    try:
-        importlib.import_module(package)
-    except ImportError:
+    if importlib.util.find_spec(package) is None:
         return "not installed", []
-    with fake_cuda(check=False) as device:
+    with fake_cuda(check=False) as device, ExitStack() as stack:
+        if waits is not None:
+            stack.enter_context(waits.watched())
         try:
             function()
             torch.cuda.synchronize()
         except Exception:
             traceback.print_exc()
             return "failed", device.findings()
+        finally:
+            while STAND_INS:
+                del sys.modules[STAND_INS.pop()]
     return "ran", device.findings()
+
+
+def shortened(text: str) -> str:
+    """Without the folders that modules are found in."""
+    for folder in sorted(sys.path, key=len, reverse=True):
+        if folder:
+            text = text.replace(folder + os.sep, "")
+    return text
 
 
 def version(package: str) -> str:
@@ -421,6 +670,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help="cases or packages; default: all")
     parser.add_argument("--report", action="store_true", help="print the whole report")
+    parser.add_argument(
+        "--without-waits", action="store_true", help="run each case without its waits, too"
+    )
     parser.add_argument("--out", type=Path, help="write the result as JSON")
     options = parser.parse_args()
     prepare_torchvision()
@@ -439,15 +691,17 @@ def main() -> None:
                 "races": [
                     {
                         "kind": finding.race.kind,
-                        "first": str(finding.first[0]),
-                        "second": str(finding.second[0]),
-                        "missing": finding.race.missing,
+                        "first": shortened(str(finding.first[0])),
+                        "second": shortened(str(finding.second[0])),
+                        "missing": shortened(finding.race.missing),
                         "times": finding.times,
                     }
                     for finding in findings
                 ],
             }
         )
+        if options.without_waits and ended == "ran":
+            rows[-1]["without waits"] = without_waits(name)
         if options.report:
             print("\n\n".join(map(str, findings)), file=sys.stderr)
     print(f"torch {torch.__version__}")
@@ -458,8 +712,14 @@ def main() -> None:
         )
         for race in row["races"]:
             print(f"    {race['kind']}: {race['first']}  /  {race['second']}")
-    if options.out is not None:
-        options.out.write_text(json.dumps(rows, indent=2) + "\n", encoding="utf-8")
+        without = row.get("without waits")
+        if without and without["alone"]:
+            found = sum(races > len(row["races"]) for races in without["alone"].values())
+            print(
+                f"    without its waits: {without['all']} races; "
+                f"found without one line: {found} of {len(without['alone'])}"
+            )
+    save(options.out, {**header("race_projects.py"), "cases": rows})
 
 
 if __name__ == "__main__":

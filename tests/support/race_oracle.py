@@ -44,6 +44,9 @@ class Memory:
     accesses: list[Access] = field(default_factory=list)
     #: Uses of freed memory that this may be a part of.
     previous: list[Access] = field(default_factory=list)
+    #: How many collectives keep it, and whether nobody else does.
+    kept: int = 0
+    dropped: bool = False
 
 
 @dataclass(eq=False)
@@ -81,6 +84,8 @@ class Oracle:
         self._records: dict[int, int] = {}
         self._released: dict[object, list[int]] = {}
         self._freed: dict[int, list[Access]] = {}
+        #: The memory that each collective keeps.
+        self._works: dict[int, Memory] = {}
 
     # Nodes.
 
@@ -172,6 +177,29 @@ class Oracle:
 
     def made(self, thread: int, memory: Memory) -> None:
         memory.made = self.host(thread)
+
+    def drop(self, thread: int, memory: Memory) -> None:
+        """The program's last reference goes. A collective may keep the memory."""
+        memory.dropped = True
+        if not memory.kept:
+            self.free(thread, memory)
+
+    def keep(self, thread: int, work: int, memory: Memory) -> None:
+        """Let a collective keep its memory until `release`, or until its `Work` is replaced: then
+        the memory is free when the collective is done."""
+        memory.kept += 1
+        replaced = self._works.get(work)
+        if replaced is not None:
+            replaced.recorded.add(COLLECTIVES)
+            self.release_work(thread, work)
+        self._works[work] = memory
+
+    def release_work(self, thread: int, work: int) -> None:
+        memory = self._works.pop(work, None)
+        if memory is not None:
+            memory.kept -= 1
+            if memory.dropped and not memory.kept:
+                self.free(thread, memory)
 
     def free(self, thread: int, memory: Memory) -> None:
         assert memory.stream is not None
@@ -581,7 +609,7 @@ class Writer:
     def _delete(self, key: int) -> None:
         memory = self._made.pop(key, None)
         self._freed.pop(key, None)
-        self._add(f"del X[{key}]", lambda o, _, t: None if memory is None else o.free(t, memory))
+        self._add(f"del X[{key}]", lambda o, _, t: None if memory is None else o.drop(t, memory))
 
     def record_stream(self) -> None:
         if self._made:
@@ -617,8 +645,8 @@ class Writer:
             oracle.learn_of_making(thread, [memory])
             oracle.wait_stream(thread, COLLECTIVES, stream)
             oracle.kernel(thread, COLLECTIVES, line, [], [(memory, part)])
-            memory.recorded.add(COLLECTIVES)
             oracle.record(thread, COLLECTIVES, event)
+            oracle.keep(thread, key, memory)
 
         code = f"W[{key}] = all_reduce({name}[{start}:{end}], async_op=True)"
         self._add(code, rule, stream)
@@ -628,7 +656,12 @@ class Writer:
         if self._works:
             key, stream = self._rng.choice(sorted(self._works)), self._stream()
             event = self._works[key]
-            self._add(f"W[{key}].wait()", lambda o, _, t: o.wait_event(t, stream, event), stream)
+
+            def rule(oracle: Oracle, line: int, thread: int) -> None:
+                oracle.wait_event(thread, stream, event)
+                oracle.release_work(thread, key)
+
+            self._add(f"W[{key}].wait()", rule, stream)
 
     # Threads.
 

@@ -853,6 +853,18 @@ _add(
   with d.use(S): x.mul_(2)  # FIRST
 + C.wait_stream(S)
   dist.all_reduce(x)  # SECOND
+== a collective keeps its tensors until the wait
+  w = dist.all_reduce(x, async_op=True)  # FIRST
+- with d.use(S): w.wait()
+  del x
+  y = on(64)  # SECOND
+  w.wait()
+== a collective on a side stream keeps nothing
+  S.wait_stream(C)
+  with d.use(S): dist.all_reduce(x)  # FIRST
++ d.record_stream(x, S)
+  del x
+  y = on(64)  # SECOND
 == a functional collective reads its input
   k = fc.all_reduce(x, "sum", dist.group.WORLD)  # FIRST
 + k = fc.wait_tensor(k)

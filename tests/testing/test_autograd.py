@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.autograd import Variable
 from torch.utils.checkpoint import checkpoint
 
-from headrace.testing import FakeDevice
+from headrace.testing import FakeDevice, fake_cuda
 from support.race_cases import split
 
 
@@ -174,3 +175,31 @@ def test_gradients_of_gradients() -> None:
         gradient.square().sum().backward()
         assert weight.grad is not None
         assert weight.grad.tolist() == [36.0] * 4
+
+
+def test_callbacks_of_a_backward_run_at_its_end_on_the_callers_stream() -> None:
+    """As FSDP does it: a hook works on a stream of its own, and a callback waits for it."""
+    seen: list[object] = []
+    with fake_cuda():
+        side, forward = torch.cuda.Stream(), torch.cuda.Stream()
+        reduced: list[torch.Tensor] = []
+        leaf = torch.ones(4, device="cuda", requires_grad=True)
+
+        def reduce(gradient: torch.Tensor) -> None:
+            Variable._execution_engine.queue_callback(wait)  # type: ignore[attr-defined]
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                reduced.append(gradient * 2)
+
+        def wait() -> None:
+            seen.append(torch.cuda.current_stream())
+            torch.cuda.current_stream().wait_stream(side)
+
+        forward.wait_stream(torch.cuda.default_stream())
+        with torch.cuda.stream(forward):
+            loss = leaf.sum()
+            leaf.register_hook(reduce)
+        torch.cuda.current_stream().wait_stream(forward)
+        loss.backward()
+        assert seen == [torch.cuda.default_stream()]
+        assert reduced[0].tolist() == [2.0] * 4

@@ -523,6 +523,18 @@ def test_the_python_code_of_a_custom_operator_is_watched(custom_ops: Any) -> Non
     assert (race.first.where, race.first.operation) == ("side", "aten::mul")
 
 
+def test_memory_that_is_pinned_later_is_watched() -> None:
+    with fake_cuda(check=False) as device:
+        host, values = torch.zeros(4), torch.ones(4, device="cuda")
+        assert torch.cuda.cudart().cudaHostRegister(host.data_ptr(), 16, 1) == 0
+        host.copy_(values, non_blocking=True)
+        assert host.is_pinned()
+        host.tolist()
+    (race,) = device.races
+    assert (race.first.operation, race.second.operation) == ("copy d2h", "tolist")
+    assert device.hidden_waits == []
+
+
 def test_a_storage_and_a_stream_by_its_handle(fake_cuda: FakeCuda) -> None:
     storage = torch.UntypedStorage(32, device="cuda")
     tensor = torch.empty(0, device="cuda").set_(storage, 0, (8,))  # type: ignore[call-overload]
@@ -544,7 +556,7 @@ def test_a_storage_and_a_stream_by_its_handle(fake_cuda: FakeCuda) -> None:
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: torch.cuda.cudart(), r"torch\.cuda\.cudart"),
+        (lambda: torch.cuda.cudart().cudaMemcpy(), r"torch\.cuda\.cudart\(\)\.cudaMemcpy"),
         (lambda: torch.cuda.memory._snapshot(), r"torch\.cuda\.memory\._snapshot"),
         (lambda: torch.cuda.memory._record_memory_history(), r"_record_memory_history"),
         (lambda: torch.cuda.MemPool(), r"torch\.cuda\.memory\.MemPool"),

@@ -6,7 +6,8 @@ On an accelerator the engine
   when `backward()` was called;
 - makes each node's stream wait for the streams of the nodes that feed it;
 - adds up gradients that meet, on the stream of the node where they meet;
-- makes the caller's stream wait for all of these streams at the end.
+- makes the caller's stream wait for all of these streams at the end, and then runs the callbacks
+  that were queued, on the caller's stream.
 
 Here the CPU engine does the arithmetic, and hooks on each node report when it begins and ends.
 """
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from headrace.testing.streams import FakeEvent, FakeStream
 
 _KEY = "headrace.forward"
+_ENGINE = "_execution_engine"
 _SUMS = ("add", "add_")
 _numbers = itertools.count()
 # Whether a captured backward runs nodes of other streams on the captured stream.
@@ -89,6 +91,7 @@ class _Run:
     summing_for: _Forward | None = None
     #: Ends of collectives that C++ has launched: the caller's stream waits for them at the end.
     ends: list[FakeEvent] = field(default_factory=list)
+    finished: bool = False
 
     def stream_of(self, forward: _Forward) -> FakeStream:
         caller = self.callers[forward.device]
@@ -203,7 +206,7 @@ def _begin(run: _Run, forward: _Forward) -> None:
     if run.begun is forward or run.summing_for is not None:
         return
     if run.begun is None:
-        Variable._execution_engine.queue_callback(lambda: _finish(run))
+        patches.originals[_ENGINE].queue_callback(lambda: _finish(run))
     run.begun = forward
     run.sums = []
     stream = run.stream_of(forward)
@@ -266,10 +269,32 @@ def _ends(made: Sequence[torch.Tensor | None], gradients: object) -> None:
 
 def _finish(run: _Run) -> None:
     """The engine's end: the caller's stream waits for every stream that was used."""
+    if run.finished:
+        return
+    run.finished = True
+    for device in run.callers:
+        device.choose(None)  # a stream that the last node's hooks chose ended with that node
     for stream in run.streams:
         _join(run.callers[stream.device], _Arrival().add(stream))
     for event in run.ends:
         run.callers[event.device].wait_event(event)
+
+
+class _Engine:
+    """Replaces the engine, for the callbacks that hooks queue: they run after the end."""
+
+    def queue_callback(self, callback: Callable[[], object]) -> None:
+        run = _runs.stack[-1] if _runs.stack else None
+
+        def call() -> None:
+            if run is not None:
+                _finish(run)
+            callback()
+
+        patches.originals[_ENGINE].queue_callback(call)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(patches.originals[_ENGINE], name)
 
 
 def _apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -302,5 +327,6 @@ def _watched(hook: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 patches.patch(torch.autograd, "_engine_run_backward", _run_backward)
+patches.patch(Variable, _ENGINE, _Engine())
 patches.patch(torch.autograd.graph.saved_tensors_hooks, "__init__", _saved_tensors_hooks)
 patches.patch(torch.autograd.Function, "apply", classmethod(_apply))

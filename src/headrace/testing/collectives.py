@@ -1,8 +1,9 @@
-"""Collectives as NCCL runs them: on a stream of their process group.
+"""Collectives as PyTorch runs them on NCCL.
 
-That stream waits for the one that is current at the call. `work.wait()` makes the stream that is
-current then wait for the collective, and the host goes on. A call without `async_op` does so
-itself.
+A call without `async_op` is a kernel on the current stream. With it, the collective runs on a
+stream of the process group, which waits for the stream that is current at the call, and the process
+group keeps the tensors until `work.wait()`. That makes the stream that is current then wait for the
+collective, and the host goes on.
 
 The transport (gloo, or PyTorch's fake process group) does the arithmetic at once.
 """
@@ -24,7 +25,7 @@ from headrace.testing.operators import Operation, tensors
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
-    from headrace.testing.streams import FakeEvent
+    from headrace.testing.streams import FakeEvent, FakeStream
 
 # For operators whose tensors the schema calls neither inputs nor outputs.
 _READ_ONLY = ("send",)
@@ -34,13 +35,31 @@ _WAIT = "_c10d_functional::wait_tensor"
 
 
 class _Calls(threading.local):
-    """The collectives that the Python call in this thread has launched; None outside of one: then
-    C++ launches them, as DDP's reducer does, and waits for them unseen."""
+    """The collectives that the Python call in this thread has launched, and their tensors; None
+    outside of one: then C++ launches them, as DDP's reducer does, and waits for them unseen."""
 
     launched: list[FakeEvent] | None = None
+    kept: list[_Kept] | None = None
+
+
+class _Kept:
+    """The tensors of a collective that is under way. Without a wait, the process group drops them
+    when the collective is done."""
+
+    def __init__(self, stream: FakeStream, tensors: list[torch.Tensor]) -> None:
+        self._stream, self._tensors = stream, tensors
+
+    def release(self) -> None:
+        self._tensors = []
+
+    def __del__(self) -> None:
+        for tensor in self._tensors:
+            self._stream.device.record_stream(tensor, self._stream)
 
 
 _calls = _Calls()
+#: What each `Work` keeps.
+_kept: weakref.WeakKeyDictionary[Any, list[_Kept]] = weakref.WeakKeyDictionary()
 #: When each `Work` or `Future` is done.
 _ends: weakref.WeakKeyDictionary[Any, list[FakeEvent]] = weakref.WeakKeyDictionary()
 _barriers: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -73,14 +92,19 @@ def run(device: FakeDevice, operation: Operation) -> Any:
         fresh = [tensor for tensor in tensors(result) if storage_key(tensor) not in known]
         writes = [*writes, *fresh]
     device.learn_of_making(operation.inputs())
-    stream = device.stream(_stream_name(operation))
+    is_current = _calls.launched is not None and operation.named("async_op") is False
+    stream = current if is_current else device.stream(_stream_name(operation))
     if fresh:
         device.operation(current, operation.name, "kernel", allocates=fresh, cost_ns=0)
-    stream.wait_stream(current)
+    if not is_current:
+        stream.wait_stream(current)
     held = [tensor for tensor in (*reads, *writes) if device.holds(tensor)]
     device.operation(stream, operation.name, "kernel", reads=reads, writes=writes)
-    for tensor in held:  # NCCL's process group keeps them until the collective is done
-        device.record_stream(tensor, stream)
+    if _calls.kept is not None and not fresh:
+        _calls.kept += [] if is_current else [_Kept(stream, held)]
+    else:
+        for tensor in held:
+            device.record_stream(tensor, stream)
     if current.tape is not None:
         current.tape.after_operation(operation, result, fresh)
     event = device.event()
@@ -140,15 +164,16 @@ def _launching(kind: Any, name: str) -> Callable[..., Any]:
     """Replaces a method of `ProcessGroup`: its `Work` ends when what it launches ends."""
 
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        outside, _calls.launched = _calls.launched, []
+        outside = _calls.launched, _calls.kept
+        _calls.launched, _calls.kept = [], []
         try:
             work = patches.original(kind, name)(self, *args, **kwargs)
             if work is not None:
-                _ends[work] = _calls.launched
+                _ends[work], _kept[work] = _calls.launched, _calls.kept
                 if name == "barrier":
                     _barriers.add(work)
         finally:
-            _calls.launched = outside
+            _calls.launched, _calls.kept = outside
         return work
 
     return call
@@ -162,6 +187,8 @@ def _wait(kind: Any, name: str) -> Callable[..., Any]:
             result = patches.original(kind, name)(self, *args, **kwargs)
         for event in _ends.get(self, ()):
             event.device.current_stream().wait_event(event)
+        for kept in _kept.get(self, ()):
+            kept.release()
         if self in _barriers:
             for device in patches.devices:
                 device.hidden_wait(device.current_stream(), "barrier")

@@ -116,6 +116,8 @@ class FakeDevice(host_threads.Hosts):
         #: How often captures refer to each storage from outside of them.
         self.captured_references: Counter[int] = Counter()
         self._streams: dict[str, FakeStream] = {}
+        #: Host memory that was pinned after its allocation: the number of bytes, by address.
+        self.registered_memory: dict[int, int] = {}
         self.default_stream = FakeStream(self, "default")
 
     # --- the block --------------------------------------------------------------------------------
@@ -239,6 +241,11 @@ class FakeDevice(host_threads.Hosts):
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
             tracked = self.checker.storage_of(tensor)
+            if tracked is None and self.registered_memory and torch._C._has_storage(tensor):
+                start = tensor.untyped_storage().data_ptr()
+                if tensor.untyped_storage().nbytes() <= self.registered_memory.get(start, 0):
+                    self.mark_pinned(tensor)
+                    return True
         return tracked is not None and tracked.home == "pinned"
 
     def holds(self, tensor: torch.Tensor) -> bool:

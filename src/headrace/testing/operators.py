@@ -110,9 +110,8 @@ class _Facts:
     python_kernel: Callable[..., Any] | None
 
 
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 #: How the names of operators begin that are not custom.
-_COMPILED = ("aten::", "prims::", "c10d::", "_c10d_functional::")
+_COMPILED = ("aten::", "prim::", "prims::", "c10d::", "_c10d_functional::")
 # By id, with the operator to keep it alive: hashing an operator is slow.
 _known_facts: dict[int, tuple[Any, _Facts]] = {}
 
@@ -140,9 +139,15 @@ def _new_facts(func: Any) -> _Facts:
         arguments=tuple(arguments),
         reads_on_host=short in _HOST_READS,
         returns_alias=any(value.alias_info is not None for value in schema.returns),
-        is_composite=func.has_kernel_for_dispatch_key(_COMPOSITE),
+        is_composite=_is_composite(func, str(schema.name)),
         draws=torch.Tag.nondeterministic_seeded in func.tags,
         python_kernel=_python_kernel(func, str(schema.name)),
+    )
+
+
+def _is_composite(func: Any, name: str) -> bool:
+    return not name.startswith("prim::") and func.has_kernel_for_dispatch_key(
+        torch._C.DispatchKey.CompositeImplicitAutograd
     )
 
 
@@ -246,25 +251,25 @@ class Operation:
         return one.shape != other.shape or not one.numel() or _is_same_view(one, other)
 
     def makes_the_host_wait(self, on_device: _OnDevice, *, stores_number: bool) -> bool:
-        """Whether the host has to read something back on CUDA. `x[mask]` does: its size depends on
-        data. `x[mask] = number` does not: it fills. `stores_number`: the user wrote a number."""
+        """Whether the host waits on CUDA. For `x[mask]` it does: the size depends on data. For
+        `x[index] = number` it does, too: it copies the number to the device. `x[mask] = number` is
+        a fill. `stores_number`: the user wrote a number."""
         if self._facts.reads_on_host:
             return True
         depends = _MAY_READ_ON_HOST.get(self.short)
         if depends is not None:
             return depends(self, on_device)
-        masks = (torch.bool, torch.uint8)
-        if all(at.dtype not in masks for at in self.indices()):
+        indices = self.indices()
+        if not indices:
             return False
-        # On CUDA the number is a host tensor.
-        fills = (
-            self.short in INDEXING[1:4]
-            and len(self.args) > 2
-            and self.args[2].numel() == 1
-            and (stores_number or not on_device(self.args[2]))
-            and not self.named("accumulate")
-        )
-        return not fills
+        masks = [at for at in indices if at.dtype in (torch.bool, torch.uint8)]
+        if self.short not in INDEXING[1:4]:
+            return bool(masks)
+        # On CUDA a number is a host tensor.
+        value = self.args[2]
+        if value.numel() == 1 and (stores_number or not on_device(value)):
+            return not (len(masks) == len(indices) == 1 and not self.named("accumulate"))
+        return bool(masks)
 
     def returns_alias(self) -> bool:
         return self._facts.returns_alias

@@ -19,13 +19,19 @@ from headrace.device import Kind
 from headrace.source_lines import Site
 
 _PACKAGE = Path(__file__).resolve().parent.parent
+_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
 # Frames that a report never names: those of PyTorch, `device/`, this room and the standard library.
 # It names the line that called them.
 _INTERNAL = (
-    str(Path(torch.__file__).resolve().parent) + os.sep,
+    _TORCH,
     str(_PACKAGE / "testing") + os.sep,
     str(_PACKAGE / "device") + os.sep,
     "<frozen ",
+)
+#: Files of PyTorch's that only pass calls on.
+_PLUMBING = tuple(
+    _TORCH + name
+    for name in ("overrides", "_ops", "_tensor", "storage", "_compile", "_dynamo", "utils")
 )
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 # Frames that run the user's program: a report shows none that are further out.
@@ -191,15 +197,20 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None =
 
 
 def calling_site() -> Site:
-    """The innermost line of the user's, or of the part of Headrace that is being tested."""
+    """The innermost line of the user's, or of the part of Headrace that is being tested. In a
+    thread of PyTorch's own, where there is none: PyTorch's."""
     frame: FrameType | None = sys._getframe(1)
-    outermost = frame
+    pytorchs, outermost = None, frame
     while frame is not None:
-        if not _is_internal(frame.f_code.co_filename):
-            return Site(frame.f_code.co_filename, frame.f_lineno)
+        file = frame.f_code.co_filename
+        if not _is_internal(file):
+            return Site(file, frame.f_lineno)
+        if pytorchs is None and file.startswith(_TORCH) and not file.startswith(_PLUMBING):
+            pytorchs = frame
         outermost, frame = frame, frame.f_back
-    assert outermost is not None
-    return Site(outermost.f_code.co_filename, outermost.f_lineno)
+    shown = pytorchs or outermost
+    assert shown is not None
+    return Site(shown.f_code.co_filename, shown.f_lineno)
 
 
 def calling_frames() -> Frames:

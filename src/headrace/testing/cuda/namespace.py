@@ -411,6 +411,28 @@ def _tools() -> Iterator[Replacement]:
         profile, "__init__", _host_profile(copy_of(profile.__init__)), "there are no CUDA events"
     )
     yield Replacement(torch, "compile", _compile, "the compiler would generate kernels for a GPU")
+    yield Replacement(torch.cuda, "cudart", _Runtime, "pinning and profiling")
+
+
+class _Runtime:
+    """What `torch.cuda.cudart()` returns."""
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
+        state.device().registered_memory[address] = nbytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+        if state.in_use():  # memory may be unpinned when it is freed, at any time
+            state.device().registered_memory.pop(address, None)
+        return 0
+
+    def cudaProfilerStart(self) -> int:  # noqa: N802
+        return 0
+
+    cudaProfilerStop = cudaProfilerStart  # noqa: N815
+
+    def __getattr__(self, name: str) -> Any:
+        raise state.not_imitated(f"torch.cuda.cudart().{name}")
 
 
 @contextmanager
@@ -480,6 +502,7 @@ def _accelerator() -> Iterator[Replacement]:
         torch._C,
         "torch.accelerator asks C++",
         _accelerator_getAccelerator=lambda: torch.device("cuda"),
+        _get_accelerator=lambda check=None: torch.device("cuda"),
         _accelerator_getDeviceIndex=lambda: 0,
         _accelerator_setDeviceIndex=state.check_index,
         _accelerator_exchangeDevice=_exchange_device,
