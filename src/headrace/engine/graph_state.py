@@ -6,11 +6,14 @@ uses them, and a capture must leave them as they were, since it runs nothing.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Hashable, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
+from headrace.engine.same_entries import SameEntries
 from headrace.engine.step import StepParts
 from headrace.engine.step_state import StepState
 from headrace.errors import CaptureError
@@ -32,6 +35,59 @@ def addresses(state: StepState, tensors: Sequence[torch.Tensor]) -> tuple[Hashab
     memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors)
     modules = tuple((id(module), module.training) for module in state.all_modules())
     return (memory, modules)
+
+
+class StateMemory:
+    """Where the tensors of a user's step were when this was made, and who held them. If one has
+    moved, graphs that were captured then belong to an earlier model or optimizer."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state, self._modules = state, state.all_modules()
+        self._tensors = state.tensors()
+        self._held = self._holders()
+        self._figures = self._look()
+        dicts: list[dict[Any, Any]] = []
+        for module in self._modules:
+            dicts += [module._parameters, module._buffers, module._modules]
+        entries = [(one, key) for one in dicts for key in one]
+        for optimizer in state.optimizers:
+            own = [values for values in optimizer.state.values() if isinstance(values, dict)]
+            entries += [
+                (values, key) for values in own for key in values if _is_tensor(values[key])
+            ]
+            dicts += [optimizer.state, *own]
+        self._entries = SameEntries(entries, dicts)
+
+    def has_moved(self) -> bool:
+        """Whether a parameter, a buffer or a part of an optimizer's state is elsewhere now, or no
+        longer requires a gradient, or a module has another mode. Call it before each batch."""
+        held = self._holders()
+        return (
+            len(held) != len(self._held)
+            or not all(map(operator.is_, held, self._held))
+            or not self._entries.hold()
+            or self._look() != self._figures
+        )
+
+    def _holders(self) -> list[Any]:
+        """The optimizers' own states, and all parameters that they have."""
+        optimizers, groups = self._state.optimizers, self._state.param_groups()
+        parameters = chain.from_iterable(map(operator.itemgetter("params"), groups))
+        return [*(optimizer.state for optimizer in optimizers), *parameters]
+
+    def _look(self) -> tuple[list[Any], ...]:
+        return (
+            list(map(torch.Tensor.data_ptr, self._tensors)),
+            list(map(_REQUIRES_GRAD, self._tensors)),
+            list(map(_TRAINING, self._modules)),
+        )
+
+
+_REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
 
 
 def release_graph_state(parts: StepParts) -> None:

@@ -6,6 +6,7 @@ captured again. If values keep changing, the step is not worth capturing.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
 from typing import Any
@@ -17,6 +18,7 @@ from headrace.data import host_rng_states, set_host_rng_states
 from headrace.engine.capturable_optimizer import takes_rates_as_tensors
 from headrace.engine.graph_obstacles import state_obstacle
 from headrace.engine.python_state import PythonState
+from headrace.engine.same_entries import Entry, SameEntries
 from headrace.engine.step_state import StepState
 from headrace.engine.user_compiled import describe_own_graphs
 from headrace.errors import CaptureError
@@ -43,6 +45,10 @@ class FrozenValues:
         self._python: PythonState | None = None
         self._batches_since_change = self._frequent_changes = 0
         self._hooks_checked = -1
+        # The settings of all parameter groups, which are read again only after one has changed.
+        self._groups: list[dict[str, Any]] = []
+        self._group_entries = SameEntries((), ())
+        self._group_settings: tuple[Hashable, ...] = ()
 
     def check(self) -> bool:
         """Call before each batch. Returns whether a value differs from what graphs were captured
@@ -118,15 +124,26 @@ class FrozenValues:
 
     def _frozen_settings(self) -> tuple[Hashable, ...]:
         """The settings that a graph freezes, by name."""
-        frozen = list(self._more_settings())
+        groups = self._state.param_groups()
+        same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
+        if not same or not self._group_entries.hold():
+            self._groups = groups
+            entries = self._entries_of_groups()
+            self._group_entries = SameEntries(entries, groups)
+            values = [(name, group[name]) for group, name in entries]
+            self._group_settings = tuple(
+                (name, id(value) if isinstance(value, torch.Tensor) else value)
+                for name, value in values
+            )
+        return (*self._more_settings(), *self._group_settings)
+
+    def _entries_of_groups(self) -> list[Entry]:
+        found: list[Entry] = []
         for optimizer in self._state.optimizers:
-            by_tensor = takes_rates_as_tensors(optimizer)
+            unread = {*_NO_SETTINGS, *(["lr"] if takes_rates_as_tensors(optimizer) else [])}
             for group in optimizer.param_groups:
-                for name, value in group.items():
-                    if name in _NO_SETTINGS or (name == "lr" and by_tensor):
-                        continue
-                    frozen.append((name, id(value) if isinstance(value, torch.Tensor) else value))
-        return tuple(frozen)
+                found += [(group, name) for name in group if name not in unread]
+        return found
 
 
 def _changed_setting(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:
