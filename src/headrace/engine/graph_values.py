@@ -50,18 +50,24 @@ class FrozenValues:
         self._group_entries = SameEntries((), ())
         self._group_settings: tuple[Hashable, ...] = ()
 
-    def check(self) -> bool:
+    def check(self, *, gradients_replaced: bool = False) -> bool:
         """Call before each batch. Returns whether a value differs from what graphs were captured
-        with, so that they must be dropped. Raises `CaptureError` if values change too often."""
+        with, so that they must be dropped. Raises `CaptureError` if values change too often.
+        `gradients_replaced`: the user has given parameters other gradients than graphs write to."""
         self._batches_since_change += 1
         self._check_new_hooks()
         settings, before = self._frozen_settings(), self._settings
         changed = self._python_state().changed()
-        if settings == before and changed is None:
+        if settings == before and changed is None and not gradients_replaced:
             return False
         if before is not None:
             self._frequent_changes += self._batches_since_change < _STEADY_BATCHES
             if self._frequent_changes == _MAX_FREQUENT_CHANGES:
+                if gradients_replaced:
+                    raise CaptureError(
+                        "gradients are replaced between batches, and a graph would write to the "
+                        "old ones: change them in place, as p.grad.mul_(…) does"
+                    )
                 raise CaptureError(
                     str(changed)
                     if changed is not None

@@ -424,7 +424,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         entry = [p.grad for p in found.parameters if p.grad is not None]
         used = self._fates[hash(key)].used
         with self._ready_for_capture(state, values) as undo:
-            before = StateBeforeCapture(state)
+            before = StateBeforeCapture(state, values.tensors())
             try:
                 captured = self._graphs.capture(
                     graph_key, call, lambda own: self._work_to_capture(found, used, own)
@@ -439,7 +439,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             undo.pop_all()
         if self._graphs.captures == 1:
             log_rounding(self._plan_name, self.report().rounding)
-        self._memory = StateMemory(state)
+        self._memory = StateMemory(state, values.tensors())
         values.note_capture()
         self._own_gradients |= {
             gradient.data_ptr() for _, gradient in captured.result.gradients if gradient is not None
