@@ -406,3 +406,35 @@ def test_a_change_during_an_epoch(
     assert report is not None
     assert (report.why is None) if why is None else (why in str(report.why))
     assert report.captures == (1 if why else 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda teacher: setattr(teacher, "weight", nn.Parameter(teacher.weight * 2)), None),
+        (lambda teacher: teacher.register_forward_hook(lambda m, i, o: o * 2), "a hook of module"),
+    ],
+)
+def test_a_teacher_in_the_loss_changes_during_an_epoch(
+    capturing: Device, change: Callable[[Any], object], why: str | None
+) -> None:
+    found = []
+    for plan in (Plan.preset("pipeline"), GRAPH):
+        torch.manual_seed(0)
+        teacher = nn.Linear(8, 3).to(capturing.torch_device)
+
+        def distilled(model: nn.Module, batch: Any, teacher: nn.Module = teacher) -> torch.Tensor:
+            difference: torch.Tensor = model(batch[0]) - teacher(batch[0]).detach()
+            return difference.square().mean()
+
+        model = make_model(capturing)
+        engine = Engine(model, adamw(model.parameters()), distilled, plan=plan, device=capturing)
+        for progress in engine.steps(data(9)):
+            if progress.batch == 4:
+                change(teacher)
+        assert engine.last_result is not None
+        found.append(engine.last_result.losses)
+    assert found[0] == found[1]
+    assert engine.graphs is not None
+    assert engine.graphs.captures == (1 if why else 2)
+    assert (engine.graphs.why is None) if why is None else (why in str(engine.graphs.why))

@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,9 +56,9 @@ class FrozenValues:
         with, so that they must be dropped. Raises `CaptureError` if values change too often.
         `gradients_replaced`: the user has given parameters other gradients than graphs write to."""
         self._batches_since_change += 1
+        changed = self._python_state().changed()
         self._check_new_hooks()
         settings, before = self._frozen_settings(), self._settings
-        changed = self._python_state().changed()
         if settings == before and changed is None and not gradients_replaced:
             return False
         if before is not None:
@@ -79,16 +80,25 @@ class FrozenValues:
         return before is not None
 
     def _check_new_hooks(self) -> None:
-        """Raise `CaptureError` if the model or an optimizer has got a hook that no graph would run.
+        """Raise `CaptureError` if a module or an optimizer has got a hook that no graph would run.
         PyTorch numbers all hooks, so usually one comparison shows that there are none."""
         if RemovableHandle.next_id != self._hooks_checked:
             self._hooks_checked = RemovableHandle.next_id
-            if (obstacle := state_obstacle(self._state)) is not None:
+            if (obstacle := state_obstacle(self.state)) is not None:
                 raise CaptureError(obstacle)
 
     def note_capture(self) -> None:
         """Call after a capture: graphs now hold the present values."""
         self._settings = self._frozen_settings()
+
+    @property
+    def state(self) -> StepState:
+        """The step's state, with all modules that its code can reach: a loss function may have a
+        teacher in its closure."""
+        found = () if self._python is None else self._python.owners().modules
+        known = {id(one) for one in self._state.all_modules()}
+        others = [one for one in found if id(one) not in known]
+        return replace(self._state, modules=(*self._state.modules, *others))
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the Python values."""

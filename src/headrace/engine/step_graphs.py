@@ -364,7 +364,7 @@ class StepGraphs:
         if group.size > 1 and not self._gradients_in_place():
             return None
         with self._ready_for_capture() as undo:
-            before = StateBeforeCapture(parts.state, self._values.tensors())
+            before = StateBeforeCapture(self._values.state, self._values.tensors())
             try:
                 captured = self._graphs.capture(key, batch, self._work_to_capture)
                 before.require_in_place()
@@ -383,11 +383,13 @@ class StepGraphs:
             undo.pop_all()
         if self._graphs.captures == 1:
             log_rounding(self._plan_name, self.report().rounding)
-        self._memory = StateMemory(parts.state, (*tensors_of(parts), *self._values.tensors()))
+        self._memory = StateMemory(
+            self._values.state, (*tensors_of(parts), *self._values.tensors())
+        )
         self._values.note_capture()
         own = set() if group.keeps_gradients else {id(p) for p in group.parameters()}
         self._with_fixed_gradients = [
-            p for p in parts.state.parameters() if p.grad is not None and id(p) not in own
+            p for p in self._values.state.parameters() if p.grad is not None and id(p) not in own
         ]
         self._fixed_gradients = list(map(_GRADIENT, self._with_fixed_gradients))
         # A graph must not outlive the tensors it uses.
