@@ -81,13 +81,13 @@ def main() -> None:
         tenths = []
         for _ in range(10):
             gc.collect()
-            launches, start = device._launches, time.thread_time()
+            launches, start = device.launches, time.thread_time()
             for _ in range(arguments.steps // 10):
                 step()
             seconds = time.thread_time() - start
-            tenths.append(1000 * seconds / (device._launches - launches))
+            tenths.append(1000 * seconds / (device.launches - launches))
     print("ms per launch, each tenth:", *(f"{cost:.3f}" for cost in tenths))
-    print(f"{device._launches / (arguments.steps + 20):.0f} launches a step")
+    print(f"{device.launches / (arguments.steps + 20):.0f} launches a step")
     save(arguments.out, {**header("checker_cost.py"), "ms_per_launch": tenths})
 
 

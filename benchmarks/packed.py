@@ -9,8 +9,9 @@ metrics, checkpoints. They take turns of some epochs each. Rates are of real tar
 not counted, as the epoch lines of `metrics.jsonl` have them. Then the profiler looks at some steps:
 milliseconds per step by kind of kernel, and how long the GPU is busy.
 
-With an empty compiler cache it takes some six minutes on an H200. `--quick --device cpu` only shows
-that the script runs.
+With an empty compiler cache it takes some six minutes on an H200, of which padded batches take
+four (`--beside` without a value leaves them out). `--quick --device cpu` only shows that the script
+runs.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import re
 import statistics
 import tempfile
 import time
+from ast import literal_eval
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -28,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor
 import torch.nn.attention.flex_attention as flex
 from measuring import header, save, table
 from torch.nn import functional
@@ -36,7 +39,7 @@ from headrace.checkpoint import CheckpointWriter
 from headrace.device import Timeline
 from headrace.parallel import SINGLE
 from headrace.runs import BusyWindow, MetricsLog, RunFolder, StopRequests, read_metrics
-from headrace.translation import ModelSettings, Prepared, TrainSettings, prepared_for
+from headrace.translation import ModelSettings, Prepared, TrainSettings, attention, prepared_for
 from headrace.translation.build import build_run
 from headrace.translation.model import sinusoids
 from headrace.translation.observers import (
@@ -48,7 +51,7 @@ from headrace.translation.observers import (
 )
 from headrace.translation.trainer import Checkpoints, EpochLoss, TrainingLoop, Validation
 from headrace.translation.weights import WeightFiles
-from translation import four, paragraphs
+from translation import first_pairs, four, paragraphs
 
 #: The settings of both ways. Padded batches of 29,500 tokens have some 26,000 real ones.
 BASE: dict[str, Any] = {
@@ -61,15 +64,17 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 QUICK = {"preset": "tiny", "layers": 1, "vocabulary": 400, "plan": "pipeline", "tokens": 600}
 SHARES = {"data wait %": "data_wait_share", "blocked %": "host_blocked_share"}
+#: The first that matches. The names of fused kernels have many words.
 KINDS = {
     "attention": r"flex_attention|tem_fused|fmha|flash|attention",
     "matrix products": r"nvjet|gemm|cutlass|xmma|splitKreduce",
+    "layer norm backward": r"layer_norm_backward",
     "layer norm": r"layer_norm",
-    "loss": r"softmax",
+    "loss": r"softmax|logsumexp",
     "embedding": r"embedding|index_put|sort|Radix",
     "dropout and ReLU": r"dropout|relu|threshold|bernoulli|philox",
     "optimizer and clipping": r"multi_tensor|adam|foreach|norm",
-    "copies": r"Memcpy|Memset|copy",
+    "copies": r"Memcpy|Memset|_to_copy|copy_kernel",
 }
 
 
@@ -201,6 +206,22 @@ class Way:
         return trace.timeline, BusyWindow.of(trace, steps)
 
 
+def gaps(timeline: Timeline, steps: int) -> dict[str, Any]:
+    """How long the GPU does nothing between the first kernel and the last, and in which pauses."""
+    spans = [span for span in timeline.spans if span.kind in ("kernel", "copy")]
+    until, found = spans[0].end_ns, []
+    for span in spans:
+        if span.start_ns > until:
+            found.append((span.start_ns - until) / 1e6)
+        until = max(until, span.end_ns)
+    longest = sorted(found, reverse=True)
+    return {
+        "idle ms per step": round(sum(found) / steps, 3),
+        "of it in pauses over 0.1 ms": round(sum(ms for ms in found if ms > 0.1) / steps, 3),
+        "longest pauses, ms": [round(ms, 2) for ms in longest[:8]],
+    }
+
+
 def by_kind(timeline: Timeline, steps: int) -> tuple[dict[str, float], dict[str, float]]:
     """Milliseconds per step by kind of kernel, and of the slowest kernels by name."""
     kinds: dict[str, float] = defaultdict(float)
@@ -235,13 +256,14 @@ def rate(lines: list[dict[str, Any]], way: Way | PlainWay) -> dict[str, Any]:
 
 
 def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    longest = 320 if arguments.corpus == "long" else 60
-    common = BASE | {"data": str(corpus), "max_length": longest, "device": arguments.device}
+    common = _settings(corpus, arguments)
     rows: dict[str, dict[str, Any]] = {}
     details: dict[str, Any] = {}
     with ExitStack() as stack:
         ways, lines = [], defaultdict(list)
         for name, choice in WAYS.items():
+            if name not in ("packed", *arguments.beside):
+                continue
             settings = TrainSettings.from_dict(common | choice | (QUICK if arguments.quick else {}))
             data = prepared_for(settings, cache)
             before, begun = _allocated(ways), time.perf_counter()
@@ -257,7 +279,7 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
                 "graphs": None if graphs is None else asdict(graphs),
             }
             print(name, details[name], flush=True)
-        plain = [PlainWay(name, ways[1]) for name in arguments.plain]
+        plain = [PlainWay(name, ways[-1]) for name in arguments.beside if name != "padded"]
         for way in plain:
             way.train(arguments.warm_up)
         for _ in range(arguments.turns):
@@ -275,6 +297,8 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
                 rows[way.name]["busy %"] = round(100 * busy / rows[way.name]["ms per step"], 1)
                 kinds, details[way.name]["slowest kernels"] = by_kind(timeline, arguments.steps)
                 details[way.name]["kinds"] = {k: round(ms, 3) for k, ms in kinds.items()}
+                details[way.name]["gaps"] = gaps(timeline, arguments.steps)
+                print(way.name, details[way.name]["gaps"], flush=True)
             way.parts.engine.close()
     packed_rate = rows["packed"]["target tokens/s"]
     for row in rows.values():
@@ -282,6 +306,44 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
     for name, found in lines.items():
         details[name]["epochs"] = [round(line["tokens_per_s"]) for line in found]
     return {"rows": rows, "details": details}
+
+
+def measure_settings(
+    corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
+) -> dict[str, Any]:
+    """Packed batches with other settings of the compiler, one after the other: of each, how long
+    the GPU is busy."""
+    rows: dict[str, dict[str, Any]] = {}
+    details: dict[str, Any] = {}
+    common = _settings(corpus, arguments) | WAYS["packed"] | (QUICK if arguments.quick else {})
+    settings = TrainSettings.from_dict(common)
+    data = prepared_for(settings, cache)
+    for number, text in enumerate(["", *arguments.tries]):
+        name, begun = text or "as usual", time.perf_counter()
+        torch.compiler.reset()
+        choice = dict(one.split("=") for one in text.split(",") if one)
+        patch = inductor.patch({key: literal_eval(value) for key, value in choice.items()})
+        with patch, ExitStack() as stack:
+            way = Way(f"try-{number}", settings, data, runs, stack)
+            lines = way.train(arguments.warm_up) and way.train(arguments.epochs)
+            timeline, window = way.trace(arguments.steps)
+            way.parts.engine.close()
+        rows[name], details[name] = rate(lines, way), {}
+        if timeline is not None and window is not None:
+            rows[name]["busy ms"] = round(window.busy_ms_per_step, 2)
+            kinds, details[name]["slowest kernels"] = by_kind(timeline, arguments.steps)
+            details[name]["kinds"] = {kind: round(ms, 3) for kind, ms in kinds.items()}
+            details[name]["gaps"] = gaps(timeline, arguments.steps)
+        rows[name]["seconds"] = round(time.perf_counter() - begun, 1)
+        print(name, rows[name], details[name], flush=True)
+        del way
+    return {"rows": rows, "details": details}
+
+
+def _settings(corpus: Path, arguments: argparse.Namespace) -> dict[str, Any]:
+    longest = 320 if arguments.corpus == "long" else 60
+    size = {"layers": arguments.layers, "device": arguments.device}
+    return BASE | size | {"data": str(corpus), "max_length": longest}
 
 
 def _allocated(ways: list[Way]) -> int:
@@ -298,26 +360,48 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="epochs per turn")
     parser.add_argument("--warm-up", type=int, default=3, help="epochs before the first turn")
     parser.add_argument("--steps", type=int, default=16, help="steps under the profiler")
+    parser.add_argument(
+        "--block", type=int, default=attention.BLOCK, help="tokens per side of a flex block"
+    )
+    parser.add_argument("--layers", type=int, help="of encoder and decoder; else those of base")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
         "--flex-options", nargs="+", default=[], help="flex_attention's kernel_options to set"
     )
     parser.add_argument(
-        "--plain",
+        "--beside",
+        nargs="*",
+        default=["padded"],
+        choices=("padded", "plain", "plain compiled"),
+        help="what trains in turns with packed: padded, and nn.Transformer in a plain loop on its "
+        "batches, eager or compiled",
+    )
+    parser.add_argument(
+        "--try",
+        dest="tries",
         nargs="+",
-        default=[],
-        choices=("plain", "plain compiled"),
-        help="also train nn.Transformer in a plain loop, on the padded batches",
+        metavar="NAME=VALUE,…",
+        help="instead: packed batches alone, once without and once with each of these settings of "
+        "torch._inductor.config",
     )
     parser.add_argument("--quick", action="store_true", help="a tiny model, not compiled")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if arguments.flex_options:
-        options = dict.fromkeys(arguments.flex_options, True)
+    if arguments.flex_options or arguments.block != attention.BLOCK:
+        options: dict[str, Any] = dict.fromkeys(arguments.flex_options, True)
+        if arguments.block != attention.BLOCK:  # the kernels' own tiles must fit into a block
+            options |= dict.fromkeys(
+                ("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), arguments.block
+            )
+            options |= dict.fromkeys(("BLOCK_M1", "BLOCK_N2"), min(32, arguments.block))
+            attention.BLOCK = arguments.block
         flex.flex_attention = partial(flex.flex_attention, kernel_options=options)
     corpus = {"multi30k": four, "long": paragraphs}[arguments.corpus](arguments.data)
+    if arguments.quick:
+        corpus = first_pairs(corpus)
     with tempfile.TemporaryDirectory() as runs:
-        found = measure(corpus, arguments.cache, Path(runs), arguments)
+        measured = measure if arguments.tries is None else measure_settings
+        found = measured(corpus, arguments.cache, Path(runs), arguments)
     save(arguments.out, {**header("packed.py"), "corpus": arguments.corpus, **found})
     kinds = {name: one.get("kinds", {}) for name, one in found["details"].items()}
     print(table(kinds))

@@ -138,6 +138,18 @@ def paragraphs(data: Path) -> Path:
     return corpus
 
 
+def first_pairs(corpus: Path, count: int = 400) -> Path:
+    """The first pairs of a corpus: enough to see that a benchmark runs."""
+    small = corpus.parent / f"{corpus.name}-first"
+    if not small.exists():
+        small.mkdir()
+        for path in corpus.iterdir():
+            name = path.name.removesuffix(".gz")
+            lines = _lines(path) if path.suffix == ".gz" else path.read_text("utf-8").split("\n")
+            (small / name).write_text("\n".join(lines[:count]) + "\n", encoding="utf-8")
+    return small
+
+
 def _lines(path: Path) -> list[str]:
     return gzip.decompress(path.read_bytes()).decode("utf-8").split("\n")[:-1]
 

@@ -41,6 +41,29 @@ def test_an_error_is_printed_without_our_frames(
     assert "runpy" not in text
 
 
+def test_its_threads_are_waited_for_and_its_chdir_is_undone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import concurrent.futures, inspect, os, threading\n"
+        "left = concurrent.futures.ThreadPoolExecutor(1)\n"
+        "left.submit(int).result()  # its thread is idle from now on\n"
+        "os.makedirs('elsewhere'); os.chdir('elsewhere')\n"
+        "go = threading.Event()\n"
+        "def work():\n"
+        "    go.wait()\n"
+        "    print(inspect.getsource(work).splitlines()[0])\n"
+        "threading.Thread(target=work).start()\n"
+        "threading.Thread(target=go.set).start()\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    assert run_as_main("program.py", [], as_module=False) == 0
+    assert capsys.readouterr().out == "def work():\n"
+    assert Path.cwd() == tmp_path
+
+
 def test_ctrl_c_is_raised(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("raise KeyboardInterrupt\n", encoding="utf-8")

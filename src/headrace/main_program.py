@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import io
+import os
+import pkgutil
 import runpy
 import sys
+import threading
 import traceback
 from collections.abc import Iterator, Sequence
+from concurrent.futures import thread as executors
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import ModuleType, TracebackType
 
 from headrace.errors import ProgramError
 
@@ -21,23 +26,63 @@ def require_program(program: str, *, as_module: bool) -> None:
         raise ProgramError(f"{program}: no such module; expected one that `python -m` would find")
 
 
+class ProgramEnded(SystemExit):
+    """Raise this inside a program to end it. No `except Exception` catches it, and a thread that
+    raises it ends without a traceback."""
+
+
 def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> int:
-    """Run a script, or a module as `python -m` does. Returns its exit code. An error of the
-    program's is printed as Python prints it; Ctrl-C is raised."""
+    """Run a script, or a module as `python -m` does. Returns its exit code when its threads have
+    ended, too. An error of the program's is printed as Python prints it. Ctrl-C and `ProgramEnded`
+    are raised at once."""
     folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
-    with _command_line([program, *arguments], folder):
+    with _command_line([program, *arguments], folder), _working_directory():
+        others = running_threads()
         try:
             if as_module:
                 runpy.run_module(program, run_name="__main__", alter_sys=True)
             else:
-                runpy.run_path(program, run_name="__main__")
+                _run_script(Path(program).absolute())
+            exit_code = 0
+        except ProgramEnded:
+            raise
         except SystemExit as end:
-            return _exit_code(end.code)
+            exit_code = _exit_code(end.code)
         except Exception as problem:
             inside = _users_part(problem.__traceback__)
             traceback.print_exception(type(problem), problem, inside)
-            return 1
-    return 0
+            exit_code = 1
+        while waited_for := running_threads() - others:
+            waited_for.pop().join()
+    return exit_code
+
+
+def _run_script(path: Path) -> None:
+    """Like `runpy.run_path`, but `sys.argv[0]` stays as it was typed while `path` is absolute, as
+    with `python`: then lines can be read after the script's `os.chdir`, too."""
+    if pkgutil.get_importer(str(path)) is not None:  # a zip file
+        runpy.run_path(str(path), run_name="__main__")
+        return
+    main = ModuleType("__main__")
+    vars(main).update(__file__=str(path), __cached__=None)
+    with io.open_code(str(path)) as file:
+        code = compile(file.read(), str(path), "exec")
+    ours = sys.modules["__main__"]
+    sys.modules["__main__"] = main
+    try:
+        exec(code, vars(main))  # noqa: S102 - the program that the user named
+    finally:
+        sys.modules["__main__"] = ours
+
+
+def running_threads() -> set[threading.Thread]:
+    """The threads that Python waits for before it ends. Those of an executor are left out: an idle
+    one ends only with the interpreter."""
+    return {
+        thread
+        for thread in threading.enumerate()
+        if not thread.daemon and thread not in executors._threads_queues
+    }
 
 
 def _is_module(name: str) -> bool:
@@ -65,6 +110,17 @@ def _command_line(arguments: list[str], folder: str) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+@contextmanager
+def _working_directory() -> Iterator[None]:
+    """Return to the current directory after the block: the user's own paths are relative to it."""
+    folder = Path.cwd()
+    try:
+        yield
+    finally:
+        if folder.is_dir():
+            os.chdir(folder)
 
 
 def _exit_code(code: object) -> int:

@@ -31,6 +31,14 @@ class Site:
         return f"{self.file}:{self.line}"
 
 
+def short_path(file: str) -> str:
+    """A path as one would type it: relative to the working directory if it is below it."""
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return file
+
+
 def users_line() -> Site:
     """The line of the user's code that is running now: the innermost frame outside Headrace and
     PyTorch."""

@@ -23,10 +23,17 @@ def test_it_names_copies_from_host_memory_and_draws_on_the_host() -> None:
     assert copy.site is not None
     assert copy.site.file == __file__
     assert str(copy).startswith(f"host memory is copied to the device at {copy.site}: make ")
+    line = draws[0].site
+    assert line is not None
+    assert line.file == __file__
     assert [str(draw) for draw in draws] == [
-        f"the step draws random numbers from {generator}, on the host: draw them on the device "
+        f"the step draws random numbers from {generator}: draw them on the device "
         "(torch.rand(…, device=…)), or in the loader"
-        for generator in ("torch's CPU generator", "the random module", "numpy.random")
+        for generator in (
+            f"torch's CPU generator, on the host at {line}",
+            "the random module, on the host",
+            "numpy.random, on the host",
+        )
     ]
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, breakdown
 from headrace.diagnosis.trace import Call, StepTrace, Work, host_segments
-from support.made_traces import MS, US, Loop
+from support.made_traces import MS, US, Loop, Machine
 
 PLAIN = Loop()
 
@@ -42,7 +42,8 @@ def test_idle_time_goes_to_its_cause(loop: Loop, cause: str) -> None:
 def test_a_loop_that_keeps_the_device_busy_computes() -> None:
     found = breakdown(PLAIN.run())
     assert found.share("computing") > 0.99
-    assert found.ns["computing"] == 8 * 40 * 100 * US
+    # The first of the 8 steps begins on an idle device.
+    assert (found.steps, found.ns["computing"]) == (7, 7 * 40 * 100 * US)
 
 
 def test_each_wait_has_the_idle_time_that_it_exposed() -> None:
@@ -62,6 +63,30 @@ def test_work_that_was_launched_in_time_but_started_late_is_unattributed() -> No
     found = breakdown(StepTrace(0, 90 * US, (90 * US,), calls, work))
     assert found.ns["unattributed"] == 60 * US
     assert found.total_ns == 90 * US
+
+
+def test_a_wait_is_charged_until_the_host_has_its_lead_again() -> None:
+    """A copy that follows the wait puts the host ahead for a moment. It still launches anew."""
+    machine = Machine()
+    for _ in range(8):
+        machine.launch(150 * US, kind="copy")
+        for _ in range(60):
+            machine.launch(2 * US)
+        for _ in range(8):
+            machine.launch(500 * US)
+        machine.wait()
+        machine.step()
+    found = breakdown(machine.trace())
+    assert worst(found) == "synchronisation"
+    assert found.ns["launch"] < 0.1 * found.ns["synchronisation"]
+
+
+def test_the_device_keeps_its_time_and_the_host_is_scaled() -> None:
+    found = breakdown(Loop(load=9 * MS).run())
+    slow_ms = found.total_ns / found.steps / 1e6
+    parts = found.scaled_to(0.8 * slow_ms)
+    assert parts["computing"] == pytest.approx(4.0)
+    assert parts["input"] == pytest.approx(0.8 * slow_ms - 4.0, rel=0.05)
 
 
 def test_communication_alone_is_other_ranks() -> None:
@@ -103,8 +128,10 @@ def traces(draw: st.DrawFn) -> StepTrace:
 @given(traces())
 def test_the_parts_add_up_and_none_is_negative(trace: StepTrace) -> None:
     found = breakdown(trace)
-    assert found.total_ns == trace.end_ns - trace.start_ns
+    from_ns, steps = trace.steady_start()
+    assert (found.total_ns, found.steps) == (trace.end_ns - from_ns, steps)
     assert min(found.ns.values()) >= 0
+    assert sum(found.scaled_to(2.0).values()) == pytest.approx(2.0)
     assert all(trace.calls[call].kind != "launch" for call in found.by_call)
     segments = host_segments(trace)
     assert sum(one.ns for one in segments) == trace.end_ns - trace.start_ns

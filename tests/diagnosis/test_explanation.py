@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.forms import FORMS
+from headrace.diagnosis.python_lines import LineTime
 from headrace.diagnosis.script import Limit, exit_code_of, parse_limits
 from headrace.diagnosis.session import Observations
 from headrace.diagnosis.steps import Period
@@ -20,7 +23,7 @@ from support.made_traces import MS, US, Loop
 
 
 def wait(line: int, form: str = "item") -> Wait:
-    return Wait(FORMS[form], LineRecord("/work/train.py", line, "main", f"line {line}"))
+    return Wait(FORMS[form], LineRecord("/home/ada/train.py", line, "main", f"line {line}"))
 
 
 def seen(loop: Loop, waits: list[list[Wait]], clean_ms: float | None = None) -> Observations:
@@ -112,14 +115,41 @@ def test_the_screen_and_the_page_show_it() -> None:
     result = result_of(observed)
     text = text_of(result)
     assert max(map(len, text.splitlines()[:12])) <= 120
-    for part in ("/work/train.py:42", "line 42", "plan pipeline", "4 loader processes", "input"):
+    for part in (
+        "/home/ada/train.py:42",
+        "line 42",
+        "plan pipeline",
+        "4 loader processes",
+        "input",
+    ):
         assert part in text
     assert "the DataLoader has no worker processes" in text
     read = DiagnosisResult.from_dict(json.loads(result.to_json()))
     assert read == result
     page = diagnosis_page(read, "diagnosis.json")
-    assert "/work/train.py:42 line 42" in page  # on the timeline
+    assert "/home/ada/train.py:42 line 42" in page  # on the timeline
     assert "Where the time goes" in page
+
+
+def test_the_page_has_the_code_around_each_line() -> None:
+    here, text = __file__, "def test_the_page_has_the_code_around_each_line() -> None:"
+    code = Path(here).read_text(encoding="utf-8").splitlines()
+    line = LineRecord(here, code.index(text) + 1, "", text)
+    observed = seen(Loop(logging=9 * MS), [[Wait(FORMS["item"], line)]] * 3)
+    observed.python_lines = [LineTime(line, None, 2.5, 0.5)]
+    result = result_of(observed)
+    for one in (*result.lines, *result.python_lines):
+        assert one.excerpt is not None
+        assert one.excerpt.lines[3] == text
+        assert one.excerpt.first == line.line - 3
+    (python,) = result.python_lines
+    assert result.parts is not None
+    assert python.idle_ms == pytest.approx(result.parts.host / 2)
+    assert python.gain_ms is not None
+    assert 0 < python.gain_ms <= result.parts.host
+    assert "line of Python between launches" in text_of(result)
+    page = diagnosis_page(result, "diagnosis.json")
+    assert page.count(f'<span class="line"><i>{line.line}</i> {html.escape(text)}</span>') == 2
 
 
 def test_limits_end_with_3() -> None:

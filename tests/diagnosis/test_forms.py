@@ -23,6 +23,8 @@ def test_every_form_has_advice_and_every_table_names_a_form() -> None:
     [
         ([("_tensor", "item"), ("grad_scaler", "_maybe_opt_step")], None, "grad scaler"),
         ([("clip_grad", "_clip_grads_with_norm_")], None, "clip_grad_norm_"),
+        ([("transformer", "_detect_is_causal_mask")], None, "causal mask"),
+        ([("pruning", "apply"), ("module", "_call_impl")], None, "inside PyTorch"),
         ([], (f"{PACKAGES}/lightning/pytorch/callbacks/progress/tqdm.py", "f"), "progress bar"),
         ([], (f"{PACKAGES}/transformers/trainer.py", "_maybe_log_save_evaluate"), "progress bar"),
         ([], (f"{PACKAGES}/transformers/trainer.py", "training_step"), "item"),

@@ -54,8 +54,9 @@ EVENTS = [
 
 
 def test_calls_and_work_are_read_and_joined() -> None:
-    # The host's clock is 5,000 ns behind the profiler's.
-    trace = read_trace({"traceEvents": EVENTS}, (95_000, 105_000), [285_000], [(108_000, 118_000)])
+    # The host's clock is 5,000 ns behind the profiler's, which delayed the first wait.
+    waits = [(10_000, 94_000), (95_000, 105_000)]
+    trace = read_trace({"traceEvents": EVENTS}, waits, [285_000], [(108_000, 118_000)])
     assert trace is not None
     assert (trace.start_ns, trace.end_ns, trace.marks) == (110_000, 290_000, (290_000,))
     assert trace.inputs == ((113_000, 123_000),)
@@ -74,6 +75,6 @@ def test_calls_and_work_are_read_and_joined() -> None:
 
 def test_a_trace_without_kernels_is_none() -> None:
     events = [one for one in EVENTS if one.get("cat") == "cuda_runtime"]
-    assert read_trace({"traceEvents": events}, (0, 0), [1], []) is None
-    assert read_trace({"traceEvents": EVENTS[3:10]}, (0, 0), [1], []) is None
-    assert read_trace({}, (0, 0), [1], []) is None
+    assert read_trace({"traceEvents": events}, [(0, 0)], [1], []) is None
+    assert read_trace({"traceEvents": EVENTS[3:10]}, [(0, 0)], [1], []) is None
+    assert read_trace({}, [(0, 0)], [1], []) is None

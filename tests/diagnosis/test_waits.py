@@ -173,3 +173,31 @@ def test_asynchronous_copies_from_pageable_memory_are_told(monkeypatch: pytest.M
         Source.pinned = True
         source.to("cuda", non_blocking=True)
     assert [wait.form.name for wait in told] == ["to"]
+
+
+@pytest.mark.parametrize(
+    ("source", "target", "operation"),
+    [
+        (("cpu", False), ("cuda", False), "copy from pageable memory"),
+        (("cpu", True), ("cuda", False), None),
+        (("cuda", False), ("cpu", False), "copy to pageable memory"),
+        (("cuda", False), ("cpu", True), None),
+        (("cpu", False), ("cpu", False), None),
+    ],
+)
+def test_copies_block_from_and_to_pageable_memory(
+    source: tuple[str, bool],
+    target: tuple[str, bool],
+    operation: str | None,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def tensor(place: str, pinned: bool) -> Any:
+        return SimpleNamespace(
+            is_cpu=place == "cpu",
+            is_cuda=place == "cuda",
+            is_pinned=lambda: pinned,
+            dim=lambda: 1,
+        )
+
+    monkeypatch.setattr(waits_module, "isinstance", lambda value, kind: True, raising=False)
+    assert waits_module._pageable_copy(tensor(*source), tensor(*target)) == operation

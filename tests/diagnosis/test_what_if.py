@@ -114,3 +114,17 @@ def test_python_between_launches_is_predicted() -> None:
     loop = Loop(logging=9 * MS)
     truth = steady_ms(loop) / steady_ms(replace(loop, logging=0))
     assert Replay(loop.run()).speedup(NO_PYTHON) == pytest.approx(truth, rel=0.03)
+
+
+@pytest.mark.parametrize(
+    ("launch", "between", "logging"), [(18 * US, 5 * US, 4 * MS), (36 * US, 6 * US, 4800 * US)]
+)
+def test_the_host_is_scaled_to_the_clean_step(launch: int, between: int, logging: int) -> None:
+    """The profiler slows launches down; or the host was slower without it. Either way a change
+    gains what it would gain in a trace of the clean loop."""
+    traced = Loop(kernel=10 * US, launch=30 * US, between=5 * US, logging=4 * MS)
+    clean = replace(traced, launch=launch, between=between, logging=logging)
+    replay = Replay(traced.run(), steady_ms(clean))
+    for change in (GRAPH, NO_PYTHON):
+        truth = Replay(clean.run()).speedup(change)
+        assert replay.speedup(change) == pytest.approx(truth, rel=0.03)

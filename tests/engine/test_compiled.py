@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch._inductor.config as inductor
 from torch._dynamo.exc import InternalTorchDynamoError
+from torch._dynamo.utils import counters
 
 import headrace as hr
 from headrace.device import open_device
@@ -248,6 +249,30 @@ class TestReport:
         assert engine.compiled is not None
         assert engine.compiled.seconds > 0
         assert "compiled the step in" in caplog.text
+
+    def test_code_from_the_compilers_cache(
+        self, use: Any, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """Only if forward and backward were in it. Inductor counts both."""
+        caplog.set_level(logging.INFO, logger="headrace")
+        stand_in, said = Inductor(), "compiled nothing: took the step from the compiler's cache in"
+        for counts, expected in (
+            ({"fxgraph_cache_hit": 1, "fxgraph_cache_miss": 1}, 0),
+            ({"fxgraph_cache_hit": 1, "fxgraph_cache_bypass": 1}, 0),
+            ({"fxgraph_cache_hit": 2}, 1),
+        ):
+            assert said not in caplog.text
+            torch.compiler.reset()
+
+            def counting(graph: Any, inputs: Any, counts: dict[str, int] = counts) -> Any:
+                counters["inductor"].update(counts)
+                return stand_in(graph, inputs)
+
+            use(counting)
+            result = engine_on(Compiling()).epoch(rows(3, 3))
+            assert result.compiled is not None
+            assert (result.compiled.compilations, result.compiled.from_cache) == (1, expected)
+        assert said in caplog.text
 
     def test_a_captured_step_that_is_not_compiled(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """It is replayed, and the report says that it is not compiled."""

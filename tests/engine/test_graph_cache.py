@@ -11,6 +11,7 @@ import torch
 from headrace.device import Device, open_device
 from headrace.engine.graph_cache import GraphCache, signature
 from headrace.errors import CaptureError
+from headrace.testing import FakeDevice
 
 
 @dataclasses.dataclass
@@ -112,16 +113,28 @@ class TestCache:
                 use(cache, on(capturing, *map(float, range(size))))
         assert (len(cache), cache.captures, cache.evictions) == (3, 3, 0)
 
-    def test_the_largest_is_captured_first(self, capturing: Device) -> None:
-        """Memory blocks of small shapes are of no use to a large one."""
+    def test_a_larger_shape_leaves_the_other_graphs_alone(self, capturing: Device) -> None:
         cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=4, capture_after=1)
-        small, large = on(capturing, 1.0), on(capturing, *[1.0] * 1000)
-        assert [use(cache, small) for _ in range(3)] == ["eager", "capture", "replay"]
-        assert [use(cache, large) for _ in range(2)] == ["eager", "capture"]
-        assert len(cache) == 1
-        assert [use(cache, small) for _ in range(2)] == ["capture", "replay"]
-        assert use(cache, large) == "replay"
-        assert (len(cache), cache.captures, cache.evictions) == (2, 3, 0)
+        batches = [on(capturing, *[1.0] * size) for size in (1, 10, 100)]
+        for batch in batches:
+            assert [use(cache, batch) for _ in range(3)] == ["eager", "capture", "replay"]
+        assert [use(cache, batch) for batch in batches] == ["replay"] * 3
+        assert (len(cache), cache.captures, cache.evictions) == (3, 3, 0)
+
+    def test_a_larger_shape_replaces_the_others_if_memory_is_scarce(self) -> None:
+        """Memory blocks of small shapes are of no use to a large one."""
+        with FakeDevice(memory_bytes=10_000_000) as device:
+            cache: GraphCache[torch.Tensor] = GraphCache(device, max_graphs=4, capture_after=1)
+            small, large = on(device, *[1.0] * 10_000), on(device, *[1.0] * 11_000)
+            assert [use(cache, small) for _ in range(3)] == ["eager", "capture", "replay"]
+            others = torch.ones(2_424_000).to(device.torch_device)  # leaves 140 of 10,000 kB
+            assert [use(cache, large) for _ in range(2)] == ["eager", "capture"]
+            assert len(cache) == 1
+            del others
+            assert [use(cache, small) for _ in range(2)] == ["capture", "replay"]
+            assert use(cache, large) == "replay"
+            assert (len(cache), cache.captures, cache.evictions) == (2, 3, 0)
+            cache.close()
 
     def test_the_least_used_graph_is_replaced(self, capturing: Device) -> None:
         cache: GraphCache[torch.Tensor] = GraphCache(capturing, max_graphs=2, capture_after=1)

@@ -487,6 +487,10 @@ def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any
         numpy.random.seed(3)
         made, kept = make_accumulating(device), {"count": 0, "seen": [], "loss": 0.0}
         kept["weight"] = next(made.modules[0].parameters())
+        kept["numbers"] = numpy.random.RandomState(3)
+        kept["draw"] = random.Random(3).random
+        more: list[int] = []
+        kept["append"] = more.append
         inner = made.step
 
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -500,6 +504,7 @@ def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any
     return make
 
 
+SYSTEM = random.SystemRandom()
 REFUSED = {
     "a host read": (lambda kept, loss: loss.item(), "test_graphed_function.py"),
     "a counter": (lambda kept, loss: kept.update(count=kept["count"] + 1), "kept['count']"),
@@ -514,6 +519,23 @@ REFUSED = {
         lambda kept, loss: numpy.random.randn() > 2 and loss.mul_(2),
         "from numpy.random",
     ),
+    "PyTorch's generator of the host": (
+        lambda kept, loss: int(torch.randint(20, (1,))) == 0 and loss.mul_(2),
+        "from torch's CPU generator, on the host at",
+    ),
+    "a generator of one's own": (
+        lambda kept, loss: kept["numbers"].rand() < 0.05 and loss.mul_(2),
+        "kept['numbers']",
+    ),
+    "a method of a generator": (
+        lambda kept, loss: kept["draw"]() < 0.05 and loss.mul_(2),
+        "kept['draw']",
+    ),
+    "a generator without a state": (
+        lambda kept, loss: SYSTEM.random() < -1 and loss.mul_(2),
+        "SYSTEM changes",
+    ),
+    "a method of a list": (lambda kept, loss: kept["append"](1), "kept['append']"),
     "a parameter's memory": (
         lambda kept, loss: setattr(kept["weight"], "data", kept["weight"].data * 0.9),
         "p.data.copy_(…)",

@@ -34,17 +34,27 @@ def test_a_random_step_is_equal_or_refused(recipe: Recipe) -> None:
     assert report is not None
     note(f"{report}")
     assert found == plain
+    reasons = _reasons(recipe)
     # Each kind of call must be seen a few times, in a step that nobody changes in between.
     steady = not recipe.between and recipe.schedule != "outside" and _keys(recipe) <= 2
     if recipe.refused is not None:
         assert report.replays == 0
         assert not steady or REFUSED[recipe.refused] in str(report.why)
     elif report.why is not None:
-        # A number that changes every few batches: SGD reads its rate on the device only if fused.
-        assert recipe.schedule == "outside"
-        assert "SGD's lr needs fused=True" in report.why
-    elif steady:
+        assert any(reason in report.why for reason in reasons)
+    elif steady and not reasons:
         assert report.replays > 0
+
+
+def _reasons(recipe: Recipe) -> list[str]:
+    """Why a step that could be captured may be refused: it differs from batch to batch."""
+    reasons = []
+    if recipe.schedule == "outside":
+        reasons.append("SGD's lr needs fused=True")  # else it reads its rate on the host
+        reasons += [".training changes from batch to batch"] if "eval" in recipe.between else []
+    if recipe.losses == "grad" and recipe.zero_grad == "zeros at start":
+        reasons.append("each call finds the gradients that it uses in other memory")
+    return reasons
 
 
 def _keys(recipe: Recipe) -> int:

@@ -643,6 +643,35 @@ _add(
   with d.use(S): g.replay()  # FIRST
 + T.wait_stream(S)
   with d.use(T): h.replay()  # SECOND
+== a branch of a graph writes what another reads
+  def f():
+   c = d.current_stream(); S.wait_stream(c)
+   with d.use(S): x.mul_(2)  # FIRST
++  c.wait_stream(S)
+   k = x + 1  # SECOND
+   c.wait_stream(S)
+   return k
+  g, k = d.capture(f, d.graph_pool()); g.replay()
+== a branch of a graph leaves it at an older event
+  def f():
+   c, e = d.current_stream(), d.event()
+-  e.record(); y.mul_(2)  # FIRST
++  y.mul_(2); e.record()
+   S.wait_event(e)
+   with d.use(S): y.add_(1)  # SECOND
+   c.wait_stream(S)
+   return y
+  g, k = d.capture(f, d.graph_pool()); g.replay()
+== two branches of a graph fill one result
+  def f():
+   c, r = d.current_stream(), on(2, 8)
+   S.wait_stream(c); T.wait_stream(c)
+   with d.use(S): r[0].fill_(2)  # FIRST
+-  with d.use(T): r[:, 0].fill_(3)  # SECOND
++  with d.use(T): r[1].fill_(3)
+   c.wait_stream(S); c.wait_stream(T)
+   return r
+  g, k = d.capture(f, d.graph_pool()); g.replay()
 == a replay on a stream that has not waited for the weights
   r = torch.nn.Linear(64, 1).to(D)
   with torch.no_grad(): g, k = d.capture(lambda: r(x), d.graph_pool())
@@ -861,6 +890,11 @@ _add(
   with d.use(S): x.mul_(2)  # FIRST
 + C.wait_stream(S)
   r(x.view(8, 8)).sum().backward()  # SECOND
+== gloo's own arithmetic in wait() is no work of this stream
+  w = dist.reduce_scatter_tensor(x, z, async_op=True)  # FIRST
++ w.wait()
+  k = x * 2  # SECOND
+  w.wait()
 == a future's callback is not waited for
   f = dist.all_reduce(x, async_op=True).get_future()
   g = f.then(lambda f: x.mul_(2))  # FIRST

@@ -51,6 +51,8 @@ FORMS = [
     ("cpu", "a.x.to('cpu')"),
     ("cpu", "a.x.detach().to(device='cpu')"),
     ("cpu", "a.x.cpu().numpy()"),
+    ("cpu", "a.host.copy_(a.x)"),
+    ("cpu", "a.host.copy_(a.x, non_blocking=True)"),
     ("to", "a.host.to(a.device)"),
     ("to", "a.host.cuda()"),
     ("to", "a.pinned.to(a.device)"),
@@ -73,7 +75,7 @@ FORMS = [
     ("bincount", "a.i.bincount()"),
     ("histc", "a.x.histc(4)"),
     ("one_hot", "F.one_hot(a.i)"),
-    ("equal", "torch.equal(a.x, a.x)"),
+    ("equal", "torch.equal(a.x, a.y)"),
     ("equal", "torch.allclose(a.x, a.x)"),
     ("range", "range(a.n)"),
     ("range", "torch.arange(a.n)"),
@@ -116,6 +118,7 @@ class Inputs:
 
         self.device = torch.device("cuda")
         self.x = torch.tensor([0.5, 1.5, -2.0, 3.0], device="cpu").to(self.device)
+        self.y = self.x + 0  # a tensor equals itself without a look at its values
         self.loss = self.x.sum()
         self.n = torch.tensor(2).to(self.device)
         self.i = torch.tensor([0, 1, 2, 2]).to(self.device)

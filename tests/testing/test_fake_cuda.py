@@ -9,7 +9,7 @@ import multiprocessing
 import sys
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -472,6 +472,70 @@ def test_figures_and_tools(fake_cuda: FakeCuda) -> None:
         torch.empty(1 << 50, device="cuda")
     assert torch.compile(len) is len
     torch.cuda.synchronize(torch.device("cuda"))
+
+
+def test_settings_of_a_pytorch_that_is_built_for_cuda_are_kept(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    setting, driver_call = [1].copy, [2].copy  # builtins, as PyTorch's are
+    monkeypatch.setattr(torch._C, "_cuda_get_cudnn_benchmark_limit", setting, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_newDriverCall", driver_call, raising=False)
+    with fake_cuda():
+        assert vars(torch._C)["_cuda_get_cudnn_benchmark_limit"]() == [1]
+        with pytest.raises(NotImitatedError, match="_cuda_newDriverCall"):
+            vars(torch._C)["_cuda_newDriverCall"]()
+    assert vars(torch._C)["_cuda_newDriverCall"] is driver_call
+
+
+@pytest.fixture
+def custom_ops() -> Iterator[Any]:
+    """Operators whose implementation for CUDA is Python code."""
+    library = torch.library.Library("headrace_tests", "FRAGMENT")
+    library.define("doubled(Tensor x, bool joins) -> Tensor")
+    library.define("host_sum(Tensor x) -> Tensor")
+    library.impl("doubled", doubled, "CUDA")
+    library.impl("host_sum", lambda x: x.new_full((), x.sum().item()), "CUDA")
+    yield torch.ops.headrace_tests
+    library._destroy()
+
+
+def doubled(x: torch.Tensor, joins: bool) -> torch.Tensor:
+    side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+    side.wait_stream(current)
+    with torch.cuda.stream(side):
+        result = torch.full_like(x, 2, device="cuda") * x
+    if joins:
+        current.wait_stream(side)
+    return result
+
+
+@pytest.mark.skipif(not hasattr(torch.library, "get_kernel"), reason="PyTorch 2.10")
+def test_the_python_code_of_a_custom_operator_is_watched(custom_ops: Any) -> None:
+    with fake_cuda() as device:
+        x = torch.ones(4, device="cuda")
+        assert custom_ops.doubled(x, True).sum().item() == 8
+        device.hidden_waits.clear()
+        assert custom_ops.host_sum(x).is_cuda
+        assert [wait.operation for wait in device.hidden_waits] == ["aten::_local_scalar_dense"]
+    with fake_cuda(check=False) as device:
+        custom_ops.doubled(torch.ones(4, device="cuda"), False) + 1
+    (race,) = device.races
+    assert (race.first.where, race.first.operation) == ("side", "aten::mul")
+
+
+def test_a_storage_and_a_stream_by_its_handle(fake_cuda: FakeCuda) -> None:
+    storage = torch.UntypedStorage(32, device="cuda")
+    tensor = torch.empty(0, device="cuda").set_(storage, 0, (8,))  # type: ignore[call-overload]
+    assert (storage.device, tensor.is_cuda) == (torch.device("cuda", 0), True)
+    assert torch.UntypedStorage(8).device == torch.device("cpu")
+    side = torch.cuda.Stream()
+    same = torch.cuda.ExternalStream(side.cuda_stream)
+    assert same == side == torch.cuda.get_stream_from_external(side.cuda_stream)
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        tensor.fill_(1)
+    with torch.cuda.stream(same):
+        assert tensor.sum().item() == 8
 
 
 # --- what has no imitation ------------------------------------------------------------------------

@@ -62,11 +62,52 @@ def test_a_comment_accepts_a_race() -> None:
         side = torch.cuda.Stream()
         ones = produce(side)
         ones.add(1)  # headrace: ordered-by the driver's callback
+        ones = produce(side)
         ones.sum(
             0,
         ).mul(2)  # headrace: ordered-by the same
     assert device.races == device.findings() == []
-    assert len(device.checker.races) == 2
+    assert len(device.checker.accepted) == 2
+
+
+def test_what_follows_an_accepted_race_is_ordered_too() -> None:
+    with fake_cuda(check=False) as device:
+        side, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        shared = torch.zeros(4, device="cuda")
+        side.wait_stream(current)
+        with torch.cuda.stream(side):
+            shared.add_(1)
+        shared.mul_(2)  # headrace: ordered-by the extension's event
+        del shared
+        torch.zeros(4, device="cuda")  # the memory is free on this stream: `side` is done with it
+    assert device.races == []
+
+
+def test_an_accepted_race_does_not_hide_a_later_one_of_its_line() -> None:
+    def add_on(side: torch.cuda.Stream, tensor: torch.Tensor) -> None:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            tensor.add_(1)  # USED
+
+    with fake_cuda(check=False) as device:
+        side = torch.cuda.Stream()
+        first, second = torch.zeros(2, 4, device="cuda"), torch.zeros(2, 4, device="cuda")
+        add_on(side, first)
+        first.mul_(2)  # headrace: ordered-by the extension's event
+        add_on(side, second)
+        del second
+        torch.ones(2, 4, device="cuda")
+    (race,) = device.races
+    assert (race.kind, race.first.site.line) == ("reuse", line_of("USED"))
+
+
+def test_a_stream_kept_from_an_earlier_block_keeps_the_line_that_made_it() -> None:
+    with fake_cuda():
+        kept = torch.cuda.Stream()  # KEPT
+    with fake_cuda(check=False) as device:
+        produce(kept).add(1)
+    (finding,) = device.findings()
+    assert finding.made_at["kept"].line == line_of("KEPT")
 
 
 def test_ordered_tells_the_checker_of_an_order() -> None:

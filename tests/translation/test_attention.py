@@ -274,14 +274,19 @@ class TestFlexOnTheGpu:
             for one, other in zip(*found, strict=True):
                 torch.testing.assert_close(one, other, rtol=2e-3, atol=2e-3)
 
-    def test_the_engine_trains_as_with_padded_batches(self, pairs: IdPairs) -> None:
-        """Under `max`: compiled, captured, and with the losses of `pipeline`."""
+    def test_the_engine_trains_as_with_padded_batches(
+        self, pairs: IdPairs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Under `max`: compiled, captured, and with the losses of `pipeline`. A second process
+        would compile nothing: the compiler's cache has the code."""
+        monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         size = packed_size(pairs.lengths, 100, LONGEST + 2)
         plan = PackedPlan(pairs.lengths, size, with_blocks=True)
         epoch, packed, padded = plan.epoch(0), plan.dataset(pairs), PaddedBatches(pairs)
         specs = [epoch[number] for number in range(len(epoch))] * 3
-        found = []
-        for name in ("max", "pipeline"):
+        found, from_cache = [], []
+        for name in ("max", "pipeline", "max"):
+            torch.compiler.reset()
             model = make(self.WIDER).cuda()
             engine = Engine(
                 model,
@@ -302,12 +307,15 @@ class TestFlexOnTheGpu:
             if name == "max":
                 assert report is not None
                 assert (report.why, report.compiled, report.compilations) == (None, True, 1)
+                from_cache.append(report.from_cache)
                 assert graphs is not None
                 assert (graphs.why, graphs.shapes) == (None, 1)
                 assert graphs.replays == len(specs) - graphs.one_by_one > 5
             engine.close()
         assert found[0].weights == found[1].weights
         assert found[0].losses == pytest.approx(found[1].losses, rel=2e-3)
+        assert found[2].losses == pytest.approx(found[1].losses, rel=2e-3)
+        assert from_cache == [0, 1]
 
 
 def _to_gpu(leaf: Any) -> Any:

@@ -9,13 +9,17 @@ from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
-from headrace.cli.options import Json, check_output_file
-from headrace.cli.output import print_result, results_only
+from headrace.cli.options import AsModule, Json, Program, check_output_file
+from headrace.cli.output import end_of_results, print_result, results_only
 from headrace.errors import usage_errors
+from headrace.main_program import running_threads
+
+if TYPE_CHECKING:
+    from headrace.runs.records import DiagnosisResult
 
 _WINDOWS, _OUTPUT = "Windows", "Output"
 EXAMPLE = """\
@@ -24,12 +28,6 @@ $ headrace diagnose train.py --lr 3e-4
 $ headrace diagnose --html diagnosis.html -m package.train
 $ headrace diagnose --fake --fail-on "waits>2" train.py
 """
-#: What follows the program's name belongs to the program.
-SETTINGS = {
-    "allow_interspersed_args": False,
-    "ignore_unknown_options": False,
-    "help_option_names": ["-h", "--help"],
-}
 
 
 class Then(StrEnum):
@@ -42,15 +40,8 @@ def _count(help_text: str, minimum: int) -> Any:
 
 
 def diagnose(
-    program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PROGRAM ARGS…",
-            help="Script to run, or module with -m, and its arguments.",
-            show_default=False,
-        ),
-    ],
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    program: Program,
+    module: AsModule = False,
     warmup: Annotated[int, _count("Steps before the first window.", 1)] = 10,
     steps: Annotated[int, _count("Steps of the clean window, which is timed.", 2)] = 20,
     profiled: Annotated[int, _count("Steps under the profiler.", 1)] = 8,
@@ -103,7 +94,6 @@ def diagnose(
         text_of,
     )
     from headrace.report import write_report
-    from headrace.runs.records import DiagnosisResult
 
     with usage_errors():
         for path in filter(None, (out, html)):
@@ -111,11 +101,13 @@ def diagnose(
         limits = parse_limits(fail_on) if fail_on is not None else []
         line = StepLine.parse(step_line) if step_line is not None else None
     name, *arguments = program
+    is_first = os.environ.get("RANK", "0") == "0"  # torchrun sets it
     shown: list[DiagnosisResult] = []
 
     def show(result: DiagnosisResult) -> None:
         # The script's own output is on stdout.
-        typer.echo(text_of(result), err=True)
+        if is_first:
+            typer.echo(text_of(result), err=True)
         shown.append(result)
 
     with results_only() if as_json else nullcontext(), usage_errors():
@@ -129,10 +121,14 @@ def diagnose(
             command=shlex.join(["headrace", *sys.argv[1:]]),
             on_complete=show,
         )
+    if not is_first:
+        _end(result, result.exit_code or 0)
     if as_json:
         print_result(result.to_dict(), "", as_json)
     elif not shown:
         show(result)
+    elif result.races != shown[-1].races:
+        typer.echo(result.verdict[-1], err=True)
     if out is not None:
         result.write(out)
     if html is not None:
@@ -143,4 +139,13 @@ def diagnose(
         typer.echo(f"report: {html}", err=True)
     if result.exit_code is None:
         typer.echo(f"{name} was ended after {result.steps} steps", err=True)
-    raise typer.Exit(exit_code_of(result, limits))
+    _end(result, exit_code_of(result, limits))
+
+
+def _end(result: DiagnosisResult, exit_code: int) -> NoReturn:
+    """End with this code. Python would wait for the threads of a program that was ended before it
+    could end them."""
+    if result.exit_code is None and len(running_threads()) > 1:
+        end_of_results()
+        os._exit(exit_code)
+    raise typer.Exit(exit_code)

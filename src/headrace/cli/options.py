@@ -58,6 +58,22 @@ WorkOptions = Annotated[
     ),
 ]
 
+Program = Annotated[
+    list[str],
+    typer.Argument(
+        metavar="PROGRAM ARGS…",
+        help="Script to run, or module with -m, and its arguments.",
+        show_default=False,
+    ),
+]
+AsModule = Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")]
+#: For commands that run a program: what follows its name belongs to the program.
+PROGRAM_SETTINGS = {
+    "allow_interspersed_args": False,
+    "ignore_unknown_options": False,
+    "help_option_names": ["-h", "--help"],
+}
+
 
 def is_typed(context: typer.Context, name: str) -> bool:
     """Whether an option was given on the command line, as opposed to having its default."""

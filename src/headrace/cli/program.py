@@ -20,6 +20,7 @@ from headrace.cli import (
     doctor,
     evaluate,
     export,
+    options,
     output,
     plan,
     prepare,
@@ -114,6 +115,6 @@ app.command(epilog=export.EXAMPLE)(export.export)
 app.command(epilog=prepare.EXAMPLE)(prepare.prepare)
 app.command(epilog=bench.EXAMPLE)(bench.bench)
 app.command(epilog=tune.EXAMPLE)(tune.tune)
-app.command(epilog=diagnose.EXAMPLE, context_settings=diagnose.SETTINGS)(diagnose.diagnose)
+app.command(epilog=diagnose.EXAMPLE, context_settings=options.PROGRAM_SETTINGS)(diagnose.diagnose)
 app.command(epilog=report.EXAMPLE)(report.report)
-app.command(epilog=races.EXAMPLE, context_settings=races.SETTINGS)(races.races)
+app.command(epilog=races.EXAMPLE, context_settings=options.PROGRAM_SETTINGS)(races.races)

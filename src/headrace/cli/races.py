@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.options import Json, check_output_file
+from headrace.cli.options import AsModule, Json, Program, check_output_file
 from headrace.cli.output import print_result, results_only
 from headrace.errors import usage_errors
 
@@ -22,24 +22,11 @@ Examples:
 $ headrace races train.py --epochs 1
 $ headrace races --html races.html -m package.train --epochs 1
 """
-#: What follows the program's name belongs to the program.
-SETTINGS = {
-    "allow_interspersed_args": False,
-    "ignore_unknown_options": False,
-    "help_option_names": ["-h", "--help"],
-}
 
 
 def races(
-    program: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PROGRAM ARGS…",
-            help="Script to run, or module with -m, and its arguments.",
-            show_default=False,
-        ),
-    ],
-    module: Annotated[bool, typer.Option("-m", help="Run a module, as `python -m` does.")] = False,
+    program: Program,
+    module: AsModule = False,
     as_json: Json = False,
     html: Annotated[
         Path | None, typer.Option(help="Also write the report to this file, with pictures.")
@@ -81,6 +68,7 @@ def races(
 
 def _record(name: str, result: ProgramResult) -> RacesResult:
     from headrace.runs.records import AccessRecord, LineRecord, RaceRecord, RacesResult
+    from headrace.source_lines import short_path
 
     def access(one: Access, lines: Sequence[CodeLine]) -> AccessRecord:
         return AccessRecord(
@@ -89,7 +77,7 @@ def _record(name: str, result: ProgramResult) -> RacesResult:
             where=one.where,
             on_host=one.on_host,
             lines=tuple(
-                LineRecord(line.site.file, line.site.line, line.function, line.text)
+                LineRecord(short_path(line.site.file), line.site.line, line.function, line.text)
                 for line in lines
             ),
         )

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from headrace.device.base import Device, Event, MemoryFigures, Result, Stream
 from headrace.device.determinism import deterministic_kernels
-from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_copy, host_wait
+from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_copy, host_wait, torch_draw
 from headrace.device.host_activity import noting_host_draws
 from headrace.device.kineto import chrome_trace, is_profiling
 from headrace.device.ledger import Ledger, LedgerStatistics, WaitStatistics
@@ -58,5 +58,6 @@ __all__ = [
     "noting_host_draws",
     "open_device",
     "pack_spans",
+    "torch_draw",
     "unpack_spans",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import threading
 import time
@@ -14,7 +15,7 @@ import torch
 
 from headrace.device import kineto
 from headrace.device.accelerator import AcceleratorDevice, AcceleratorStream
-from headrace.device.base import Result, Stream
+from headrace.device.base import MemoryFigures, Result, Stream
 from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_wait
 from headrace.device.host_activity import HostActivity
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
@@ -124,6 +125,7 @@ class CudaDevice(AcceleratorDevice):
     compiles = True
     _use: float | None = None
     _use_asked_ns = 0
+    _memory_limit: int | None = None
 
     def numerics(self, precision: str | None) -> AbstractContextManager[object]:
         return nullcontext() if precision is None else float32_products(tf32=precision != "fp32")
@@ -185,9 +187,17 @@ class CudaDevice(AcceleratorDevice):
             self.synchronize("trace")
         return [name for name, _ in raw_streams.values()]
 
+    def memory(self) -> MemoryFigures:
+        figures = super().memory()
+        if self._memory_limit is None:
+            return figures
+        left = max(0, self._memory_limit - figures.reserved)
+        return dataclasses.replace(figures, free=min(figures.free, left))
+
     def limit_memory(self, nbytes: int | None) -> None:
         share = 1.0 if nbytes is None else min(1.0, nbytes / self.memory().total)
         torch.cuda.set_per_process_memory_fraction(share, self.torch_device)
+        self._memory_limit = nbytes
 
     def switch_back(self, before: object) -> None:
         if isinstance(before, _StreamId):
@@ -263,8 +273,9 @@ class CudaDevice(AcceleratorDevice):
     def _warm_up_capture(self) -> None:
         """Make cuBLAS allocate its workspace for the capture stream outside any graph's pool. It
         keeps the workspace for good, so the pool could never be freed. Backward runs in another
-        thread, which has its own workspace: so this runs a backward, too."""
-        with self.use(self.stream("capture")):
+        thread, which has its own workspace: so this runs a backward, too. The caller may be in
+        `torch.no_grad()` or `torch.inference_mode()`, where there would be none."""
+        with self.use(self.stream("capture")), torch.inference_mode(False), torch.enable_grad():
             matrix = torch.ones(8, 8, device=self.torch_device, requires_grad=True)
             (matrix @ matrix).sum().backward()
 

@@ -81,10 +81,15 @@ def host_copy(site: Site) -> Obstacle:
     )
 
 
-def host_draw(generator: str) -> Obstacle:
-    """Random numbers drawn from a generator of the host."""
+def host_draw(generator: str, site: Site | None = None) -> Obstacle:
+    """Random numbers drawn from a generator of the host, at a line if that is known."""
     return Obstacle(
         f"the step draws random numbers from {generator}, on the host",
-        None,
+        site,
         "draw them on the device (torch.rand(…, device=…)), or in the loader",
     )
+
+
+def torch_draw(site: Site | None = None) -> Obstacle:
+    """Random numbers drawn from PyTorch's generator of the host."""
+    return host_draw("torch's CPU generator", site)

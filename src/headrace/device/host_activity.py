@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
-from headrace.device.graph import Obstacle, host_copy, host_draw
+from headrace.device.graph import Obstacle, host_copy, host_draw, torch_draw
 from headrace.source_lines import users_line
 
 if TYPE_CHECKING:
@@ -55,6 +56,8 @@ class HostActivity(TorchDispatchMode):
             source = args[1] if func._schema.name == "aten::copy_" else args[0]
             if source.is_cpu and self._device.holds(result):
                 self._found.append(host_copy(users_line()))
+        elif torch.Tag.nondeterministic_seeded in func.tags and _all_on_host(result):
+            self._found.append(torch_draw(users_line()))
         return result
 
 
@@ -62,15 +65,26 @@ class HostActivity(TorchDispatchMode):
 def noting_host_draws(found: list[Obstacle], *, with_torch: bool = True) -> Iterator[None]:
     """Append to `found` from which of the host's random generators the block draws. `with_torch`
     is False where PyTorch's CPU generator is the device's."""
-    generators: dict[str, Callable[[], Any]] = {"the random module": random.getstate}
+    generators: dict[Obstacle, Callable[[], Any]] = {
+        host_draw("the random module"): random.getstate,
+        host_draw("numpy.random"): _numpy_state,
+    }
     if with_torch:
-        generators = {"torch's CPU generator": _torch_state, **generators}
-    numpy: Any = sys.modules.get("numpy")
-    if numpy is not None:
-        generators["numpy.random"] = lambda: pickle.dumps(numpy.random.get_state(legacy=False))
-    before = {name: state() for name, state in generators.items()}
+        generators[torch_draw()] = _torch_state
+    before = {draw: state() for draw, state in generators.items()}
     yield
-    found += [host_draw(name) for name, state in generators.items() if state() != before[name]]
+    known = {obstacle.what for obstacle in found}  # with their lines
+    drawn = [draw for draw, state in generators.items() if state() != before[draw]]
+    found += [draw for draw in drawn if draw.what not in known]
+
+
+def _all_on_host(result: Any) -> bool:
+    return all(one.is_cpu for one in tree_iter(result) if isinstance(one, torch.Tensor))
+
+
+def _numpy_state() -> bytes:
+    numpy: Any = sys.modules.get("numpy")
+    return b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
 
 
 def _torch_state() -> bytes:

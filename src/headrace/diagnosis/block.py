@@ -15,7 +15,7 @@ from headrace.runs.records import DiagnosisResult
 
 
 class Diagnosis:
-    """What a block of `headrace.diagnose()` showed; filled when the block has ended."""
+    """The result of a `with headrace.diagnose()` block. It can be read after the block."""
 
     def __init__(self) -> None:
         self._result: DiagnosisResult | None = None

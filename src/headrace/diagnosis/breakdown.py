@@ -1,16 +1,17 @@
 """Where a step's time goes, without a remainder.
 
 At each moment the device computes, communicates, only copies, or is idle. Idle time is charged
-once, to the first thing that made the next launch late. The host falls behind when it waits for the
-device, for the loader, or runs Python for long; what it owes is paid by the idle time that follows.
-Once the host is ahead of the device again, it owes nothing.
+once, to the first thing that made the next launch late. The host's lead is how much work the device
+still has queued. The host loses it when it waits for the device, for the loader, or runs Python for
+long; what it lost is paid by the idle time that follows. Once the host has the lead again that it
+had before, or waits for the device anyway, it owes nothing.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
 from typing import Literal
 
 from headrace.diagnosis.trace import HostSegment, StepTrace, Work, host_segments
@@ -28,16 +29,22 @@ Cause = Literal[
 CAUSES: tuple[Cause, ...] = Cause.__args__  # type: ignore[attr-defined]
 #: A kernel starts up to this long after its launch, on an idle device.
 _LAUNCH_LATENCY_NS = 20_000
+#: The device takes about a microsecond from one queued kernel to the next, at most this long.
+_NEXT_KERNEL_NS = 5_000
 
 
 @dataclass(frozen=True, slots=True)
 class Breakdown:
-    """Nanoseconds of the whole trace by cause. `by_call` has the idle time that each waiting call
-    exposed, by its position in the trace's calls."""
+    """Nanoseconds of `steps` steps by cause. `copying_ns` is the part of "transfer" in which the
+    device copied; the rest is idle. `by_call` has the idle time that each waiting call exposed, by
+    its position in the trace's calls."""
 
     steps: int
     ns: dict[Cause, int]
     by_call: dict[int, int]
+    copying_ns: int = 0
+    #: The idle time that each long stretch of Python exposed, by its start.
+    by_python: dict[int, int] = field(default_factory=dict)
 
     @property
     def total_ns(self) -> int:
@@ -46,31 +53,65 @@ class Breakdown:
     def share(self, cause: Cause) -> float:
         return self.ns[cause] / self.total_ns if self.total_ns else 0.0
 
-    @property
-    def idle_share(self) -> float:
-        return 1.0 - self.share("computing")
+    def scaled_to(self, step_ms: float) -> dict[Cause, float]:
+        """Milliseconds of a step that takes `step_ms`, by cause. The profiler slows the host down,
+        not the device: what the device ran keeps its time, and its idle time is scaled."""
+        busy = self._busy_ns()
+        busy_scale, idle_scale = self._scales(step_ms)
+        return {
+            cause: busy.get(cause, 0) * busy_scale
+            + (self.ns[cause] - busy.get(cause, 0)) * idle_scale
+            for cause in CAUSES
+        }
 
-    def ms_per_step(self, cause: Cause) -> float:
-        return self.ns[cause] / self.steps / 1e6
+    def idle_ms(self, calls: Iterable[int], step_ms: float) -> float:
+        """The idle time that these calls exposed per step, in a step that takes `step_ms`."""
+        return sum(self.by_call.get(call, 0) for call in calls) * self._scales(step_ms)[1]
+
+    def _busy_ns(self) -> dict[Cause, int]:
+        return {
+            "computing": self.ns["computing"],
+            "other ranks": self.ns["other ranks"],
+            "transfer": self.copying_ns,
+        }
+
+    def _scales(self, step_ms: float) -> tuple[float, float]:
+        """From nanoseconds of this trace to milliseconds of a step: for busy and for idle time."""
+        busy_ns, step_ns = sum(self._busy_ns().values()), step_ms * 1e6 * self.steps
+        idle_ns = self.total_ns - busy_ns
+        if idle_ns <= 0 or busy_ns >= step_ns:
+            scale = step_ms / self.total_ns if self.total_ns else 0.0
+            return scale, scale
+        return 1 / self.steps / 1e6, (step_ns - busy_ns) / idle_ns / self.steps / 1e6
 
 
 def breakdown(trace: StepTrace) -> Breakdown:
-    """Divide the time from the trace's start to its end. The parts add up exactly."""
+    """Divide the time from the end of the first step to the trace's end. The parts add up."""
+    from_ns, steps = trace.steady_start()
     ns: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
     by_call: dict[int, int] = {}
+    by_python: dict[int, int] = {}
     gaps: list[tuple[int, int]] = []
     for start, end, state in _device_states(trace):
         if state is None:
             gaps.append((start, end))
         else:
-            ns[state] += end - start
+            ns[state] += max(0, end - max(start, from_ns))
+    copying_ns = ns["transfer"]
     debts = _Debts(trace)
     for start, end, work in _with_next_work(gaps, trace.work):
-        for cause, call, paid_ns in debts.charge(start, end, work):
+        before_ns = max(0, min(end, from_ns) - start)
+        for cause, segment, charged_ns in debts.charge(start, end, work):
+            paid_ns = max(0, charged_ns - before_ns)
+            before_ns -= charged_ns - paid_ns
             ns[cause] += paid_ns
-            if call is not None:
-                by_call[call] = by_call.get(call, 0) + paid_ns
-    return Breakdown(trace.steps, ns, by_call)
+            if segment is None or not paid_ns:
+                continue
+            if segment.call is not None:
+                by_call[segment.call] = by_call.get(segment.call, 0) + paid_ns
+            elif cause == "host":
+                by_python[segment.start_ns] = by_python.get(segment.start_ns, 0) + paid_ns
+    return Breakdown(steps, ns, by_call, copying_ns, by_python)
 
 
 def _device_states(trace: StepTrace) -> Iterator[tuple[int, int, Cause | None]]:
@@ -118,33 +159,42 @@ class _Debt:
 
     segment: HostSegment
     ns: int
+    #: How far ahead of the device the host was before it.
+    lead_ns: int
 
 
 class _Debts:
-    """What the host did since it was last ahead of the device, and has not been charged for."""
+    """What the host did since it last had its lead, and has not been charged for."""
 
     def __init__(self, trace: StepTrace) -> None:
         self._trace = trace
         self._segments = host_segments(trace)
         self._next = 0
         self._owed: deque[_Debt] = deque()
-        self._ahead = _launches_ahead(trace)
+        self._starts, self._ends = _work_by_call(trace)
+        #: When the device has finished what was launched so far.
+        self._done_ns = trace.start_ns
 
     def charge(
         self, start_ns: int, end_ns: int, work: Work | None
-    ) -> Iterator[tuple[Cause, int | None, int]]:
-        """Who pays for a gap: (cause, position of the waiting call, nanoseconds)."""
+    ) -> Iterator[tuple[Cause, HostSegment | None, int]]:
+        """Who pays for a gap: (cause, what the host did, nanoseconds)."""
         calls, left_ns = self._trace.calls, end_ns - start_ns
         call = calls[work.call] if work is not None and work.call is not None else None
         self._look_up_to(end_ns if call is None else min(end_ns, max(start_ns, call.start_ns)))
         if call is not None and call.end_ns <= start_ns:
             # It was launched in time: the device itself was late.
-            yield "launch" if left_ns <= _LAUNCH_LATENCY_NS else "unattributed", None, left_ns
+            if left_ns > _LAUNCH_LATENCY_NS:
+                yield "unattributed", None, left_ns
+            elif left_ns <= _NEXT_KERNEL_NS and start_ns - call.end_ns >= _LAUNCH_LATENCY_NS:
+                yield "computing", None, left_ns
+            else:
+                yield "launch", None, left_ns
             return
         while left_ns > 0 and self._owed:
             debt = self._owed[0]
             paid_ns = min(left_ns, debt.ns)
-            yield debt.segment.cause, debt.segment.call, paid_ns
+            yield debt.segment.cause, debt.segment, paid_ns
             left_ns -= paid_ns
             debt.ns -= paid_ns
             if debt.ns == 0:
@@ -158,20 +208,32 @@ class _Debts:
             if segment.start_ns >= at_ns and segment.ns > 0:
                 break
             self._next += 1
-            if segment.call is not None and segment.call in self._ahead:
-                self._owed.clear()
-            elif segment.cause != "launch" and segment.ns > 0:
-                self._owed.append(_Debt(segment, segment.ns))
+            self._look_at(segment)
+
+    def _look_at(self, segment: HostSegment) -> None:
+        lead_ns = max(0, self._done_ns - segment.start_ns)
+        if segment.call is not None:
+            if segment.call in self._starts:
+                self._regain(self._starts[segment.call] - segment.end_ns)
+                self._done_ns = max(self._done_ns, self._ends[segment.call])
+            is_wait = self._trace.calls[segment.call].kind in ("wait", "copy")
+            if is_wait and lead_ns > 0:
+                self._owed.clear()  # an earlier host would have waited longer
+        if segment.cause != "launch" and segment.ns > 0:
+            self._owed.append(_Debt(segment, segment.ns, lead_ns))
+
+    def _regain(self, lead_ns: int) -> None:
+        """The host is ahead by this much."""
+        if lead_ns > _LAUNCH_LATENCY_NS:
+            self._owed = deque(debt for debt in self._owed if debt.lead_ns > lead_ns)
 
 
-def _launches_ahead(trace: StepTrace) -> set[int]:
-    """The launches whose work had to wait for the device: there the host was ahead."""
+def _work_by_call(trace: StepTrace) -> tuple[dict[int, int], dict[int, int]]:
+    """When the work of each call began and ended; of a graph, its first and last kernel."""
     starts: dict[int, int] = {}
+    ends: dict[int, int] = {}
     for one in trace.work:
         if one.call is not None:
-            starts.setdefault(one.call, one.start_ns)  # of a graph, its first kernel
-    return {
-        call
-        for call, start_ns in starts.items()
-        if start_ns - trace.calls[call].end_ns > _LAUNCH_LATENCY_NS
-    }
+            starts.setdefault(one.call, one.start_ns)
+            ends[one.call] = max(one.end_ns, ends.get(one.call, 0))
+    return starts, ends

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import linecache
+import textwrap
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from headrace.device import Kind, Span
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, breakdown
 from headrace.diagnosis.session import Observations
-from headrace.diagnosis.trace import StepTrace
+from headrace.diagnosis.trace import StepTrace, host_segments
 from headrace.diagnosis.waits import Wait
 from headrace.diagnosis.what_if import (
     GRAPH,
@@ -25,12 +27,15 @@ from headrace.runs.records import (
     DiagnosedLine,
     DiagnosisResult,
     Environment,
+    Excerpt,
     LineRecord,
     Outcome,
     Prediction,
+    PythonLine,
     StepParts,
     StoredTimeline,
 )
+from headrace.source_lines import short_path
 
 #: What a line is: its place, the user's line that led there, and the form of the wait.
 LineKey = tuple[LineRecord | None, LineRecord | None, str]
@@ -39,6 +44,8 @@ _WORKERS = 4
 _MAX_SPANS = 20_000
 #: How many lines get a replay of their own.
 _MAX_PREDICTED = 12
+#: Lines of code before and after one in an excerpt.
+_AROUND = 3
 #: Gains below this share of a step are not worth a prediction.
 _SMALL = 0.005
 
@@ -50,14 +57,14 @@ def explain(
     environment: Environment,
     races: int | None = None,
 ) -> DiagnosisResult:
-    """The result of a run."""
+    """Turn what the windows saw into the result that is shown and stored."""
     step_ms = seen.clean_total_ns / len(seen.clean_ns) / 1e6 if seen.clean_ns else None
     parts, replay, lines = None, None, _Lines(seen.waits)
     trace = seen.trace
     if trace is not None and step_ms is not None:
         divided = breakdown(trace)
         parts = _parts(divided, step_ms)
-        replay = Replay(trace)
+        replay = Replay(trace, step_ms)
         lines.join(trace, divided, replay, step_ms)
     known = lines.diagnosed()
     watched = len(seen.waits)
@@ -82,6 +89,7 @@ def explain(
         waits_per_step=sum(map(len, seen.waits)) / watched if watched else None,
         waits_in_trace=_waits_in(trace) if trace is not None else None,
         lines=known,
+        python_lines=tuple(_python_lines(seen, parts, replay, step_ms)),
         replay_error=replay.error if replay is not None else None,
         predictions=_predictions(seen, replay, step_ms),
         races=races,
@@ -108,10 +116,8 @@ def _outcome(seen: Observations, is_fake: bool) -> Outcome:
 
 
 def _parts(divided: Breakdown, step_ms: float) -> StepParts:
-    """Scaled to the clean step: the profiler slows the host down."""
-    return StepParts(
-        **{cause.replace(" ", "_"): divided.share(cause) * step_ms for cause in CAUSES}
-    )
+    scaled = divided.scaled_to(step_ms)
+    return StepParts(**{cause.replace(" ", "_"): scaled[cause] for cause in CAUSES})
 
 
 def _waits_in(trace: StepTrace) -> float:
@@ -168,9 +174,9 @@ class _Lines:
                 continue
             spans = (trace.calls[at] for at in known.calls)
             known.blocked_ms = sum(call.end_ns - call.start_ns for call in spans) * scale
-            known.idle_ms = sum(divided.by_call.get(at, 0) for at in known.calls) * scale
+            known.idle_ms = divided.idle_ms(known.calls, step_ms) / self.joined_share
         if replay.holds:
-            self._predict(replay, step_ms)
+            self._predict(replay, step_ms, self.joined_share)
 
     def _join_copies(self, groups: list[list[int]]) -> None:
         """Copies from memory that is not pinned: a small one does not block, so the trace may have
@@ -182,12 +188,13 @@ class _Lines:
             for key, calls in zip(keys, groups, strict=True):
                 self.known[key].calls |= set(calls)
 
-    def _predict(self, replay: Replay, step_ms: float) -> None:
+    def _predict(self, replay: Replay, step_ms: float, share: float) -> None:
+        """`share` of the steps have the lines' waits: a replay without them gains only there."""
         joined = [known for known in self.known.values() if known.blocked_ms is not None]
         worst = sorted(joined, key=lambda known: -(known.blocked_ms or 0.0))
         for known in worst[:_MAX_PREDICTED]:
             speedup = replay.speedup(Change(without=frozenset(known.calls)))
-            known.gain_ms = step_ms * (1 - 1 / speedup)
+            known.gain_ms = min(step_ms, step_ms * (1 - 1 / speedup) / share)
 
     def diagnosed(self) -> tuple[DiagnosedLine, ...]:
         """The lines with the largest gain first, then the longest idle time, then the count."""
@@ -197,12 +204,13 @@ class _Lines:
                 form=known.wait.form.name,
                 title=known.wait.form.title,
                 advice=known.wait.form.advice,
-                line=known.wait.line,
-                called_from=known.wait.called_from,
+                line=_shortened(known.wait.line),
+                called_from=_shortened(known.wait.called_from),
                 per_step=known.count / steps,
                 blocked_ms=known.blocked_ms,
                 idle_ms=known.idle_ms,
                 gain_ms=known.gain_ms,
+                excerpt=_excerpt(known.wait.called_from or known.wait.line),
             )
             for known in self.known.values()
         ]
@@ -211,6 +219,45 @@ class _Lines:
                 found,
                 key=lambda one: (-(one.gain_ms or 0), -(one.idle_ms or 0), -one.per_step),
             )
+        )
+
+
+def _shortened(line: LineRecord | None) -> LineRecord | None:
+    return None if line is None else replace(line, file=short_path(line.file))
+
+
+def _excerpt(line: LineRecord | None) -> Excerpt | None:
+    """The code around a line; None if there is no source."""
+    if line is None:
+        return None
+    first = max(1, line.line - _AROUND)
+    numbers = range(first, line.line + _AROUND + 1)
+    code = [linecache.getline(line.file, number).rstrip() for number in numbers]
+    if not line.text or not code[line.line - first].strip():
+        return None
+    while not code[-1]:
+        code.pop()
+    return Excerpt(first, tuple(textwrap.dedent("\n".join(code)).split("\n")))
+
+
+def _python_lines(
+    seen: Observations, parts: StepParts | None, replay: Replay | None, step_ms: float | None
+) -> Iterator[PythonLine]:
+    """The lines of Python between launches. What they would gain together is divided as the idle
+    time is."""
+    if parts is None or step_ms is None:
+        return
+    gain_ms = None
+    if replay is not None and replay.holds:
+        gain_ms = step_ms * (1 - 1 / replay.speedup(NO_PYTHON))
+    for one in seen.python_lines[:_MAX_PREDICTED]:
+        yield PythonLine(
+            line=replace(one.line, file=short_path(one.line.file)),
+            called_from=_shortened(one.called_from),
+            ms=one.ms,
+            idle_ms=parts.host * one.idle_share,
+            gain_ms=None if gain_ms is None else gain_ms * one.idle_share,
+            excerpt=_excerpt(one.called_from or one.line),
         )
 
 
@@ -248,7 +295,7 @@ def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
 
 
 def _timeline(trace: StepTrace, lines: _Lines) -> StoredTimeline:
-    """Two steps of the trace: the streams, and the host's waits and loading."""
+    """Two steps of the trace: the streams, and the host's waits, loading and long Python."""
     start_ns, end_ns = trace.start_ns, trace.marks[min(1, len(trace.marks) - 1)]
     names = {at: _title(known.wait) for known in lines.known.values() for at in known.calls}
     spans = [
@@ -261,8 +308,17 @@ def _timeline(trace: StepTrace, lines: _Lines) -> StoredTimeline:
         if call.kind in ("wait", "copy")
     ]
     spans += [Span("host", "loader", "host", start, end) for start, end in trace.inputs]
+    spans += [
+        Span("host", "Python", "host", one.start_ns, one.end_ns)
+        for one in host_segments(trace)
+        if one.cause == "host"
+    ]
     shown = [
-        replace(span, start_ns=max(0, span.start_ns - start_ns), end_ns=span.end_ns - start_ns)
+        replace(
+            span,
+            start_ns=max(0, span.start_ns - start_ns),
+            end_ns=min(span.end_ns, end_ns) - start_ns,
+        )
         for span in spans
         if start_ns < span.end_ns and span.start_ns < end_ns
     ]
@@ -275,7 +331,9 @@ def _span_kind(kind: str) -> Kind:
 
 def _title(wait: Wait) -> str:
     where = wait.called_from or wait.line
-    return wait.form.title if where is None else f"{where.file}:{where.line} {where.text}"
+    return (
+        wait.form.title if where is None else f"{short_path(where.file)}:{where.line} {where.text}"
+    )
 
 
 # --- what if, notes, verdict ----------------------------------------------------------------------
@@ -338,7 +396,7 @@ _SENTENCES = {
 }
 _ADVICE = {
     "no step": "If it trains in another way, name a line that runs once per step: --step-line "
-    "FILE:LINE.",
+    "FILE:LINE. Processes that it starts are not watched.",
     "one step": "Give it more steps, or name a line that runs once per step with --step-line.",
     "too few steps": "Give it more steps, or fewer to warm up: --warmup 2.",
 }

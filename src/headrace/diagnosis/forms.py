@@ -123,6 +123,12 @@ _FORMS = (
         "Leave `error_if_nonfinite` out, and look at the norm every 50 steps.",
     ),
     Form(
+        "causal mask",
+        "a mask given to nn.Transformer",
+        "Pass `is_causal=` (`tgt_is_causal=`): without it PyTorch reads the mask back to see "
+        "whether it is causal.",
+    ),
+    Form(
         "grad scaler",
         "GradScaler",
         "Use a fused optimizer (`fused=True`): it keeps `found_inf` on the device. bf16 needs no "
@@ -161,6 +167,12 @@ _FORMS = (
         "The forward's masks and indices make it wait: see their advice.",
     ),
     Form(
+        "inside PyTorch",
+        "a function of PyTorch",
+        "A function of PyTorch that this line calls reads a value back: look for an argument that "
+        "spares it, or call it less often.",
+    ),
+    Form(
         "other",
         "another operation",
         "Look at the line: an operation there needs a value on the host.",
@@ -178,6 +190,7 @@ _FUNCTIONS = {
     ("serialization", ""): "save",
     ("distribution", ""): "distribution",
     ("", "barrier"): "barrier",
+    ("", "_detect_is_causal_mask"): "causal mask",
 }
 #: By the function or method that the line calls.
 _CALLS = {
@@ -266,8 +279,10 @@ def form_of(
     if library is not None and _is_logger(*library):
         return FORMS["progress bar"]
     found = expression.form() if expression is not None else None
-    if found == "to" and operation == "copy to pageable memory":
+    if found in ("to", "pageable copy") and operation == "copy to pageable memory":
         found = "cpu"
+    if found is None and any(stem != "_tensor" for stem, _ in functions):
+        found = "inside PyTorch"
     return FORMS[found or _OPERATIONS.get(operation, "other")]
 
 

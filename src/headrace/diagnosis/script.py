@@ -16,14 +16,10 @@ from headrace.device import Device, open_device
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session, Settings
 from headrace.errors import ProgramError
-from headrace.main_program import require_program, run_as_main
+from headrace.main_program import ProgramEnded, require_program, run_as_main
 from headrace.runs.records import DiagnosisResult, StepParts
 
 Then = Literal["stop", "continue"]
-
-
-class _Ended(BaseException):
-    """Ends the script when the last window is complete. No `except Exception` catches it."""
 
 
 def diagnose_program(
@@ -74,34 +70,39 @@ class _Run:
         on_complete: Callable[[DiagnosisResult], object],
     ) -> None:
         self._program, self._fake, self._command = program, fake, command
-        self._then, self._tell = then, on_complete
+        self._then, self._on_complete = then, on_complete
         self._session = Session(settings, fake, self._completed)
-        self._told: DiagnosisResult | None = None
+        self._complete: DiagnosisResult | None = None
+        self._is_ended = False
 
     def run(self, work: Callable[[], int]) -> int | None:
         """The exit code of the program; None if it was ended."""
         try:
             with self._session:
-                return work()
-        except _Ended:
+                exit_code = work()
+        except ProgramEnded:
             return None
         except KeyboardInterrupt:
-            return 130
+            exit_code = 130
+        return None if self._is_ended else exit_code  # a thread of the program's may have trained
 
     def result(self, exit_code: int | None) -> DiagnosisResult:
-        if self._told is not None:
-            return replace(self._told, exit_code=exit_code)
-        return self._explain(exit_code)
+        if self._complete is None or self._fake is not None:
+            return self._explain(exit_code)  # there may be races after the last window
+        return replace(self._complete, exit_code=exit_code)
 
     def _completed(self) -> None:
         if self._then == "continue":
-            self._told = self._explain(None)
-            self._tell(self._told)
+            self._complete = self._explain(None)
+            self._on_complete(self._complete)
         else:
-            raise _Ended
+            self._is_ended = True
+            raise ProgramEnded
 
     def _explain(self, exit_code: int | None) -> DiagnosisResult:
         seen = self._session.seen
+        if self._fake is None and not torch.get_device_module("cuda").is_available():
+            seen.note("PyTorch found no CUDA device: --fake finds waits and races without one")
         races = len(self._fake.findings()) if self._fake is not None else None
         with torch._C.DisableTorchFunction():
             environment = environment_of(seen.device or open_device("cpu"), self._command)

@@ -1,7 +1,8 @@
 """A running script, watched in three windows, so that looking does not change what is seen.
 
 1. clean: only the times of steps.
-2. profiled: the profiler without stacks says what host and device did, and when.
+2. profiled: the profiler without stacks says what host and device did, and when. If the device
+   waits for Python between launches, a few more steps follow, in which its lines are sampled.
 3. lines: every wait is noted with its line.
 
 Each window begins and ends at a step's end.
@@ -22,14 +23,23 @@ import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headrace.device import Device, chrome_trace, is_profiling, open_device
+from headrace.diagnosis.breakdown import breakdown
+from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
 from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.parallel import is_launched
+from headrace.source_lines import short_path
 
 #: A window ends after so many seconds, once it has its least number of steps.
 _MAX_WINDOW_S = 20.0
 _MIN_STEPS = 2
+#: How often the host waits for the idle device before the profiled steps, to relate the two clocks.
+#: The profiler is slow at the first calls.
+_CLOCK_WAITS = 4
+#: From this share of idle time on, the lines of Python between launches are looked for.
+_WORTH_SAMPLING = 0.02
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +68,7 @@ class Observations:
     trace: StepTrace | None = None
     profiled_steps: int = 0
     profiled_total_ns: int = 0
+    python_lines: list[LineTime] = field(default_factory=list)
     #: The waits of each step in the third window.
     waits: list[list[Wait]] = field(default_factory=list)
     watched_total_ns: int = 0
@@ -68,6 +79,20 @@ class Observations:
     missing: list[str] = field(default_factory=list)
     is_complete: bool = False
     device: Device | None = None
+
+    def note(self, text: str) -> None:
+        """Add a sentence for the user, once."""
+        if text not in self.notes:
+            self.notes.append(text)
+
+
+@dataclass(frozen=True, slots=True)
+class _Traced:
+    """Steps under the profiler. `total_ns` is by the host's clock."""
+
+    steps: int
+    total_ns: int
+    trace: StepTrace | None
 
 
 class Session:
@@ -149,6 +174,8 @@ class Session:
             yield from self._clean_window()
             if seen.device is not None:
                 yield from self._profiled_window(seen.device)
+                if seen.trace is not None:
+                    yield from self._python_window(seen.device, seen.trace)
         if seen.device is not None:
             yield from self._lines_window(seen.device)
             self._note_optimizers()
@@ -174,30 +201,55 @@ class Session:
                 "the script runs a profiler of its own, and there can be only one: no breakdown"
             )
             return
+        seen = self.seen
+
+        def keep(traced: _Traced) -> None:
+            seen.profiled_steps, seen.profiled_total_ns = traced.steps, traced.total_ns
+            seen.trace = traced.trace
+            if seen.trace is None:
+                seen.missing.append(
+                    "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"
+                )
+
+        yield from self._traced_steps(device, self.settings.profiled, keep)
+
+    def _python_window(self, device: Device, trace: StepTrace) -> Iterator[None]:
+        """Where Python between launches makes the device wait: at which lines? Ranks leave this
+        out, since they must all take as many steps."""
+        if is_profiling() or is_launched() or breakdown(trace).share("host") < _WORTH_SAMPLING:
+            return
+
+        def keep(traced: _Traced) -> None:
+            if traced.trace is not None:
+                self.seen.python_lines = python_lines(traced.trace, samples)
+
+        with sampled_lines() as samples:
+            yield from self._traced_steps(device, self.settings.lines, keep)
+
+    def _traced_steps(
+        self, device: Device, count: int, keep: Callable[[_Traced], object]
+    ) -> Iterator[None]:
+        """Run steps under the profiler, and call `keep` with them, also if the script ends."""
         marks: list[int] = []
         inputs: list[tuple[int, int]] = []
         self._inputs = inputs
         with chrome_trace() as content:
-            before_ns = time.perf_counter_ns()
-            device.synchronize("diagnose")
-            clock = before_ns, time.perf_counter_ns()
+            waits = [_timed(lambda: device.synchronize("diagnose")) for _ in range(_CLOCK_WAITS)]
+            has_ended = True
             try:
                 with suppress(GeneratorExit):  # the script has ended: read what there is
-                    for _ in self._steps(self.settings.profiled):
+                    for _ in self._steps(count):
                         yield
                         marks.append(time.perf_counter_ns())
+                    has_ended = False
             finally:
                 self._inputs = None
                 device.synchronize("diagnose")
-                self.seen.profiled_total_ns = time.perf_counter_ns() - clock[1]
-        if not marks:
-            return
-        self.seen.profiled_steps = len(marks)
-        self.seen.trace = read_trace(content, clock, marks, inputs)
-        if self.seen.trace is None:
-            self.seen.missing.append(
-                "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"
-            )
+                now_ns = time.perf_counter_ns()
+        if marks:
+            # What a script does after its last step is no part of a step.
+            total_ns = (marks[-1] if has_ended else now_ns) - waits[-1][1]
+            keep(_Traced(len(marks), total_ns, read_trace(content, waits, marks, inputs)))
 
     def _lines_window(self, device: Device) -> Iterator[None]:
         current: list[Wait] = []
@@ -213,7 +265,9 @@ class Session:
     def _steps(self, count: int) -> Iterator[int]:
         start_s = time.monotonic()
         for number in range(count):
-            if number >= _MIN_STEPS and time.monotonic() - start_s > _MAX_WINDOW_S:
+            # Ranks must end a window at the same step: there only the count ends it.
+            is_late = time.monotonic() - start_s > _MAX_WINDOW_S
+            if number >= _MIN_STEPS and is_late and not is_launched():
                 return
             yield number
 
@@ -261,7 +315,7 @@ class Session:
 
     @contextmanager
     def _counted_backwards(self) -> Iterator[None]:
-        """Count backward passes, and notice gradients that are filled with zeros."""
+        """Count backward passes, and note the lines at which `zero_grad` writes zeros."""
         tensors: Any = torch.Tensor
         optimizers: Any = torch.optim.Optimizer
         backward, zero_grad = tensors.backward, optimizers.zero_grad
@@ -282,9 +336,8 @@ class Session:
         def zeroing(optimizer: Any, set_to_none: bool = True) -> Any:
             if not set_to_none:
                 line = wait_at(sys._getframe(1)).line
-                where = f" ({line.file}:{line.line})" if line is not None else ""
-                _note(
-                    seen,
+                where = f" ({short_path(line.file)}:{line.line})" if line is not None else ""
+                seen.note(
                     f"zero_grad(set_to_none=False){where} writes zeros to every gradient: leave "
                     "the argument out",
                 )
@@ -306,9 +359,10 @@ class Session:
             )
             is_fused = all(group.get("fused") for group in optimizer.param_groups)
             if can_fuse and on_device and not is_fused:
-                _note(self.seen, f"{name} is not fused: pass fused=True for fewer launches")
+                self.seen.note(f"{name} is not fused: pass fused=True for fewer launches")
 
 
-def _note(seen: Observations, text: str) -> None:
-    if text not in seen.notes:
-        seen.notes.append(text)
+def _timed(call: Callable[[], object]) -> tuple[int, int]:
+    start_ns = time.perf_counter_ns()
+    call()
+    return start_ns, time.perf_counter_ns()

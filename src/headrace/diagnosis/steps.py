@@ -12,7 +12,7 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
@@ -197,15 +197,12 @@ class StepLine:
         )
 
 
-@contextmanager
-def watch_line(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[None]:
+def watch_line(
+    step_line: StepLine, on_call: Callable[[Hashable], object]
+) -> AbstractContextManager[None]:
     """Call `on_call` each time the line begins, inside the block."""
-    with ExitStack() as stack:
-        if hasattr(sys, "monitoring"):
-            stack.enter_context(_monitored(step_line, on_call))
-        else:
-            stack.enter_context(_traced(step_line, on_call))
-        yield
+    watch = _monitored if hasattr(sys, "monitoring") else _traced
+    return watch(step_line, on_call)
 
 
 @contextmanager

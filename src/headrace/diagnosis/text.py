@@ -5,10 +5,12 @@ from __future__ import annotations
 import textwrap
 from pathlib import Path
 
-from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord
+from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord, PythonLine
+from headrace.source_lines import short_path
 from headrace.text_table import text_table
 
 _MAX_LINES = 10
+_MAX_PYTHON_LINES = 5
 _BAR = 60
 _WIDTH = 110
 #: The fill of each part in the bar.
@@ -34,6 +36,8 @@ def text_of(result: DiagnosisResult) -> str:
         parts.append(facts)
     if result.lines:
         parts.append(_lines(result))
+    if result.python_lines:
+        parts.append(_python_lines(result))
     if result.predictions:
         parts.append(_predictions(result))
     if result.notes or result.missing:
@@ -59,7 +63,7 @@ def _bar(result: DiagnosisResult) -> str:
 
 
 def _facts(result: DiagnosisResult) -> str:
-    """What a step consists of, and how much slower it was while it was watched."""
+    """How many launches and passes a step has, and what it took in the other two windows."""
     facts = []
     if result.backwards_per_step is not None and result.backwards_per_step > 1:
         facts.append(f"{result.backwards_per_step:g} backward passes")
@@ -98,28 +102,45 @@ def _lines(result: DiagnosisResult) -> str:
     return "\n".join([*shown, "", "Instead:", *map(_indented, advice)])
 
 
+def _python_lines(result: DiagnosisResult) -> str:
+    columns = ("line of Python between launches", "code", "ms", "idle ms", "gain ms")
+    rows = [
+        [
+            _where(one),
+            _shortened(one.line.text, 40),
+            *(_number(value) for value in (one.ms, one.idle_ms, one.gain_ms)),
+        ]
+        for one in result.python_lines[:_MAX_PYTHON_LINES]
+    ]
+    advice = (
+        "Do it every 50 steps, in the loader's processes, or in a thread while the GPU computes."
+    )
+    return "\n".join([text_table(columns, rows, right=columns[2:]).rstrip(), "", _indented(advice)])
+
+
 def _indented(text: str) -> str:
     return textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    ")
 
 
 def _predictions(result: DiagnosisResult) -> str:
-    rows = [(one.change, f"{one.step_ms:.1f}", f"{one.speedup:.2f}×") for one in result.predictions]
+    rows = [
+        (one.change, f"{one.step_ms:.1f}", f"{one.speedup:.2f}×")
+        for one in result.predictions
+        if one.speedup >= 1.005 or "plan" in one.change
+    ]
     return text_table(("what if", "ms/step", "times as fast"), rows, right=("ms/step",)).rstrip()
 
 
-def _where(one: DiagnosedLine) -> str:
+def _where(one: DiagnosedLine | PythonLine) -> str:
     if one.line is None:
         return "unknown"
     if one.called_from is None:
-        return place(one.line)
-    return f"{place(one.called_from)} → {Path(one.line.file).name}:{one.line.line}"
+        return _place(one.line)
+    return f"{_place(one.called_from)} → {Path(one.line.file).name}:{one.line.line}"
 
 
-def place(line: LineRecord) -> str:
-    """A line as one would type it: relative to the working directory if it is below it."""
-    path = Path(line.file)
-    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    return f"{shown}:{line.line}"
+def _place(line: LineRecord) -> str:
+    return f"{short_path(line.file)}:{line.line}"
 
 
 def _number(value: float | None) -> str:

@@ -68,6 +68,8 @@ class StepTrace:
     calls: tuple[Call, ...]
     work: tuple[Work, ...]
     inputs: tuple[tuple[int, int], ...] = ()
+    #: What was added to times of the host's clock.
+    shift_ns: int = 0
 
     @property
     def steps(self) -> int:
@@ -76,6 +78,18 @@ class StepTrace:
     @property
     def step_ms(self) -> float:
         return (self.end_ns - self.start_ns) / self.steps / 1e6
+
+    def steady_start(self) -> tuple[int, int]:
+        """When the device had finished the first step, and how many steps follow. The first step
+        begins on an idle device, which no other step does. From here to `end_ns`, the device
+        finishes one step after the other."""
+        first = [one.end_ns for one in self.work if self._is_of_first_step(one)]
+        if self.steps == 1 or not first or max(first) >= self.end_ns:
+            return self.start_ns, self.steps
+        return max(first), self.steps - 1
+
+    def _is_of_first_step(self, work: Work) -> bool:
+        return work.call is not None and self.calls[work.call].start_ns < self.marks[0]
 
     def launches_per_step(self) -> float:
         return sum(call.kind == "launch" for call in self.calls) / self.steps
@@ -87,26 +101,32 @@ class StepTrace:
 
 def read_trace(
     content: Mapping[str, Any],
-    clock: tuple[int, int],
+    waits: Sequence[tuple[int, int]],
     marks: Sequence[int],
     inputs: Iterable[tuple[int, int]],
 ) -> StepTrace | None:
     """The steps in a trace file of PyTorch's profiler.
 
-    The thread that trains must have waited for an idle device before the first step; `clock` says
-    when that began and ended by the host's clock, which relates the two clocks. `marks` and
-    `inputs` are by the host's clock. None if the trace lacks that wait, or shows no work: then the
-    profiler records nothing here.
+    The thread that trains must have waited for an idle device before the first step, a few times;
+    `waits` says when these began and ended by the host's clock, which relates the two clocks.
+    `marks` and `inputs` are by the host's clock. None if the trace lacks those waits, or shows no
+    work: then the profiler records nothing here.
     """
     events = [event for event in content.get("traceEvents", ()) if event.get("ph") == "X"]
     host = sorted((event for event in events if event.get("cat") in _ON_HOST), key=_start_ns)
     device = [event for event in events if event.get("cat") in _ON_DEVICE]
-    first = _last_wait_before_work(host)
-    if first is None or not device or not marks:
+    found = _waits_before_work(host)
+    if not found or not device or not marks:
         return None
-    shift_ns = (_start_ns(first) + _end_ns(first)) // 2 - sum(clock) // 2
-    start_ns, shifted = _end_ns(first), tuple(mark + shift_ns for mark in marks)
-    positions, calls = _calls(host, device, first.get("tid"), start_ns, shifted[-1])
+    shift_ns = _shift_ns(found, waits)
+    start_ns, shifted = _end_ns(found[-1]), tuple(mark + shift_ns for mark in marks)
+    positions, calls = _calls(host, device, found[-1].get("tid"), start_ns, shifted[-1])
+    # A script may do more after its last step, before it ends.
+    launched_later = {
+        event.get("args", {}).get("correlation")
+        for event in host
+        if _start_ns(event) >= shifted[-1]
+    }
     work = sorted(
         (
             Work(
@@ -120,6 +140,7 @@ def read_trace(
             )
             for event in device
             if _start_ns(event) >= start_ns
+            and event.get("args", {}).get("correlation") not in launched_later
         ),
         key=lambda one: (one.start_ns, one.end_ns),
     )
@@ -127,19 +148,27 @@ def read_trace(
         return None
     end_ns = max(shifted[-1], max(one.end_ns for one in work))
     moved = tuple((begin + shift_ns, end + shift_ns) for begin, end in inputs)
-    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved)
+    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved, shift_ns)
 
 
-def _last_wait_before_work(host: list[Any]) -> Any:
-    """The wait for an idle device right before the first step: the profiler may have waited, too,
-    when it started."""
-    found = None
+def _waits_before_work(host: list[Any]) -> list[Any]:
+    """The waits for an idle device right before the first step. The profiler may have waited, too,
+    when it started: its waits come first."""
+    found: list[Any] = []
     for event in host:
         if event["name"] == "cudaDeviceSynchronize":
-            found = event
-        elif found is not None and any(word in event["name"] for word in _LAUNCHES):
+            found.append(event)
+        elif found and any(word in event["name"] for word in _LAUNCHES):
             break
     return found
+
+
+def _shift_ns(found: list[Any], waits: Sequence[tuple[int, int]]) -> int:
+    """What to add to the host's clock, by the shortest wait: the profiler may delay a wait by
+    milliseconds, before or after the time that it records."""
+    pairs = list(zip(reversed(found), reversed(waits), strict=False))
+    event, (start_ns, end_ns) = min(pairs, key=lambda pair: pair[1][1] - pair[1][0])
+    return (_start_ns(event) + _end_ns(event) - start_ns - end_ns) // 2
 
 
 def _calls(

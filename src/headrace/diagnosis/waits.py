@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import linecache
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -46,14 +45,30 @@ class Wait:
     line: LineRecord | None
     called_from: LineRecord | None = None
     operation: str = ""
-    thread: str = ""
 
 
 def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
-    """The wait that is happening in `frame`, or in what it called."""
+    """The wait that the code in `frame` has caused, with its line and form."""
+    innermost, own = users_frames(frame)
     functions: list[tuple[str, str]] = []
+    while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
+        file = frame.f_code.co_filename
+        if file.startswith(_TORCH):
+            functions.append((Path(file).stem, frame.f_code.co_name))
+        frame = frame.f_back
+    if innermost is None:
+        return Wait(form_of(operation, functions, None), None, None, operation)
+    code = innermost.f_code
+    library = (code.co_filename, code.co_name) if innermost is not own else None
+    form = form_of(operation, functions, _expression(innermost), library)
+    called_from = _line(own) if own is not None and own is not innermost else None
+    return Wait(form, _line(innermost), called_from, operation)
+
+
+def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
+    """The innermost frame outside PyTorch and the standard library, and the innermost one that is
+    in no installed package either. None if there is none."""
     innermost: FrameType | None = None
-    own: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename
         if file == _RUNNER:
@@ -61,30 +76,24 @@ def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
         if is_user_code(file):
             innermost = innermost or frame
             if not _is_installed(file):
-                own = frame
-                break
-        elif innermost is None and file.startswith(_TORCH):
-            functions.append((Path(file).stem, frame.f_code.co_name))
+                return innermost, frame
         frame = frame.f_back
-    thread = threading.current_thread().name
-    if innermost is None:
-        return Wait(form_of(operation, functions, None), None, None, operation, thread)
-    code = innermost.f_code
-    library = (code.co_filename, code.co_name) if innermost is not own else None
-    form = form_of(operation, functions, _expression(innermost), library)
-    called_from = _line(own) if own is not None and own is not innermost else None
-    return Wait(form, _line(innermost), called_from, operation, thread)
+    return innermost, None
 
 
 def _is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
 
 
+def line_record(code: CodeType, line: int, names: dict[str, Any] | None = None) -> LineRecord:
+    """The line with its text. `names` are the module's globals, which may know the source."""
+    text = linecache.getline(code.co_filename, line, names).strip()
+    function = "" if code.co_name == "<module>" else code.co_name
+    return LineRecord(code.co_filename, line, function, text)
+
+
 def _line(frame: FrameType) -> LineRecord:
-    file, line = frame.f_code.co_filename, frame.f_lineno
-    name = frame.f_code.co_name
-    text = linecache.getline(file, line, frame.f_globals).strip()
-    return LineRecord(file, line, "" if name == "<module>" else name, text)
+    return line_record(frame.f_code, frame.f_lineno, frame.f_globals)
 
 
 def _expression(frame: FrameType) -> Expression | None:
@@ -199,7 +208,7 @@ def _is_ours(message: Any) -> bool:
 
 @contextmanager
 def _pageable_copies(on_wait: Callable[[Wait], object]) -> Iterator[None]:
-    """Copies with `non_blocking=True` from memory that is not pinned: the driver blocks, and
+    """Copies with `non_blocking=True` from and to memory that is not pinned: the driver blocks, and
     PyTorch does not say so."""
     with ExitStack() as stack:
         for name in ("to", "cuda", "copy_"):
@@ -215,19 +224,24 @@ def _telling_if_pageable(
     def call(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         result = original(self, *args, **kwargs)
         source, target = (args[0], self) if name == "copy_" and args else (self, result)
-        if (
-            isinstance(source, torch.Tensor)
-            and isinstance(target, torch.Tensor)
-            and source.is_cpu
-            and target.is_cuda
-            and source.dim() > 0
-            and _is_asynchronous(args, kwargs)
-            and not source.is_pinned()
-        ):
-            on_wait(wait_at(sys._getframe(1), "copy from pageable memory"))
+        if _is_asynchronous(args, kwargs):
+            copy = _pageable_copy(source, target)
+            if copy is not None:
+                on_wait(wait_at(sys._getframe(1), copy))
         return result
 
     return replaced(torch.Tensor, name, call)
+
+
+def _pageable_copy(source: object, target: object) -> str | None:
+    """The operation, if this is a copy between the device and memory that is not pinned."""
+    if not (isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor)):
+        return None
+    if source.is_cpu and target.is_cuda and source.dim() > 0 and not source.is_pinned():
+        return "copy from pageable memory"
+    if source.is_cuda and target.is_cpu and not target.is_pinned():
+        return "copy to pageable memory"
+    return None
 
 
 def _is_asynchronous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

@@ -22,7 +22,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -46,12 +46,15 @@ _SKIPPED = (
 class CompileReport:
     """Whether a plan's step runs as compiled code. `why` says why it does not; None if it does, or
     if no batch was trained on yet. `compilations` counts the graphs that `torch.compile` compiled
-    for this engine, `seconds` is the time that took. Both stay 0 if PyTorch still had the code."""
+    for this engine, `seconds` is the time that took. Both stay 0 if PyTorch still had the code.
+    `from_cache` counts those of them whose code was on disk, from an earlier process: they were
+    only traced."""
 
     compiled: bool
     why: str | None = None
     compilations: int = 0
     seconds: float = 0.0
+    from_cache: int = 0
 
 
 class CompiledLoss:
@@ -65,7 +68,7 @@ class CompiledLoss:
         self.mode: Literal["fallback", "plain", "compiled"] = "fallback"
         self.why_uncompiled: str | None = None
         self.seconds = 0.0
-        self._compilations = 0
+        self._compilations = self._from_cache = 0
         self._ran_compiled = False
         self._device = device
         _set_cache_folder()
@@ -85,12 +88,14 @@ class CompiledLoss:
     def report(self) -> CompileReport:
         """Whether compiled code has run so far, and if not, why."""
         compiled = self._ran_compiled and self.why_uncompiled is None
-        return CompileReport(compiled, self.why_uncompiled, self._compilations, self.seconds)
+        return CompileReport(
+            compiled, self.why_uncompiled, self._compilations, self.seconds, self._from_cache
+        )
 
     def _call_or_fall_back(self, model: Any, *inputs: Any) -> Any:
         random_state = self._device.random_state()
         for with_analysis in self._attempts():
-            before, start = _compiled_graphs(), time.perf_counter()
+            before, start = _CompilerCounts.now(), time.perf_counter()
             try:
                 with _strict_compiler(), _tiling_analysis(with_analysis):
                     returned = self._compiled(model, *inputs)
@@ -101,7 +106,7 @@ class CompiledLoss:
                 problem = _first_line(error)
                 self._device.set_random_state(random_state)
             else:
-                self._count(_compiled_graphs() - before, time.perf_counter() - start)
+                self._count(_CompilerCounts.since(before), time.perf_counter() - start)
                 return returned
         self._give_up(problem)
         return self.plain(model, *inputs)
@@ -112,13 +117,17 @@ class CompiledLoss:
             return (False,)
         return (True, False) if _can_skip_tiling_analysis() else (True,)
 
-    def _count(self, graphs: int, took_s: float) -> None:
-        if graphs:
-            self._compilations += graphs
+    def _count(self, new: _CompilerCounts, took_s: float) -> None:
+        if new.graphs:
+            self._compilations += new.graphs
             self.seconds += took_s
-            log.info("compiled the step in %.1f s (%.1f s in all)", took_s, self.seconds)
+            what = "compiled the step"
+            if new.from_cache:
+                self._from_cache += new.graphs
+                what = "compiled nothing: took the step from the compiler's cache"
+            log.info("%s in %.1f s (%.1f s in all)", what, took_s, self.seconds)
         if not self._ran_compiled:
-            if not graphs and not _has_compiled_code(self._function):
+            if not new.graphs and not _has_compiled_code(self._function):
                 self._give_up(_SKIPPED)
             self._ran_compiled = True
 
@@ -223,10 +232,30 @@ def _first_line(problem: Exception) -> str:
     return f"{type(problem).__name__}: {lines[0] + more if lines else 'no message'}"
 
 
-def _compiled_graphs() -> int:
-    from torch._dynamo.utils import counters
+class _CompilerCounts(NamedTuple):
+    """What PyTorch's compiler has done in this process: graphs traced, and graphs, forward and
+    backward apart, that were or were not in its cache on disk."""
 
-    return int(counters["stats"]["unique_graphs"])
+    graphs: int
+    hits: int
+    misses: int
+
+    @classmethod
+    def now(cls) -> _CompilerCounts:
+        from torch._dynamo.utils import counters
+
+        cache = counters["inductor"]
+        misses = cache["fxgraph_cache_miss"] + cache["fxgraph_cache_bypass"]
+        return cls(counters["stats"]["unique_graphs"], cache["fxgraph_cache_hit"], misses)
+
+    @classmethod
+    def since(cls, before: _CompilerCounts) -> _CompilerCounts:
+        return cls(*(new - old for new, old in zip(cls.now(), before, strict=True)))
+
+    @property
+    def from_cache(self) -> bool:
+        """Whether all code was in the cache."""
+        return self.hits > 0 and self.misses == 0
 
 
 def _is_compiler_error(problem: BaseException | None) -> bool:

@@ -114,19 +114,20 @@ class GraphCache(Generic[Result]):
         If it raises (`CaptureError`), all graphs are closed: after a failed capture none may be
         replayed.
         """
+        # A graph cannot use memory that eager steps left cached in the allocator. Without this
+        # call the device would have to hold both.
+        self._device.release_unused()
         nbytes, _ = measure_leaves(batch_leaves(batch))
         if nbytes > self._largest_bytes:
-            # Capture the largest shape first: smaller ones then fit into its memory, while blocks
-            # allocated for small shapes are of no use to a large one. The graphs dropped here are
+            # Graphs of smaller shapes fit into the memory of the largest. A larger one cannot use
+            # their blocks, and needs its own. If memory is scarce, the others are dropped and
             # captured again at their next use.
-            self.close()
+            if not self._has_room_for(nbytes):
+                self.close()
             self._largest_bytes = nbytes
         if len(self._graphs) >= self._max_graphs:
             self._graphs.pop(self._least_used()).close()
             self.evictions += 1
-        # A graph cannot use memory that eager steps left cached in the allocator. Without this
-        # call the device would have to hold both.
-        self._device.release_unused()
         before = self._device.memory().reserved
         if self._pool is None:
             self._pool = self._device.graph_pool()
@@ -163,6 +164,12 @@ class GraphCache(Generic[Result]):
         self.memory_bytes = 0
         if had_graphs:
             self._device.release_unused()
+
+    def _has_room_for(self, nbytes: int) -> bool:
+        """Whether a graph of a batch of `nbytes`, larger than all before, fits beside them, and an
+        eager step of that batch too. Both are taken to need what the graphs do, in proportion."""
+        needed = self.memory_bytes * nbytes / max(self._largest_bytes, 1)
+        return self._device.memory().free >= 2 * needed
 
     def _least_used(self) -> Hashable:
         return min(self._graphs, key=self.uses)

@@ -21,6 +21,7 @@ import dis
 import functools
 import itertools
 import operator
+import pickle
 import queue
 import random
 import re
@@ -87,11 +88,12 @@ class ChangedValue:
 
     def __str__(self) -> str:
         where = "" if self.line is None else f" ({self.line})"
-        remedy = (
-            "keep the same tensor and write to it in place, with copy_()"
-            if self.has_tensors
-            else "make it a tensor on the device and write to it in place, with fill_()"
-        )
+        if self.name.endswith(".training"):
+            remedy = "call train() and eval() between epochs, not between the batches of one"
+        elif self.has_tensors:
+            remedy = "keep the same tensor and write to it in place, with copy_()"
+        else:
+            remedy = "make it a tensor on the device and write to it in place, with fill_()"
         return (
             f"{self.name} changes from batch to batch{where}, and a graph would repeat the value "
             f"it was captured with: {remedy}"
@@ -383,6 +385,9 @@ class _Search:
         elif isinstance(value, types.MethodType):
             self._follow(value.__self__, name.rpartition(".")[0] or name, depth)
             self._follow(value.__func__, name, depth)
+        elif isinstance(value, types.BuiltinMethodType):  # history.append, generator.random
+            if not isinstance(value.__self__, types.ModuleType | type):
+                self._follow(value.__self__, name, depth)
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._follow(part, name, depth)
@@ -526,7 +531,11 @@ class _Search:
     def _opaque_object(self, value: Any, name: str, depth: int) -> bool:
         """Add an object whose state is not in its attributes, by its own way to read it. Returns
         whether `value` is one."""
-        if isinstance(value, random.Random):
+        if any(value is one for one in _GLOBAL_GENERATORS):
+            pass  # others draw from them too: a watched step says whether this one does
+        elif isinstance(value, random.SystemRandom):
+            self._add_getter(name, object)  # the operating system's numbers always change
+        elif isinstance(value, random.Random):
             self._add_getter(name, value.getstate, value.setstate)
         elif isinstance(value, torch.Generator):
             if value.device.type == "cpu" and value is not torch.default_generator:
@@ -534,6 +543,8 @@ class _Search:
         elif isinstance(value, numpy.random.Generator):
             bits: Any = value.bit_generator
             self._add_getter(name, lambda: repr(bits.state))
+        elif isinstance(value, numpy.random.RandomState):
+            self._add_getter(name, lambda: pickle.dumps(value.get_state(legacy=False)))
         elif _has_bytes(value):  # an array, a ctypes number, mapped memory
             self._add_getter(name, lambda: _bytes_of(value))
         elif hasattr(type(value), "get_obj"):  # multiprocessing.Value
@@ -617,6 +628,7 @@ _ATTRIBUTE_INSTRUCTIONS = (
     "LOAD_CONST",
 )
 _STORE_INSTRUCTIONS = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
+_GLOBAL_GENERATORS: list[Any] = [random._inst, numpy.random.mtrand._rand]
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
 _NOT_CALLED_BY_A_STEP = {
     "__init__",

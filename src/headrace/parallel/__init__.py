@@ -26,7 +26,7 @@ from headrace.parallel.models import (
     wrap_ddp,
 )
 from headrace.parallel.ranks import SINGLE, Agreement, AllReduce, Ranks
-from headrace.parallel.torchrun import join_ranks, rank_device
+from headrace.parallel.torchrun import is_launched, join_ranks, rank_device
 
 __all__ = [
     "SINGLE",
@@ -37,6 +37,7 @@ __all__ = [
     "device_of",
     "eval_mode",
     "full_state_dict",
+    "is_launched",
     "is_sharded",
     "join_ranks",
     "kill_children",

@@ -9,7 +9,14 @@ from headrace.report.environment import environment_view
 from headrace.report.figures import moment, ms, share, times, words
 from headrace.report.page import Stat, Summary, render_page
 from headrace.report.timelines import timeline_group
-from headrace.runs.records import DiagnosedLine, DiagnosisResult, LineRecord, StepParts
+from headrace.runs.records import (
+    DiagnosedLine,
+    DiagnosisResult,
+    LineRecord,
+    PythonLine,
+    StepParts,
+)
+from headrace.source_lines import short_path
 
 #: The fill of each part of a step.
 _LOOKS = {
@@ -39,6 +46,8 @@ def diagnosis_page(result: DiagnosisResult, source: str) -> str:
         "fills": [(look, words(name)) for name, look in _LOOKS.items()],
         "lines": [_line(one) for one in result.lines],
         "line_table": _line_table(result),
+        "python_lines": [_python_line(one) for one in result.python_lines],
+        "python_table": _python_table(result),
         "predictions": _predictions(result),
         "timeline_group": timeline_group([("steps", timeline)])
         if has_timeline and timeline is not None
@@ -109,7 +118,7 @@ def _line(one: DiagnosedLine) -> dict[str, object]:
     return {
         "where": _place(one.line),
         "function": one.line.function if one.line is not None else "",
-        "code": one.line.text if one.line is not None else "",
+        "code": _code(one),
         "called_from": _place(one.called_from) if one.called_from is not None else None,
         "called_code": one.called_from.text if one.called_from is not None else "",
         "title": one.title,
@@ -117,6 +126,40 @@ def _line(one: DiagnosedLine) -> dict[str, object]:
         "per_step": f"{one.per_step:.1f}",
         "gain": None if one.gain_ms is None else ms(one.gain_ms),
     }
+
+
+def _python_line(one: PythonLine) -> dict[str, object]:
+    return {
+        "where": _place(one.line),
+        "function": one.line.function,
+        "code": _code(one),
+        "called_from": _place(one.called_from) if one.called_from is not None else None,
+        "called_code": one.called_from.text if one.called_from is not None else "",
+        "ms": ms(one.ms),
+        "gain": None if one.gain_ms is None else ms(one.gain_ms),
+    }
+
+
+def _code(one: DiagnosedLine | PythonLine) -> list[tuple[int, str, bool]]:
+    """The excerpt as (number, text, whether it is the line itself); without one, only the line."""
+    line = one.called_from or one.line
+    if line is None or not line.text:
+        return []
+    if one.excerpt is None:
+        return [(line.line, line.text, True)]
+    numbered = enumerate(one.excerpt.lines, one.excerpt.first)
+    return [(number, text, number == line.line) for number, text in numbered]
+
+
+def _python_table(result: DiagnosisResult) -> Table | None:
+    if not result.python_lines:
+        return None
+    columns = ("line", "ms", "idle ms", "gain ms")
+    rows: list[Cells] = [
+        [_place(one.line), figure(one.ms), figure(one.idle_ms), figure(one.gain_ms)]
+        for one in result.python_lines
+    ]
+    return table("Python between launches", columns, rows)
 
 
 def _line_table(result: DiagnosisResult) -> Table | None:
@@ -148,7 +191,7 @@ def _predictions(result: DiagnosisResult) -> Table | None:
 
 
 def _place(line: LineRecord | None) -> str:
-    return "unknown" if line is None else f"{line.file}:{line.line}"
+    return "unknown" if line is None else f"{short_path(line.file)}:{line.line}"
 
 
 def _settings(result: DiagnosisResult) -> dict[str, object]:
@@ -156,8 +199,8 @@ def _settings(result: DiagnosisResult) -> dict[str, object]:
         "steps": result.steps,
         "optimizer calls per step": result.calls_per_step,
         "backward passes per step": result.backwards_per_step,
-        "ms per step, clean": result.step_ms,
-        "ms per step, profiled": result.profiled_ms,
-        "ms per step, lines watched": result.watched_ms,
-        "replay error": result.replay_error,
+        "step, clean": ms(result.step_ms),
+        "step, profiled": ms(result.profiled_ms),
+        "step, lines watched": ms(result.watched_ms),
+        "replay error": share(result.replay_error),
     }

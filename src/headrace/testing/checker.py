@@ -24,6 +24,7 @@ from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
 from headrace.testing.races import Access, Freed, Race, missing_call, race_key
+from headrace.testing.source import accepted_because
 
 Clock = dict[int, int]
 
@@ -211,6 +212,8 @@ class Checker:
         self._freed: dict[tuple[int, str], dict[tuple[object, ...], Entry]] = {}
         #: How often each race was seen.
         self._reported: dict[tuple[object, ...], int] = {}
+        #: The races that a comment says are ordered.
+        self.accepted: set[tuple[object, ...]] = set()
         #: Names the call that would remove a race.
         self.missing_call: Callable[[str, Access, Access, Freed | None], str] = missing_call
         # A first use with the stream that is not ordered after it. If that stream gets the memory
@@ -424,38 +427,31 @@ class Checker:
 
     # --- accesses ---------------------------------------------------------------------------------
 
+    def place(self, tensor: torch.Tensor) -> tuple[Storage, Layout] | None:
+        """The tracked storage of a tensor, and its bytes there; None for ordinary host memory."""
+        key = tensor.untyped_storage()._cdata
+        tracked = self._storages.get(key)
+        if tracked is None:
+            return None
+        layout = Layout.of(tensor)
+        return tracked, layout.moved(self._offsets[key]) if key in self._offsets else layout
+
     def touch(self, tensor: torch.Tensor, actor: Actor, access: Access) -> None:
         """Check one access against all earlier ones to the same bytes, and record it."""
-        storage = tensor.untyped_storage()
-        tracked = self._storages.get(storage._cdata)
-        if tracked is None:
+        place = self.place(tensor)
+        if place is None:
             return
-        layout = Layout.of(tensor)
-        offset = self._offsets.get(storage._cdata) if self._offsets else None
-        if offset is not None:
-            layout = layout.moved(offset)
-        elif storage.nbytes() != tracked.nbytes:  # by `out=`
+        tracked, layout = place
+        storage = tensor.untyped_storage()
+        if storage.nbytes() != tracked.nbytes and storage._cdata not in self._offsets:  # by `out=`
             self._resize(tracked, storage, actor, access.site)
         self._check(tracked, layout, actor, access)
 
     def _check(self, tracked: Storage, layout: Layout, actor: Actor, access: Access) -> None:
-        clock = actor.clock
-        for entry in tracked.entries.near(layout):
-            ordered = clock.get(entry.actor, 0) >= entry.tick
-            conflict = access.writes or entry.access.writes
-            if (
-                conflict
-                and not ordered
-                and not self._same_queue(entry, actor)
-                and layout.overlaps(entry.layout)
-            ):
-                self._report(tracked, entry, access)
-            # Later accesses need only be ordered after this one: drop `entry`.
-            if (access.writes or (ordered and not entry.access.writes)) and layout.covers(
-                entry.layout
-            ):
-                tracked.entries.remove(entry)
-        tracked.entries.add(Entry(actor.number, clock[actor.number], layout, access))
+        new = Entry(actor.number, actor.clock[actor.number], layout, access)
+        for entry in tracked.entries.record(new, actor.clock):
+            if not self._same_queue(entry, actor) and not actor.knows(entry.actor, entry.tick):
+                self._report(tracked, entry, access, actor)
 
     def _same_queue(self, entry: Entry, actor: Actor) -> bool:
         """Whether the allocator itself orders `actor` after an entry of an allocation: it handed
@@ -464,22 +460,42 @@ class Checker:
             return False
         return self._actors[entry.actor].stream_number == actor.stream_number
 
-    def _report(self, tracked: Storage, entry: Entry, access: Access) -> None:
+    def _report(self, tracked: Storage, entry: Entry, access: Access, actor: Actor) -> None:
         first, second = entry.access, access
+        ordered = [actor]
         if entry.of_previous_owner:
             kind = "reuse"
             second = Access(tracked.allocated_at, tracked.owner.name, "allocation", writes=True)
+            ordered.append(tracked.owner)
             if (first.site, first.where, second.where) in self._unordered:
                 return  # every later allocation could get this memory: the first is enough
         else:
-            kind = "-".join("write" if one.writes else "read" for one in (first, second))
+            kind = _kind(first, second)
+        if accepted_because(first, second) is not None:
+            # The comment says that there is an order: all that follows is after it, too.
+            self.accepted.add(race_key(kind, first, second))
+            for one in ordered:
+                join(one.clock, {entry.actor: entry.tick})
+            return
         self._unordered.add((first.site, first.where, second.where))
         self._add_race(kind, tracked, first, second, entry.freed)
+
+    def report(self, tracked: Storage, first: Access, second: Access) -> None:
+        """Report two accesses without an order between them."""
+        kind = _kind(first, second)
+        if accepted_because(first, second) is not None:
+            self.accepted.add(race_key(kind, first, second))
+        else:
+            self._add_race(kind, tracked, first, second)
 
     def report_freed(self, tensor: torch.Tensor, captured: Access, replayed: Access) -> None:
         """Report that a graph uses memory that was freed after the capture."""
         tracked = self.storage_of(tensor)
-        if tracked is not None:
+        if tracked is None:
+            return
+        if accepted_because(captured, replayed) is not None:
+            self.accepted.add(race_key("freed", captured, replayed))
+        else:
             self._add_race("freed", tracked, captured, replayed)
 
     def _add_race(
@@ -501,6 +517,10 @@ class Checker:
     def times(self, race: Race) -> int:
         """How often a race was seen."""
         return self._reported[race.key]
+
+
+def _kind(first: Access, second: Access) -> str:
+    return "-".join("write" if one.writes else "read" for one in (first, second))
 
 
 def _pool(nbytes: int) -> str:

@@ -9,7 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from headrace.device import host_copy
+from headrace.device import host_copy, torch_draw
 from headrace.testing import autograd, collectives, operators, patches
 from headrace.testing.checker import memory_key
 from headrace.testing.operators import Operation, tensors
@@ -17,9 +17,6 @@ from headrace.testing.operators import Operation, tensors
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
     from headrace.testing.streams import FakeStream
-
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
 
 
 class DispatchMode(TorchDispatchMode):
@@ -33,8 +30,9 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if torch.is_inference_mode_enabled() and func.has_kernel_for_dispatch_key(_COMPOSITE):
-            # Outside of inference mode, autograd has taken it apart before this mode sees it.
+        if operators.is_composite(func):
+            # Autograd takes it apart before this mode sees it, but it is off in inference mode and
+            # in the implementation of a custom operator.
             with self:
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
@@ -49,9 +47,13 @@ class DispatchMode(TorchDispatchMode):
             on_device = self._device.checker.held(inputs)
             self._refuse_mixed(operation, inputs, on_device)
             autograd.notice(operation.short, on_device)
+            kernel = operation.python_kernel()
+            if kernel is not None and on_device:
+                with torch._C._EnableTorchFunction(), self, self._device.user_callback():
+                    return kernel(*args, **(kwargs or {}))
             if on_device and collectives.is_collective(operation.name):
                 return collectives.run(self._device, operation)
-            if operation.short in operators.METADATA_ONLY:
+            if operation.launches_nothing():
                 result = operation.run()
                 if on_device and operation.short in operators.RESIZING:
                     self._device.resized(on_device[0])
@@ -117,11 +119,8 @@ class DispatchMode(TorchDispatchMode):
             )
             if stream.tape is not None and (writes or written):
                 stream.tape.after_operation(operation, result, written)
-        if operation.short in operators.STORING:
-            operation.stores_host_value = device.call.storing_number or not self._holds(
-                operation.args[2]
-            )
-        if operation.makes_the_host_wait():
+        stores_number = device.call.storing_number
+        if operation.makes_the_host_wait(self._holds, stores_number=stores_number):
             device.hidden_wait(stream, operation.name)
         return result
 
@@ -137,6 +136,8 @@ class DispatchMode(TorchDispatchMode):
 
     def _on_host(self, operation: Operation, inputs: list[torch.Tensor]) -> None:
         """Only pinned memory can be shared with a stream: other host memory needs no check."""
+        if operation.draws():
+            self._device.note_obstacle(torch_draw)
         if any(self._device.is_pinned(tensor) for tensor in inputs):
             reads, writes = operation.reads_and_writes()
             if writes or not operation.returns_alias():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from headrace.testing.layout import Layout
@@ -52,6 +52,21 @@ class Entries:
             for cell in cells:
                 self._levels.setdefault(level, {}).setdefault(cell, []).append(each)
         self._listed.clear()
+
+    def record(self, new: Entry, clock: Mapping[int, int]) -> list[Entry]:
+        """Add an access by an actor with this clock. Returns the earlier ones that it conflicts
+        with and is not ordered after."""
+        layout, writes = new.layout, new.access.writes
+        unordered = []
+        for entry in self.near(layout):
+            ordered = clock.get(entry.actor, 0) >= entry.tick
+            if not ordered and (writes or entry.access.writes) and layout.overlaps(entry.layout):
+                unordered.append(entry)
+            # Later accesses need only be ordered after this one: drop `entry`.
+            if (writes or (ordered and not entry.access.writes)) and layout.covers(entry.layout):
+                self.remove(entry)
+        self.add(new)
+        return unordered
 
     def remove(self, entry: Entry) -> None:
         if not self._levels:

@@ -36,7 +36,7 @@ from headrace.testing import autograd, faults, graphs, host_threads, patches
 from headrace.testing.checker import Actor, Clock, StreamView, join
 from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
-from headrace.testing.findings import Finding, accepted_because, find, race_report
+from headrace.testing.findings import Finding, find, race_report
 from headrace.testing.function_mode import Call, FunctionMode
 from headrace.testing.history import History, Picture
 from headrace.testing.pages import race_page
@@ -160,7 +160,7 @@ class FakeDevice(host_threads.Hosts):
     def races(self) -> list[Race]:
         """All races so far, each pair of lines once, without those that a comment `# headrace:
         ordered-by …` at one of the lines accepts."""
-        return [race for race in self.checker.races if accepted_because(race) is None]
+        return list(self.checker.races)
 
     def findings(self) -> list[Finding]:
         """The races so far with all that a report shows: one finding for each two lines."""
@@ -351,6 +351,8 @@ class FakeDevice(host_threads.Hosts):
     def hidden_wait(self, stream: FakeStream, operation: str, *, orders: bool = True) -> None:
         """Let the host wait for a stream because of a call that does not look like a wait. With
         `orders=False` it loses the time but is not ordered after the stream's work."""
+        if self.call.checking_values:
+            return
         graphs.refuse(self, operation, stream)
         self.note_obstacle(partial(host_wait, operation=operation))
         if self.on_hidden_wait is not None:
@@ -392,7 +394,9 @@ class FakeDevice(host_threads.Hosts):
     def user_callback(self) -> Iterator[None]:
         """Watch user code, such as a hook, that PyTorch runs in the middle of a call as if it ran
         outside of any call."""
-        fresh = self.call.changed(named=None, inside=None, moving=None, storing_number=False)
+        fresh = self.call.changed(
+            named=None, inside=None, moving=None, storing_number=False, checking_values=False
+        )
         with fresh:
             if self.watches_this_thread() and not FunctionMode.is_on(self):
                 with self.function_mode(self):

@@ -9,11 +9,11 @@ from itertools import islice
 from pathlib import Path
 from types import CodeType
 
-from headrace.source_lines import Site
+from headrace.source_lines import Site, short_path
 from headrace.testing.checker import Checker
 from headrace.testing.history import Picture
 from headrace.testing.races import Access, Race
-from headrace.testing.source import ordered_by, source_line
+from headrace.testing.source import source_line
 
 _MAX_SHOWN_FRAMES = 6
 
@@ -88,8 +88,6 @@ def find(
     found: dict[tuple[object, ...], Finding] = {}
     times = checker.times
     for race, picture in zip(checker.races, pictures, strict=True):
-        if accepted_because(race) is not None:
-            continue
         lines = tuple(
             (access.site, access.where.partition(" #")[0])  # a line may make several streams
             for access in (race.first, race.second)
@@ -114,25 +112,6 @@ def race_report(findings: Sequence[Finding]) -> str:
     head = f"{len(findings)} race{'s' if len(findings) != 1 else ''} found"
     text = "\n\n".join([head, *map(str, findings)])
     return text.replace(f"{Path.cwd()}{os.sep}", "")
-
-
-def accepted_because(race: Race) -> str | None:
-    """The reason in a comment `# headrace: ordered-by …` at one of a race's lines; None if there is
-    no such comment."""
-    for access in (race.first, race.second):
-        for site in (access.site, access.forward_site, access.captured_at):
-            reason = None if site is None else ordered_by(site)
-            if reason is not None:
-                return reason
-    return None
-
-
-def short_path(file: str) -> str:
-    """A path as one would type it: relative to the working directory if it is below it."""
-    try:
-        return str(Path(file).relative_to(Path.cwd()))
-    except ValueError:
-        return file
 
 
 def _code_lines(access: Access) -> tuple[CodeLine, ...]:

@@ -52,6 +52,8 @@ class Call(threading.local):
     non_blocking = False
     #: True while `x[i] = 1.0` runs: PyTorch makes a tensor of the number and copies it.
     storing_number = False
+    #: True while PyTorch may check values that it checks on the CPU only: the host does not wait.
+    checking_values = False
     #: The capture that this thread is making, and the obstacles that `device.watch()` collects.
     tape: Tape | None = None
     obstacles: list[Obstacle] | None = None
@@ -358,6 +360,11 @@ def _one_hot(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwa
     return _call(device, torch.Tensor.scatter_, (empty, -1, tensor.unsqueeze(-1), 1), {})
 
 
+def _quantile(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    with device.call.changed(checking_values=device.holds(tensor)):
+        return _call(device, func, args, kwargs)
+
+
 def _pad_packed(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     """Return the lengths on the host."""
     padded, lengths = _call(device, func, args, kwargs)
@@ -379,6 +386,8 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
     "__setitem__": _setitem,
     "ctc_loss": _ctc_loss,
     "one_hot": _one_hot,
+    "quantile": _quantile,
+    "nanquantile": _quantile,
     "_pad_packed_sequence": _pad_packed,
 }
 

@@ -21,7 +21,8 @@ import torch
 from headrace.device import Graph, Obstacle, Result, noting_host_draws
 from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismatchError
 from headrace.testing import patches
-from headrace.testing.checker import storage_key
+from headrace.testing.branches import Branches
+from headrace.testing.checker import Clock, storage_key
 from headrace.testing.operators import Operation, tensors
 from headrace.testing.races import Launch, calling_site
 
@@ -53,6 +54,8 @@ class Mark:
     tape: Tape
     stream: FakeStream
     count: int
+    #: What the position is ordered after, within the capture.
+    clock: Clock
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +89,8 @@ class Tape:
     launches: list[Launch] = field(default_factory=list)
     arithmetic: list[_Arithmetic] = field(default_factory=list)
     over: bool = False
+    #: The order of the captured operations among themselves.
+    branches: Branches = field(init=False)
     #: The captured streams, and how much was put on each.
     _counts: dict[FakeStream, int] = field(default_factory=dict)
     #: Those whose work no other captured stream waits for yet.
@@ -97,6 +102,9 @@ class Tape:
     #: Memory from outside the capture, and the first captured operation that uses it.
     _inputs: dict[int, tuple[torch.Tensor, Launch]] = field(default_factory=dict)
     _references: Counter[int] = field(default_factory=Counter)
+
+    def __post_init__(self) -> None:
+        self.branches = Branches(self.device.checker)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -180,7 +188,7 @@ class Tape:
     # --- streams ----------------------------------------------------------------------------------
 
     def mark(self, stream: FakeStream) -> Mark:
-        return Mark(self, stream, self._counts[stream])
+        return Mark(self, stream, self._counts[stream], dict(self.branches.clock(stream)))
 
     def wait(self, stream: FakeStream, mark: Mark) -> None:
         """Let a stream wait for a captured one. It joins the capture, and a captured stream must
@@ -189,6 +197,7 @@ class Tape:
             if stream is self.device.default_stream:
                 self.refuse("the default stream would depend on a capturing stream")
             self._add_stream(stream)
+        self.branches.wait(stream, mark.clock)
         if self._counts[mark.stream] == mark.count:
             self._unjoined.discard(mark.stream)
         if stream is not self.origin:
@@ -205,6 +214,7 @@ class Tape:
         self._counts[stream] += 1
         if stream is not self.origin:
             self._unjoined.add(stream)
+        self.branches.launched(stream, launch)
         if launch.reads or launch.writes or launch.cost_ns:
             with unobserved():
                 self.launches.append(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,7 +14,6 @@ _ALLOCATE_ONLY = ("empty", "new_empty", "empty_like", "empty_strided", "new_empt
 _SHAPE_ONLY = ("_like", "new_full", "new_zeros", "new_ones", *_ALLOCATE_ONLY)
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_", "_unsafe_index")
-STORING = INDEXING[1:4]
 # Operators that may mix host and device tensors. For all others that is an error, except with
 # 0-dim tensors. Those from the second line on take lengths from the host.
 MAY_MIX = (
@@ -43,28 +42,53 @@ _HOST_READS = (
     *("nonzero", "masked_select", "_to_sparse", "bincount"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
     *("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "_linalg_eigvals"),
+    *("linalg_matrix_exp", "embedding_renorm_", "_coalesce"),
 )
+_OnDevice = Callable[[torch.Tensor], bool]
 
 
-def _repeats(operation: Operation) -> bool:
+def _repeats(operation: Operation, on_device: _OnDevice) -> bool:
     repeats_at = 0 if operation.func._schema.overload_name == "Tensor" else 1
     repeats = operation.argument(repeats_at, "repeats")
     return isinstance(repeats, torch.Tensor) and operation.named("output_size") is None
 
 
-def _has_no_range(operation: Operation) -> bool:
+def _has_no_range(operation: Operation, on_device: _OnDevice) -> bool:
     return bool(operation.named("min") == operation.named("max"))
 
 
-def _checks_deviation(operation: Operation) -> bool:
+def _checks_deviation(operation: Operation, on_device: _OnDevice) -> bool:
     return isinstance(operation.named("std"), torch.Tensor)
 
 
+def _sorts(operation: Operation, on_device: _OnDevice) -> bool:
+    """`isin` compares with a few elements one by one, and else looks for the unique ones."""
+    if operation.func._schema.overload_name != "Tensor_Tensor" or operation.named("assume_unique"):
+        return False
+    elements, tested = operation.args[:2]
+    return bool(tested.numel() >= int(10 * elements.numel() ** 0.145))
+
+
+def _takes_number_from(*names: str) -> Callable[[Operation, _OnDevice], bool]:
+    """For operators whose kernel takes a number: the host reads it if it is a device tensor."""
+
+    def reads(operation: Operation, on_device: _OnDevice) -> bool:
+        values = [operation.named(name) for name in names]
+        return any(isinstance(value, torch.Tensor) and on_device(value) for value in values)
+
+    return reads
+
+
 # Operators that make the host wait or not, depending on their arguments.
-_MAY_READ_ON_HOST: dict[str, Callable[[Operation], bool]] = {
+_MAY_READ_ON_HOST: dict[str, Callable[[Operation, _OnDevice], bool]] = {
     "repeat_interleave": _repeats,
     "histc": _has_no_range,
     "normal": _checks_deviation,
+    "isin": _sorts,
+    **dict.fromkeys(
+        ("masked_fill", "masked_fill_", "index_fill", "index_fill_"), _takes_number_from("value")
+    ),
+    **dict.fromkeys(("linspace", "logspace"), _takes_number_from("start", "end")),
 }
 
 
@@ -80,8 +104,15 @@ class _Facts:
     arguments: tuple[tuple[int, str, bool | None], ...]
     reads_on_host: bool
     returns_alias: bool
+    is_composite: bool
+    draws: bool
+    #: Calls the implementation of a custom operator that is written in Python.
+    python_kernel: Callable[..., Any] | None
 
 
+_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd
+#: How the names of operators begin that are not custom.
+_COMPILED = ("aten::", "prims::", "c10d::", "_c10d_functional::")
 # By id, with the operator to keep it alive: hashing an operator is slow.
 _known_facts: dict[int, tuple[Any, _Facts]] = {}
 
@@ -109,23 +140,52 @@ def _new_facts(func: Any) -> _Facts:
         arguments=tuple(arguments),
         reads_on_host=short in _HOST_READS,
         returns_alias=any(value.alias_info is not None for value in schema.returns),
+        is_composite=func.has_kernel_for_dispatch_key(_COMPOSITE),
+        draws=torch.Tag.nondeterministic_seeded in func.tags,
+        python_kernel=_python_kernel(func, str(schema.name)),
     )
+
+
+def is_composite(func: Any) -> bool:
+    """Whether an operator is made of others, on every device."""
+    return _facts(func).is_composite
+
+
+def _python_kernel(func: Any, name: str) -> Callable[..., Any] | None:
+    """The implementation of a custom operator for CUDA, or else for the CPU, if it is Python."""
+    find = getattr(torch.library, "get_kernel", None)  # PyTorch 2.9 has none
+    if find is None or name.startswith(_COMPILED):
+        return None
+    for key in ("CUDA", "CPU"):
+        try:
+            kernel = find(func, key)
+        except RuntimeError:  # it has none for this device
+            continue
+        keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+        return partial(kernel.call_boxed, keys) if ".py:" in repr(kernel) else None
+    return None
 
 
 class Operation:
     """One call of an operator, as the dispatch mode sees it."""
 
-    __slots__ = ("_facts", "args", "func", "kwargs", "name", "short", "stores_host_value")
+    __slots__ = ("_facts", "args", "func", "kwargs", "name", "short")
 
     def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self.func, self.args, self.kwargs = func, args, kwargs
         self._facts = facts = _facts(func)
         self.name, self.short = facts.name, facts.short
-        #: For `x[…] = value`: whether the value lies on the host.
-        self.stores_host_value = False
 
     def run(self) -> Any:
         return self.func(*self.args, **self.kwargs)
+
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return self._facts.draws
+
+    def python_kernel(self) -> Callable[..., Any] | None:
+        """The implementation of a custom operator that is written in Python."""
+        return self._facts.python_kernel
 
     def argument(self, position: int, name: str) -> Any:
         return self.args[position] if position < len(self.args) else self.kwargs.get(name)
@@ -175,29 +235,47 @@ class Operation:
         """The index tensors of `x[…]`."""
         return tensors(self.args[1]) if self.short in INDEXING else []
 
-    def makes_the_host_wait(self) -> bool:
+    def launches_nothing(self) -> bool:
+        """Whether it only changes or asks for a tensor's view of its memory. `equal` knows its
+        answer if it is given the same view twice, or two shapes."""
+        if self.short in METADATA_ONLY:
+            return True
+        if self.short != "equal":
+            return False
+        one, other = self.args
+        return one.shape != other.shape or not one.numel() or _is_same_view(one, other)
+
+    def makes_the_host_wait(self, on_device: _OnDevice, *, stores_number: bool) -> bool:
         """Whether the host has to read something back on CUDA. `x[mask]` does: its size depends on
-        data. `x[mask] = number` does not: it fills."""
+        data. `x[mask] = number` does not: it fills. `stores_number`: the user wrote a number."""
         if self._facts.reads_on_host:
             return True
         depends = _MAY_READ_ON_HOST.get(self.short)
         if depends is not None:
-            return depends(self)
+            return depends(self, on_device)
         masks = (torch.bool, torch.uint8)
-        return any(at.dtype in masks for at in self.indices()) and not self._stores_number()
-
-    def _stores_number(self) -> bool:
-        """Whether it is `x[…] = number`. On CUDA the number is a host tensor."""
-        return (
-            self.short != "index"
+        if all(at.dtype not in masks for at in self.indices()):
+            return False
+        # On CUDA the number is a host tensor.
+        fills = (
+            self.short in INDEXING[1:4]
             and len(self.args) > 2
             and self.args[2].numel() == 1
-            and self.stores_host_value
+            and (stores_number or not on_device(self.args[2]))
             and not self.named("accumulate")
         )
+        return not fills
 
     def returns_alias(self) -> bool:
         return self._facts.returns_alias
+
+
+def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return (
+        one.dtype == other.dtype
+        and one.data_ptr() == other.data_ptr()
+        and one.stride() == other.stride()
+    )
 
 
 def tensors(values: Any) -> list[torch.Tensor]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import jinja2
 
-from headrace.source_lines import Site
-from headrace.testing.findings import Finding, short_path
+from headrace.source_lines import Site, short_path
+from headrace.testing.findings import Finding
 from headrace.testing.history import Moment
 from headrace.testing.source import source_line
 

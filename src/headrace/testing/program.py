@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from headrace.main_program import require_program, run_as_main
-from headrace.testing.cuda import FakeCuda, fake_cuda
+from headrace.testing.cuda import fake_cuda
 from headrace.testing.findings import Finding
 
 
@@ -28,8 +28,4 @@ def run_program(program: str, arguments: Sequence[str], *, as_module: bool) -> P
     with fake_cuda(check=False) as device:
         exit_code = run_as_main(program, arguments, as_module=as_module)
     findings = tuple(device.findings())
-    return ProgramResult(exit_code, findings, _accepted(device), device.launches)
-
-
-def _accepted(device: FakeCuda) -> int:
-    return len(device.checker.races) - len(device.races)
+    return ProgramResult(exit_code, findings, len(device.checker.accepted), device.launches)

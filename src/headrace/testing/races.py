@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import torch
 
+from headrace import main_program
 from headrace.device import Kind
 from headrace.source_lines import Site
 
@@ -28,7 +29,7 @@ _INTERNAL = (
 )
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 # Frames that run the user's program: a report shows none that are further out.
-_RUNNERS = (os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep)
+_RUNNERS = (os.sep + "_pytest" + os.sep, os.sep + "pluggy" + os.sep, main_program.__file__)
 _MAX_FRAMES = 12
 
 #: A call stack, the innermost call first: code, and the index of the instruction in it.

@@ -10,7 +10,7 @@ from itertools import islice
 from typing import Any
 
 from headrace.source_lines import Site
-from headrace.testing.races import calling_frames
+from headrace.testing.races import Access, calling_frames
 
 _ORDERED = re.compile(r"#\s*headrace:\s*ordered-by\b[:\s]*(.*)")
 
@@ -36,6 +36,18 @@ def assigned_name(site: Site) -> str | None:
     return _name_at(site.file, site.line, None)
 
 
+def accepted_because(first: Access, second: Access) -> str | None:
+    """The reason in a comment `# headrace: ordered-by …` at one of a race's lines; None if there is
+    no such comment."""
+    for access in (first, second):
+        for site in (access.site, access.forward_site, access.captured_at):
+            reason = None if site is None else ordered_by(site)
+            if reason is not None:
+                return reason
+    return None
+
+
+@lru_cache(maxsize=1024)
 def ordered_by(site: Site) -> str | None:
     """The reason in a comment `# headrace: ordered-by <reason>` at the statement of this line; None
     if there is no such comment."""

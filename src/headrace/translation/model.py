@@ -12,6 +12,7 @@ import dataclasses
 import math
 import typing
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, cast
 
@@ -177,7 +178,7 @@ class Translator(nn.Module):
             x = self._embed(self.src_embedding, src, packing.src_positions)
             dtype = attention_dtype(x)
             mask, cross = packing.encoder_mask(dtype), packing.cross_mask(dtype)
-        with sdpa_kernel(_ATTENTION):
+        with _sdpa_kernels(mask):
             for layer in self.encoder:
                 x = layer(x, mask)
         return Memory(self.encoder_norm(x), cross)
@@ -190,7 +191,7 @@ class Translator(nn.Module):
         else:
             x = self._embed(self.trg_embedding, trg, packing.trg_positions)
             mask = packing.decoder_mask(attention_dtype(x))
-        with sdpa_kernel(_ATTENTION):
+        with _sdpa_kernels(mask):
             for layer in self.decoder:
                 x = layer(x, memory, mask)
         return self._logits(x)
@@ -331,6 +332,12 @@ class _CrossAttention(nn.Module):
         (q,) = _split_heads(self.q(x), 1, self.heads)
         dropout = self.dropout if self.training else 0.0
         return _merge_heads(self.out, attend(q, *keys_values, mask, dropout=dropout))
+
+
+def _sdpa_kernels(mask: Mask) -> AbstractContextManager[object]:
+    """Choose SDPA's kernels, unless flex_attention runs: PyTorch's autograd cache does not store
+    compiled code that makes this choice."""
+    return sdpa_kernel(_ATTENTION) if mask is None or isinstance(mask, Tensor) else nullcontext()
 
 
 def _attention_dropout(settings: ModelSettings) -> float:

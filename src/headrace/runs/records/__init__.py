@@ -35,8 +35,10 @@ from headrace.runs.records.bench import (
 from headrace.runs.records.diagnosis import (
     DiagnosedLine,
     DiagnosisResult,
+    Excerpt,
     Outcome,
     Prediction,
+    PythonLine,
     StepParts,
 )
 from headrace.runs.records.environment import Environment, WorkRecord
@@ -68,6 +70,7 @@ __all__ = [
     "Environment",
     "EpochLine",
     "Equality",
+    "Excerpt",
     "FinishedRun",
     "GpuUse",
     "HostWaits",
@@ -77,6 +80,7 @@ __all__ = [
     "Outcome",
     "PlanResult",
     "Prediction",
+    "PythonLine",
     "RaceRecord",
     "RacesResult",
     "Rung",

@@ -42,13 +42,21 @@ class StepParts:
 
 
 @dataclass(frozen=True, slots=True)
+class Excerpt:
+    """Some lines of a file; `first` is the number of the first."""
+
+    first: int = 0
+    lines: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class DiagnosedLine:
     """A line that made the host wait.
 
     `line` is None if no Python line is known. If it is in an installed package, `called_from` is
     the user's own line. `blocked_ms` is how long the host was blocked per step, `idle_ms` how long
     the device was idle because of it, `gain_ms` what a step would gain if the line went. They are
-    None if they are not known.
+    None if they are not known. `excerpt` is the code around the user's own line.
     """
 
     form: str = "other"
@@ -60,6 +68,23 @@ class DiagnosedLine:
     blocked_ms: float | None = None
     idle_ms: float | None = None
     gain_ms: float | None = None
+    excerpt: Excerpt | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PythonLine:
+    """A line that the host ran for long between two launches, found by samples.
+
+    `ms` is how long per step, `idle_ms` how long the device was idle because of it, `gain_ms` what
+    a step would gain if it took no time; None if that is not known.
+    """
+
+    line: LineRecord = field(default_factory=LineRecord)
+    called_from: LineRecord | None = None
+    ms: float = 0.0
+    idle_ms: float = 0.0
+    gain_ms: float | None = None
+    excerpt: Excerpt | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +129,7 @@ class DiagnosisResult(ResultFile):
     waits_per_step: float | None = None
     waits_in_trace: float | None = None
     lines: tuple[DiagnosedLine, ...] = ()
+    python_lines: tuple[PythonLine, ...] = ()
     replay_error: float | None = None
     predictions: tuple[Prediction, ...] = ()
     races: int | None = None

@@ -47,11 +47,13 @@ class FakeCuda(FakeDevice):
         self._names = Counter(["default"])
         self.checker.missing_call = partial(missing_call, self)
 
-    def new_stream(self, name: str | None, priority: int) -> FakeStream:
+    def new_stream(
+        self, name: str | None, priority: int, made_at: Site | None = None
+    ) -> FakeStream:
         """A new stream, as `torch.cuda.Stream()` makes it. CUDA has 32 for each priority and hands
         them out in turn, so two of a program's streams may be one: the checker assumes that they
-        are not."""
-        site = calling_site()
+        are not. `made_at` is the line that made it, if that is not the running one."""
+        site = made_at or calling_site()
         name = name or "stream"
         with self.lock:
             self._names[name] += 1

@@ -8,9 +8,9 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from headrace.device import Device
+from headrace.source_lines import short_path
 from headrace.testing import races
 from headrace.testing.cuda.streams import Stream
-from headrace.testing.findings import short_path
 from headrace.testing.races import Access, Freed, is_users_frame
 from headrace.testing.source import assigned_name
 

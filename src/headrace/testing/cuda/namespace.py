@@ -24,6 +24,7 @@ from headrace.testing.cuda.streams import (
     CUDAGraph,
     CudaStream,
     Event,
+    ExternalStream,
     Stream,
     stream_of,
 )
@@ -97,10 +98,12 @@ def _streams() -> Iterator[Replacement]:
         cuda,
         why,
         Stream=CudaStream,
+        ExternalStream=ExternalStream,
         Event=CudaEvent,
         CUDAGraph=CUDAGraph,
         current_stream=_on_device(lambda: stream_of(state.device().current_stream())),
         default_stream=_on_device(lambda: stream_of(state.device().default_stream)),
+        get_stream_from_external=lambda data_ptr, device=None: ExternalStream(data_ptr, device),
         set_stream=_set_stream,
         _set_stream_by_id=_set_stream_by_id,
         synchronize=_on_device(lambda: state.device().synchronize("torch.cuda.synchronize")),
@@ -294,6 +297,12 @@ def _tensors_and_storages() -> Iterator[Replacement]:
     yield Replacement(
         torch.UntypedStorage, "device", property(_storage_device), "torch.save stores where it is"
     )
+    yield Replacement(
+        torch.UntypedStorage,
+        "__new__",
+        staticmethod(_new_storage),
+        "PyTorch cannot make one on cuda",
+    )
     base = torch.storage._StorageBase
     yield Replacement(base, "to", _storage_to(copy_of(base.to)), "torch.load(map_location='cuda')")
 
@@ -305,6 +314,18 @@ def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 def _as_bytes(storage: Any) -> torch.Tensor:
     with unobserved():
         return torch.empty(0, dtype=torch.uint8).set_(storage)
+
+
+def _new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:
+    make = torch._C.StorageBase.__new__
+    if device is None or torch.device(device).type != "cuda":
+        return make(cls, *args, **kwargs, **({} if device is None else {"device": device}))
+    state.check_index(device)
+    storage, cuda = make(cls, *args, **kwargs), state.device()
+    cuda.operation(
+        cuda.current_stream(), "allocation", "kernel", allocates=[_as_bytes(storage)], cost_ns=0
+    )
+    return storage
 
 
 def _storage_device(storage: Any) -> torch.device:
@@ -483,7 +504,6 @@ _KEPT = {
     "torch.cuda": (
         *("stream", "StreamContext", "device", "device_of", "check_error"),
         *("CudaError", "cudaStatus", "DeferredCudaCallError"),
-        *("get_stream_from_external",),  # it makes an ExternalStream, which is refused
     ),
     "torch.cuda.memory": (
         *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
@@ -499,6 +519,11 @@ _KEPT = {
 }
 #: How the names in `torch._C` begin that call the driver.
 _DRIVER_CALLS = ("_cuda", "_nccl", "_broadcast", "_scatter", "_gather")
+#: Those of them that only read or change PyTorch's own settings.
+_SETTINGS = (
+    *("_cuda_get_cudnn_benchmark_limit", "_cuda_set_cudnn_benchmark_limit"),
+    *("_cuda_get_conv_benchmark_empty_cache", "_cuda_getCompiledVersion", "_cuda_getArchFlags"),
+)
 #: Other names that would reach the driver.
 _REFUSED_TOO = {
     "torch.cuda": ("_compile_kernel", "_register_triton_kernels"),
@@ -529,9 +554,9 @@ def _refusals(imitated: list[Replacement]) -> Iterator[Replacement]:
             elif isinstance(value, type) and not _is_legacy_type(value):
                 yield Replacement(module, name, _refusing_class(shown), "no imitation")
     why = "calls of the driver have no imitation"
-    replaced = {one.name for one in imitated if one.owner is torch._C}
+    allowed = {one.name for one in imitated if one.owner is torch._C} | set(_SETTINGS)
     for name, value in list(vars(torch._C).items()):  # a PyTorch that is built for CUDA has some
-        if name.startswith(_DRIVER_CALLS) and inspect.isbuiltin(value) and name not in replaced:
+        if name.startswith(_DRIVER_CALLS) and inspect.isbuiltin(value) and name not in allowed:
             yield Replacement(torch._C, name, _refusing(f"torch._C.{name}"), why)
     yield Replacement(torch._C, "__getattr__", _no_such_call, why)
 

@@ -38,7 +38,8 @@ class Stream:
             if before is before.device.default_stream:
                 self._made = fake_cuda.default_stream
             else:
-                self._made = fake_cuda.new_stream(before.name.partition(" #")[0], before.priority)
+                name, made_at = before.name.partition(" #")[0], before.device.stream_sites()
+                self._made = fake_cuda.new_stream(name, before.priority, made_at.get(before.name))
                 fake_cuda.wrappers[self._made] = self
         return self._made
 
@@ -141,6 +142,19 @@ class CudaStream(Stream):
 
     def __cuda_stream__(self) -> tuple[int, int]:
         return 0, self.stream_id
+
+
+class ExternalStream(CudaStream):
+    """`torch.cuda.ExternalStream`: another object for a stream of this device."""
+
+    def __new__(cls, stream_ptr: int, device: Any = None, **kwargs: Any) -> Any:
+        state.check_index(device)
+        try:
+            return stream_of(state.device().stream_by_id(stream_ptr))
+        except RuntimeError:
+            raise state.not_imitated(
+                "torch.cuda.streams.ExternalStream() of a stream that PyTorch has not made"
+            ) from None
 
 
 def stream_of(fake: FakeStream) -> CudaStream:

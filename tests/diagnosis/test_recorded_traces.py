@@ -1,0 +1,60 @@
+"""Traces of `benchmarks/slow_scripts.py` as an H200 ran them: four steps of each.
+
+The speed-ups are those that were measured between each script and its mended twin.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+
+import pytest
+
+from headrace.diagnosis.breakdown import CAUSES, breakdown
+from headrace.diagnosis.trace import Call, StepTrace, Work
+from headrace.diagnosis.what_if import (
+    INSTANT_LOADER,
+    NO_PYTHON,
+    NO_WAITS,
+    PIPELINE,
+    Change,
+    Replay,
+)
+from support.paths import FIXTURES
+
+
+def recorded(name: str) -> StepTrace:
+    with gzip.open(FIXTURES / "traces" / f"{name}.json.gz", "rt", encoding="utf-8") as file:
+        values = json.load(file)
+    return StepTrace(
+        values["start_ns"],
+        values["end_ns"],
+        tuple(values["marks"]),
+        tuple(Call(*one) for one in values["calls"]),
+        tuple(Work(*one) for one in values["work"]),
+        tuple((start, end) for start, end in values["inputs"]),
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "step_ms", "cause", "change", "speedup"),
+    [
+        ("item", 8.33, "synchronisation", NO_WAITS, 1.069),
+        ("clipping", 8.38, "synchronisation", NO_WAITS, 1.071),
+        ("metrics", 8.66, "synchronisation", NO_WAITS, 1.129),
+        ("pageable", 11.55, "transfer", PIPELINE, 1.521),
+        ("slow_loader", 171.9, "input", INSTANT_LOADER, 17.33),
+        ("tokenising", 13.35, "host", NO_PYTHON, 1.677),
+    ],
+)
+def test_cause_and_gain_are_those_that_were_measured(
+    name: str, step_ms: float, cause: str, change: Change, speedup: float
+) -> None:
+    trace = recorded(name)
+    parts = breakdown(trace).scaled_to(step_ms)
+    assert sum(parts.values()) == pytest.approx(step_ms)
+    assert max((one for one in CAUSES if one != "computing"), key=lambda one: parts[one]) == cause
+    assert parts["unattributed"] < 0.05 * step_ms
+    replay = Replay(trace, step_ms)
+    assert replay.holds
+    assert replay.speedup(change) == pytest.approx(speedup, rel=0.1)
