@@ -120,8 +120,10 @@ def under_plan(work: Work, device: Device, batches: list[Any], plan: str, own: b
     if not own:
         return Engine(model, optimizer, work.loss, plan=plan, device=device)
 
+    loss_of = work.loss  # a closure with `work` would have all batches, which graphs compare
+
     def step(batch: Any) -> torch.Tensor:
-        loss = work.loss(model, batch)
+        loss = loss_of(model, batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -312,3 +313,128 @@ def test_gradients_outside_the_optimizer_that_the_user_clears(capturing: Device)
     assert torch.equal(found[0][2], found[1][2])
     assert report is not None
     assert (report.why, report.captures) == (None, 2)
+
+
+def _freeze(engine: Any) -> None:
+    engine.model[0].weight.requires_grad_(False)
+
+
+def _new_memory(engine: Any) -> None:
+    engine.model[0].weight.data = engine.model[0].weight.data * 2
+
+
+def _new_parameter(engine: Any) -> None:
+    engine.model[0].weight = nn.Parameter(engine.model[0].weight.detach() * 2)
+
+
+def _new_module(engine: Any) -> None:
+    engine.model[1] = nn.Tanh()
+
+
+def _one_module_more(engine: Any) -> None:
+    engine.model.append(nn.Tanh())
+
+
+def _no_module(engine: Any) -> None:
+    del engine.model[1]
+
+
+def _load_optimizer(engine: Any) -> None:
+    optimizer = optimizer_of(engine)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def _clear_state(engine: Any) -> None:
+    optimizer_of(engine).state.clear()
+
+
+def _replace_state(engine: Any) -> None:
+    state = optimizer_of(engine).state[engine.model[0].weight]
+    state["exp_avg"] = torch.zeros_like(state["exp_avg"])
+
+
+def _hook(engine: Any) -> None:
+    engine.model[0].register_forward_hook(lambda module, inputs, output: output * 2)
+
+
+def _clear_gradients(engine: Any) -> None:
+    engine.model.zero_grad()
+
+
+def _replace_gradients(engine: Any) -> None:
+    for parameter in engine.model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5
+
+
+DURING_AN_EPOCH: list[tuple[Callable[[Any], None], int, str | None]] = [
+    *((change, 1, None) for change in (_freeze, _new_memory, _new_parameter, _new_module)),
+    *((change, 1, None) for change in (_one_module_more, _no_module)),
+    *((change, 1, None) for change in (_load_optimizer, _clear_state, _replace_state)),
+    (_hook, 1, "would not run in a replay"),
+    (_freeze, 3, "from some batches only"),
+    *((change, 3, None) for change in (_new_memory, _load_optimizer, _clear_gradients)),
+    (_replace_gradients, 3, None),
+]
+
+
+@pytest.mark.parametrize(("change", "accumulate", "why"), DURING_AN_EPOCH)
+def test_a_change_during_an_epoch(
+    capturing: Device, change: Callable[[Any], None], accumulate: int, why: str | None
+) -> None:
+    found = []
+    for plan in (Plan.preset("pipeline"), GRAPH):
+        model = make_model(capturing)
+        engine = Engine(
+            model,
+            adamw(model.parameters()),
+            loss,
+            plan=plan,
+            device=capturing,
+            accumulate=accumulate,
+            deterministic=True,
+        )
+        torch.manual_seed(5)
+        for progress in engine.steps(data(6 + 6 * accumulate)):
+            if progress.batch == 3 * accumulate + 1:  # in the middle of a group
+                change(engine)
+        assert engine.last_result is not None
+        found.append((engine.last_result.losses, weights(engine)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    report = engine.graphs
+    assert report is not None
+    assert (report.why is None) if why is None else (why in str(report.why))
+    assert report.captures == (1 if why else 2)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda teacher: setattr(teacher, "weight", nn.Parameter(teacher.weight * 2)), None),
+        (lambda teacher: teacher.register_forward_hook(lambda m, i, o: o * 2), "a hook of module"),
+    ],
+)
+def test_a_teacher_in_the_loss_changes_during_an_epoch(
+    capturing: Device, change: Callable[[Any], object], why: str | None
+) -> None:
+    found = []
+    for plan in (Plan.preset("pipeline"), GRAPH):
+        torch.manual_seed(0)
+        teacher = nn.Linear(8, 3).to(capturing.torch_device)
+
+        def distilled(model: nn.Module, batch: Any, teacher: nn.Module = teacher) -> torch.Tensor:
+            difference: torch.Tensor = model(batch[0]) - teacher(batch[0]).detach()
+            return difference.square().mean()
+
+        model = make_model(capturing)
+        engine = Engine(model, adamw(model.parameters()), distilled, plan=plan, device=capturing)
+        for progress in engine.steps(data(9)):
+            if progress.batch == 4:
+                change(teacher)
+        assert engine.last_result is not None
+        found.append(engine.last_result.losses)
+    assert found[0] == found[1]
+    assert engine.graphs is not None
+    assert engine.graphs.captures == (1 if why else 2)
+    assert (engine.graphs.why is None) if why is None else (why in str(engine.graphs.why))

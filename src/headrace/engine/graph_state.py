@@ -6,13 +6,16 @@ uses them, and a capture must leave them as they were, since it runs nothing.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+import operator
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any
 
 import torch
 
+from headrace.engine.same_entries import SameEntries
 from headrace.engine.step import StepParts
-from headrace.engine.step_state import StepState
+from headrace.engine.step_state import StepState, unique
 from headrace.errors import CaptureError
 
 
@@ -26,12 +29,63 @@ def tensors_of(parts: StepParts) -> list[torch.Tensor]:
     return found
 
 
-def addresses(state: StepState, tensors: Sequence[torch.Tensor]) -> tuple[Hashable, ...]:
-    """The tensors' addresses, which of them require a gradient, and each module's training mode. If
-    they differ from those at capture, the graph belongs to an earlier model or optimizer."""
-    memory = tuple((tensor.data_ptr(), tensor.requires_grad) for tensor in tensors)
-    modules = tuple((id(module), module.training) for module in state.all_modules())
-    return (memory, modules)
+class StateMemory:
+    """Where the tensors of a step were when this was made, and who held them. If one has moved,
+    graphs that were captured then belong to an earlier model or optimizer. `others` are tensors
+    besides those of the state."""
+
+    def __init__(self, state: StepState, others: Iterable[torch.Tensor] = ()) -> None:
+        self._state, self._modules = state, state.all_modules()
+        self._tensors = _with_addresses((*state.tensors(), *others))
+        self._held = self._holders()
+        self._figures = self._look()
+        dicts: list[dict[Any, Any]] = []
+        for module in self._modules:
+            dicts += [module._parameters, module._buffers, module._modules]
+        entries = [(one, key) for one in dicts for key in one]
+        for optimizer in state.optimizers:
+            own = [values for values in optimizer.state.values() if isinstance(values, dict)]
+            entries += [
+                (values, key) for values in own for key in values if _is_tensor(values[key])
+            ]
+            dicts += [optimizer.state, *own]
+        self._entries = SameEntries(entries, dicts)
+
+    def has_moved(self) -> bool:
+        """Whether a parameter, a buffer or a part of an optimizer's state is elsewhere now, or no
+        longer requires a gradient, or a module has another mode. Call it before each batch."""
+        held = self._holders()
+        return (
+            len(held) != len(self._held)
+            or not all(map(operator.is_, held, self._held))
+            or not self._entries.hold()
+            or self._look() != self._figures
+        )
+
+    def _holders(self) -> list[Any]:
+        """The optimizers' own states, and all parameters that they have."""
+        optimizers, groups = self._state.optimizers, self._state.param_groups()
+        parameters = chain.from_iterable(map(operator.itemgetter("params"), groups))
+        return [*(optimizer.state for optimizer in optimizers), *parameters]
+
+    def _look(self) -> tuple[list[Any], ...]:
+        return (
+            list(map(torch.Tensor.data_ptr, self._tensors)),
+            list(map(_REQUIRES_GRAD, self._tensors)),
+            list(map(_TRAINING, self._modules)),
+        )
+
+
+_REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
+
+
+def _is_tensor(value: object) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def _with_addresses(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Each tensor once, without those whose values are in several places, such as sparse ones."""
+    return [tensor for tensor in unique(tensors) if tensor.layout is torch.strided]
 
 
 def release_graph_state(parts: StepParts) -> None:
@@ -55,11 +109,13 @@ def drop_gradients(parts: StepParts, *, keep: set[int]) -> None:
 
 class StateBeforeCapture:
     """The state before a capture, to be restored after it: gradients, the optimizers' state,
-    buffers and tensors that are attributes of modules, and the gradient scalers' bookkeeping."""
+    buffers and tensors that are attributes of modules, and the gradient scalers' bookkeeping.
+    `others` are tensors that the step can reach besides those of the state."""
 
-    def __init__(self, state: StepState) -> None:
+    def __init__(self, state: StepState, others: Iterable[torch.Tensor] = ()) -> None:
         self._gradients = [(parameter, parameter.grad) for parameter in state.parameters()]
-        self._memory = [(parameter, parameter.data) for parameter in state.parameters()]
+        tensors = _with_addresses((*state.parameters(), *others))
+        self._memory = [(tensor, tensor.data) for tensor in tensors]
         self._optimizers = [
             (optimizer.state, {key: dict(value) for key, value in optimizer.state.items()})
             for optimizer in state.optimizers
@@ -85,12 +141,12 @@ class StateBeforeCapture:
         return any(parameter.grad is not before for parameter, before in self._gradients)
 
     def require_in_place(self) -> None:
-        """Raise `CaptureError` if the step has replaced a buffer or a tensor attribute, or the
-        memory of a parameter."""
+        """Raise `CaptureError` if the step has replaced a buffer or a tensor attribute, or a
+        tensor's memory."""
         if any(one.data_ptr() != before.data_ptr() for one, before in self._memory):
             raise CaptureError(
-                "the step gives a parameter other memory (p.data = …), and a graph would keep "
-                "using the old: write to it in place, with p.data.copy_(…)"
+                "the step gives a tensor other memory (p.data = …), and a graph would keep using "
+                "the old: write to it in place, with p.data.copy_(…)"
             )
         for module, buffers, attributes in self._modules:
             for before, now in (
@@ -105,9 +161,9 @@ class StateBeforeCapture:
                         )
 
     def restore(self) -> None:
-        for parameter, memory in self._memory:
-            if parameter.data_ptr() != memory.data_ptr():
-                parameter.data = memory
+        for tensor, memory in self._memory:
+            if tensor.data_ptr() != memory.data_ptr():
+                tensor.data = memory
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
         books: list[tuple[Any, Any]] = [*self._optimizers, *self._scalers]

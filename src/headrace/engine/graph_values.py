@@ -6,8 +6,10 @@ captured again. If values keep changing, the step is not worth capturing.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,6 +19,7 @@ from headrace.data import host_rng_states, set_host_rng_states
 from headrace.engine.capturable_optimizer import takes_rates_as_tensors
 from headrace.engine.graph_obstacles import state_obstacle
 from headrace.engine.python_state import PythonState
+from headrace.engine.same_entries import Entry, SameEntries
 from headrace.engine.step_state import StepState
 from headrace.engine.user_compiled import describe_own_graphs
 from headrace.errors import CaptureError
@@ -43,19 +46,29 @@ class FrozenValues:
         self._python: PythonState | None = None
         self._batches_since_change = self._frequent_changes = 0
         self._hooks_checked = -1
+        # The settings of all parameter groups, which are read again only after one has changed.
+        self._groups: list[dict[str, Any]] = []
+        self._group_entries = SameEntries((), ())
+        self._group_settings: tuple[Hashable, ...] = ()
 
-    def check(self) -> bool:
+    def check(self, *, gradients_replaced: bool = False) -> bool:
         """Call before each batch. Returns whether a value differs from what graphs were captured
-        with, so that they must be dropped. Raises `CaptureError` if values change too often."""
+        with, so that they must be dropped. Raises `CaptureError` if values change too often.
+        `gradients_replaced`: the user has given parameters other gradients than graphs write to."""
         self._batches_since_change += 1
+        changed = self._python_state().changed()
         self._check_new_hooks()
         settings, before = self._frozen_settings(), self._settings
-        changed = self._python_state().changed()
-        if settings == before and changed is None:
+        if settings == before and changed is None and not gradients_replaced:
             return False
         if before is not None:
             self._frequent_changes += self._batches_since_change < _STEADY_BATCHES
             if self._frequent_changes == _MAX_FREQUENT_CHANGES:
+                if gradients_replaced:
+                    raise CaptureError(
+                        "gradients are replaced between batches, and a graph would write to the "
+                        "old ones: change them in place, as p.grad.mul_(…) does"
+                    )
                 raise CaptureError(
                     str(changed)
                     if changed is not None
@@ -67,16 +80,25 @@ class FrozenValues:
         return before is not None
 
     def _check_new_hooks(self) -> None:
-        """Raise `CaptureError` if the model or an optimizer has got a hook that no graph would run.
+        """Raise `CaptureError` if a module or an optimizer has got a hook that no graph would run.
         PyTorch numbers all hooks, so usually one comparison shows that there are none."""
         if RemovableHandle.next_id != self._hooks_checked:
             self._hooks_checked = RemovableHandle.next_id
-            if (obstacle := state_obstacle(self._state)) is not None:
+            if (obstacle := state_obstacle(self.state)) is not None:
                 raise CaptureError(obstacle)
 
     def note_capture(self) -> None:
         """Call after a capture: graphs now hold the present values."""
         self._settings = self._frozen_settings()
+
+    @property
+    def state(self) -> StepState:
+        """The step's state, with all modules that its code can reach: a loss function may have a
+        teacher in its closure."""
+        found = () if self._python is None else self._python.owners().modules
+        known = {id(one) for one in self._state.all_modules()}
+        others = [one for one in found if id(one) not in known]
+        return replace(self._state, modules=(*self._state.modules, *others))
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the Python values."""
@@ -118,15 +140,26 @@ class FrozenValues:
 
     def _frozen_settings(self) -> tuple[Hashable, ...]:
         """The settings that a graph freezes, by name."""
-        frozen = list(self._more_settings())
+        groups = self._state.param_groups()
+        same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
+        if not same or not self._group_entries.hold():
+            self._groups = groups
+            entries = self._entries_of_groups()
+            self._group_entries = SameEntries(entries, groups)
+            values = [(name, group[name]) for group, name in entries]
+            self._group_settings = tuple(
+                (name, id(value) if isinstance(value, torch.Tensor) else value)
+                for name, value in values
+            )
+        return (*self._more_settings(), *self._group_settings)
+
+    def _entries_of_groups(self) -> list[Entry]:
+        found: list[Entry] = []
         for optimizer in self._state.optimizers:
-            by_tensor = takes_rates_as_tensors(optimizer)
+            unread = {*_NO_SETTINGS, *(["lr"] if takes_rates_as_tensors(optimizer) else [])}
             for group in optimizer.param_groups:
-                for name, value in group.items():
-                    if name in _NO_SETTINGS or (name == "lr" and by_tensor):
-                        continue
-                    frozen.append((name, id(value) if isinstance(value, torch.Tensor) else value))
-        return tuple(frozen)
+                found += [(group, name) for name in group if name not in unread]
+        return found
 
 
 def _changed_setting(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:

@@ -22,6 +22,8 @@ nor drops, such as those of another step's model, stay as they are.
 from __future__ import annotations
 
 import functools
+import itertools
+import operator
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -42,7 +44,7 @@ from headrace.engine.capturable_optimizer import CapturableOptimizer
 from headrace.engine.carry import CarriedState, Carry
 from headrace.engine.graph_cache import CapturedWork, GraphCache, signature
 from headrace.engine.graph_obstacles import state_obstacle
-from headrace.engine.graph_state import StateBeforeCapture, addresses
+from headrace.engine.graph_state import StateBeforeCapture, StateMemory
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.loss_output import map_tensors, parts_of
@@ -61,9 +63,9 @@ from headrace.source_lines import describe_function
 
 Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
-Gradients = tuple[torch.Tensor | None, ...]
 # After this many calls in a row that find their gradients elsewhere, none is captured any more.
 _MAX_UNSETTLED = 20
+_GRADIENT = operator.attrgetter("grad")
 _GRADIENTS_MOVE = (
     "each call finds the gradients that it uses in other memory, and a graph would read the old: "
     "write to a gradient in place (p.grad.copy_(…)) instead of assigning a new tensor, or drop it "
@@ -123,12 +125,11 @@ class _Found:
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a captured call leaves: its result, for each parameter its gradient, and the state for
-    the next call. A replay leaves the gradients of the parameters in `kept` as they are."""
+    """What a captured call leaves: its result, the parameters that it has given a gradient or None,
+    each with that, and the state for the next call."""
 
     result: Any
-    gradients: Gradients
-    kept: frozenset[int]
+    gradients: tuple[tuple[torch.Tensor, torch.Tensor | None], ...]
     carried: Any
 
 
@@ -167,8 +168,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
         #: None before the first call, and after a call has shown more than the search had found.
         self._found: _Found | None = None
         self._capturable: list[CapturableOptimizer] = []
-        # Of the captured graphs: the addresses they use, and tensors that must not be freed.
-        self._addresses: tuple[Hashable, ...] | None = None
+        # Of the captured graphs: the memory they use, and tensors that must not be freed.
+        self._memory: StateMemory | None = None
         self._kept_alive: list[torch.Tensor] = []
         #: Calls that were replays.
         self.replays = 0
@@ -186,7 +187,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         found = self._found
         captured = self._graph_for(found, key, call)
         if captured is not None:
-            return self._replay(found, captured, call)
+            return self._replay(captured, call)
         self._one_by_one += 1
         if self._why_eager is None:
             self._graphs.find(key)  # counts the call; graphs have keys with gradients
@@ -307,20 +308,21 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 if self._found is None:
                     return None
             else:
-                state = self._found.state
                 was_reset = any(optimizer.was_reset for optimizer in self._capturable)
-                if self._found.values.check() or was_reset or self._memory_moved(state):
+                moved = self._memory is not None and self._memory.has_moved()
+                if self._found.values.check() or was_reset or moved:
                     self._drop_graphs()
                     self._watch.forget()
                     if was_reset:
-                        self._make_capturable(state)
+                        self._make_capturable(self._found.state)
             kind = self._device.torch_device.type
             modes = (
                 torch.is_grad_enabled(),
                 torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
                 torch.are_deterministic_algorithms_enabled(),
             )
-            without = tuple(p.grad is None for p in self._found.parameters)
+            gradients = map(_GRADIENT, self._found.parameters)
+            without = tuple(map(operator.is_, gradients, itertools.repeat(None)))
             if self._carry is None:
                 return (signature(call, self._device), modes, without)
             self._carry.before(_batch_of(call))  # now it is in the memory that a graph would read
@@ -354,15 +356,13 @@ class GraphedFunction(Generic[Arguments, Returned]):
         A gradient that the step leaves alone counts if another graph of this function has made it:
         the graphs share memory, and one captured without it might use that memory for its own.
         """
-        fates = self._fates[hash(key)]
-
-        def address(at: int, gradient: torch.Tensor | None) -> int:
-            if gradient is None or at not in fates.used | fates.kept:
-                return 0
-            found_at = gradient.data_ptr()
-            return found_at if at in fates.used or found_at in self._own_gradients else 0
-
-        return tuple(address(at, p.grad) for at, p in enumerate(found.parameters))
+        fates, found_at = self._fates[hash(key)], [0] * len(found.parameters)
+        for at in fates.used | fates.kept:
+            gradient = found.parameters[at].grad
+            address = 0 if gradient is None else gradient.data_ptr()
+            if at in fates.used or address in self._own_gradients:
+                found_at[at] = address
+        return tuple(found_at)
 
     def _run_watched(self, found: _Found, key: Hashable, call: Any) -> Returned:
         """Run the step eagerly, and look for what no graph could repeat."""
@@ -400,12 +400,11 @@ class GraphedFunction(Generic[Arguments, Returned]):
             own += self._carry.tensors()
         return [*found.state.tensors(), *found.values.tensors(), *own]
 
-    def _replay(self, found: _Found, captured: CapturedWork[_Outcome], call: Any) -> Returned:
+    def _replay(self, captured: CapturedWork[_Outcome], call: Any) -> Returned:
         self._write_rates()
         outcome = captured.replay(flatten_batch(call))
-        for at, parameter in enumerate(found.parameters):
-            if at not in outcome.kept:
-                parameter.grad = outcome.gradients[at]
+        for parameter, gradient in outcome.gradients:
+            parameter.grad = gradient
         if self._carry is not None:
             self._carry.hold(outcome.carried)
         self.replays += 1
@@ -425,7 +424,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         entry = [p.grad for p in found.parameters if p.grad is not None]
         used = self._fates[hash(key)].used
         with self._ready_for_capture(state, values) as undo:
-            before = StateBeforeCapture(state)
+            before = StateBeforeCapture(state, values.tensors())
             try:
                 captured = self._graphs.capture(
                     graph_key, call, lambda own: self._work_to_capture(found, used, own)
@@ -440,12 +439,10 @@ class GraphedFunction(Generic[Arguments, Returned]):
             undo.pop_all()
         if self._graphs.captures == 1:
             log_rounding(self._plan_name, self.report().rounding)
-        self._addresses = addresses(state, state.tensors())
+        self._memory = StateMemory(state, values.tensors())
         values.note_capture()
         self._own_gradients |= {
-            gradient.data_ptr()
-            for at, gradient in enumerate(captured.result.gradients)
-            if gradient is not None and at not in captured.result.kept
+            gradient.data_ptr() for _, gradient in captured.result.gradients if gradient is not None
         }
         # A graph must not outlive the tensors it uses.
         self._kept_alive += [*self._known_tensors(found), *entry, *self._watch.read_by(hash(key))]
@@ -465,13 +462,12 @@ class GraphedFunction(Generic[Arguments, Returned]):
             raise CaptureError(str(problem)) from None
         if self._carry is not None:
             carried = self._carry.write(carried, capturing=True)
-        gradients = tuple(p.grad for p in found.parameters)
-        kept = frozenset(
-            at
-            for at, gradient in enumerate(gradients)
-            if gradient is not None and gradient is entry[at] and at not in used
+        gradients = tuple(
+            (p, p.grad)
+            for at, p in enumerate(found.parameters)
+            if p.grad is None or p.grad is not entry[at] or at in used
         )
-        return _Outcome(result, gradients, kept, carried)
+        return _Outcome(result, gradients, carried)
 
     def _ready_for_capture(self, state: StepState, values: FrozenValues) -> ExitStack:
         """Make the optimizers capturable. The end of the returned context undoes this and what a
@@ -498,10 +494,6 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     # --- when graphs are dropped ------------------------------------------------------------------
 
-    def _memory_moved(self, state: StepState) -> bool:
-        """Whether a parameter, a buffer or a part of an optimizer's state has other memory now."""
-        return self._addresses is not None and addresses(state, state.tensors()) != self._addresses
-
     def _give_up(self, why: str) -> None:
         """Stop capturing for good: run all later calls eagerly. Log why."""
         self._why_eager = why
@@ -510,7 +502,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def _drop_graphs(self) -> None:
         self._graphs.close()
-        self._addresses = None
+        self._memory = None
         self._kept_alive = []
         self._own_gradients.clear()
 

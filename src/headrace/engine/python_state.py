@@ -41,6 +41,7 @@ import torch
 from torch.optim.lr_scheduler import LRScheduler
 
 from headrace.device import Device
+from headrace.engine.same_entries import SameEntries
 from headrace.engine.user_compiled import has_own_graphs
 from headrace.source_lines import Site, is_user_code
 
@@ -165,7 +166,7 @@ class _MappingEntries:
     def __init__(
         self, mapping: Any, keys: list[Any], prefix: str, missing: Iterable[str] = ()
     ) -> None:
-        self._mapping, self._keys, self._prefix = mapping, keys, prefix
+        self.mapping, self.keys, self._prefix = mapping, keys, prefix
         # One call gets all of them, since this runs before each batch.
         get: Any = operator.itemgetter(*keys) if keys else lambda mapping: ()
         self._get = get if len(keys) != 1 else lambda mapping: (get(mapping),)
@@ -174,20 +175,20 @@ class _MappingEntries:
         self._changed: Any = None
 
     def has_changed(self) -> bool:
-        if len(self._mapping) != self._count:
-            appeared = (key for key in self._missing if key in self._mapping)
+        if len(self.mapping) != self._count:
+            appeared = (key for key in self._missing if key in self.mapping)
             self._changed = next(appeared, None)
             if self._changed is not None:
                 return True
         try:
-            now = self._get(self._mapping)
+            now = self._get(self.mapping)
         except KeyError:
-            self._changed = next(key for key in self._keys if key not in self._mapping)
+            self._changed = next(key for key in self.keys if key not in self.mapping)
             return True
-        self._count = len(self._mapping)
+        self._count = len(self.mapping)
         if all(map(operator.is_, now, self._values)):
             return False
-        for key, one, other in zip(self._keys, now, self._values, strict=True):
+        for key, one, other in zip(self.keys, now, self._values, strict=True):
             if not _same(one, other):
                 self._changed = key
                 return True
@@ -199,14 +200,14 @@ class _MappingEntries:
         return f"{self._prefix}{self._changed}"
 
     def value(self) -> Any:
-        return self._mapping.get(self._changed)
+        return self.mapping.get(self._changed)
 
     def restore(self) -> None:
-        for key, value in zip(self._keys, self._values, strict=True):
-            if self._mapping.get(key, self) is not value:
-                self._mapping[key] = value
+        for key, value in zip(self.keys, self._values, strict=True):
+            if self.mapping.get(key, self) is not value:
+                self.mapping[key] = value
         for key in self._missing:
-            self._mapping.pop(key, None)
+            self.mapping.pop(key, None)
 
 
 class _Items:
@@ -334,9 +335,29 @@ class _Search:
             self._follow(function, _name_of(function), 0)
             for module in modules:
                 self._follow(module, type(module).__name__, 0)
+        self._other_variables: list[_Variable] = []
+        self._note_attributes()
 
     def changed_variable(self) -> _Variable | None:
-        return next((variable for variable in self.variables if variable.has_changed()), None)
+        # Most variables are attributes. Usually one call shows that all are the same objects.
+        same = self._same_attributes.hold()
+        variables = self._other_variables if same else self.variables
+        changed = next((variable for variable in variables if variable.has_changed()), None)
+        if changed is None and not same:
+            self._note_attributes()  # other objects, of equal value
+        return changed
+
+    def _note_attributes(self) -> None:
+        noted, self._other_variables = [], []
+        for variable in self.variables:
+            if isinstance(variable, _MappingEntries) and isinstance(variable.mapping, dict):
+                noted.append(variable)
+            else:
+                self._other_variables.append(variable)
+        self._same_attributes = SameEntries(
+            ((one.mapping, key) for one in noted for key in one.keys),
+            (one.mapping for one in noted),
+        )
 
     def restore(self) -> None:
         for variable in self.variables:

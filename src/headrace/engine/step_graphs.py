@@ -11,6 +11,7 @@ once.
 from __future__ import annotations
 
 import logging
+import operator
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ from headrace.engine.graph_cache import CapturedWork, GraphCache, signature
 from headrace.engine.graph_obstacles import capture_obstacle
 from headrace.engine.graph_state import (
     StateBeforeCapture,
-    addresses,
+    StateMemory,
     drop_gradients,
     release_graph_state,
     tensors_of,
@@ -44,6 +45,7 @@ from headrace.source_lines import line_of_error
 
 log = logging.getLogger("headrace")
 
+_GRADIENT = operator.attrgetter("grad")
 # In its first steps DDP rebuilds its buckets and measures itself.
 _DDP_WARM_UP_STEPS = 11
 _GRADIENTS_DIFFER = (
@@ -114,12 +116,13 @@ class StepGraphs:
         )
         self._updates: GraphCache[None] = GraphCache(device, max_graphs=1, capture_after=0)
         self._values = FrozenValues(parts.state, self._more_settings)
-        # Parameters that the optimizer does not have, with their gradients at capture: only the
-        # user clears those.
-        self._outside: list[tuple[torch.Tensor, torch.Tensor]] = []
-        # Of the captured graphs: the addresses they use, the tensors that must not be freed, and
+        # Parameters whose gradients only the user replaces, and those gradients at capture: of
+        # parameters that the optimizer does not have, and with accumulation of all.
+        self._with_fixed_gradients: list[torch.Tensor] = []
+        self._fixed_gradients: list[torch.Tensor | None] = []
+        # Of the captured graphs: the memory they use, the tensors that must not be freed, and
         # with accumulation the parameters (by `id`) to which each graph gives a gradient.
-        self._addresses: tuple[Hashable, ...] | None = None
+        self._memory: StateMemory | None = None
         self._kept_alive: list[torch.Tensor] = []
         self._reached_by: dict[Hashable, frozenset[int]] = {}
         self._capturable: CapturableOptimizer | None = None
@@ -142,18 +145,10 @@ class StepGraphs:
         return self._replay(key, captured, fetched)
 
     def begin_epoch(self) -> None:
-        """Drop graphs whose memory is no longer the model's or the optimizer's."""
-        if self._why_eager is not None:
-            return
-        obstacle = capture_obstacle(self._parts)
+        """Look again whether something prevents a capture."""
+        obstacle = None if self._why_eager is not None else capture_obstacle(self._parts)
         if obstacle is not None:
             self._give_up(obstacle)
-        elif self._addresses is not None and self._current_addresses() != self._addresses:
-            self._drop_graphs_and_rewatch()
-            self._values.find_again()
-            for parameter in self._parts.group.parameters():
-                if not parameter.requires_grad:
-                    parameter.grad = None  # momentum would update it even with a gradient of zeros
 
     def state_dict(self) -> dict[str, Any]:
         """What `graphs="auto"` has decided, since measuring again might decide otherwise, and
@@ -210,9 +205,12 @@ class StepGraphs:
             if self._capturable is not None and self._capturable.was_reset:
                 self._drop_graphs_and_rewatch()
                 self._make_capturable()
-            # If the user has cleared a gradient, a graph would write to the old tensor.
-            cleared = any(parameter.grad is not gradient for parameter, gradient in self._outside)
-            if self._values.check() or cleared:
+            # If the user has replaced a gradient, a graph would write to the old tensor.
+            now = map(_GRADIENT, self._with_fixed_gradients)
+            replaced = not all(map(operator.is_, now, self._fixed_gradients))
+            if self._memory is not None and self._memory.has_moved():
+                self._follow_memory()
+            if self._values.check(gradients_replaced=replaced):
                 self._drop_graphs_and_rewatch()
             carry = self._parts.carry
             if carry is None:
@@ -222,6 +220,15 @@ class StepGraphs:
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
+
+    def _follow_memory(self) -> None:
+        """Drop graphs whose memory is no longer the model's or the optimizer's."""
+        self._drop_graphs_and_rewatch()
+        self._values.find_again()
+        group = self._parts.group
+        for parameter in () if group.is_open else group.parameters():
+            if not parameter.requires_grad:
+                parameter.grad = None  # momentum would update it even with a gradient of zeros
 
     def _graph_for(self, key: Hashable, batch: Any) -> CapturedWork[LossOutput] | None:
         """The graph for this batch, captured now if it is due; None: run it eagerly."""
@@ -357,7 +364,7 @@ class StepGraphs:
         if group.size > 1 and not self._gradients_in_place():
             return None
         with self._ready_for_capture() as undo:
-            before = StateBeforeCapture(parts.state)
+            before = StateBeforeCapture(self._values.state, self._values.tensors())
             try:
                 captured = self._graphs.capture(key, batch, self._work_to_capture)
                 before.require_in_place()
@@ -376,12 +383,15 @@ class StepGraphs:
             undo.pop_all()
         if self._graphs.captures == 1:
             log_rounding(self._plan_name, self.report().rounding)
-        self._addresses = self._current_addresses()
+        self._memory = StateMemory(
+            self._values.state, (*tensors_of(parts), *self._values.tensors())
+        )
         self._values.note_capture()
-        own = {id(p) for p in group.parameters()}
-        self._outside = [
-            (p, p.grad) for p in parts.model.parameters() if p.grad is not None and id(p) not in own
+        own = set() if group.keeps_gradients else {id(p) for p in group.parameters()}
+        self._with_fixed_gradients = [
+            p for p in self._values.state.parameters() if p.grad is not None and id(p) not in own
         ]
+        self._fixed_gradients = list(map(_GRADIENT, self._with_fixed_gradients))
         # A graph must not outlive the tensors it uses.
         self._kept_alive += [*self._known_tensors(), *self._watch.read_by(hash(key))]
         return captured
@@ -405,9 +415,6 @@ class StepGraphs:
         if self._capturable is not None:
             self._capturable.undo()
         self._capturable = self._parts.update.rates = None
-
-    def _current_addresses(self) -> tuple[Hashable, ...]:
-        return addresses(self._parts.state, tensors_of(self._parts))
 
     def _more_settings(self) -> tuple[tuple[str, Any], ...]:
         """What a graph of the engine's step freezes besides the optimizer's settings."""
@@ -494,8 +501,8 @@ class StepGraphs:
     def _drop_graphs(self) -> None:
         self._graphs.close()
         self._updates.close()
-        self._outside = []
-        self._addresses = None
+        self._with_fixed_gradients, self._fixed_gradients = [], []
+        self._memory = None
         self._kept_alive = []
         self._reached_by.clear()
 
