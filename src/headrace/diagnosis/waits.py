@@ -58,11 +58,23 @@ def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
         frame = frame.f_back
     if innermost is None:
         return Wait(form_of(operation, functions, None), None, None, operation)
-    code = innermost.f_code
-    library = (code.co_filename, code.co_name) if innermost is not own else None
-    form = form_of(operation, functions, _expression(innermost), library)
+    form = form_of(operation, functions, _expression(innermost), _libraries(innermost, own))
     called_from = _line(own) if own is not None and own is not innermost else None
     return Wait(form, _line(innermost), called_from, operation)
+
+
+def _libraries(innermost: FrameType, own: FrameType | None) -> list[tuple[str, str]]:
+    """The files and functions of installed packages from the innermost frame to the user's own."""
+    found: list[tuple[str, str]] = []
+    frame: FrameType | None = innermost
+    while frame is not None and frame is not own:
+        file = frame.f_code.co_filename
+        if file == _RUNNER:
+            break
+        if is_user_code(file):
+            found.append((file, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
 
 
 def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
@@ -88,6 +100,8 @@ def _is_installed(file: str) -> bool:
 def line_record(code: CodeType, line: int, names: dict[str, Any] | None = None) -> LineRecord:
     """The line with its text. `names` are the module's globals, which may know the source."""
     text = linecache.getline(code.co_filename, line, names).strip()
+    if text.endswith("("):  # the next line says what is called, or tested
+        text += linecache.getline(code.co_filename, line + 1, names).strip()
     function = "" if code.co_name == "<module>" else code.co_name
     return LineRecord(code.co_filename, line, function, text)
 
