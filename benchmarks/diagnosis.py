@@ -136,7 +136,7 @@ def _case(name: str, device: Device, options: Any) -> dict[str, Any]:
     return {
         "cause": case.cause,
         "found": _largest(result),
-        "line": _line_found(result) if case.change == "line" else None,
+        "line": _line_found(result) if case.change == "line" or case.cause == "host" else None,
         "slow_ms": measured["slow"]["ms"],
         "mended_ms": measured["mended"]["ms"],
         "speedup": round(gain, 4),
@@ -170,7 +170,8 @@ def _largest(result: DiagnosisResult) -> str | None:
 
 
 def _line_found(result: DiagnosisResult) -> bool:
-    return any(one.line is not None and "# slow" in one.line.text for one in result.lines)
+    lines = [one.line for one in (*result.lines, *result.python_lines)]
+    return any(line is not None and "# slow" in line.text for line in lines)
 
 
 def _summary(result: DiagnosisResult) -> dict[str, Any]:
@@ -196,6 +197,10 @@ def _summary(result: DiagnosisResult) -> dict[str, Any]:
                 one.gain_ms,
             ]
             for one in result.lines[:10]
+        ],
+        "python_lines": [
+            [f"{Path(one.line.file).name}:{one.line.line}", one.ms, one.idle_ms, one.gain_ms]
+            for one in result.python_lines
         ],
         "replay_error": result.replay_error,
         "predictions": {one.change: round(one.speedup, 4) for one in result.predictions},
