@@ -21,9 +21,11 @@ MAX_ERROR = 0.03
 _QUEUE = 1000
 #: Times at which work waits for work on another stream: it starts this soon after it.
 _EDGE_NS = 15_000
-#: A graph on an H200 takes 0.05 (a Transformer of 1,561 kernels) to 0.25 µs (5,504 small kernels)
-#: longer per kernel than the profiler says that its kernels run; under the profiler, 0.5 µs.
-_GRAPH_GAP_NS = 200
+#: How much longer a step's graph takes than its kernels run: per kernel, and per replay. Fitted to
+#: the graphs in benchmarks/results/2026-11-16-h200-works.json that do not wait for data.
+_GRAPH_GAP_NS = 400
+_GRAPH_START_NS = 150_000
+#: What the host needs to launch a graph, about.
 _GRAPH_LAUNCH_NS = 60_000
 #: Bytes per nanosecond from pinned memory, if the trace has no such copy: what PCIe 4 does.
 _PINNED_BYTES_PER_NS = 24.0
@@ -347,7 +349,7 @@ class _Host:
 
     def _launch_graph(self) -> None:
         self._now += _GRAPH_LAUNCH_NS
-        start = max(self._now, self._free.get("graph", 0.0))
+        start = max(self._now, self._free.get("graph", 0.0)) + _GRAPH_START_NS
         ns = sum(self._work[at].ns + _GRAPH_GAP_NS for at in self._graph)
         self._free["graph"] = start + ns
         self._block_if_queue_is_full(start)
