@@ -20,6 +20,7 @@ from typing import Any
 
 from measuring import header, save
 
+from headrace.diagnosis import text_of
 from headrace.runs.records import DiagnosisResult, StepParts
 from headrace.text_table import text_table
 
@@ -72,13 +73,12 @@ def diagnosed(name: str, options: Any) -> dict[str, Any]:
             )
         except subprocess.TimeoutExpired as problem:
             return {"error": f"took longer than {problem.timeout:.0f} s", "text": problem.stderr}
-        text = done.stderr[-6000:]
         if not stored.exists():
-            return {"error": f"exit code {done.returncode}", "text": text}
+            return {"error": f"exit code {done.returncode}", "text": done.stderr[-3000:]}
         diagnosis = DiagnosisResult.read(stored)
     values = diagnosis.to_dict()
     del values["timeline"]
-    return {"exit_code": done.returncode, "diagnosis": values, "text": text}
+    return {"exit_code": done.returncode, "diagnosis": values, "text": text_of(diagnosis)}
 
 
 def rows(result: dict[str, Any]) -> tuple[list[str], list[dict[str, Any]]]:
