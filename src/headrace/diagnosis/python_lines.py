@@ -63,8 +63,10 @@ def sampled_lines() -> Iterator[list[Sample]]:
             if innermost is None:
                 continue
             line = innermost.f_code, innermost.f_lineno
-            led = None if own is None or own is innermost else (own.f_code, own.f_lineno)
-            samples.append(Sample(time.perf_counter_ns(), line, led))
+            called_from = None
+            if own is not None and own is not innermost:
+                called_from = own.f_code, own.f_lineno
+            samples.append(Sample(time.perf_counter_ns(), line, called_from))
 
     sampler = threading.Thread(target=look, name="headrace sampler", daemon=True)
     before_s = sys.getswitchinterval()

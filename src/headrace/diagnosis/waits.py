@@ -1,8 +1,9 @@
 """Which call made the host wait, by the user's own line.
 
 On CUDA, PyTorch says itself when an operation synchronises (`set_sync_debug_mode`), in whichever
-thread; the frames are walked at that moment. It is silent about explicit synchronisation and about
-asynchronous copies from memory that is not pinned, so those calls are replaced by ones that tell.
+thread; the frames are walked at that moment. It is silent about explicit synchronisation, about
+asynchronous copies from memory that is not pinned, and about code of Thrust's, so those calls are
+replaced by ones that tell.
 The fake device tells its hidden waits.
 """
 
@@ -134,6 +135,8 @@ def watch_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
         else:
             stack.enter_context(_cuda_waits(on_wait))
             stack.enter_context(_pageable_copies(on_wait))
+            for name in ("unique", "unique_consecutive"):
+                stack.enter_context(_telling_if_by_rows(name, on_wait))
         yield
 
 
@@ -218,6 +221,22 @@ def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
 
 def _is_ours(message: Any) -> bool:
     return bool(getattr(message, "pattern", message) == _SYNCHRONISING)
+
+
+def _telling_if_by_rows(
+    name: str, on_wait: Callable[[Wait], object]
+) -> AbstractContextManager[None]:
+    """With `dim`, these run code of Thrust's, whose waits PyTorch does not see."""
+    original = getattr(torch, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        source = args[0] if args else kwargs.get("input")
+        if kwargs.get("dim") is not None and getattr(source, "is_cuda", False):
+            on_wait(wait_at(sys._getframe(1), "aten::unique_dim"))
+        return result
+
+    return replaced(torch, name, call)
 
 
 @contextmanager

@@ -21,8 +21,9 @@ MAX_ERROR = 0.03
 _QUEUE = 1000
 #: Times at which work waits for work on another stream: it starts this soon after it.
 _EDGE_NS = 15_000
-#: How much longer a step's graph takes than its kernels run: per kernel, and per replay. Fitted to
-#: the graphs in benchmarks/results/2026-11-16-h200-works.json that do not wait for data.
+#: How much longer a step's graph takes than its kernels run. Per kernel: the median gap in the
+#: timelines of graphs in benchmarks/results/2026-11-15-h200-bench-*.json. Per replay: what is left
+#: in 2026-11-16-h200-works.json.
 _GRAPH_GAP_NS = 400
 _GRAPH_START_NS = 150_000
 #: What the host needs to launch a graph, about.
