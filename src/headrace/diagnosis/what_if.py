@@ -158,9 +158,23 @@ class Replay:
             while mark is not None and mark <= segment.start_ns and self._operations:
                 self._operations[-1].ends_step = True
                 mark = next(marks, None)
-            self._operations.append(self._operation(segment, launched, usual_ns))
+            self._append(self._operation(segment, launched, usual_ns))
         if self._operations:
             self._operations[-1].ends_step = True
+
+    def _append(self, operation: _Operation) -> None:
+        """Add an operation. Short Python before a launch becomes part of it: half as many
+        operations to replay."""
+        before = self._operations[-1] if self._operations else None
+        if (
+            before is not None
+            and (before.cause, before.call, before.ends_step) == ("launch", None, False)
+            and operation.cause == "launch"
+        ):
+            operation.ns += before.ns
+            self._operations[-1] = operation
+        else:
+            self._operations.append(operation)
 
     def _operation(
         self, segment: HostSegment, launched: dict[int, list[int]], usual_ns: int
