@@ -6,6 +6,7 @@ from typing import Any
 
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.trace import read_trace
+from support.made_traces import US, Loop
 
 THREAD, AUTOGRAD, LOADER = 100, 101, 102
 
@@ -89,3 +90,36 @@ def test_a_trace_without_kernels_is_none() -> None:
     assert read_trace({"traceEvents": events}, [(0, 0)], [1], []) is None
     assert read_trace({"traceEvents": EVENTS[7:14]}, [(0, 0)], [1], []) is None
     assert read_trace({}, [(0, 0)], [1], []) is None
+
+
+def test_a_trace_comes_back_from_the_profilers_format() -> None:
+    made = Loop(reads=1, copy=300 * US, pageable=True).run()
+    start_us, shift_ns = 5000.0, 7_654_321
+    waits = [start_us - 2000, start_us - 1900, start_us - 1500, start_us - 20]
+    events = [call("cudaDeviceSynchronize", at, 5.0, -number) for number, at in enumerate(waits)]
+    events[-1]["dur"] = 20.0
+    for number, one in enumerate(made.calls):
+        ts, dur = start_us + one.start_ns / 1000, (one.end_ns - one.start_ns) / 1000
+        events.append(call(one.name, ts, dur, number))
+    for one in made.work:
+        name = "Memcpy HtoD (Pageable -> Device)" if one.kind == "copy" else "gemm"
+        ts, dur = start_us + one.start_ns / 1000, (one.end_ns - one.start_ns) / 1000
+        assert one.call is not None
+        cat = "gpu_memcpy" if one.kind == "copy" else "kernel"
+        events.append(work(name, ts, dur, one.call, cat))
+    # By the host's clock, each wait takes a little longer than the profiler says.
+    by_host = [
+        (
+            round(one["ts"] * 1000) - 2 * US - shift_ns,
+            round((one["ts"] + one["dur"]) * 1000) + 2 * US - shift_ns,
+        )
+        for one in events[: len(waits)]
+    ]
+    marks = [mark + round(start_us * 1000) - shift_ns for mark in made.marks]
+    found = read_trace({"traceEvents": events}, by_host, marks, [])
+    assert found is not None
+    assert found.shift_ns == shift_ns
+    assert [one - found.start_ns for one in found.marks] == list(made.marks)
+    assert [one.kind for one in found.calls] == [one.kind for one in made.calls]
+    assert [one.call for one in found.work] == [one.call for one in made.work]
+    assert found.end_ns - found.start_ns == made.end_ns
