@@ -2,7 +2,8 @@
 
     python benchmarks/diagnosis.py --out result.json
     python benchmarks/diagnosis.py --cases item,mask --works none --out part.json
-    python benchmarks/diagnosis.py --cases none --measured eleven_works.json --out works.json
+    python benchmarks/diagnosis.py --cases none --out works.json \\
+        --measured benchmarks/results/2026-11-16-h200-works.json
 
 1. `slow_scripts.py`: twelve slow loops with known causes. Is the cause named, is the line found,
    and does the predicted step match the mended twin's? Both run in turns, in one process.
@@ -136,7 +137,7 @@ def _case(name: str, device: Device, options: Any) -> dict[str, Any]:
     return {
         "cause": case.cause,
         "found": _largest(result),
-        "line": _line_found(result) if case.change == "line" else None,
+        "line": _line_found(result) if case.change == "line" or case.cause == "host" else None,
         "slow_ms": measured["slow"]["ms"],
         "mended_ms": measured["mended"]["ms"],
         "speedup": round(gain, 4),
@@ -170,7 +171,8 @@ def _largest(result: DiagnosisResult) -> str | None:
 
 
 def _line_found(result: DiagnosisResult) -> bool:
-    return any(one.line is not None and "# slow" in one.line.text for one in result.lines)
+    lines = [one.line for one in (*result.lines, *result.python_lines)]
+    return any(line is not None and "# slow" in line.text for line in lines)
 
 
 def _summary(result: DiagnosisResult) -> dict[str, Any]:
@@ -196,6 +198,10 @@ def _summary(result: DiagnosisResult) -> dict[str, Any]:
                 one.gain_ms,
             ]
             for one in result.lines[:10]
+        ],
+        "python_lines": [
+            [f"{Path(one.line.file).name}:{one.line.line}", one.ms, one.idle_ms, one.gain_ms]
+            for one in result.python_lines
         ],
         "replay_error": result.replay_error,
         "predictions": {one.change: round(one.speedup, 4) for one in result.predictions},
@@ -250,10 +256,14 @@ def _work(name: str, device: Device, options: Any) -> dict[str, Any]:
 
 
 def _measured(path: Path | None, name: str) -> dict[str, float]:
-    """The speed-ups of the plans over the plain script, from the result of `eleven_works.py`."""
+    """The speed-ups of the plans over the plain script, from a result of `eleven_works.py`, or
+    several of them as `runs` of one file."""
     if path is None:
         return {}
-    works = json.loads(path.read_text(encoding="utf-8"))["works"]
+    content = json.loads(path.read_text(encoding="utf-8"))
+    works = {}
+    for run in content.get("runs", [content]):
+        works |= run["works"]
     plans = works.get(name, {}).get("plans", {})
     return {plan: row["speed-up"][0] for plan, row in plans.items() if row.get("speed-up")}
 
@@ -300,11 +310,22 @@ def _report(result: dict[str, Any]) -> None:
     result["totals"] = {
         "causes_right": f"{right} of {len(cases)}",
         "median_error": statistics.median(errors) if errors else None,
+        "largest_replay_error": max(
+            (one.get("replay_error") or 0.0 for one in cases), default=None
+        ),
+        "largest_unattributed_share": max(map(_unattributed_share, cases), default=None),
+        "lines_found": f"{sum(bool(one.get('line')) for one in cases)} of "
+        f"{sum(one.get('line') is not None for one in cases)}",
         "predicted": f"{len(errors)} of {len(cases)}",
         "median_error_of_works": statistics.median(works) if works else None,
         "overhead_of_the_clean_window": result.get("overhead", {}).get("share"),
     }
     print(json.dumps(result["totals"]))
+
+
+def _unattributed_share(one: dict[str, Any]) -> float:
+    parts, step_ms = one.get("parts"), one.get("step_ms")
+    return parts["unattributed"] / step_ms if parts and step_ms else 0.0
 
 
 def _percent(value: Any) -> str:

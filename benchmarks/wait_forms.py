@@ -74,7 +74,7 @@ def run(case: Case, module: Any, inputs: Inputs, device: Any) -> dict[str, Any]:
         problem.append("another line" if 0 not in lines else "no line")
     if case.form not in forms:
         problem.append("another form")
-    if synchronising > len(waits):
+    if synchronising > len(waits) and "dim=" not in case.code:  # Thrust waits several times
         problem.append("fewer waits than calls")
     return {
         "found": len(waits),
@@ -94,7 +94,9 @@ def totals(cases: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "line exact": sum(one["lines"] == [one["expected line"]] for one in cases.values()),
         "line wrong": sum("another line" in one["problem"] for one in cases.values()),
         "form right": sum("another form" not in one["problem"] for one in cases.values()),
-        "as many as calls": sum(one["found"] >= one["in trace"] for one in cases.values()),
+        "as many as calls": sum(
+            "fewer waits than calls" not in one["problem"] for one in cases.values()
+        ),
         "gpu": torch.cuda.get_device_name(),
     }
 

@@ -21,6 +21,7 @@ ROOMS = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
 # Test modules that are not named after a module, and what they test.
 OTHERS = {
     "checkpoint/test_durability.py": "folders.py, when the process dies or the disk fails",
+    "diagnosis/test_recorded_traces.py": "breakdown.py and what_if.py, on traces of a GPU",
     "engine/test_outputs.py": "engine.py: outputs, on_update and lr",
     "engine/test_step_graphs_changes.py": "step_graphs.py, where model, optimizer or data change",
     "testing/test_capture.py": "graphs.py: what a capture refuses",

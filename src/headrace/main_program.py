@@ -36,25 +36,33 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
     ended, too. An error of the program's is printed as Python prints it. Ctrl-C and `ProgramEnded`
     are raised at once."""
     folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
-    with _command_line([program, *arguments], folder), _working_directory():
-        others = running_threads()
-        try:
-            if as_module:
-                runpy.run_module(program, run_name="__main__", alter_sys=True)
-            else:
-                _run_script(Path(program).absolute())
-            exit_code = 0
-        except ProgramEnded:
-            raise
-        except SystemExit as end:
-            exit_code = _exit_code(end.code)
-        except Exception as problem:
-            inside = _users_part(problem.__traceback__)
-            traceback.print_exception(type(problem), problem, inside)
-            exit_code = 1
+    process, others = os.getpid(), running_threads()
+    with _command_line([program, *arguments], folder), _working_directory(), _quiet_ends():
+        exit_code = _run(program, as_module)
         while waited_for := running_threads() - others:
             waited_for.pop().join()
+    if os.getpid() != process:  # the program has forked, and this is the child
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)
     return exit_code
+
+
+def _run(program: str, as_module: bool) -> int:
+    try:
+        if as_module:
+            runpy.run_module(program, run_name="__main__", alter_sys=True)
+        else:
+            _run_script(Path(program).absolute())
+    except ProgramEnded:
+        raise
+    except SystemExit as end:
+        return _exit_code(end.code)
+    except Exception as problem:
+        inside = _users_part(problem.__traceback__)
+        traceback.print_exception(type(problem), problem, inside)
+        return 1
+    return 0
 
 
 def _run_script(path: Path) -> None:
@@ -110,6 +118,23 @@ def _command_line(arguments: list[str], folder: str) -> Iterator[None]:
         yield
     finally:
         sys.argv, sys.path[:] = argv, path
+
+
+@contextmanager
+def _quiet_ends() -> Iterator[None]:
+    """Let a thread that raises `ProgramEnded` end without a traceback."""
+    original = threading.excepthook
+
+    def hook(arguments: threading.ExceptHookArgs) -> None:
+        if arguments.exc_type is not ProgramEnded:
+            original(arguments)
+
+    threading.excepthook = hook
+    try:
+        yield
+    finally:
+        if threading.excepthook is hook:  # else the program has set its own
+            threading.excepthook = original
 
 
 @contextmanager

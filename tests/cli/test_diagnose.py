@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import textwrap
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from headrace.runs.records import DiagnosisResult
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
 
 SCRIPT = """
-    import os, sys, warnings
+    import os, sys, threading, warnings
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -47,6 +48,16 @@ SCRIPT = """
                         optimizer.step()
                     os._exit(0)
                 os.waitpid(child, 0)
+            if kind == "a child fails" and step == 1:
+                child = os.fork()
+                if child == 0:
+                    raise ValueError("the child's failure")
+                os.waitpid(child, 0)
+            if kind == "races" and step == steps - 1:
+                copies = torch.cuda.Stream()
+                with torch.cuda.stream(copies):
+                    late = torch.ones(4).pin_memory().cuda(non_blocking=True)
+                late.add_(1)
             if kind == "generated":
                 exec(compile("loss.item()", "<generated>", "exec"))
             if kind == "silences":
@@ -55,7 +66,13 @@ SCRIPT = """
     if __name__ == "__main__":
         kind, steps = sys.argv[1], int(sys.argv[2])
         sys.argv = ["something", "else"]
-        main(kind, steps)
+        if kind == "leaves a thread":
+            waiting = threading.Thread(target=lambda: open("fifo").read())
+            waiting.start()
+        if kind == "in a thread":
+            threading.Thread(target=main, args=(kind, steps)).start()
+        else:
+            main(kind, steps)
         if kind == "exits":
             sys.exit("an error in a sentence")
         print("done")
@@ -99,6 +116,8 @@ def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
         ("interrupted", 9, 130, "The host waits for the device 1.0 times a step"),
         ("prints", 9, 0, "The host waits for the device 1.0 times a step"),
         ("forks", 9, 0, "The host waits for the device 1.0 times a step"),
+        ("a child fails", 9, 0, "The host waits for the device 1.0 times a step"),
+        ("in a thread", 9, 0, "The host waits for the device 1.0 times a step"),
         ("generated", 9, 0, "<generated>:1"),
         ("silences", 9, 0, "The host waits for the device 1.0 times a step"),
     ],
@@ -109,12 +128,14 @@ def test_every_script_has_a_clear_outcome(
     done = run("--fake", *FAST, "--lines", "50", "train.py", kind, str(steps))
     assert done.exit_code == exit_code, done.stderr
     assert sentence in done.stderr
+    assert done.stderr.count("The host waits") <= 1
     assert (done.stdout.endswith("done\n")) is (kind not in ("fails", "exits", "interrupted"))
 
 
 def test_a_script_on_the_cpu_is_timed_and_told_so(folder: Path) -> None:
     done = run(*FAST, "train.py", "plain", "1000")
     assert done.exit_code == 0
+    assert "PyTorch found no CUDA device: --fake finds waits and races without one" in done.stderr
     assert (
         "The script trains on the CPU: there is no GPU to keep busy.\nA step takes" in done.stderr
     )
@@ -125,6 +146,38 @@ def test_the_script_may_continue(folder: Path) -> None:
     assert done.exit_code == 1  # its own
     assert done.stderr.count("The host waits for the device 1.0 times a step") == 1
     assert done.stderr.index("The host waits") < done.stderr.index("an error in a sentence")
+
+
+def test_races_after_the_last_window_count(folder: Path) -> None:
+    done = run(
+        "--fake", *FAST, "--then", "continue", "--fail-on", "races>0", "train.py", "races", "12"
+    )
+    assert done.exit_code == 3
+    assert "No stream races were found; times need a GPU." in done.stderr  # meanwhile
+    assert "1 stream race: `headrace races` shows them." in done.stderr
+
+
+def test_a_thread_that_trains_is_ended_and_one_that_is_left_keeps_nobody_waiting(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run("--fake", *FAST, "train.py", "in a thread", "1000")
+    assert done.stderr.endswith("train.py was ended after 6 steps\n")
+    assert "Traceback" not in done.stderr
+    ended: list[int] = []
+    monkeypatch.setattr("headrace.cli.diagnose.os._exit", ended.append)
+    monkeypatch.setattr("headrace.cli.diagnose.end_of_results", lambda: None)
+    os.mkfifo("fifo")
+    done = run("--fake", *FAST, "train.py", "leaves a thread", "1000")
+    assert (done.exit_code, ended) == (0, [0])
+    Path("fifo").write_text("", encoding="utf-8")  # lets it end
+
+
+def test_only_the_first_rank_prints(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    done = run("--fake", *FAST, "--html", "page.html", "train.py", "plain", "1000")
+    assert (done.exit_code, done.stdout, done.stderr) == (0, "", "")
+    assert not (folder / "page.html").exists()
 
 
 def test_a_step_may_be_named_by_its_line(folder: Path) -> None:

@@ -127,7 +127,10 @@ def test_the_screen_and_the_page_show_it() -> None:
     read = DiagnosisResult.from_dict(json.loads(result.to_json()))
     assert read == result
     page = diagnosis_page(read, "diagnosis.json")
-    assert "/home/ada/train.py:42 line 42" in page  # on the timeline
+    # On the timeline: the wait, and the idle time that it caused.
+    assert "/home/ada/train.py:42 line 42" in page
+    assert "synchronisation: /home/ada/train.py:42 line 42" in page
+    assert "<code>headrace.DeferredScalars</code>" in page
     assert "Where the time goes" in page
 
 

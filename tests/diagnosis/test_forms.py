@@ -19,19 +19,28 @@ def test_every_form_has_advice_and_every_table_names_a_form() -> None:
 
 
 @pytest.mark.parametrize(
-    ("functions", "library", "form"),
+    ("functions", "libraries", "form"),
     [
-        ([("_tensor", "item"), ("grad_scaler", "_maybe_opt_step")], None, "grad scaler"),
-        ([("clip_grad", "_clip_grads_with_norm_")], None, "clip_grad_norm_"),
-        ([("transformer", "_detect_is_causal_mask")], None, "causal mask"),
-        ([("pruning", "apply"), ("module", "_call_impl")], None, "inside PyTorch"),
-        ([], (f"{PACKAGES}/lightning/pytorch/callbacks/progress/tqdm.py", "f"), "progress bar"),
-        ([], (f"{PACKAGES}/transformers/trainer.py", "_maybe_log_save_evaluate"), "progress bar"),
-        ([], (f"{PACKAGES}/transformers/trainer.py", "training_step"), "item"),
-        ([], (f"{PACKAGES}/timm/utils/metrics.py", "update"), "item"),
+        ([("_tensor", "item"), ("grad_scaler", "_maybe_opt_step")], [], "grad scaler"),
+        ([("clip_grad", "_clip_grads_with_norm_")], [], "clip_grad_norm_"),
+        ([("transformer", "_detect_is_causal_mask")], [], "causal mask"),
+        ([("pruning", "apply"), ("module", "_call_impl")], [], "inside PyTorch"),
+        ([], [("lightning/pytorch/callbacks/progress/tqdm.py", "f")], "progress bar"),
+        (
+            [],
+            [
+                ("lightning/fabric/utilities/apply_func.py", "to_item"),
+                ("lightning/pytorch/trainer/connectors/logger_connector/result.py", "metrics"),
+            ],
+            "progress bar",
+        ),
+        ([], [("transformers/trainer.py", "_maybe_log_save_evaluate")], "progress bar"),
+        ([], [("transformers/trainer.py", "training_step")], "item"),
+        ([], [("timm/utils/metrics.py", "update")], "item"),
     ],
 )
 def test_forms_of_libraries(
-    functions: list[tuple[str, str]], library: tuple[str, str] | None, form: str
+    functions: list[tuple[str, str]], libraries: list[tuple[str, str]], form: str
 ) -> None:
-    assert form_of("aten::_local_scalar_dense", functions, None, library).name == form
+    found = [(f"{PACKAGES}/{file}", function) for file, function in libraries]
+    assert form_of("aten::_local_scalar_dense", functions, None, found).name == form

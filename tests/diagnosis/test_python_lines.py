@@ -22,27 +22,27 @@ FIRST: Place = (logged.__code__, logged.__code__.co_firstlineno + 2)
 SECOND: Place = (logged.__code__, logged.__code__.co_firstlineno + 3)
 
 
-def test_lines_share_the_stretches_in_which_they_were_seen() -> None:
-    trace = replace(Loop(logging=9 * MS, reads=1).run(), shift_ns=5 * MS)
-    stretches = [one for one in host_segments(trace) if one.cause == "host"][:-1]
+def test_a_sample_stands_for_the_time_since_the_one_before() -> None:
+    trace = replace(Loop(logging=9 * MS).run(), shift_ns=5 * MS)
+    stretches = [one for one in host_segments(trace) if one.cause == "host"]
     samples = []
     for one in stretches:
-        moments = [one.start_ns - 20 * US, *range(one.start_ns + US, one.end_ns, 3 * MS)]
-        places = [SECOND, FIRST, FIRST, SECOND]
+        # A call of 6 ms, a line of 2 ms; the last millisecond has no sample.
+        moments = (one.start_ns - 20 * US, one.start_ns + 6 * MS, one.start_ns + 8 * MS)
         samples += [
             Sample(at_ns - trace.shift_ns, place)
-            for at_ns, place in zip(moments, places, strict=True)
+            for at_ns, place in zip(moments, (SECOND, FIRST, SECOND), strict=True)
         ]
     first, second = python_lines(trace, samples)
-    assert (first.line.text, second.line.text) == (
+    assert [one.line.text for one in (first, second)] == [
         "print()  # the first line",
         "print()  # the second line",
-    )
+    ]
     assert first.line.function == "logged"
-    # Two of the three samples in a stretch of 9 ms; the one before it does not count.
-    assert first.ms == pytest.approx(6.0 * len(stretches) / trace.steps, rel=0.01)
-    assert first.idle_share == pytest.approx(2 * second.idle_share)
-    assert 0.8 < first.idle_share + second.idle_share <= 1.0
+    within = sum(one.end_ns <= trace.marks[-1] for one in stretches) / trace.steps
+    assert (first.ms, second.ms) == (pytest.approx(6 * within), pytest.approx(2 * within))
+    assert first.idle_share == pytest.approx(3 * second.idle_share)
+    assert first.idle_share + second.idle_share == pytest.approx(8 / 9, rel=0.02)
 
 
 def test_a_trace_without_long_python_has_no_lines() -> None:

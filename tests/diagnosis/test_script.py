@@ -10,6 +10,7 @@ import torch
 from headrace.diagnosis import Settings, diagnose_program, text_of
 
 SCRIPT = """
+import json, sys
 import torch
 
 model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(8))).cuda()
@@ -20,7 +21,10 @@ while True:
     optimizer.zero_grad()
     loss.backward()
     optimizer.step()
-    print(loss.item())
+    if sys.argv[1] == "reads":
+        loss.item()
+    else:
+        json.dumps([0.5] * 40_000)
 """
 
 
@@ -29,7 +33,8 @@ while True:
 def test_a_script_on_a_gpu_is_explained(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(SCRIPT, encoding="utf-8")
-    result = diagnose_program(str(script), settings=Settings(warmup=5, clean=10, profiled=5))
+    settings = Settings(warmup=5, clean=10, profiled=5)
+    result = diagnose_program(str(script), ["reads"], settings=settings)
     assert result.outcome == "complete", (result.missing, text_of(result))
     assert result.parts is not None
     assert result.step_ms is not None
@@ -38,7 +43,7 @@ def test_a_script_on_a_gpu_is_explained(tmp_path: Path) -> None:
     assert result.waits_per_step == result.waits_in_trace == 1.0
     (line,) = result.lines
     assert line.line is not None
-    assert (line.line.line, line.form) == (12, "item")
+    assert (line.line.text, line.form) == ("loss.item()", "item")
     assert line.blocked_ms is not None
     assert result.replay_error is not None
     assert result.replay_error <= 0.03
@@ -46,3 +51,18 @@ def test_a_script_on_a_gpu_is_explained(tmp_path: Path) -> None:
         "without all waits",
         "with the plan pipeline",
     ]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_python_between_launches_has_its_line_on_a_gpu(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT, encoding="utf-8")
+    settings = Settings(warmup=5, clean=10, profiled=5)
+    result = diagnose_program(str(script), ["writes"], settings=settings)
+    assert result.outcome == "complete", (result.missing, text_of(result))
+    assert result.parts is not None
+    assert result.parts.host > 0.2 * result.parts.total, text_of(result)
+    longest = result.python_lines[0]
+    assert longest.line.text == "json.dumps([0.5] * 40_000)"
+    assert longest.idle_ms > 0.5 * result.parts.host

@@ -71,6 +71,8 @@ FORMS = [
     ("masked_select", "a.x.masked_select(a.mask)"),
     ("unique", "a.i.unique()"),
     ("unique", "torch.unique(a.i, return_counts=True)"),
+    ("unique", "torch.unique(a.matrix, dim=0)"),
+    ("unique", "a.matrix.unique(dim=0)"),
     ("repeat_interleave", "a.x.repeat_interleave(a.i)"),
     ("bincount", "a.i.bincount()"),
     ("histc", "a.x.histc(4)"),

@@ -103,6 +103,7 @@ def diagnose(
     name, *arguments = program
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun sets it
     shown: list[DiagnosisResult] = []
+    others = running_threads()
 
     def show(result: DiagnosisResult) -> None:
         # The script's own output is on stdout.
@@ -121,8 +122,10 @@ def diagnose(
             command=shlex.join(["headrace", *sys.argv[1:]]),
             on_complete=show,
         )
+    # Python would wait for the threads of a program that was ended before it could end them.
+    leaves_threads = result.exit_code is None and bool(running_threads() - others)
     if not is_first:
-        _end(result, result.exit_code or 0)
+        _end(result.exit_code or 0, leaves_threads)
     if as_json:
         print_result(result.to_dict(), "", as_json)
     elif not shown:
@@ -139,13 +142,11 @@ def diagnose(
         typer.echo(f"report: {html}", err=True)
     if result.exit_code is None:
         typer.echo(f"{name} was ended after {result.steps} steps", err=True)
-    _end(result, exit_code_of(result, limits))
+    _end(exit_code_of(result, limits), leaves_threads)
 
 
-def _end(result: DiagnosisResult, exit_code: int) -> NoReturn:
-    """End with this code. Python would wait for the threads of a program that was ended before it
-    could end them."""
-    if result.exit_code is None and len(running_threads()) > 1:
+def _end(exit_code: int, at_once: bool) -> NoReturn:
+    if at_once:
         end_of_results()
         os._exit(exit_code)
     raise typer.Exit(exit_code)

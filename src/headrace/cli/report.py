@@ -22,7 +22,7 @@ def report(
         Path,
         typer.Argument(
             metavar="RUN_OR_RESULT",
-            help="Run folder of `train` or `tune`, or result file of `bench`.",
+            help="Run folder of `train` or `tune`, or result file of `bench` or `diagnose`.",
             show_default=False,
         ),
     ],

@@ -42,7 +42,7 @@ def diagnose(
         print(diagnosis)
 
     The numbers are the steps of the warm-up and of each window. The block should train for at least
-    their sum; what is known after fewer is shown.
+    their sum, and `lines` more if the GPU waits for Python; what is known after fewer is shown.
     """
     diagnosis, session = Diagnosis(), Session(Settings(warmup, clean, profiled, lines))
     try:

@@ -91,27 +91,42 @@ def breakdown(trace: StepTrace) -> Breakdown:
     ns: dict[Cause, int] = dict.fromkeys(CAUSES, 0)
     by_call: dict[int, int] = {}
     by_python: dict[int, int] = {}
-    gaps: list[tuple[int, int]] = []
     for start, end, state in _device_states(trace):
-        if state is None:
-            gaps.append((start, end))
-        else:
+        if state is not None:
             ns[state] += max(0, end - max(start, from_ns))
     copying_ns = ns["transfer"]
+    for idle in idle_times(trace):
+        idle_ns = max(0, idle.end_ns - max(idle.start_ns, from_ns))
+        ns[idle.cause] += idle_ns
+        segment = idle.charged_to
+        if segment is None or not idle_ns:
+            continue
+        if segment.call is not None:
+            by_call[segment.call] = by_call.get(segment.call, 0) + idle_ns
+        elif idle.cause == "host":
+            by_python[segment.start_ns] = by_python.get(segment.start_ns, 0) + idle_ns
+    return Breakdown(steps, ns, by_call, copying_ns, by_python)
+
+
+@dataclass(frozen=True, slots=True)
+class Idle:
+    """Time in which the device did nothing, and what the host did that it is charged to."""
+
+    start_ns: int
+    end_ns: int
+    cause: Cause
+    charged_to: HostSegment | None
+
+
+def idle_times(trace: StepTrace) -> Iterator[Idle]:
+    """When the device was idle in the whole trace, and why, in order."""
+    gaps = [(start, end) for start, end, state in _device_states(trace) if state is None]
     debts = _Debts(trace)
     for start, end, work in _with_next_work(gaps, trace.work):
-        before_ns = max(0, min(end, from_ns) - start)
-        for cause, segment, charged_ns in debts.charge(start, end, work):
-            paid_ns = max(0, charged_ns - before_ns)
-            before_ns -= charged_ns - paid_ns
-            ns[cause] += paid_ns
-            if segment is None or not paid_ns:
-                continue
-            if segment.call is not None:
-                by_call[segment.call] = by_call.get(segment.call, 0) + paid_ns
-            elif cause == "host":
-                by_python[segment.start_ns] = by_python.get(segment.start_ns, 0) + paid_ns
-    return Breakdown(steps, ns, by_call, copying_ns, by_python)
+        at_ns = start
+        for cause, segment, ns in debts.charge(start, end, work):
+            yield Idle(at_ns, at_ns + ns, cause, segment)
+            at_ns += ns
 
 
 def _device_states(trace: StepTrace) -> Iterator[tuple[int, int, Cause | None]]:

@@ -7,9 +7,10 @@ import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 
 from headrace.device import Kind, Span
-from headrace.diagnosis.breakdown import CAUSES, Breakdown, breakdown
+from headrace.diagnosis.breakdown import CAUSES, Breakdown, Idle, breakdown, idle_times
 from headrace.diagnosis.session import Observations
 from headrace.diagnosis.trace import StepTrace, host_segments
 from headrace.diagnosis.waits import Wait
@@ -295,7 +296,8 @@ def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
 
 
 def _timeline(trace: StepTrace, lines: _Lines) -> StoredTimeline:
-    """Two steps of the trace: the streams, and the host's waits, loading and long Python."""
+    """Two steps of the trace: the streams, the host's waits, loading and long Python, and why the
+    device was idle, with the line if it is known."""
     start_ns, end_ns = trace.start_ns, trace.marks[min(1, len(trace.marks) - 1)]
     names = {at: _title(known.wait) for known in lines.known.values() for at in known.calls}
     spans = [
@@ -313,6 +315,11 @@ def _timeline(trace: StepTrace, lines: _Lines) -> StoredTimeline:
         for one in host_segments(trace)
         if one.cause == "host"
     ]
+    spans += [
+        Span("GPU idle", _idle_name(one, names), "wait", one.start_ns, one.end_ns)
+        for one in takewhile(lambda one: one.start_ns < end_ns, idle_times(trace))
+        if one.cause != "computing"
+    ]
     shown = [
         replace(
             span,
@@ -323,6 +330,11 @@ def _timeline(trace: StepTrace, lines: _Lines) -> StoredTimeline:
         if start_ns < span.end_ns and span.start_ns < end_ns
     ]
     return StoredTimeline(min(2, trace.steps), tuple(shown[:_MAX_SPANS]))
+
+
+def _idle_name(idle: Idle, names: dict[int, str]) -> str:
+    call = idle.charged_to.call if idle.charged_to is not None else None
+    return idle.cause if call is None else f"{idle.cause}: {names.get(call, 'unknown line')}"
 
 
 def _span_kind(kind: str) -> Kind:

@@ -162,6 +162,11 @@ _FORMS = (
         "Log less often: `log_every_n_steps=50` or `logging_steps=50`; log tensors, not `.item()`.",
     ),
     Form(
+        "nan filter",
+        "the Trainer's test for NaN",
+        "Pass `logging_nan_inf_filter=False` to `TrainingArguments`.",
+    ),
+    Form(
         "in backward",
         "an operation in backward",
         "The forward's masks and indices make it wait: see their advice.",
@@ -259,6 +264,8 @@ _FINITE = ("isnan", "isinf", "isfinite")
 _READING = ("item", "bool", "float", "int", "equal", "allclose", "is_nonzero", "tolist", "cpu")
 _TESTS = (ast.If, ast.While, ast.Assert, ast.IfExp)
 _LOGGERS = ("lightning", "pytorch_lightning", "transformers", "tqdm", "wandb", "tensorboard")
+#: What loggers do with values on the device.
+_READ_FOR_LOGS = ("item", "number", "tolist", "print", "format", "cpu", "numpy", "other")
 _LOGGING = ("log", "progress", "callback", "print", "metric")
 
 
@@ -266,28 +273,37 @@ def form_of(
     operation: str,
     functions: Sequence[tuple[str, str]],
     expression: Expression | None,
-    library: tuple[str, str] | None = None,
+    libraries: Sequence[tuple[str, str]] = (),
 ) -> Form:
     """The form of a wait. `functions` are PyTorch's between the line and the wait, as (file's stem,
-    name); `library` is the file and function of the line if it is an installed package's."""
+    name); `libraries` are the files and functions of installed packages from the line to the
+    user's own, if the line is in one."""
     if operation in ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize"):
         return FORMS[_OPERATIONS[operation]]
     for stem, function in functions:
         for key in ((stem, ""), ("", function)):
             if key in _FUNCTIONS:
                 return FORMS[_FUNCTIONS[key]]
-    if library is not None and _is_logger(*library):
-        return FORMS["progress bar"]
     found = expression.form() if expression is not None else None
     if found in ("to", "pageable copy") and operation == "copy to pageable memory":
         found = "cpu"
     if found is None and any(stem != "_tensor" for stem, _ in functions):
         found = "inside PyTorch"
-    return FORMS[found or _OPERATIONS.get(operation, "other")]
+    found = found or _OPERATIONS.get(operation, "other")
+    if found == "finite check" and libraries and _package(libraries[0][0])[0] == "transformers":
+        found = "nan filter"
+    elif found in _READ_FOR_LOGS and any(_is_logger(*one) for one in libraries):
+        found = "progress bar"
+    return FORMS[found]
+
+
+def _package(file: str) -> list[str]:
+    """The path of an installed package's file, from the package on."""
+    return file.replace("\\", "/").rsplit("-packages/", 1)[-1].split("/")
 
 
 def _is_logger(file: str, function: str) -> bool:
-    parts = file.replace("\\", "/").rsplit("-packages/", 1)[-1].split("/")
+    parts = _package(file)
     if parts[0] not in _LOGGERS:
         return False
     names = [*parts[1:], function]

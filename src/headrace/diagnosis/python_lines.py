@@ -2,7 +2,7 @@
 
 A thread looks at the frames of the one that trains, a thousand times a second, while the profiler
 runs. A sample that falls into a long stretch of Python between two calls of the driver names the
-line of that stretch. A stretch without a sample has no line.
+line of the time before it. Time without a sample has no line.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from bisect import bisect_right
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -63,8 +63,10 @@ def sampled_lines() -> Iterator[list[Sample]]:
             if innermost is None:
                 continue
             line = innermost.f_code, innermost.f_lineno
-            led = None if own is None or own is innermost else (own.f_code, own.f_lineno)
-            samples.append(Sample(time.perf_counter_ns(), line, led))
+            called_from = None
+            if own is not None and own is not innermost:
+                called_from = own.f_code, own.f_lineno
+            samples.append(Sample(time.perf_counter_ns(), line, called_from))
 
     sampler = threading.Thread(target=look, name="headrace sampler", daemon=True)
     before_s = sys.getswitchinterval()
@@ -79,27 +81,31 @@ def sampled_lines() -> Iterator[list[Sample]]:
 
 
 def python_lines(trace: StepTrace, samples: Sequence[Sample]) -> list[LineTime]:
-    """The lines of the samples that fall into long stretches of Python, the longest first."""
+    """The lines of the samples that fall into long stretches of Python, the longest first.
+
+    A sample stands for the time since the one before it: a call of C code that keeps the
+    interpreter's lock is sampled once, when it returns.
+    """
     stretches = [
         one for one in host_segments(trace) if one.cause == "host" and one.end_ns <= trace.marks[-1]
     ]
     starts = [one.start_ns for one in stretches]
-    seen: list[Counter[tuple[Place, Place | None]]] = [Counter() for _ in stretches]
-    for sample in samples:
-        moment_ns = sample.at_ns + trace.shift_ns
-        at = bisect_right(starts, moment_ns) - 1
-        if at >= 0 and moment_ns <= stretches[at].end_ns:
-            seen[at][sample.line, sample.called_from] += 1
     by_python = breakdown(trace).by_python
     idle_ns = sum(by_python.values())
     ms: defaultdict[tuple[Place, Place | None], float] = defaultdict(float)
     idle_share = ms.copy()
-    for stretch, lines in zip(stretches, seen, strict=True):
-        for key, times in lines.items():
-            share = times / lines.total()
-            ms[key] += share * stretch.ns / trace.steps / 1e6
+    before_ns = trace.start_ns
+    for sample in samples:
+        moment_ns = sample.at_ns + trace.shift_ns
+        at = bisect_right(starts, moment_ns) - 1
+        if at >= 0 and moment_ns <= stretches[at].end_ns:
+            key, stretch = (sample.line, sample.called_from), stretches[at]
+            ns = moment_ns - max(before_ns, stretch.start_ns)
+            ms[key] += ns / trace.steps / 1e6
             if idle_ns:
-                idle_share[key] += share * by_python.get(stretch.start_ns, 0) / idle_ns
+                exposed_ns = by_python.get(stretch.start_ns, 0)
+                idle_share[key] += ns / stretch.ns * exposed_ns / idle_ns
+        before_ns = moment_ns
     return [
         LineTime(
             line_record(*line),

@@ -35,9 +35,9 @@ from headrace.source_lines import short_path
 #: A window ends after so many seconds, once it has its least number of steps.
 _MAX_WINDOW_S = 20.0
 _MIN_STEPS = 2
-#: How often the host waits for the idle device before the profiled steps, to relate the two clocks.
-#: The profiler is slow at the first calls.
-_CLOCK_WAITS = 4
+#: Before the profiled steps, the host waits for the idle device after each of these pauses, to
+#: relate the two clocks. They differ, so that each wait can be told from the others in the trace.
+_CLOCK_PAUSES_S = 0.0, 0.0, 0.0002, 0.0006, 0.001
 #: From this share of idle time on, the lines of Python between launches are looked for.
 _WORTH_SAMPLING = 0.02
 
@@ -234,7 +234,7 @@ class Session:
         inputs: list[tuple[int, int]] = []
         self._inputs = inputs
         with chrome_trace() as content:
-            waits = [_timed(lambda: device.synchronize("diagnose")) for _ in range(_CLOCK_WAITS)]
+            waits = [_timed(device, pause_s) for pause_s in _CLOCK_PAUSES_S]
             has_ended = True
             try:
                 with suppress(GeneratorExit):  # the script has ended: read what there is
@@ -362,7 +362,9 @@ class Session:
                 self.seen.note(f"{name} is not fused: pass fused=True for fewer launches")
 
 
-def _timed(call: Callable[[], object]) -> tuple[int, int]:
+def _timed(device: Device, pause_s: float) -> tuple[int, int]:
+    """When a wait for the idle device began and ended."""
+    time.sleep(pause_s)
     start_ns = time.perf_counter_ns()
-    call()
+    device.synchronize("diagnose")
     return start_ns, time.perf_counter_ns()

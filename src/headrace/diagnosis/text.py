@@ -11,6 +11,7 @@ from headrace.text_table import text_table
 
 _MAX_LINES = 10
 _MAX_PYTHON_LINES = 5
+_MAX_PLACE = 40
 _BAR = 60
 _WIDTH = 110
 #: The fill of each part in the bar.
@@ -140,7 +141,9 @@ def _where(one: DiagnosedLine | PythonLine) -> str:
 
 
 def _place(line: LineRecord) -> str:
-    return f"{short_path(line.file)}:{line.line}"
+    """The end of a long path says more than its start."""
+    text = f"{short_path(line.file)}:{line.line}"
+    return text if len(text) <= _MAX_PLACE else f"…{text[1 - _MAX_PLACE :]}"
 
 
 def _number(value: float | None) -> str:

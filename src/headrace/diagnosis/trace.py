@@ -115,9 +115,11 @@ def read_trace(
     events = [event for event in content.get("traceEvents", ()) if event.get("ph") == "X"]
     host = sorted((event for event in events if event.get("cat") in _ON_HOST), key=_start_ns)
     device = [event for event in events if event.get("cat") in _ON_DEVICE]
-    found = _waits_before_work(host)
-    if not found or not device or not marks:
+    before_work = _waits_before_work(host)
+    if not before_work or not device or not marks:
         return None
+    waits = waits[-len(before_work) :]
+    found = _matching(before_work, waits)
     shift_ns = _shift_ns(found, waits)
     start_ns, shifted = _end_ns(found[-1]), tuple(mark + shift_ns for mark in marks)
     positions, calls = _calls(host, device, found[-1].get("tid"), start_ns, shifted[-1])
@@ -152,10 +154,11 @@ def read_trace(
 
 
 def _waits_before_work(host: list[Any]) -> list[Any]:
-    """The waits for an idle device right before the first step. The profiler may have waited, too,
-    when it started: its waits come first."""
+    """The waits for an idle device of the first thread that has one, before it launches."""
     found: list[Any] = []
     for event in host:
+        if found and event.get("tid") != found[0].get("tid"):
+            continue
         if event["name"] == "cudaDeviceSynchronize":
             found.append(event)
         elif found and any(word in event["name"] for word in _LAUNCHES):
@@ -163,12 +166,30 @@ def _waits_before_work(host: list[Any]) -> list[Any]:
     return found
 
 
+def _matching(found: list[Any], waits: Sequence[tuple[int, int]]) -> list[Any]:
+    """The events that are `waits`. The profiler may have waited before them, and the script may
+    after them. Between the right ones, as much time has passed by both clocks."""
+    count = len(waits)
+    runs = [found[first : first + count] for first in range(len(found) - count + 1)]
+    return min(runs, key=lambda run: _spread_ns(run, waits))
+
+
+def _spread_ns(found: list[Any], waits: Sequence[tuple[int, int]]) -> int:
+    shifts = [_middle_ns(event) - sum(wait) // 2 for event, wait in zip(found, waits, strict=True)]
+    last = shifts[len(shifts) // 2 :]  # the profiler is slow at the first calls
+    return max(last) - min(last)
+
+
 def _shift_ns(found: list[Any], waits: Sequence[tuple[int, int]]) -> int:
     """What to add to the host's clock, by the shortest wait: the profiler may delay a wait by
     milliseconds, before or after the time that it records."""
-    pairs = list(zip(reversed(found), reversed(waits), strict=False))
-    event, (start_ns, end_ns) = min(pairs, key=lambda pair: pair[1][1] - pair[1][0])
-    return (_start_ns(event) + _end_ns(event) - start_ns - end_ns) // 2
+    pairs = list(zip(found, waits, strict=True))
+    event, wait = min(pairs, key=lambda pair: pair[1][1] - pair[1][0])
+    return _middle_ns(event) - sum(wait) // 2
+
+
+def _middle_ns(event: Mapping[str, Any]) -> int:
+    return (_start_ns(event) + _end_ns(event)) // 2
 
 
 def _calls(

@@ -1,8 +1,9 @@
 """Which call made the host wait, by the user's own line.
 
 On CUDA, PyTorch says itself when an operation synchronises (`set_sync_debug_mode`), in whichever
-thread; the frames are walked at that moment. It is silent about explicit synchronisation and about
-asynchronous copies from memory that is not pinned, so those calls are replaced by ones that tell.
+thread; the frames are walked at that moment. It is silent about explicit synchronisation, about
+asynchronous copies from memory that is not pinned, and about code of Thrust's, so those calls are
+replaced by ones that tell.
 The fake device tells its hidden waits.
 """
 
@@ -58,11 +59,23 @@ def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
         frame = frame.f_back
     if innermost is None:
         return Wait(form_of(operation, functions, None), None, None, operation)
-    code = innermost.f_code
-    library = (code.co_filename, code.co_name) if innermost is not own else None
-    form = form_of(operation, functions, _expression(innermost), library)
+    form = form_of(operation, functions, _expression(innermost), _libraries(innermost, own))
     called_from = _line(own) if own is not None and own is not innermost else None
     return Wait(form, _line(innermost), called_from, operation)
+
+
+def _libraries(innermost: FrameType, own: FrameType | None) -> list[tuple[str, str]]:
+    """The files and functions of installed packages from the innermost frame to the user's own."""
+    found: list[tuple[str, str]] = []
+    frame: FrameType | None = innermost
+    while frame is not None and frame is not own:
+        file = frame.f_code.co_filename
+        if file == _RUNNER:
+            break
+        if is_user_code(file):
+            found.append((file, frame.f_code.co_name))
+        frame = frame.f_back
+    return found
 
 
 def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
@@ -88,6 +101,8 @@ def _is_installed(file: str) -> bool:
 def line_record(code: CodeType, line: int, names: dict[str, Any] | None = None) -> LineRecord:
     """The line with its text. `names` are the module's globals, which may know the source."""
     text = linecache.getline(code.co_filename, line, names).strip()
+    if text.endswith("("):  # the next line says what is called, or tested
+        text += linecache.getline(code.co_filename, line + 1, names).strip()
     function = "" if code.co_name == "<module>" else code.co_name
     return LineRecord(code.co_filename, line, function, text)
 
@@ -120,6 +135,8 @@ def watch_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
         else:
             stack.enter_context(_cuda_waits(on_wait))
             stack.enter_context(_pageable_copies(on_wait))
+            for name in ("unique", "unique_consecutive"):
+                stack.enter_context(_telling_if_by_rows(name, on_wait))
         yield
 
 
@@ -204,6 +221,22 @@ def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
 
 def _is_ours(message: Any) -> bool:
     return bool(getattr(message, "pattern", message) == _SYNCHRONISING)
+
+
+def _telling_if_by_rows(
+    name: str, on_wait: Callable[[Wait], object]
+) -> AbstractContextManager[None]:
+    """With `dim`, these run code of Thrust's, whose waits PyTorch does not see."""
+    original = getattr(torch, name)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        source = args[0] if args else kwargs.get("input")
+        if kwargs.get("dim") is not None and getattr(source, "is_cuda", False):
+            on_wait(wait_at(sys._getframe(1), "aten::unique_dim"))
+        return result
+
+    return replaced(torch, name, call)
 
 
 @contextmanager

@@ -21,9 +21,12 @@ MAX_ERROR = 0.03
 _QUEUE = 1000
 #: Times at which work waits for work on another stream: it starts this soon after it.
 _EDGE_NS = 15_000
-#: A graph on an H200 takes 0.05 (a Transformer of 1,561 kernels) to 0.25 µs (5,504 small kernels)
-#: longer per kernel than the profiler says that its kernels run; under the profiler, 0.5 µs.
-_GRAPH_GAP_NS = 200
+#: How much longer a step's graph takes than its kernels run. Per kernel: the median gap in the
+#: timelines of graphs in benchmarks/results/2026-11-15-h200-bench-*.json. Per replay: what is left
+#: in 2026-11-16-h200-works.json.
+_GRAPH_GAP_NS = 400
+_GRAPH_START_NS = 150_000
+#: What the host needs to launch a graph, about.
 _GRAPH_LAUNCH_NS = 60_000
 #: Bytes per nanosecond from pinned memory, if the trace has no such copy: what PCIe 4 does.
 _PINNED_BYTES_PER_NS = 24.0
@@ -155,9 +158,23 @@ class Replay:
             while mark is not None and mark <= segment.start_ns and self._operations:
                 self._operations[-1].ends_step = True
                 mark = next(marks, None)
-            self._operations.append(self._operation(segment, launched, usual_ns))
+            self._append(self._operation(segment, launched, usual_ns))
         if self._operations:
             self._operations[-1].ends_step = True
+
+    def _append(self, operation: _Operation) -> None:
+        """Add an operation. Short Python before a launch becomes part of it: half as many
+        operations to replay."""
+        before = self._operations[-1] if self._operations else None
+        if (
+            before is not None
+            and (before.cause, before.call, before.ends_step) == ("launch", None, False)
+            and operation.cause == "launch"
+        ):
+            operation.ns += before.ns
+            self._operations[-1] = operation
+        else:
+            self._operations.append(operation)
 
     def _operation(
         self, segment: HostSegment, launched: dict[int, list[int]], usual_ns: int
@@ -347,7 +364,7 @@ class _Host:
 
     def _launch_graph(self) -> None:
         self._now += _GRAPH_LAUNCH_NS
-        start = max(self._now, self._free.get("graph", 0.0))
+        start = max(self._now, self._free.get("graph", 0.0)) + _GRAPH_START_NS
         ns = sum(self._work[at].ns + _GRAPH_GAP_NS for at in self._graph)
         self._free["graph"] = start + ns
         self._block_if_queue_is_full(start)

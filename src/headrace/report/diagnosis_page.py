@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from markupsafe import Markup, escape
+
 from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, table
 from headrace.report.environment import environment_view
 from headrace.report.figures import moment, ms, share, times, words
@@ -122,7 +124,7 @@ def _line(one: DiagnosedLine) -> dict[str, object]:
         "called_from": _place(one.called_from) if one.called_from is not None else None,
         "called_code": one.called_from.text if one.called_from is not None else "",
         "title": one.title,
-        "advice": one.advice,
+        "advice": _with_code(one.advice),
         "per_step": f"{one.per_step:.1f}",
         "gain": None if one.gain_ms is None else ms(one.gain_ms),
     }
@@ -138,6 +140,15 @@ def _python_line(one: PythonLine) -> dict[str, object]:
         "ms": ms(one.ms),
         "gain": None if one.gain_ms is None else ms(one.gain_ms),
     }
+
+
+def _with_code(text: str) -> Markup:
+    """A sentence in which code stands between backticks."""
+    parts = [escape(part) for part in text.split("`")]
+    shown = [
+        Markup("<code>{}</code>").format(part) if at % 2 else part for at, part in enumerate(parts)
+    ]
+    return Markup("").join(shown)
 
 
 def _code(one: DiagnosedLine | PythonLine) -> list[tuple[int, str, bool]]:
