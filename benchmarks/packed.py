@@ -62,6 +62,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": {"packed": "on", "tokens": 27_136},
     "padded": {"packed": "off", "tokens": 29_500, "shapes": 12},
 }
+BLOCK = attention.BLOCK
 QUICK = {"preset": "tiny", "layers": 1, "vocabulary": 400, "plan": "pipeline", "tokens": 600}
 SHARES = {"data wait %": "data_wait_share", "blocked %": "host_blocked_share"}
 #: The first that matches. The names of fused kernels have many words.
@@ -321,11 +322,12 @@ def measure_settings(
     for number, text in enumerate(["", *arguments.tries]):
         name, begun = text or "as usual", time.perf_counter()
         torch.compiler.reset()
-        choice = dict(one.split("=") for one in text.split(",") if one)
-        patch = inductor.patch({key: literal_eval(value) for key, value in choice.items()})
-        with patch, ExitStack() as stack:
+        words = [one.split("=") for one in text.split(",") if one]
+        choice = {key: literal_eval(value) for key, value in words}
+        with inductor.patch(choice), ExitStack() as stack:
             way = Way(f"try-{number}", settings, data, runs, stack)
-            lines = way.train(arguments.warm_up) and way.train(arguments.epochs)
+            way.train(arguments.warm_up)
+            lines = way.train(arguments.epochs)
             timeline, window = way.trace(arguments.steps)
             way.parts.engine.close()
         rows[name], details[name] = rate(lines, way), {}
@@ -360,9 +362,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="epochs per turn")
     parser.add_argument("--warm-up", type=int, default=3, help="epochs before the first turn")
     parser.add_argument("--steps", type=int, default=16, help="steps under the profiler")
-    parser.add_argument(
-        "--block", type=int, default=attention.BLOCK, help="tokens per side of a flex block"
-    )
+    parser.add_argument("--block", type=int, default=BLOCK, help="tokens per side of a flex block")
     parser.add_argument("--layers", type=int, help="of encoder and decoder; else those of base")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
@@ -387,14 +387,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, not compiled")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if arguments.flex_options or arguments.block != attention.BLOCK:
-        options: dict[str, Any] = dict.fromkeys(arguments.flex_options, True)
-        if arguments.block != attention.BLOCK:  # the kernels' own tiles must fit into a block
-            options |= dict.fromkeys(
-                ("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), arguments.block
-            )
-            options |= dict.fromkeys(("BLOCK_M1", "BLOCK_N2"), min(32, arguments.block))
-            attention.BLOCK = arguments.block
+    options: dict[str, Any] = dict.fromkeys(arguments.flex_options, True)
+    if (block := arguments.block) != BLOCK:  # the kernels' own tiles must fit into a block
+        options |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), block)
+        options |= dict.fromkeys(("BLOCK_M1", "BLOCK_N2"), min(32, block))
+        attention.BLOCK = block
+    if options:
         flex.flex_attention = partial(flex.flex_attention, kernel_options=options)
     corpus = {"multi30k": four, "long": paragraphs}[arguments.corpus](arguments.data)
     if arguments.quick:
