@@ -10,8 +10,13 @@ not counted, as the epoch lines of `metrics.jsonl` have them. Then the profiler 
 milliseconds per step by kind of kernel, and how long the GPU is busy.
 
 With an empty compiler cache it takes some six minutes on an H200, of which padded batches take
-four (`--beside` without a value leaves them out). `--quick --device cpu` only shows that the script
-runs.
+four (`--beside` without a value leaves them out). On two CPU cores, a small model beside a plain
+loop takes a minute without the compiled one, which takes another to compile:
+
+    python benchmarks/packed.py --data FOLDER --device cpu --quick \\
+        --beside padded plain "plain compiled"
+
+A CPU has no flex_attention: there, packed batches compute attention over all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -93,6 +98,7 @@ class PlainWay:
     def __init__(self, name: str, padded: Way) -> None:
         self.name, self.parts, self.device = name, padded.parts, padded.device
         self._on, self._epochs = padded.device.torch_device, 0
+        self._bf16 = padded.parts.plan.precision == "bf16"
         torch.manual_seed(0)
         settings = padded.parts.model.settings
         self._model = _NnTransformer(settings, *map(len, padded.parts.data.vocabularies))
@@ -120,7 +126,7 @@ class PlainWay:
 
     def _step(self, src: torch.Tensor, trg: torch.Tensor) -> float:
         self._optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self._on.type, torch.bfloat16):
+        with torch.autocast(self._on.type, torch.bfloat16, enabled=self._bf16):
             logits = self._call(src, trg[:, :-1])
             loss = functional.cross_entropy(
                 logits.flatten(0, 1), trg[:, 1:].flatten(), ignore_index=0, label_smoothing=0.1
@@ -287,7 +293,7 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
             for way in (*ways, *plain):
                 lines[way.name] += way.train(arguments.epochs)
         for way in plain:
-            rows[way.name], details[way.name] = rate(lines[way.name], way), {}
+            details[way.name] = {}
         for way in ways:
             rows[way.name] = rate(lines[way.name], way)
             rows[way.name]["peak MB"] = details[way.name]["peak MB"]
@@ -301,6 +307,7 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
                 details[way.name]["gaps"] = gaps(timeline, arguments.steps)
                 print(way.name, details[way.name]["gaps"], flush=True)
             way.parts.engine.close()
+        rows |= {way.name: rate(lines[way.name], way) for way in plain}
     packed_rate = rows["packed"]["target tokens/s"]
     for row in rows.values():
         row["packed is × faster"] = round(packed_rate / row["target tokens/s"], 2)

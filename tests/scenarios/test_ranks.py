@@ -390,3 +390,12 @@ class TestNccl:
                 assert row["replays"] > 0 or row["why"]
             if (how, plan) == ("fsdp", "graph"):
                 assert "FSDP2" in row["why"]
+
+    def test_packed_sentences_on_one_rank(self, tmp_path: Path) -> None:
+        """Wrapped with DDP, flex_attention is compiled and captured, too."""
+        random_pairs(tmp_path, 40, 17, 10)
+        cases = [(jobs.packed_on_cuda, (how, str(tmp_path))) for how in ("plain", "ddp")]
+        (plain,), (ddp,) = on_ranks(1, tmp_path, list[Job](cases))
+        assert (plain["uncompiled"], ddp["uncompiled"]) == (None, None)
+        assert ddp["losses"] == pytest.approx(plain["losses"], rel=2e-3)
+        assert min(plain["replays"], ddp["replays"]) > 0

@@ -486,6 +486,27 @@ def packed(rank: int, size: int, how: str, accumulate: int, folder: str) -> dict
     }
 
 
+def packed_on_cuda(rank: int, size: int, how: str, folder: str) -> dict[str, Any]:
+    """Train on packed batches of one shape with flex_attention, compiled and captured."""
+    pairs = IdPairs(Path(folder), "train")
+    size_of = packed_size(pairs.lengths, 100, 12)
+    plan = PackedPlan(pairs.lengths, size_of, with_blocks=True)
+    epoch, dataset = plan.epoch(0), plan.dataset(pairs)
+    torch.manual_seed(0)
+    sizes = ModelSettings(64, 4, 1, 1, 96, 0.0, max_length=16, attention_dropout=0.0)
+    device = open_device("cuda")
+    model = wrapped(Translator(sizes, 17, 17).to(device.torch_device), how, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
+    engine = Engine(model, optimizer, translation_loss(), plan="max", device=device)
+    result = engine.epoch([dataset[epoch[at % len(epoch)]] for at in range(24)])
+    assert engine.compiled is not None
+    return {
+        "losses": result.losses,
+        "replays": result.statistics.replays,
+        "uncompiled": engine.compiled.why,
+    }
+
+
 # --- checkpoints ----------------------------------------------------------------------------------
 
 
