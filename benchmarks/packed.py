@@ -10,8 +10,7 @@ not counted, as the epoch lines of `metrics.jsonl` have them. Then the profiler 
 milliseconds per step by kind of kernel, and how long the GPU is busy.
 
 With an empty compiler cache it takes some six minutes on an H200, of which padded batches take
-four (`--beside` without a value leaves them out). On two CPU cores, a small model beside a plain
-loop takes a minute without the compiled one, which takes another to compile:
+four (`--beside` without a value leaves them out). A small model on a CPU, beside a plain loop:
 
     python benchmarks/packed.py --data FOLDER --device cpu --quick \\
         --beside padded plain "plain compiled"

@@ -31,7 +31,8 @@ from measuring import header, save, table
 from headrace.translation import Trainer, TrainSettings, prepared_for, stored_values
 
 ROOT = Path(__file__).resolve().parent
-#: What each part does, and for how long on an H200, with nothing compiled before.
+#: What each part does, and for about how long on an H200, with nothing compiled before. Estimated
+#: for parts that train packed.
 PARTS = {
     "speed": "base, batches of 30 sentences, two plans (90 s)",
     "tokens": "base, batches of 25,000 target tokens under max (200 s)",
