@@ -23,6 +23,7 @@ import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -282,7 +283,7 @@ def quick_values(arguments: argparse.Namespace) -> dict[str, Any]:
 def decoding(arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds to translate the test set with beam 3, as graphs and step by step, in turns; loading
     apart. The model is that of `multi30k`, or of a part that trains on the same corpus."""
-    from headrace.translation import TrainedModel
+    from headrace.translation import TrainedModel, saved_model
     from headrace.translation import decode as decode_module
 
     sentences = _lines(arguments.data / "multi30k" / "test_2016_flickr.en.gz")
@@ -295,22 +296,30 @@ def decoding(arguments: argparse.Namespace) -> dict[str, Any]:
     model = TrainedModel.load(arguments.runs / run)
     model.device.synchronize("bench")
     loaded_s = time.perf_counter() - begun
-    worth, times = decode_module._WORTH_CAPTURING, {"graph": [], "eager": []}
+    worth, search = decode_module._WORTH_CAPTURING, decode_module.translate_ids
+    # Steps from which on a capture is worth it, and tokens per batch.
+    ways = {
+        "graph": (worth, 16_384),
+        "graph, batches × 2": (worth, 32_768),
+        "graph, batches × 4": (worth, 65_536),
+        "eager": (1 << 30, 16_384),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
     translations: dict[str, list[str]] = {}
     for _ in range(2 if arguments.quick else 4):
-        for way, steps in (("graph", worth), ("eager", 1 << 30)):
+        for way, (steps, batch_tokens) in ways.items():
             decode_module._WORTH_CAPTURING = steps
+            saved_model.translate_ids = partial(search, batch_tokens=batch_tokens)
             begun = time.perf_counter()
             translations[way] = model.translate(sentences, beam=3)
             times[way].append(time.perf_counter() - begun)
-    equal = sum(map(str.__eq__, translations["graph"], translations["eager"]))
     return {
         way: {
             "load s": round(loaded_s, 2),
             "first s": round(found[0], 2),
             "median s": round(statistics.median(found[1:]), 2),
             "sentences": len(sentences),
-            "equal": equal,
+            "as eager": sum(map(str.__eq__, translations[way], translations["eager"])),
         }
         for way, found in times.items()
     }
