@@ -287,7 +287,7 @@ def decoding(arguments: argparse.Namespace) -> dict[str, Any]:
     from headrace.translation import decode as decode_module
 
     sentences = _lines(arguments.data / "multi30k" / "test_2016_flickr.en.gz")
-    sentences = sentences[: 20 if arguments.quick else None]
+    sentences = sentences[: 4 if arguments.quick else None]
     trained = ("multi30k", "multi30k-packed-0", "time-to-bleu")
     run = next((name for name in trained if (arguments.runs / name / "result.json").exists()), None)
     if run is None:
