@@ -9,6 +9,7 @@ interrupted: batch k of an epoch can be looked up directly.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -205,9 +206,9 @@ class PlannedSampler(Sampler[BatchSpec]):
     `share` is (rank, number of ranks). Together the ranks have the batch that a single process
     would have.
 
-    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only. After
-    an epoch's last batch the sampler plans the next epoch: the device is still busy with batches
-    that were fetched ahead. If it `continues`, it then goes on with that epoch, without an end.
+    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only. In the
+    middle of an epoch a thread begins to plan the next one, so that nobody has to wait for it. If
+    the sampler `continues`, it then goes on with that epoch, without an end.
     """
 
     def __init__(
@@ -219,14 +220,15 @@ class PlannedSampler(Sampler[BatchSpec]):
         self._epoch = 0
         self._start = 0
         self._has_epochs = False  # whether `set_epoch` is called at all
+        self._planner = ThreadPoolExecutor(1, "planner")  # starts its thread when it is first used
+        self._ahead: tuple[int, Future[Batches]] | None = None
         self.batches = plan.epoch(0)
-        self._planned: tuple[int, Batches] = (0, self.batches)  # the last epoch that was planned
 
     def set_epoch(self, epoch: int) -> None:
         self._has_epochs = True
         if epoch != self._epoch:
             self._epoch, self._start = epoch, 0
-            self.batches = self._plan_epoch(epoch)
+            self.batches = self._planned(epoch)
 
     def start_at(self, batch: int) -> None:
         self._start = batch
@@ -242,18 +244,22 @@ class PlannedSampler(Sampler[BatchSpec]):
     def _specs(self, epoch: int, batches: Batches, start: int) -> Iterator[BatchSpec]:
         while True:
             for at in range(start, len(batches)):
+                if at >= len(batches) // 2 and self._has_epochs:
+                    self._plan_ahead(epoch + 1)
                 yield self._plan.share(batches[at], *self._share)
-            if not self._has_epochs:
+            if not (self._has_epochs and self._continues and len(batches)):
                 return
             epoch, start = epoch + 1, 0
-            batches = self._plan_epoch(epoch)
-            if not (self._continues and len(batches)):
-                return
+            batches = self._planned(epoch)
 
-    def _plan_epoch(self, epoch: int) -> Batches:
-        if self._planned[0] != epoch:
-            self._planned = (epoch, self._plan.epoch(epoch))
-        return self._planned[1]
+    def _plan_ahead(self, epoch: int) -> None:
+        if self._ahead is None or self._ahead[0] != epoch:
+            self._ahead = (epoch, self._planner.submit(self._plan.epoch, epoch))
+
+    def _planned(self, epoch: int) -> Batches:
+        if self._ahead is not None and self._ahead[0] == epoch:
+            return self._ahead[1].result()
+        return self._plan.epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.batches) - self._start
