@@ -30,6 +30,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -330,6 +331,9 @@ def measure_settings(
         torch.compiler.reset()
         words = [one.split("=") for one in text.split(",") if one]
         choice = {key: literal_eval(value) for key, value in words}
+        if missing := [key for key in choice if not _is_setting(key)]:
+            print(f"{', '.join(missing)}: not in this PyTorch", flush=True)
+            continue
         with inductor.patch(choice), ExitStack() as stack:
             way = Way(f"try-{number}", settings, data, runs, stack)
             way.train(arguments.warm_up)
@@ -346,6 +350,14 @@ def measure_settings(
         print(name, rows[name], details[name], flush=True)
         del way
     return {"rows": rows, "details": details}
+
+
+def _is_setting(key: str) -> bool:
+    try:
+        attrgetter(key)(inductor)
+    except AttributeError:
+        return False
+    return True
 
 
 def _settings(corpus: Path, arguments: argparse.Namespace) -> dict[str, Any]:
