@@ -10,8 +10,12 @@ not counted, as the epoch lines of `metrics.jsonl` have them. Then the profiler 
 milliseconds per step by kind of kernel, and how long the GPU is busy.
 
 With an empty compiler cache it takes some six minutes on an H200, of which padded batches take
-four (`--beside` without a value leaves them out). `--quick --device cpu` only shows that the script
-runs.
+four (`--beside` without a value leaves them out). A small model on a CPU, beside a plain loop:
+
+    python benchmarks/packed.py --data FOLDER --device cpu --quick \\
+        --beside padded plain "plain compiled"
+
+A CPU has no flex_attention: there, packed batches compute attention over all pairs of tokens.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import asdict
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +67,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "packed": {"packed": "on", "tokens": 27_136},
     "padded": {"packed": "off", "tokens": 29_500, "shapes": 12},
 }
+BLOCK = attention.BLOCK
 QUICK = {"preset": "tiny", "layers": 1, "vocabulary": 400, "plan": "pipeline", "tokens": 600}
 SHARES = {"data wait %": "data_wait_share", "blocked %": "host_blocked_share"}
 #: The first that matches. The names of fused kernels have many words.
@@ -92,6 +98,7 @@ class PlainWay:
     def __init__(self, name: str, padded: Way) -> None:
         self.name, self.parts, self.device = name, padded.parts, padded.device
         self._on, self._epochs = padded.device.torch_device, 0
+        self._bf16 = padded.parts.plan.precision == "bf16"
         torch.manual_seed(0)
         settings = padded.parts.model.settings
         self._model = _NnTransformer(settings, *map(len, padded.parts.data.vocabularies))
@@ -119,7 +126,7 @@ class PlainWay:
 
     def _step(self, src: torch.Tensor, trg: torch.Tensor) -> float:
         self._optimizer.zero_grad(set_to_none=True)
-        with torch.autocast(self._on.type, torch.bfloat16):
+        with torch.autocast(self._on.type, torch.bfloat16, enabled=self._bf16):
             logits = self._call(src, trg[:, :-1])
             loss = functional.cross_entropy(
                 logits.flatten(0, 1), trg[:, 1:].flatten(), ignore_index=0, label_smoothing=0.1
@@ -286,7 +293,7 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
             for way in (*ways, *plain):
                 lines[way.name] += way.train(arguments.epochs)
         for way in plain:
-            rows[way.name], details[way.name] = rate(lines[way.name], way), {}
+            details[way.name] = {}
         for way in ways:
             rows[way.name] = rate(lines[way.name], way)
             rows[way.name]["peak MB"] = details[way.name]["peak MB"]
@@ -300,6 +307,7 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
                 details[way.name]["gaps"] = gaps(timeline, arguments.steps)
                 print(way.name, details[way.name]["gaps"], flush=True)
             way.parts.engine.close()
+        rows |= {way.name: rate(lines[way.name], way) for way in plain}
     packed_rate = rows["packed"]["target tokens/s"]
     for row in rows.values():
         row["packed is × faster"] = round(packed_rate / row["target tokens/s"], 2)
@@ -321,11 +329,15 @@ def measure_settings(
     for number, text in enumerate(["", *arguments.tries]):
         name, begun = text or "as usual", time.perf_counter()
         torch.compiler.reset()
-        choice = dict(one.split("=") for one in text.split(",") if one)
-        patch = inductor.patch({key: literal_eval(value) for key, value in choice.items()})
-        with patch, ExitStack() as stack:
+        words = [one.split("=") for one in text.split(",") if one]
+        choice = {key: literal_eval(value) for key, value in words}
+        if missing := [key for key in choice if not _is_setting(key)]:
+            print(f"{', '.join(missing)}: not in this PyTorch", flush=True)
+            continue
+        with inductor.patch(choice), ExitStack() as stack:
             way = Way(f"try-{number}", settings, data, runs, stack)
-            lines = way.train(arguments.warm_up) and way.train(arguments.epochs)
+            way.train(arguments.warm_up)
+            lines = way.train(arguments.epochs)
             timeline, window = way.trace(arguments.steps)
             way.parts.engine.close()
         rows[name], details[name] = rate(lines, way), {}
@@ -338,6 +350,14 @@ def measure_settings(
         print(name, rows[name], details[name], flush=True)
         del way
     return {"rows": rows, "details": details}
+
+
+def _is_setting(key: str) -> bool:
+    try:
+        attrgetter(key)(inductor)
+    except AttributeError:
+        return False
+    return True
 
 
 def _settings(corpus: Path, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -360,9 +380,7 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="epochs per turn")
     parser.add_argument("--warm-up", type=int, default=3, help="epochs before the first turn")
     parser.add_argument("--steps", type=int, default=16, help="steps under the profiler")
-    parser.add_argument(
-        "--block", type=int, default=attention.BLOCK, help="tokens per side of a flex block"
-    )
+    parser.add_argument("--block", type=int, default=BLOCK, help="tokens per side of a flex block")
     parser.add_argument("--layers", type=int, help="of encoder and decoder; else those of base")
     parser.add_argument("--device", default="cuda")
     parser.add_argument(
@@ -387,14 +405,12 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="a tiny model, not compiled")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
-    if arguments.flex_options or arguments.block != attention.BLOCK:
-        options: dict[str, Any] = dict.fromkeys(arguments.flex_options, True)
-        if arguments.block != attention.BLOCK:  # the kernels' own tiles must fit into a block
-            options |= dict.fromkeys(
-                ("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), arguments.block
-            )
-            options |= dict.fromkeys(("BLOCK_M1", "BLOCK_N2"), min(32, arguments.block))
-            attention.BLOCK = arguments.block
+    options: dict[str, Any] = dict.fromkeys(arguments.flex_options, True)
+    if (block := arguments.block) != BLOCK:  # the kernels' own tiles must fit into a block
+        options |= dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_N1", "BLOCK_M2"), block)
+        options |= dict.fromkeys(("BLOCK_M1", "BLOCK_N2"), min(32, block))
+        attention.BLOCK = block
+    if options:
         flex.flex_attention = partial(flex.flex_attention, kernel_options=options)
     corpus = {"multi30k": four, "long": paragraphs}[arguments.corpus](arguments.data)
     if arguments.quick:

@@ -5,12 +5,10 @@
 FOLDER holds `multi30k` (train, val and test_2016_flickr, .en and .de) and `3am` (train, val and
 test, .en and .zh). Every figure is stored with its `headrace` command. `speed` trains `base` on
 batches of 30 sentences under three plans, `tokens` on batches of some 25,000 target tokens;
-`multi30k` and `3am` train to the end and score on the test set. `decode` then translates the test
-set with the model of `multi30k`, with and without graphs. `packed-quality-multi30k` and
-`packed-quality-3am` train with packed and with padded batches for as many updates, for each of
-`--seeds`; `packed.py` compares their speed. Rates are from the second half of a
-run, when all graphs are captured. The first two parts train on four numbered copies of Multi30k,
-116,000 pairs, which the script creates.
+`multi30k` and `3am` train to the end and score on the test set. `--help` lists all parts, and how
+long each takes; `packed.py` compares the speed of packed and padded batches. Rates are from the
+second half of a run, when all graphs are captured. The first two parts train on four numbered
+copies of Multi30k, 116,000 pairs, which the script creates. `--quick` only shows that a part runs.
 """
 
 from __future__ import annotations
@@ -18,23 +16,40 @@ from __future__ import annotations
 import argparse
 import gzip
 import json
+import math
 import re
+import shutil
 import statistics
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from measuring import header, save, table
 
+from headrace.translation import Trainer, TrainSettings, prepared_for, stored_values
+
 ROOT = Path(__file__).resolve().parent
-#: How `packed-quality` trains. Padded batches need not be compiled to have the same BLEU.
-PACKED_AND_PADDED = {
-    "packed": "--packed on --shapes 0 --plan max",
-    "padded": "--packed off --plan graph",
+#: What each part does, and for about how long on an H200, with nothing compiled before. Estimated
+#: for parts that train packed.
+PARTS = {
+    "speed": "base, batches of 30 sentences, two plans (90 s)",
+    "tokens": "base, batches of 25,000 target tokens under max (200 s)",
+    "multi30k": "train to the end, and score (190 s)",
+    "3am": "the same (130 s)",
+    "packed-quality-multi30k": "BLEU, packed and padded, for each of --seeds (60 s, each further "
+    "seed 30 s)",
+    "packed-quality-3am": "the same (60 s, 30 s)",
+    "time-to-bleu": "packed on Multi30k until --bleu on its validation set (60 s)",
+    "decode": "the test set with a model of another part, as graphs and step by step (30 s)",
 }
-UPDATES = 8000
+#: Enough to see that a part runs.
+QUICK: dict[str, Any] = {
+    "preset": "tiny", "layers": 1, "vocabulary": 400, "tokens": 400, "max_steps": 4, "epochs": 2,
+    "warmup": 2, "beam": 1, "valid_sentences": 4, "plan": "pipeline",
+}  # fmt: skip
 SPEED = "--preset base --vocabulary 32000 --src en --trg de --valid-sentences 0 --beam 1"
 
 
@@ -138,7 +153,7 @@ def paragraphs(data: Path) -> Path:
     return corpus
 
 
-def first_pairs(corpus: Path, count: int = 400) -> Path:
+def first_pairs(corpus: Path) -> Path:
     """The first pairs of a corpus: enough to see that a benchmark runs."""
     small = corpus.parent / f"{corpus.name}-first"
     if not small.exists():
@@ -146,7 +161,8 @@ def first_pairs(corpus: Path, count: int = 400) -> Path:
         for path in corpus.iterdir():
             name = path.name.removesuffix(".gz")
             lines = _lines(path) if path.suffix == ".gz" else path.read_text("utf-8").split("\n")
-            (small / name).write_text("\n".join(lines[:count]) + "\n", encoding="utf-8")
+            few = lines[: 400 if name.startswith("train") else 20]
+            (small / name).write_text("\n".join(few) + "\n", encoding="utf-8")
     return small
 
 
@@ -154,11 +170,17 @@ def _lines(path: Path) -> list[str]:
     return gzip.decompress(path.read_bytes()).decode("utf-8").split("\n")[:-1]
 
 
-def quality(name: str, data: Path, runs: Path, cache: Path) -> dict[str, Any]:
-    config = ROOT / f"{name}.yaml"
+def quality(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    config, runs, cache = ROOT / f"{name}.yaml", arguments.runs, arguments.cache
+    shutil.rmtree(runs / name, ignore_errors=True)
+    quick = [
+        word
+        for key, value in quick_values(arguments).items()
+        for word in (f"--{key.replace('_', '-')}", str(value))
+    ]
     command, _, seconds = headrace(
-        "train", data / name, "--config", config, "--project", runs, "--name", name,
-        "--cache", cache, limit_s=320,
+        "train", corpus_of(name, arguments), "--config", config, "--project", runs, "--name", name,
+        "--cache", cache, *quick, limit_s=320,
     )  # fmt: skip
     curve = [(line["step"], round(line["bleu"], 2)) for line in metrics(runs / name, "epoch")]
     scored, text, search_s = headrace(
@@ -181,93 +203,167 @@ def quality(name: str, data: Path, runs: Path, cache: Path) -> dict[str, Any]:
     }
 
 
-def packed_quality(
-    corpus: str, data: Path, runs: Path, cache: Path, seeds: list[int]
-) -> dict[str, Any]:
-    """BLEU with packed and with padded batches after as many updates, for each seed."""
+def packed_quality(corpus: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """BLEU with padded and with packed batches after as many updates, for each seed. A packed batch
+    has as many real target tokens as a padded one has in the mean. All runs are in this process:
+    later seeds use the code that the first has compiled."""
+    config = stored_values(ROOT / f"{corpus}.yaml")
+    common = {"data": str(corpus_of(corpus, arguments)), "max_steps": arguments.updates}
+    common |= {"epochs": 1000, "valid_sentences": 0, "samples": 0}
     rows: dict[str, Any] = {}
-    for seed in seeds:
-        for way, flags in PACKED_AND_PADDED.items():
+    packed: dict[str, Any] = {"packed": "on", "plan": "max", "shapes": None}
+    for seed in arguments.seeds:
+        for way, choice in {"padded": {"packed": "off"}, "packed": packed}.items():
             name = f"{corpus}-{way}-{seed}"
-            command, text, seconds = headrace(
-                "train", data / corpus, "--config", ROOT / f"{corpus}.yaml", *flags.split(),
-                "--seed", str(seed), "--epochs", "1000", "--max-steps", str(UPDATES),
-                "--project", runs, "--name", name, "--cache", cache, limit_s=500,
-            )  # fmt: skip
-            bleu = re.search(r"^BLEU ([\d.]+)$", text, re.MULTILINE)
-            assert bleu
-            rows[name] = {
-                "BLEU": float(bleu[1]),
-                "updates": metrics(runs / name, "epoch")[-1]["step"],
-                "seconds": round(seconds, 1),
-                "target tokens/s": rate_of(runs / name)["target tokens/s"],
-                "command": command,
-            }
+            values = config | common | {"seed": seed} | choice | quick_values(arguments)
+            rows[name] = train_here(TrainSettings.from_dict(values), name, arguments)
+            if way == "padded" and "tokens" not in packed:
+                tokens = rows[name]["target tokens"] / rows[name]["batches"]
+                packed["tokens"] = 8 * math.ceil((1.004 * tokens + 4) / 8)
     return rows
 
 
-def decoding(data: Path, runs: Path) -> dict[str, Any]:
+def time_to_bleu(arguments: argparse.Namespace) -> dict[str, Any]:
+    """How long packed batches take on Multi30k until BLEU on its validation set is reached."""
+    values = stored_values(ROOT / "multi30k.yaml") | {
+        "data": str(corpus_of("multi30k", arguments)), "max_steps": arguments.updates,
+        "epochs": 1000, "packed": "on", "plan": "max", "shapes": None, "tokens": 3200,
+        "valid_sentences": 2000, "samples": 0,
+    }  # fmt: skip
+    values |= quick_values(arguments)
+    row = train_here(TrainSettings.from_dict(values), "time-to-bleu", arguments)
+    training_s = validation_s = 0.0
+    for line in metrics(arguments.runs / "time-to-bleu", "epoch"):
+        training_s += row["target tokens"] / line["tokens_per_s"]
+        validation_s += line["validation_s"]
+        if line["bleu"] >= arguments.bleu:
+            break
+    else:
+        return {"time-to-bleu": {"highest BLEU": line["bleu"], **row}}
+    # Both include what was compiled meanwhile.
+    reached = {"updates": line["step"], "valid BLEU": round(line["bleu"], 2)}
+    reached |= {"training s": round(training_s, 1), "validation s": round(validation_s, 1)}
+    return {"time-to-bleu": row | reached}
+
+
+def train_here(settings: TrainSettings, name: str, arguments: argparse.Namespace) -> dict[str, Any]:
+    """Train in this process, and score on the test set."""
+    begun = time.perf_counter()
+    shutil.rmtree(arguments.runs / name, ignore_errors=True)
+    trainer = Trainer.create(
+        settings, project=arguments.runs, name=name, cache=arguments.cache, quiet=True
+    )
+    result = trainer.run()
+    assert result.scores is not None
+    epochs, starts = (metrics(arguments.runs / name, kind) for kind in ("epoch", "start"))
+    train = prepared_for(settings, arguments.cache).splits["train"]
+    return {
+        "BLEU": round(result.scores.bleu, 2),
+        "updates": result.updates,
+        "batches": epochs[0]["step"],
+        "target tokens": train.tokens[1] - len(train),
+        "target tokens/s": round(statistics.median(line["tokens_per_s"] for line in epochs)),
+        "compile s": round(starts[0].get("compile_s", 0), 1),
+        "capture s": round(starts[0].get("capture_s", 0), 1),
+        "validation s": round(sum(line["validation_s"] for line in epochs), 1),
+        "seconds": round(time.perf_counter() - begun, 1),
+        "settings": settings.to_dict(),
+    }
+
+
+def corpus_of(name: str, arguments: argparse.Namespace) -> Path:
+    folder: Path = arguments.data / name
+    return first_pairs(folder) if arguments.quick else folder
+
+
+def quick_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    return QUICK if arguments.quick else {}
+
+
+def decoding(arguments: argparse.Namespace) -> dict[str, Any]:
     """Seconds to translate the test set with beam 3, as graphs and step by step, in turns; loading
-    apart."""
-    from headrace.translation import TrainedModel
+    apart. The model is that of `multi30k`, or of a part that trains on the same corpus."""
+    from headrace.translation import TrainedModel, saved_model
     from headrace.translation import decode as decode_module
 
-    sentences = _lines(data / "multi30k" / "test_2016_flickr.en.gz")
+    sentences = _lines(arguments.data / "multi30k" / "test_2016_flickr.en.gz")
+    sentences = sentences[: 4 if arguments.quick else None]
+    trained = ("multi30k", "multi30k-packed-0", "time-to-bleu")
+    run = next((name for name in trained if (arguments.runs / name / "result.json").exists()), None)
+    if run is None:
+        raise SystemExit(f"{arguments.runs}: expected a finished run, one of {', '.join(trained)}")
     begun = time.perf_counter()
-    model = TrainedModel.load(runs / "multi30k")
+    model = TrainedModel.load(arguments.runs / run)
     model.device.synchronize("bench")
     loaded_s = time.perf_counter() - begun
-    worth, times = decode_module._WORTH_CAPTURING, {"graph": [], "eager": []}
+    worth, search = decode_module._WORTH_CAPTURING, decode_module.translate_ids
+    # Steps from which on a capture is worth it, and tokens per batch.
+    ways = {
+        "graph": (worth, 16_384),
+        "graph, batches × 2": (worth, 32_768),
+        "graph, batches × 4": (worth, 65_536),
+        "eager": (1 << 30, 16_384),
+    }
+    times: dict[str, list[float]] = {way: [] for way in ways}
     translations: dict[str, list[str]] = {}
-    for _ in range(4):
-        for way, steps in (("graph", worth), ("eager", 1 << 30)):
+    for _ in range(2 if arguments.quick else 4):
+        for way, (steps, batch_tokens) in ways.items():
             decode_module._WORTH_CAPTURING = steps
+            saved_model.translate_ids = partial(search, batch_tokens=batch_tokens)
             begun = time.perf_counter()
             translations[way] = model.translate(sentences, beam=3)
             times[way].append(time.perf_counter() - begun)
-    equal = sum(map(str.__eq__, translations["graph"], translations["eager"]))
     return {
         way: {
             "load s": round(loaded_s, 2),
             "first s": round(found[0], 2),
             "median s": round(statistics.median(found[1:]), 2),
             "sentences": len(sentences),
-            "equal": equal,
+            "as eager": sum(map(str.__eq__, translations[way], translations["eager"])),
         }
         for way, found in times.items()
     }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    width = max(map(len, PARTS))
+    parser = argparse.ArgumentParser(
+        description=__doc__.splitlines()[0],
+        epilog="parts:\n" + "\n".join(f"  {n:<{width}}  {text}" for n, text in PARTS.items()),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--cache", type=Path, default=Path("build/cache"))
     parser.add_argument("--runs", type=Path, default=Path("build/runs"))
-    parser.add_argument("--parts", nargs="+", default=["speed", "tokens", "multi30k", "3am"])
+    parser.add_argument(
+        "--parts", nargs="+", default=["speed", "tokens", "multi30k", "3am"], choices=PARTS
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of packed-quality")
+    parser.add_argument(
+        "--updates", type=int, default=3000, help="of packed-quality and time-to-bleu"
+    )
+    parser.add_argument("--bleu", type=float, default=40.0, help="of time-to-bleu")
+    parser.add_argument("--quick", action="store_true", help="tiny models, a few pairs and updates")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     result: dict[str, Any] = header("translation.py")
     for part in arguments.parts:
         if part == "decode":
-            result[part] = decoding(arguments.data, arguments.runs)
-            print(table(result[part]))
+            rows = decoding(arguments)
+        elif part == "time-to-bleu":
+            rows = time_to_bleu(arguments)
         elif part.startswith("packed-quality-"):
-            corpus = part.removeprefix("packed-quality-")
-            result[part] = packed_quality(
-                corpus, arguments.data, arguments.runs, arguments.cache, arguments.seeds
-            )
-            print(table({name: _short(row) for name, row in result[part].items()}))
+            rows = packed_quality(part.removeprefix("packed-quality-"), arguments)
         elif part in ("speed", "tokens"):
             rows = {"speed": speed, "tokens": tokens}[part](
                 arguments.data, arguments.runs, arguments.cache
             )
-            print(table({name: _short(row) for name, row in rows.items()}))
-            result[part] = rows
         else:
-            result[part] = quality(part, arguments.data, arguments.runs, arguments.cache)
-            print(table({part: _short(result[part])}), result[part]["evaluate printed"])
+            rows = {part: quality(part, arguments)}
+            print(rows[part]["evaluate printed"])
+        result[part] = rows[part] if part in ("multi30k", "3am") else rows
         save(arguments.out, result)
+        print(table({name: _short(row) for name, row in rows.items()}), flush=True)
 
 
 def _short(row: dict[str, Any]) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,9 @@ def test_stdin_is_utf8_whatever_the_locale(run: Path) -> None:
     text = "one\nfünf und 六\n"
     found = translate(run, stdin=text.encode())
     assert found.stdout == translate(run, "one", "fünf und 六").stdout
+    assert re.fullmatch(
+        r"2 sentences translated in [\d.]+ s, after a start-up of [\d.]+ s\n", found.stderr
+    )
     # An argument's bytes that the locale's encoding does not know.
     assert translate(run, "one", "fünf und 六".encode().decode("ascii", "surrogateescape")).stdout
     wrong = translate(run, stdin=b"one\ntw\xff\n").exception

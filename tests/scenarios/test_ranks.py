@@ -24,6 +24,7 @@ from headrace.errors import CheckpointError, StepError
 from headrace.parallel import SINGLE, Agreement, parallelism_of
 from support import ranks_jobs as jobs
 from support.corpora import write_corpus
+from support.id_pairs import random_pairs
 
 CLOSE = 1e-5
 Job = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -103,16 +104,19 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, Any]:
     work += [(jobs.time_limited, (str(limited),))]
     work += [(jobs.one_is_not_finite, (how,)) for how in ("ddp", "fsdp")]
     work += [(jobs.by_count, case) for case in BY_COUNT]
+    packed = tmp_path_factory.mktemp("packed")
+    random_pairs(packed, 40, 17, 10)
+    work += [(jobs.packed, ("ddp", accumulate, str(packed))) for accumulate in (1, 3)]
     found = on_ranks(2, tmp_path_factory.mktemp("two"), work)
     by_job: dict[Any, Any] = {
         (job.__name__, str(args)): result for (job, args), result in zip(work, found, strict=True)
     }
-    return by_job | {"full": full}
+    return by_job | {"full": full, "packed": packed}
 
 
 def result_of(two: dict[Any, Any], job: Callable[..., Any], *args: Any) -> list[Any]:
     """What each rank got."""
-    for (name, given), result in ((key, two[key]) for key in two if key != "full"):
+    for (name, given), result in ((key, two[key]) for key in two if isinstance(key, tuple)):
         if name == job.__name__ and (not args or given == str(args)):
             return list(result)
     raise AssertionError(f"{job.__name__} was not run")
@@ -128,6 +132,17 @@ class TestLosses:
         for found in result_of(two, jobs.training, *case):
             assert_close(found, expected)
             assert found["weights"] == expected["weights"]  # sums of whole numbers are exact
+
+    @pytest.mark.parametrize("accumulate", [1, 3])
+    def test_packed_sentences(self, two: dict[Any, Any], accumulate: int) -> None:
+        """Weighted by tokens, in groups, stopped within an epoch and resumed."""
+        case = (accumulate, str(two["packed"]))
+        expected = alone(jobs.packed, "plain", *case)
+        assert 0 < expected["first"] < expected["batches"]
+        assert len(set(expected["weights"])) > 1
+        for found in result_of(two, jobs.packed, "ddp", *case):
+            assert_close(found, expected)
+            assert found["weights"] == expected["weights"]
 
     def test_both_ranks_report_the_same_to_the_bit(self, two: dict[Any, Any]) -> None:
         for case in CASES:
@@ -375,3 +390,12 @@ class TestNccl:
                 assert row["replays"] > 0 or row["why"]
             if (how, plan) == ("fsdp", "graph"):
                 assert "FSDP2" in row["why"]
+
+    def test_packed_sentences_on_one_rank(self, tmp_path: Path) -> None:
+        """Wrapped with DDP, flex_attention is compiled and captured, too."""
+        random_pairs(tmp_path, 40, 17, 10)
+        cases = [(jobs.packed_on_cuda, (how, str(tmp_path))) for how in ("plain", "ddp")]
+        (plain,), (ddp,) = on_ranks(1, tmp_path, list[Job](cases))
+        assert (plain["uncompiled"], ddp["uncompiled"]) == (None, None)
+        assert ddp["losses"] == pytest.approx(plain["losses"], rel=2e-3)
+        assert min(plain["replays"], ddp["replays"]) > 0

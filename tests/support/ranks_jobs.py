@@ -24,6 +24,11 @@ from headrace.engine.graph_obstacles import capture_obstacle
 from headrace.errors import CheckpointError, StepError
 from headrace.parallel import Agreement, Ranks, full_state_dict, set_gradient_sync
 from headrace.parallel.models import full_tensor
+from headrace.plan import LoaderPlan
+from headrace.translation import ModelSettings, Translator, translation_loss
+from headrace.translation.corpus.batches import make_loader
+from headrace.translation.corpus.encoded import IdPairs
+from headrace.translation.corpus.packed import PackedPlan, packed_size
 
 WIDTH = 6
 # Rows of each global batch. Some batches have fewer rows than there are ranks.
@@ -429,6 +434,76 @@ def on_cuda(rank: int, size: int, how: str, plan: str) -> dict[str, Any]:
         "losses": result.losses,
         "replays": result.statistics.replays,
         "why": None if report is None else report.why,
+    }
+
+
+# --- packed sentences -----------------------------------------------------------------------------
+
+
+def packed(rank: int, size: int, how: str, accumulate: int, folder: str) -> dict[str, Any]:
+    """Train a translation model on packed batches, stop within the second epoch, and resume."""
+    pairs = IdPairs(Path(folder), "train")
+    plan = PackedPlan(pairs.lengths, packed_size(pairs.lengths, 60, 12), seed=3)
+    loader: Any = make_loader(pairs, plan, LoaderPlan(0), pin=False, share=(rank, size))
+    results: list[Any] = []
+    states: list[Any] = []
+
+    def new() -> Engine:
+        torch.manual_seed(0)
+        sizes = ModelSettings(16, 2, 1, 1, 24, 0.0, max_length=16, attention_dropout=0.0)
+        device = open_device("cpu")
+        model = wrapped(Translator(sizes, 17, 17), how, device)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+        return Engine(
+            model, optimizer, translation_loss(), accumulate=accumulate, clip_norm=1.0, device="cpu"
+        )
+
+    def train(engine: Engine, epoch: int, first: int, stop: int | None) -> None:
+        loader.sampler.set_epoch(epoch)
+        loader.sampler.start_at(first)
+        for info in engine.steps(loader, first_batch=first):
+            if info.batch + 1 == stop:
+                engine.settle()
+                states.append(copy.deepcopy(engine.state_dict()))
+                engine.leave()
+        results.append(engine.last_result)
+
+    engine = new()
+    train(engine, 0, 0, None)
+    train(engine, 1, 0, 3)
+    resumed = new()
+    first = resumed.load_state_dict(states[0])
+    train(resumed, 1, first, None)
+    loader.sampler.set_epoch(0)
+    weights = full_state_dict(resumed.model)
+    return {
+        "first": first,
+        "batches": len(plan.epoch(1)),
+        "losses": [loss for result in results for loss in result.losses],
+        "weights": [weight for result in results for weight in result.weights],
+        "evaluated": resumed.evaluate(loader).mean_loss,
+        "model": {name: value.tolist() for name, value in weights.items()},
+    }
+
+
+def packed_on_cuda(rank: int, size: int, how: str, folder: str) -> dict[str, Any]:
+    """Train on packed batches of one shape with flex_attention, compiled and captured."""
+    pairs = IdPairs(Path(folder), "train")
+    size_of = packed_size(pairs.lengths, 100, 12)
+    plan = PackedPlan(pairs.lengths, size_of, with_blocks=True)
+    epoch, dataset = plan.epoch(0), plan.dataset(pairs)
+    torch.manual_seed(0)
+    sizes = ModelSettings(64, 4, 1, 1, 96, 0.0, max_length=16, attention_dropout=0.0)
+    device = open_device("cuda")
+    model = wrapped(Translator(sizes, 17, 17).to(device.torch_device), how, device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.001, fused=True)
+    engine = Engine(model, optimizer, translation_loss(), plan="max", device=device)
+    result = engine.epoch([dataset[epoch[at % len(epoch)]] for at in range(24)])
+    assert engine.compiled is not None
+    return {
+        "losses": result.losses,
+        "replays": result.statistics.replays,
+        "uncompiled": engine.compiled.why,
     }
 
 

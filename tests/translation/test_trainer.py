@@ -190,6 +190,8 @@ class TestResume:
         found = Trainer.resume(stopped.folder.path, cache=corpus / "cache").run()
         assert weights_of(found.folder.path) == weights_of(expected.folder.path)
         assert epochs(found) == epochs(expected)
+        starts = [line for line in read_metrics(found.folder.metrics) if line["kind"] == "start"]
+        assert [{"data_s", "build_s"} <= line.keys() for line in starts] == [True]
         said = " ".join(capfd.readouterr().err.split())
         assert "batches are packed, and attention has no dropout" in said
         assert re.search(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -40,6 +41,7 @@ def translate(
     The command prints one line per sentence, in the same order. Input and
     files are UTF-8.
     """
+    begun_s = time.monotonic()
     from headrace.translation import TrainedModel
 
     with usage_errors():
@@ -54,10 +56,18 @@ def translate(
         given = _lines(content, str(file))
     elif not sentences:
         given = _lines(sys.stdin.buffer.read(), "stdin")
+    loaded_s = time.monotonic()
     for warning in _warnings(model.count_lengths(given)):
         typer.echo(f"warning: {warning}", err=True)
     for line in model.translate(given, beam=beam):
         typer.echo(line)
+    if not sentences and len(given) > 1:
+        took_s = time.monotonic() - loaded_s
+        typer.echo(
+            f"{len(given):,} sentences translated in {took_s:.1f} s, after a start-up of "
+            f"{loaded_s - begun_s:.1f} s",
+            err=True,
+        )
 
 
 def _typed_text(sentences: list[str]) -> list[str]:

@@ -13,6 +13,7 @@ copied out before the next replay overwrites them.
 from __future__ import annotations
 
 import dataclasses
+import time
 import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Mapping
@@ -83,6 +84,8 @@ class GraphCache(Generic[Result]):
         #: Device memory of the graphs' pool, in bytes.
         self.memory_bytes = 0
         self.captures = self.evictions = 0
+        #: Seconds that the captures took.
+        self.seconds = 0.0
         self._largest_bytes = -1
 
     def __len__(self) -> int:
@@ -114,6 +117,7 @@ class GraphCache(Generic[Result]):
         If it raises (`CaptureError`), all graphs are closed: after a failed capture none may be
         replayed.
         """
+        begun_s = time.perf_counter()
         # A graph cannot use memory that eager steps left cached in the allocator. Without this
         # call the device would have to hold both.
         self._device.release_unused()
@@ -146,6 +150,7 @@ class GraphCache(Generic[Result]):
             raise
         self.memory_bytes += max(0, self._device.memory().reserved - before)
         self.captures += 1
+        self.seconds += time.perf_counter() - begun_s
         captured = self._graphs[key] = CapturedWork(inputs, written, graph, result)
         return captured
 

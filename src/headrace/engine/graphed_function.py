@@ -220,6 +220,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
             why=self._why_eager,
             decision=None,
             rounding=join_reasons(self._watch.rounding, *rounding),
+            seconds=self._graphs.seconds,
         )
 
     def close(self) -> None:

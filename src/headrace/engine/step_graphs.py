@@ -60,7 +60,7 @@ class GraphReport:
     counts batches that were replayed, `one_by_one` those whose kernels were launched one by one.
     `why` says why nothing is captured (any more); None if graphs are in use. `decision` says what
     `graphs="auto"` measured. `rounding` says why the last digits differ from those of the plain
-    loop; None if nothing is known to change them."""
+    loop; None if nothing is known to change them. `seconds` is how long the captures took."""
 
     shapes: int
     captures: int
@@ -71,6 +71,7 @@ class GraphReport:
     why: str | None
     decision: str | None
     rounding: str | None = None
+    seconds: float = 0.0
 
 
 class GraphedStep:
@@ -190,6 +191,7 @@ class StepGraphs:
                 self._watch.rounding,
                 None if self._capturable is None else self._capturable.rounding,
             ),
+            seconds=self._graphs.seconds + self._updates.seconds,
         )
 
     def close(self) -> None:

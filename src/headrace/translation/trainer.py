@@ -96,6 +96,7 @@ from headrace.translation.settings import (
     is_plan_file,
     time_text,
 )
+from headrace.translation.start_up import StartUp
 from headrace.translation.weights import WeightFiles, load_weights
 
 log = logging.getLogger("headrace")
@@ -193,7 +194,9 @@ class Trainer:
             new_progress(self.settings, ranks, self._quiet, gauges, ends_at_s) as progress,
         ):
             # No StopRequests yet: nothing is worth saving, and Ctrl-C ends the run at once.
+            begun_s = time.monotonic()
             data = self._prepare(progress)
+            prepared_s = time.monotonic()
             is_automatic = self.settings.preset == "auto"
             if is_automatic:
                 self._choose_preset(data)
@@ -208,6 +211,7 @@ class Trainer:
             parts = build_run(
                 settings, data, ranks, on_error=lambda error: checkpoints.rescue(error)
             )
+            start_up = StartUp(prepared_s - begun_s, time.monotonic() - prepared_s)
             engine, device = parts.engine, parts.device
             if is_automatic:
                 progress.message(_choice(parts))
@@ -244,7 +248,14 @@ class Trainer:
                 with new_monitor(settings, ranks, folder, metrics, engine) as monitor:
                     observers = Observers(device, progress, gauges, metrics, watchdog, monitor)
                     loop = TrainingLoop(
-                        parts, checkpoints, weight_files, losses, observers, stop, ends_at_s
+                        parts,
+                        checkpoints,
+                        weight_files,
+                        losses,
+                        observers,
+                        stop,
+                        ends_at_s,
+                        start_up,
                     )
                     ending = loop.train(first_batch)
                 if ending.signal is None:
@@ -395,10 +406,12 @@ class TrainingLoop:
         observers: Observers,
         stop: StopRequests,
         ends_at_s: float | None = None,
+        start_up: StartUp | None = None,
     ) -> None:
         self._parts, self._checkpoints, self._weight_files = parts, checkpoints, weight_files
         self._losses, self._observers, self._stop = losses, observers, stop
         self._ends_at_s = ends_at_s
+        self._start_up = start_up  # None once it was said
         self._agreement = Agreement(parts.ranks, parts.device)
         # Under a plan with graphs, the first batches capture them.
         self._first_batches = FirstBatches(skip=5 if parts.plan.graphs == "off" else 100)
@@ -509,6 +522,7 @@ class TrainingLoop:
                 self._keep(epoch, validation)
                 engine.leave()
                 break
+        self._say_start_up()
         observers.steps_end(engine.updates)
         result = engine.last_result
         assert result is not None
@@ -539,6 +553,8 @@ class TrainingLoop:
     def _say_measured_time(self, now_s: float, batches: int) -> None:
         """Say how long the other `batches` take, once, if it is worth saying."""
         batch_s = self._first_batches.on_batch(now_s)
+        if batch_s is not None:
+            self._say_start_up()
         if batch_s is None or batches * batch_s < _SHORT_RUN_S:
             return
         is_limited = self._ends_at_s is not None and now_s + batches * batch_s > self._ends_at_s
@@ -546,6 +562,16 @@ class TrainingLoop:
             f"measured over the first batches: {about(batches * batch_s)} of training left, "
             f"without validation{'; --time-limit ends it before' if is_limited else ''}"
         )
+
+    def _say_start_up(self) -> None:
+        """Say how long the start took, once, if there was something to compile or capture."""
+        if self._start_up is None:
+            return
+        start_up, self._start_up = self._start_up.with_first_batches(self._parts.engine), None
+        observers = self._observers
+        observers.metrics.write("start", self._parts.engine.updates, **start_up.values)
+        if start_up.compile_s is not None or start_up.capture_s is not None:
+            observers.progress.message(str(start_up))
 
     def _write_step_metrics(self, tokens_per_s: float | None) -> None:
         engine, losses, observers = self._parts.engine, self._losses, self._observers

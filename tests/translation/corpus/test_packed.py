@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from headrace.data import end_workers
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
 from headrace.translation.corpus.batches import BatchSpec, IntArray, PlannedSampler, make_loader
@@ -146,7 +148,7 @@ class TestLoader:
         assert not any(tensor.any() for tensor in (batch.src, batch.trg, batch.targets))
         assert not batch.packing.trg_sentences.any()
 
-    def test_the_next_epoch_is_planned_after_the_last_batch(
+    def test_the_next_epoch_is_planned_during_an_epoch(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """Only if epochs are asked for: validation has one."""
@@ -167,7 +169,8 @@ class TestLoader:
             sampler.set_epoch(epoch)
             found = [int(index) for spec in sampler for index in spec.indices]
             assert found == expected[epoch]
-        assert planned == [0, 1, 2, 3, 1, 2]
+        sampler.set_epoch(2)
+        assert sorted(planned) == [0, 1, 1, 2, 2, 3]
 
     def test_an_epoch_can_start_at_any_batch_in_workers_too(self, tmp_path: Path) -> None:
         pairs = random_pairs(tmp_path, 200, 30, 20)
@@ -186,3 +189,33 @@ class TestLoader:
             mine, theirs = (torch.utils._pytree.tree_leaves(batch) for batch in (one, other))
             assert len(mine) == 3 + 4 + 3 * 4
             assert all(map(torch.equal, mine, theirs))
+
+    def test_workers_go_on_with_the_next_epoch(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Its first batches are loaded when the epoch before ends. A jump, an epoch that was left
+        and one that is repeated begin anew."""
+        pairs = random_pairs(tmp_path, 60, 30, 20)
+        plan = PackedPlan(pairs.lengths, packed_size(pairs.lengths, 100, 20), seed=3)
+        dataset, asked, share = plan.dataset(pairs), [], plan.share
+
+        def counted(batch: BatchSpec, *ranks: int) -> BatchSpec:
+            asked.append(batch)
+            return share(batch, *ranks)
+
+        monkeypatch.setattr(plan, "share", counted)
+        loader: Any = make_loader(pairs, plan, LoaderPlan(1, 2), pin=False)
+        ahead = []
+        passes = ((0, 0, 99), (1, 0, 99), (2, 0, 2), (2, 2, 99), (3, 0, 99), (1, 0, 99), (1, 0, 99))
+        for epoch, start, stop in passes:
+            loader.sampler.set_epoch(epoch)
+            loader.sampler.start_at(start)
+            before = len(asked)
+            found = [batch.src for batch in itertools.islice(loader, stop - start)]
+            batches = plan.epoch(epoch)
+            expected = [dataset[batches[at]].src for at in range(start, min(stop, len(batches)))]
+            assert len(found) == len(expected) > 1
+            assert all(map(torch.equal, found, expected))
+            ahead.append(len(asked) - before - len(expected))
+        assert ahead == [2, 0, 0, 2, 0, 2, 2]
+        end_workers(loader)

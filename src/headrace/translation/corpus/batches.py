@@ -9,6 +9,7 @@ interrupted: batch k of an epoch can be looked up directly.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -205,25 +206,29 @@ class PlannedSampler(Sampler[BatchSpec]):
     `share` is (rank, number of ranks). Together the ranks have the batch that a single process
     would have.
 
-    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only. After
-    an epoch's last batch the sampler plans the next epoch: the device is still busy with batches
-    that were fetched ahead.
+    The engine calls `set_epoch`. `start_at` sets the first batch of the current epoch only. In the
+    middle of an epoch a thread begins to plan the next one, so that nobody has to wait for it. If
+    the sampler `continues`, it then goes on with that epoch, without an end.
     """
 
-    def __init__(self, plan: Batching, share: tuple[int, int] = (0, 1)) -> None:
+    def __init__(
+        self, plan: Batching, share: tuple[int, int] = (0, 1), *, continues: bool = False
+    ) -> None:
         self._plan = plan
         self._share = share
+        self._continues = continues
         self._epoch = 0
         self._start = 0
         self._has_epochs = False  # whether `set_epoch` is called at all
+        self._planner = ThreadPoolExecutor(1, "planner")  # starts its thread when it is first used
+        self._ahead: tuple[int, Future[Batches]] | None = None
         self.batches = plan.epoch(0)
-        self._planned: tuple[int, Batches] = (0, self.batches)  # the last epoch that was planned
 
     def set_epoch(self, epoch: int) -> None:
         self._has_epochs = True
         if epoch != self._epoch:
             self._epoch, self._start = epoch, 0
-            self.batches = self._plan_epoch(epoch)
+            self.batches = self._planned(epoch)
 
     def start_at(self, batch: int) -> None:
         self._start = batch
@@ -231,16 +236,30 @@ class PlannedSampler(Sampler[BatchSpec]):
     def __iter__(self) -> Iterator[BatchSpec]:
         return self._specs(self._epoch, self.batches, self._start)
 
-    def _specs(self, epoch: int, batches: Batches, start: int) -> Iterator[BatchSpec]:
-        for at in range(start, len(batches)):
-            yield self._plan.share(batches[at], *self._share)
-        if self._has_epochs:
-            self._plan_epoch(epoch + 1)
+    @property
+    def position(self) -> tuple[int, int]:
+        """The current epoch and its first batch."""
+        return self._epoch, self._start
 
-    def _plan_epoch(self, epoch: int) -> Batches:
-        if self._planned[0] != epoch:
-            self._planned = (epoch, self._plan.epoch(epoch))
-        return self._planned[1]
+    def _specs(self, epoch: int, batches: Batches, start: int) -> Iterator[BatchSpec]:
+        while True:
+            for at in range(start, len(batches)):
+                if at >= len(batches) // 2 and self._has_epochs:
+                    self._plan_ahead(epoch + 1)
+                yield self._plan.share(batches[at], *self._share)
+            if not (self._has_epochs and self._continues and len(batches)):
+                return
+            epoch, start = epoch + 1, 0
+            batches = self._planned(epoch)
+
+    def _plan_ahead(self, epoch: int) -> None:
+        if self._ahead is None or self._ahead[0] != epoch:
+            self._ahead = (epoch, self._planner.submit(self._plan.epoch, epoch))
+
+    def _planned(self, epoch: int) -> Batches:
+        if self._ahead is not None and self._ahead[0] == epoch:
+            return self._ahead[1].result()
+        return self._plan.epoch(epoch)
 
     def __len__(self) -> int:
         return len(self.batches) - self._start
@@ -265,6 +284,33 @@ class PaddedBatches(Dataset[tuple[torch.Tensor, torch.Tensor]]):
         return torch.from_numpy(source), torch.from_numpy(target)
 
 
+class PlannedLoader(DataLoader[Any]):
+    """A DataLoader over the batches of a plan. While an epoch ends, and while the trainer
+    validates, its workers already load the first batches of the next one.
+
+    Its sampler `continues`: the iterator of the workers goes from epoch to epoch, and `__iter__`
+    yields one of them. Only a jump to another place begins a new one.
+    """
+
+    sampler: PlannedSampler
+
+    def __init__(self, dataset: Dataset[Any], sampler: PlannedSampler, **options: Any) -> None:
+        super().__init__(dataset, sampler=sampler, **options)
+        self._position: tuple[int, int] | None = None  # where the workers' iterator is
+        self._running: Iterator[Any] = iter(())
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        if self._position != self.sampler.position:
+            self._running = super().__iter__()
+        self._position = None  # unknown, until this epoch ends
+        return self._one_epoch(self.sampler.position[0], len(self.sampler))
+
+    def _one_epoch(self, epoch: int, batches: int) -> Iterator[Any]:
+        for _ in range(batches):
+            yield next(self._running)
+        self._position = (epoch + 1, 0)
+
+
 def make_loader(
     pairs: IdPairs,
     plan: Batching,
@@ -276,9 +322,11 @@ def make_loader(
 ) -> DataLoader[Any]:
     """A DataLoader over the batches of a plan, with workers that persist over epochs."""
     workers = loader.workers or 0
-    return DataLoader(
+    sampler = PlannedSampler(plan, share, continues=workers > 0)
+    kind = PlannedLoader if workers else DataLoader
+    return kind(
         plan.dataset(pairs),
-        sampler=PlannedSampler(plan, share),
+        sampler=sampler,
         batch_size=None,
         num_workers=workers,
         pin_memory=pin,
