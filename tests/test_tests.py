@@ -25,6 +25,7 @@ OTHERS = {
     "engine/test_outputs.py": "engine.py: outputs, on_update and lr",
     "engine/test_step_graphs_changes.py": "step_graphs.py, where model, optimizer or data change",
     "testing/test_capture.py": "graphs.py: what a capture refuses",
+    "testing/test_cuda_programs.py": "the checker on the programs of support/cuda_programs.txt",
     "testing/test_fake_cuda.py": "cuda/: what PyTorch says and does inside `fake_cuda()`",
     "testing/test_fake_cuda_programs.py": "cuda/ and the checker on whole programs",
     "testing/test_race_table.py": "checker.py, with the bugs of support/race_table.py",

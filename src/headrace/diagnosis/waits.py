@@ -9,6 +9,8 @@ The fake device tells its hidden waits.
 
 from __future__ import annotations
 
+import ast
+import inspect
 import linecache
 import sys
 import warnings
@@ -115,11 +117,20 @@ def _expression(frame: FrameType) -> Expression | None:
     found = running_expression(frame.f_code, frame.f_lasti)
     if found is None:
         return None
-    moved = getattr(getattr(found.node, "func", None), "value", None)
-    value = frame.f_locals.get(getattr(moved, "id", ""))
+    value = _value_of(getattr(getattr(found.node, "func", None), "value", None), frame)
     if isinstance(value, torch.Tensor):
         return replace(found, on_device=value.device.type not in ("cpu", "meta"))
     return found
+
+
+def _value_of(node: ast.AST | None, frame: FrameType) -> object:
+    """The value of a name or of attributes of one, such as `batch.x`. No code runs for it: None if
+    it would have to."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        return inspect.getattr_static(_value_of(node.value, frame), node.attr, None)
+    return None
 
 
 # --- watching -------------------------------------------------------------------------------------

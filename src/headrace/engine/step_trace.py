@@ -218,7 +218,7 @@ class StepTracer(TorchDispatchMode):
             return False
         storage = Storage(tensor.untyped_storage())
         if self._device.holds(tensor):
-            if storage not in self.trace.made:
+            if storage not in self.trace.made and tensor.numel():
                 self.trace.read.setdefault(storage, TensorRead(tensor.detach(), line))
             return True
         if storage in self._returned_to_host:

@@ -42,7 +42,7 @@ _HOST_READS = (
     *("nonzero", "masked_select", "_to_sparse", "bincount"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
     *("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "_linalg_eigvals"),
-    *("linalg_matrix_exp", "embedding_renorm_", "_coalesce"),
+    *("linalg_matrix_exp", "_coalesce"),
 )
 _OnDevice = Callable[[torch.Tensor], bool]
 
@@ -146,13 +146,14 @@ def _new_facts(func: Any) -> _Facts:
 
 
 def _is_composite(func: Any, name: str) -> bool:
-    return not name.startswith("prim::") and func.has_kernel_for_dispatch_key(
-        torch._C.DispatchKey.CompositeImplicitAutograd
-    )
+    keys, has_kernel = torch._C.DispatchKey, func.has_kernel_for_dispatch_key
+    is_made_of_others = has_kernel(keys.CompositeImplicitAutograd)
+    # Some have a kernel besides (silu_backward), which is what runs.
+    return not name.startswith("prim::") and is_made_of_others and not has_kernel(keys.CPU)
 
 
 def is_composite(func: Any) -> bool:
-    """Whether an operator is made of others, on every device."""
+    """Whether an operator is made of others, on every device, and has no kernel of its own."""
     return _facts(func).is_composite
 
 
