@@ -336,8 +336,7 @@ class _CrossAttention(nn.Module):
 
 
 def _sdpa_kernels(mask: Mask) -> AbstractContextManager[object]:
-    """Choose SDPA's kernels, unless flex_attention runs: PyTorch's autograd cache does not store
-    compiled code that makes this choice."""
+    """Choose SDPA's kernels, unless flex_attention runs instead."""
     return sdpa_kernel(_ATTENTION) if mask is None or isinstance(mask, Tensor) else nullcontext()
 
 
