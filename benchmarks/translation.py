@@ -76,7 +76,7 @@ def metrics(run: Path, kind: str) -> list[dict[str, Any]]:
 def rate_of(run: Path) -> dict[str, Any]:
     """Target tokens per second after the warm-up, without padding, and the host's waits."""
     epochs = metrics(run, "epoch")
-    lines = epochs if len(epochs) > 2 else metrics(run, "step")
+    lines = epochs if len(epochs) > 2 else metrics(run, "step") or epochs
     warm = [line for line in lines if line["step"] > epochs[-1]["step"] / 2]
     return {
         "target tokens/s": round(statistics.median(line["tokens_per_s"] for line in warm)),
@@ -187,7 +187,7 @@ def quality(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
         "evaluate", runs / name, "--lowercase", "--cache", cache, limit_s=100
     )
     bleu = re.search(r"^BLEU ([\d.]+)$", text, re.MULTILINE)
-    lower = re.search(r"BLEU ([\d.]+) in lower case", text)
+    lower = re.search(r"BLEU ([\d.]+) lowercased", text)
     assert bleu
     assert lower
     return {

@@ -250,6 +250,28 @@ class TestReport:
         assert engine.compiled.seconds > 0
         assert "compiled the step in" in caplog.text
 
+    def test_code_with_sdpa_kernel_is_cacheable(self, use: Any) -> None:
+        from torch._functorch._aot_autograd.autograd_cache import check_cacheable
+        from torch.nn.attention import SDPBackend, sdpa_kernel
+
+        graphs = []
+
+        def attending(model: Any, batch: torch.Tensor) -> torch.Tensor:
+            x = model(batch)[None, None]
+            with sdpa_kernel([SDPBackend.MATH]):
+                found: torch.Tensor = torch.nn.functional.scaled_dot_product_attention(x, x, x)
+            return found.mean()
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            check_cacheable(graph)  # raises if it is not
+            graphs.append(graph)
+            return graph.forward
+
+        use(backend)
+        result = engine_on(Compiling(), function=attending).epoch(rows(3, 3))
+        assert result.compiled is not None
+        assert (result.compiled.why, len(graphs)) == (None, 1)
+
     def test_code_from_the_compilers_cache(
         self, use: Any, caplog: pytest.LogCaptureFixture
     ) -> None:

@@ -16,7 +16,7 @@ from headrace.errors import TranslationError
 from headrace.testing import FakeDevice
 from headrace.translation import EOS, MODEL_PRESETS, ModelSettings, Translator, translation_loss
 from headrace.translation.corpus.vocabulary import BOS, PAD
-from headrace.translation.model import sinusoids
+from headrace.translation.model import _ReluDropout, sinusoids
 
 SMALL = ModelSettings(16, 4, 2, 2, 24, 0.0, max_length=20)
 TINY = SMALL.replace(
@@ -302,7 +302,8 @@ class TestGraphs:
             assert device.hidden_waits[before:] == []
 
     def test_compiles_whole_with_any_length(self) -> None:
-        model, loss = make(TINY).train(), translation_loss()
+        # Compiled code draws other dropout masks.
+        model, loss = make(TINY.replace(dropout=0.0)).train(), translation_loss()
         compiled = torch.compile(loss, backend="eager", fullgraph=True, dynamic=True)
         for length in (4, 7):
             src, trg = ids(3, length, 11), ids(3, length + 2, 13)
@@ -312,6 +313,21 @@ class TestGraphs:
             expected = loss(model, (src, trg))
             for name in ("loss", "weight", "nll"):
                 torch.testing.assert_close(found[name], expected[name])
+
+    def test_compiled_relu_and_dropout_are_those_of_pytorch(self) -> None:
+        """Half of the positive values are dropped, the others are doubled; NaN stays."""
+        torch.manual_seed(0)
+        part = _ReluDropout(0.5)
+        x = torch.randn(40, 50).requires_grad_()
+        y = torch.compile(part, backend="eager", fullgraph=True)(x)
+        (gradient,) = torch.autograd.grad(y.sum(), x)
+        kept = y > 0
+        assert torch.equal(y, torch.where(kept, 2 * x, 0))
+        assert torch.equal(gradient, 2.0 * kept)
+        assert 0.45 < kept.sum() / (x > 0).sum() < 0.55
+        assert torch.compile(part, backend="eager")(torch.full((99,), math.nan)).isnan().any()
+        part.eval()
+        assert torch.equal(torch.compile(part, backend="eager")(x), x.relu())
 
 
 class TestSettings:

@@ -36,6 +36,12 @@ from headrace.parallel import unwrap
 log = logging.getLogger("headrace")
 _COMPILERS = ("torch._dynamo", "torch._inductor", "torch._functorch", "torch._higher_order_ops")
 _TILING = "coalesce_tiling_analysis"
+# Functions of `sdpa_kernel`, which many models use. PyTorch's autograd cache refuses code with
+# them, unless it is told that they depend on their arguments alone.
+_CACHEABLE = {
+    f"torch.nn.attention.{name}": torch.__version__
+    for name in ("_backend_from_string", "_sdpa_kernel")
+}
 _SKIPPED = (
     "PyTorch's compiler skipped the whole step without an error: run with "
     "TORCH_LOGS=graph_breaks to see the line that it could not compile"
@@ -174,15 +180,21 @@ def _set_cache_folder() -> None:
 @contextmanager
 def _strict_compiler() -> Iterator[None]:
     """Inside the block the compiler raises where it would silently give up, and compiles backward
-    together with forward. So every failure is known before any of the step has run."""
+    together with forward. So every failure is known before any of the step has run. It also caches
+    code that chooses attention kernels."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
+    import torch._inductor.config as inductor
 
     with ExitStack() as settings:
         if hasattr(dynamo, "fail_on_recompile_limit_hit"):
             settings.enter_context(dynamo.patch(fail_on_recompile_limit_hit=True))
         if hasattr(functorch, "force_non_lazy_backward_lowering"):
             settings.enter_context(functorch.patch(force_non_lazy_backward_lowering=True))
+        known = getattr(inductor, "unsafe_marked_cacheable_functions", None)
+        if known is not None:
+            both = _CACHEABLE | known
+            settings.enter_context(inductor.patch(unsafe_marked_cacheable_functions=both))
         yield
 
 

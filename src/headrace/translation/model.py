@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from headrace.errors import TranslationError
@@ -335,8 +336,7 @@ class _CrossAttention(nn.Module):
 
 
 def _sdpa_kernels(mask: Mask) -> AbstractContextManager[object]:
-    """Choose SDPA's kernels, unless flex_attention runs: PyTorch's autograd cache does not store
-    compiled code that makes this choice."""
+    """Choose SDPA's kernels, unless flex_attention runs instead."""
     return sdpa_kernel(_ATTENTION) if mask is None or isinstance(mask, Tensor) else nullcontext()
 
 
@@ -348,7 +348,24 @@ def _attention_dropout(settings: ModelSettings) -> float:
 def _feed_forward(settings: ModelSettings) -> nn.Sequential:
     widen = nn.Linear(settings.width, settings.inner)
     narrow = nn.Linear(settings.inner, settings.width)
-    return nn.Sequential(widen, nn.ReLU(), nn.Dropout(settings.dropout), narrow)
+    # The second part was dropout: names in weight files count the parts.
+    return nn.Sequential(widen, _ReluDropout(settings.dropout), nn.Identity(), narrow)
+
+
+class _ReluDropout(nn.Module):
+    """ReLU, then dropout."""
+
+    def __init__(self, dropout: float) -> None:
+        super().__init__()
+        self.dropout = dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not (self.training and self.dropout and torch.compiler.is_compiling()):
+            return functional.dropout(functional.relu(x), self.dropout, self.training)
+        # In compiled code, backward of ReLU and of dropout would keep a mask each. One is enough.
+        # NaN is kept, as in ReLU.
+        kept = torch.rand(x.shape, device=x.device, dtype=torch.float32) >= self.dropout
+        return torch.where(kept & ~(x <= 0), x / (1 - self.dropout), 0)
 
 
 # Attribute names are keys in weight files: do not rename them.
