@@ -287,6 +287,10 @@ def form_of(
     found = expression.form() if expression is not None else None
     if found in ("to", "pageable copy") and operation == "copy to pageable memory":
         found = "cpu"
+    elif (
+        found == "pageable copy" and not operation and expression and expression.on_device is False
+    ):
+        found = "cpu"  # `host.copy_(x)`, of which CUDA says only that it waits
     if found is None and any(stem != "_tensor" for stem, _ in functions):
         found = "inside PyTorch"
     found = found or _OPERATIONS.get(operation, "other")
@@ -316,7 +320,7 @@ class Expression:
 
     node: ast.AST
     parent: ast.AST | None
-    #: For `x.to(…)`: whether x lay on the device; None: not known.
+    #: For `x.to(…)` and `x.copy_(…)`: whether x lay on the device; None: not known.
     on_device: bool | None = None
 
     def form(self) -> str | None:

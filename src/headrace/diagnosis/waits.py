@@ -9,6 +9,7 @@ The fake device tells its hidden waits.
 
 from __future__ import annotations
 
+import ast
 import linecache
 import sys
 import warnings
@@ -115,11 +116,19 @@ def _expression(frame: FrameType) -> Expression | None:
     found = running_expression(frame.f_code, frame.f_lasti)
     if found is None:
         return None
-    moved = getattr(getattr(found.node, "func", None), "value", None)
-    value = frame.f_locals.get(getattr(moved, "id", ""))
+    value = _value(getattr(getattr(found.node, "func", None), "value", None), frame)
     if isinstance(value, torch.Tensor):
         return replace(found, on_device=value.device.type not in ("cpu", "meta"))
     return found
+
+
+def _value(node: ast.AST | None, frame: FrameType) -> object:
+    """What `x` or `self.x` is in a frame, without running any code; None if that is not known."""
+    if isinstance(node, ast.Name):
+        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+    if isinstance(node, ast.Attribute):
+        return getattr(_value(node.value, frame), "__dict__", {}).get(node.attr)
+    return None
 
 
 # --- watching -------------------------------------------------------------------------------------
