@@ -207,7 +207,7 @@ def tokenising(parts: Parts, mended: bool) -> Callable[[Any], None]:
     def step(batch: Any) -> None:
         if not mended:
             for word in text.split():  # slow
-                words.setdefault(word, len(words))
+                words.setdefault(word, len(words))  # slow
         parts.update(parts.loss(batch))
 
     return step

@@ -151,6 +151,9 @@ def test_the_page_has_the_code_around_each_line() -> None:
     assert python.gain_ms is not None
     assert 0 < python.gain_ms <= result.parts.host
     assert "line of Python between launches" in text_of(result)
+    observed.python_lines = [LineTime(line, None, 2.5, 0.4)]  # most of it was not sampled
+    assert result_of(observed).python_lines == ()
+    assert "spread over many short stretches" in result_of(observed).missing[0]
     page = diagnosis_page(result, "diagnosis.json")
     assert page.count(f'<span class="line"><i>{line.line}</i> {html.escape(text)}</span>') == 2
 

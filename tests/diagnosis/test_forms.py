@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+
 import pytest
 
 from headrace.diagnosis import forms
-from headrace.diagnosis.forms import FORMS, form_of
+from headrace.diagnosis.forms import FORMS, Expression, form_of
 
 PACKAGES = "/usr/lib/python3/site-packages"
 
@@ -44,3 +46,15 @@ def test_forms_of_libraries(
 ) -> None:
     found = [(f"{PACKAGES}/{file}", function) for file, function in libraries]
     assert form_of("aten::_local_scalar_dense", functions, None, found).name == form
+
+
+def test_a_copy_into_host_memory_reads_from_the_device() -> None:
+    node = ast.parse("host.copy_(x)", mode="eval").body
+    for on_device, operation, form in (
+        (False, "", "cpu"),
+        (True, "", "pageable copy"),
+        (None, "", "pageable copy"),
+        (False, "copy from pageable memory", "pageable copy"),
+        (None, "copy to pageable memory", "cpu"),
+    ):
+        assert form_of(operation, [], Expression(node, None, on_device)).name == form

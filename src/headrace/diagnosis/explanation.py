@@ -45,6 +45,8 @@ _WORKERS = 4
 _MAX_SPANS = 20_000
 #: How many lines get a replay of their own.
 _MAX_PREDICTED = 12
+#: The share of the idle time that samples of Python must cover.
+_MIN_SAMPLED = 0.5
 #: Lines of code before and after one in an excerpt.
 _AROUND = 3
 #: Gains below this share of a step are not worth a prediction.
@@ -246,7 +248,7 @@ def _python_lines(
 ) -> Iterator[PythonLine]:
     """The lines of Python between launches. What they would gain together is divided as the idle
     time is."""
-    if parts is None or step_ms is None:
+    if parts is None or step_ms is None or not _has_python_lines(seen):
         return
     gain_ms = None
     if replay is not None and replay.holds:
@@ -260,6 +262,11 @@ def _python_lines(
             gain_ms=None if gain_ms is None else gain_ms * one.idle_share,
             excerpt=_excerpt(one.called_from or one.line),
         )
+
+
+def _has_python_lines(seen: Observations) -> bool:
+    """Whether the samples cover most of the idle time: else they would name lines by chance."""
+    return sum(one.idle_share for one in seen.python_lines) >= _MIN_SAMPLED
 
 
 def key_of(wait: Wait) -> LineKey:
@@ -392,6 +399,10 @@ def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[s
         missing.append(
             f"no predictions: a replay of the trace differs from it by {replay.error:.0%}, more "
             f"than {MAX_ERROR:.0%}"
+        )
+    if seen.python_lines and not _has_python_lines(seen):
+        missing.append(
+            "no lines for Python between launches: it is spread over many short stretches"
         )
     if lines.joined_share is not None and lines.joined_share < 0.5 and lines.known:
         missing.append(

@@ -284,11 +284,13 @@ def form_of(
         for key in ((stem, ""), ("", function)):
             if key in _FUNCTIONS:
                 return FORMS[_FUNCTIONS[key]]
-    if not operation and expression is not None and expression.copies_to_host():
-        operation = "copy to pageable memory"
     found = expression.form() if expression is not None else None
     if found in ("to", "pageable copy") and operation == "copy to pageable memory":
         found = "cpu"
+    elif (
+        found == "pageable copy" and not operation and expression and expression.on_device is False
+    ):
+        found = "cpu"  # `host.copy_(x)`, of which CUDA says only that it waits
     if found is None and any(stem != "_tensor" for stem, _ in functions):
         found = "inside PyTorch"
     found = found or _OPERATIONS.get(operation, "other")
@@ -318,7 +320,7 @@ class Expression:
 
     node: ast.AST
     parent: ast.AST | None
-    #: For `x.to(…)` and `x.copy_(…)`: whether x lies on the device; None: not known.
+    #: For `x.to(…)` and `x.copy_(…)`: whether x lay on the device; None: not known.
     on_device: bool | None = None
 
     def form(self) -> str | None:
@@ -341,9 +343,6 @@ class Expression:
         if is_test or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
             return self._test_form(node)
         return None
-
-    def copies_to_host(self) -> bool:
-        return _called(self.node) == "copy_" and self.on_device is False
 
     def _is_test(self) -> bool:
         """Whether the line branches on it: `if t.any():` waits at the branch, not in the call."""

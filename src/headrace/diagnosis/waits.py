@@ -10,7 +10,6 @@ The fake device tells its hidden waits.
 from __future__ import annotations
 
 import ast
-import inspect
 import linecache
 import sys
 import warnings
@@ -117,19 +116,18 @@ def _expression(frame: FrameType) -> Expression | None:
     found = running_expression(frame.f_code, frame.f_lasti)
     if found is None:
         return None
-    value = _value_of(getattr(getattr(found.node, "func", None), "value", None), frame)
+    value = _value(getattr(getattr(found.node, "func", None), "value", None), frame)
     if isinstance(value, torch.Tensor):
         return replace(found, on_device=value.device.type not in ("cpu", "meta"))
     return found
 
 
-def _value_of(node: ast.AST | None, frame: FrameType) -> object:
-    """The value of a name or of attributes of one, such as `batch.x`. No code runs for it: None if
-    it would have to."""
+def _value(node: ast.AST | None, frame: FrameType) -> object:
+    """What `x` or `self.x` is in a frame, without running any code; None if that is not known."""
     if isinstance(node, ast.Name):
         return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):
-        return inspect.getattr_static(_value_of(node.value, frame), node.attr, None)
+        return getattr(_value(node.value, frame), "__dict__", {}).get(node.attr)
     return None
 
 
