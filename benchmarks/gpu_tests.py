@@ -28,7 +28,8 @@ def main() -> None:
     arguments = parser.parse_args()
     command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "4", "-rA", "--timeout", "110"]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    outcomes = re.findall(r"^(PASSED|FAILED|ERROR|SKIPPED) (tests/\S+)", run.stdout, re.MULTILINE)
+    line = r"^(PASSED|FAILED|ERROR|SKIPPED) (tests/.+?)(?: - .*)?$"
+    outcomes = re.findall(line, run.stdout, re.MULTILINE)
     tests = {name: outcome.lower() for outcome, name in outcomes}
     if run.returncode:
         failures = run.stdout.partition("= FAILURES =")[2].partition("= PASSES =")[0]

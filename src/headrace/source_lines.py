@@ -32,7 +32,12 @@ class Site:
 
 
 def short_path(file: str) -> str:
-    """A path as one would type it: relative to the working directory if it is below it."""
+    """A path as a reader knows it: of an installed package from its name on, of other files
+    relative to the working directory if it contains them."""
+    for folder in ("site-packages", "dist-packages"):
+        _, found, inside = file.rpartition(f"{os.sep}{folder}{os.sep}")
+        if found:
+            return inside
     try:
         return str(Path(file).relative_to(Path.cwd()))
     except ValueError:
