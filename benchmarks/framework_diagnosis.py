@@ -10,6 +10,7 @@ has each diagnosis without its timeline. The last lines are a table.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -76,7 +77,9 @@ def diagnosed(name: str, options: Any) -> dict[str, Any]:
         if not stored.exists():
             return {"error": f"exit code {done.returncode}", "text": done.stderr[-3000:]}
         diagnosis = DiagnosisResult.read(stored)
-    values = diagnosis.to_dict()
+    # Without paths of this machine.
+    values = json.loads(json.dumps(diagnosis.to_dict()).replace(f"{FOLDER}{os.sep}", ""))
+    values["environment"]["command"] = f"headrace diagnose {name}.py"
     del values["timeline"]
     return {"exit_code": done.returncode, "diagnosis": values, "text": text_of(diagnosis)}
 

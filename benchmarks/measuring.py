@@ -55,8 +55,15 @@ def interleaved_ms(
 
 
 def header(script: str) -> dict[str, Any]:
-    """The command, date and versions that every stored result has."""
-    arguments = [word for word in sys.argv[1:] if word != "--out" and not word.endswith(".json")]
+    """The command, date and versions that every stored result has. The command is without the
+    options that name files to write."""
+    written, arguments = ("--out", "--html", "--traces"), []
+    words = iter(sys.argv[1:])
+    for word in words:
+        if word in written:
+            next(words, None)
+        else:
+            arguments.append(word)
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else None
     return {
         "command": " ".join(["python", f"benchmarks/{script}", *arguments]),
