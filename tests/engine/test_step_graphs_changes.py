@@ -438,3 +438,81 @@ def test_a_teacher_in_the_loss_changes_during_an_epoch(
     assert engine.graphs is not None
     assert engine.graphs.captures == (1 if why else 2)
     assert (engine.graphs.why is None) if why is None else (why in str(engine.graphs.why))
+
+
+class Counting(torch.optim.AdamW):
+    """An optimizer of one's own whose Python code decides something."""
+
+    count = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.count += 1
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                parameter.mul_(0.5 if self.count % 5 == 0 else 1.0)
+        return super().step(closure)
+
+
+class Made(nn.Module):
+    """A module that makes a layer at its first call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.made = nn.Linear(8, 3), nn.ModuleDict()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "last" not in self.made:
+            self.made["last"] = nn.Dropout(0.0)
+        hidden: torch.Tensor = self.made["last"](self.first(x))
+        return hidden * (2.0 if self.made["last"].p == 0 else 3.0)
+
+
+def _let_memory_move(engine: Any) -> None:
+    for parameter in engine.model.parameters():
+        parameter.data = parameter.data.clamp(-0.1, 0.1)
+
+
+def _change_what_was_made(engine: Any) -> None:
+    if engine.updates == 8:
+        engine.model.made["last"].p = 1e-9
+
+
+@pytest.mark.parametrize(
+    ("model", "make", "after_each", "why"),
+    [
+        (None, lambda p: Counting(p, lr=0.01, fused=True), lambda engine: None, "Counting.count"),
+        (None, adamw, _let_memory_move, "gets other memory from batch to batch"),
+        (Made, adamw, _change_what_was_made, None),
+        (lambda: nn.Sequential(nn.Linear(8, 3), Sparse()), adamw, lambda engine: None, "sparse"),
+    ],
+)
+def test_what_happens_at_every_batch(
+    model: Any, make: Optimizer, after_each: Callable[[Any], object], why: str | None
+) -> None:
+    found = []
+    for plan in (Plan.preset("pipeline"), GRAPH):
+        with FakeDevice() as device:
+            torch.manual_seed(0)
+            chosen = make_model(device) if model is None else model().to(device.torch_device)
+            engine = Engine(chosen, make(list(chosen.parameters())), loss, plan=plan, device=device)
+            for _ in engine.steps(data(16)):
+                after_each(engine)
+            assert engine.last_result is not None
+            found.append((engine.last_result.losses, weights(engine)))
+            report = engine.graphs
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    assert report is not None
+    assert (report.why is None) if why is None else (why in str(report.why))
+    assert (report.replays > 0) is (why is None or "memory" in why)
+
+
+class Sparse(nn.Module):
+    """Has a sparse buffer, which no graph can use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("adjacency", torch.eye(3).to_sparse())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x

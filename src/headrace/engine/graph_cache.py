@@ -46,7 +46,8 @@ _EQUAL_TO_THEMSELVES = (
 
 class CapturedWork(Generic[Result]):
     """One graph with its inputs. `result` is what the work returned at capture; each replay
-    overwrites its memory. `written` are the positions of inputs that the work changes."""
+    overwrites its memory. `written` are the positions of inputs that the work changes. `uses` are
+    tensors that must live as long as the graph."""
 
     def __init__(
         self, inputs: list[torch.Tensor], written: list[int], graph: Graph, result: Result
@@ -54,6 +55,7 @@ class CapturedWork(Generic[Result]):
         self._inputs, self._written = inputs, written
         self._graph = graph
         self.result = result
+        self.uses: list[torch.Tensor] = []
 
     def replay(self, leaves: list[torch.Tensor]) -> Result:
         """Run the graph on the tensors of another batch, on the current stream."""

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+import torch
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
@@ -56,6 +57,11 @@ def state_obstacle(state: StepState) -> str | None:
                 f"with fp16 and {name} the host reads back after every step whether a gradient "
                 "was infinite: make the optimizer with fused=True, or use bf16"
             )
+    if (sparse := _sparse_part(state)) is not None:
+        return (
+            f"{sparse} is sparse, and the memory of a sparse tensor changes from batch to batch: "
+            "use a dense one"
+        )
     for owner, hook in _hooks(state):
         if not _is_torchs(hook):
             return (
@@ -83,6 +89,18 @@ def _distributed_obstacle(parts: StepParts) -> str | None:
                 "with DDP and accumulation only a group's last batch averages gradients, so its "
                 "batches differ: use accumulate = 1, or a plan with graphs = off"
             )
+    return None
+
+
+def _sparse_part(state: StepState) -> str | None:
+    """A sparse parameter or buffer, or a module with sparse gradients, in words."""
+    for model in state.modules:
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            if tensor.layout is not torch.strided:
+                return f"{name!r}"
+        for name, module in model.named_modules():
+            if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
+                return f"the gradient of {name!r}"
     return None
 
 

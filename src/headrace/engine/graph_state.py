@@ -71,6 +71,7 @@ class StateMemory:
     def _look(self) -> tuple[list[Any], ...]:
         return (
             list(map(torch.Tensor.data_ptr, self._tensors)),
+            list(map(torch.Tensor.stride, self._tensors)),
             list(map(_REQUIRES_GRAD, self._tensors)),
             list(map(_TRAINING, self._modules)),
         )

@@ -29,6 +29,14 @@ from headrace.parallel import unwrap
 _STEADY_BATCHES = 10
 # After this many frequent changes the step is no longer captured.
 _MAX_FREQUENT_CHANGES = 3
+GRADIENTS_REPLACED = (
+    "gradients are replaced between batches, and a graph would write to the old ones: change them "
+    "in place, as p.grad.mul_(…) does"
+)
+MEMORY_MOVES = (
+    "the model or the optimizer gets other memory from batch to batch, and a graph would use the "
+    "old: write to it in place, as p.data.copy_(…) does"
+)
 # Entries of a parameter group that are not compared: the parameters, what a scheduler remembers,
 # and what a capture sets.
 _NO_SETTINGS = ("params", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr")
@@ -44,6 +52,7 @@ class FrozenValues:
         self._state, self._more_settings = state, more_settings
         self._settings: tuple[Hashable, ...] | None = None
         self._python: PythonState | None = None
+        self._modules: list[torch.nn.Module] = []
         self._batches_since_change = self._frequent_changes = 0
         self._hooks_checked = -1
         # The settings of all parameter groups, which are read again only after one has changed.
@@ -51,24 +60,24 @@ class FrozenValues:
         self._group_entries = SameEntries((), ())
         self._group_settings: tuple[Hashable, ...] = ()
 
-    def check(self, *, gradients_replaced: bool = False) -> bool:
+    def check(self, replaced: str | None = None, *, after_new_shape: bool = False) -> bool:
         """Call before each batch. Returns whether a value differs from what graphs were captured
         with, so that they must be dropped. Raises `CaptureError` if values change too often.
-        `gradients_replaced`: the user has given parameters other gradients than graphs write to."""
+        `replaced` says which memory is another than graphs use, and what to do.
+        `after_new_shape`: the batch before was the first of its shape. What it has changed, such as
+        a cache by shape, does not count as often."""
         self._batches_since_change += 1
         changed = self._python_state().changed()
         self._check_new_hooks()
         settings, before = self._frozen_settings(), self._settings
-        if settings == before and changed is None and not gradients_replaced:
+        if settings == before and changed is None and replaced is None:
             return False
         if before is not None:
-            self._frequent_changes += self._batches_since_change < _STEADY_BATCHES
-            if self._frequent_changes == _MAX_FREQUENT_CHANGES:
-                if gradients_replaced:
-                    raise CaptureError(
-                        "gradients are replaced between batches, and a graph would write to the "
-                        "old ones: change them in place, as p.grad.mul_(…) does"
-                    )
+            is_frequent = self._batches_since_change < _STEADY_BATCHES and not after_new_shape
+            self._frequent_changes += is_frequent
+            if is_frequent and self._frequent_changes == _MAX_FREQUENT_CHANGES:
+                if replaced is not None:
+                    raise CaptureError(replaced)
                 raise CaptureError(
                     str(changed)
                     if changed is not None
@@ -86,6 +95,14 @@ class FrozenValues:
             self._hooks_checked = RemovableHandle.next_id
             if (obstacle := state_obstacle(self.state)) is not None:
                 raise CaptureError(obstacle)
+
+    def modules_changed(self) -> bool:
+        """Whether the step has other modules than when its values were searched for, because one
+        was made or replaced since."""
+        now = self._state.all_modules()
+        return self._python is not None and (
+            len(now) != len(self._modules) or not all(map(operator.is_, now, self._modules))
+        )
 
     def note_capture(self) -> None:
         """Call after a capture: graphs now hold the present values."""
@@ -118,15 +135,22 @@ class FrozenValues:
             undo.callback(self._python.restore)
         return undo
 
-    def find_again(self) -> None:
-        """Look for Python values again before the next batch: the model has other modules."""
-        self._python = None
+    def find_again(self, state: StepState | None = None) -> None:
+        """Look for Python values again before the next batch: the model has other modules, or the
+        step has another `state`."""
+        self._state = state or self._state
+        self._python, self._modules = None, []
+
+    def find(self) -> None:
+        """Look for Python values now. Raises `CaptureError` if one prevents a capture."""
+        self._python_state()
 
     def _python_state(self) -> PythonState:
         if self._python is None:
             state = self._state
             modules = tuple(map(unwrap, state.modules))
-            self._python = PythonState(state.device, state.function, modules)
+            self._python = PythonState(state.device, state.function, (*modules, *state.optimizers))
+            self._modules = state.all_modules()
             if (compiled := self._python.owners().own_graphs) is not None:
                 raise CaptureError(describe_own_graphs(compiled))
             if (iterator := self._python.iterator()) is not None:

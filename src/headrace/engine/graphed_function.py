@@ -45,7 +45,7 @@ from headrace.engine.carry import CarriedState, Carry
 from headrace.engine.graph_cache import CapturedWork, GraphCache, signature
 from headrace.engine.graph_obstacles import state_obstacle
 from headrace.engine.graph_state import StateBeforeCapture, StateMemory
-from headrace.engine.graph_values import FrozenValues
+from headrace.engine.graph_values import MEMORY_MOVES, FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.loss_output import map_tensors, parts_of
 from headrace.engine.step_graphs import (
@@ -170,10 +170,10 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._capturable: list[CapturableOptimizer] = []
         # Of the captured graphs: the memory they use, and tensors that must not be freed.
         self._memory: StateMemory | None = None
-        self._kept_alive: list[torch.Tensor] = []
         #: Calls that were replays.
         self.replays = 0
         self._one_by_one = 0
+        self._was_new_shape = False
         self._why_eager: str | None = None
         if not device.captures:
             self._give_up(f"{device} captures no graphs")
@@ -186,11 +186,13 @@ class GraphedFunction(Generic[Arguments, Returned]):
             return self._run(call)
         found = self._found
         captured = self._graph_for(found, key, call)
+        self._was_new_shape = False
         if captured is not None:
             return self._replay(captured, call)
         self._one_by_one += 1
         if self._why_eager is None:
             self._graphs.find(key)  # counts the call; graphs have keys with gradients
+            self._was_new_shape = self._graphs.uses(key) == 1
             if self._watch.wants(hash(key), self._graphs.uses(key)):
                 return self._run_watched(found, key, call)
         return self._run(call)
@@ -229,9 +231,10 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     # --- what the step uses -----------------------------------------------------------------------
 
-    def _search(self) -> _Found | None:
-        """Find the step's modules, optimizers and scalers, and the values that it can read. None if
-        a lazy module has no parameters yet: search again after the next call."""
+    def _search(self, values: FrozenValues | None = None) -> _Found | None:
+        """Find the step's modules, optimizers and scalers, and the values that it can read: again,
+        if there are `values` of an earlier search. None if a lazy module has no parameters yet:
+        search again after the next call."""
         state = StepState.find(
             self._device,
             self._step,
@@ -247,8 +250,12 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 )
         if any(map(is_lazy, state.tensors())):
             return None
-        values = FrozenValues(state)
-        values.check()
+        if values is None:
+            values = FrozenValues(state)
+            values.check()
+        else:
+            values.find_again(state)
+            values.find()
         leaves = [one for one in values.tensors() if one.requires_grad and one.is_leaf]
         return _Found(state, values, list(unique((*state.parameters(), *leaves))))
 
@@ -310,12 +317,19 @@ class GraphedFunction(Generic[Arguments, Returned]):
                     return None
             else:
                 was_reset = any(optimizer.was_reset for optimizer in self._capturable)
-                moved = self._memory is not None and self._memory.has_moved()
-                if self._found.values.check() or was_reset or moved:
+                moved = self._has_moved(self._found)
+                replaced = MEMORY_MOVES if moved else None
+                if self._found.values.check(replaced, after_new_shape=self._was_new_shape):
                     self._drop_graphs()
                     self._watch.forget()
-                    if was_reset:
-                        self._make_capturable(self._found.state)
+                if moved:  # the step may have other modules and parameters now
+                    self._found = self._search(self._found.values)
+                    if self._found is None:
+                        return None
+                if was_reset:
+                    self._drop_graphs()
+                    self._watch.forget()
+                    self._make_capturable(self._found.state)
             kind = self._device.torch_device.type
             modes = (
                 torch.is_grad_enabled(),
@@ -331,6 +345,11 @@ class GraphedFunction(Generic[Arguments, Returned]):
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
+
+    def _has_moved(self, found: _Found) -> bool:
+        """Whether the step uses other memory than graphs do, or has got other modules since it was
+        searched."""
+        return found.values.modules_changed() if self._memory is None else self._memory.has_moved()
 
     def _graph_for(self, found: _Found, key: Hashable, call: Any) -> CapturedWork[_Outcome] | None:
         """The graph for this call, captured now if it is due; None: run the step eagerly."""
@@ -445,8 +464,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._own_gradients |= {
             gradient.data_ptr() for _, gradient in captured.result.gradients if gradient is not None
         }
-        # A graph must not outlive the tensors it uses.
-        self._kept_alive += [*self._known_tensors(found), *entry, *self._watch.read_by(hash(key))]
+        captured.uses = [*self._known_tensors(found), *entry, *self._watch.read_by(hash(key))]
         return captured
 
     def _work_to_capture(self, found: _Found, used: frozenset[int], call: Any) -> _Outcome:
@@ -499,12 +517,14 @@ class GraphedFunction(Generic[Arguments, Returned]):
         """Stop capturing for good: run all later calls eagerly. Log why."""
         self._why_eager = why
         self._drop_graphs()
+        self._watch.forget()
+        if self._found is not None:
+            self._found.values.find_again()  # frees what it had found
         warn_not_captured(self._device, self._plan_name, why)
 
     def _drop_graphs(self) -> None:
         self._graphs.close()
         self._memory = None
-        self._kept_alive = []
         self._own_gradients.clear()
 
 

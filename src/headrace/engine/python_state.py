@@ -112,16 +112,15 @@ class StateOwners:
 
 
 class PythonState:
-    """A snapshot of the values that a step's function and its modules can read."""
+    """A snapshot of the values that a step's function and its `parts`, modules and optimizers, can
+    read."""
 
-    def __init__(
-        self, device: Device, function: object, modules: tuple[torch.nn.Module, ...]
-    ) -> None:
-        self._device, self._function, self._modules = device, function, modules
+    def __init__(self, device: Device, function: object, parts: tuple[object, ...]) -> None:
+        self._device, self._function, self._parts = device, function, parts
         self._found = self._search()
 
     def _search(self) -> _Search:
-        return _Search(self._device, self._function, self._modules)
+        return _Search(self._device, self._function, self._parts)
 
     def changed(self) -> ChangedValue | None:
         """The first value that differs from the snapshot. If there is one, take a new snapshot."""
@@ -315,13 +314,11 @@ class _Search:
     counts if some code that is reached names it. So the search is repeated until it finds no new
     names."""
 
-    def __init__(
-        self, device: Device, function: object, modules: tuple[torch.nn.Module, ...]
-    ) -> None:
+    def __init__(self, device: Device, function: object, parts: tuple[object, ...]) -> None:
         self._device = device
         self._own_package = _package_of(function)
         self._codes: dict[int, types.CodeType] = {}
-        self._names = {"forward"}
+        self._names = {"forward", "step"}  # what the engine calls
         known_names = 0
         while known_names != len(self._names):
             known_names = len(self._names)
@@ -333,8 +330,8 @@ class _Search:
             self._classes: set[type] = set()
             self._kept_alive: list[object] = []  # an `id` is unique only while its object lives
             self._follow(function, _name_of(function), 0)
-            for module in modules:
-                self._follow(module, type(module).__name__, 0)
+            for part in parts:
+                self._follow(part, type(part).__name__, 0)
         self._other_variables: list[_Variable] = []
         self._note_attributes()
 
@@ -457,6 +454,14 @@ class _Search:
                     self._add_getter(f"{name}.{slot}", get, functools.partial(setattr, value, slot))
                     self._follow(get(), f"{name}.{slot}", depth + 1)
 
+    def _own_optimizer(self, value: torch.optim.Optimizer, name: str, depth: int) -> None:
+        """Add what an optimizer of the user's own keeps besides its state, such as a count."""
+        for kind in type(value).__mro__:
+            if self._is_own(_file_of(kind)):
+                self._class(kind, name, depth)
+        named = self._names - {"state", "param_groups", "defaults"}
+        self._attributes(vars(value), f"{name}.", depth, only=named)
+
     def _class(self, kind: type, name: str, depth: int) -> None:
         """Follow a class's attributes and methods that code names, and all methods that syntax
         calls (`x[0]`, `x()`)."""
@@ -555,8 +560,10 @@ class _Search:
             self.owners.optimizers.append(value)
             if "param_groups" in self._names:
                 for at, group in enumerate(value.param_groups):
-                    settings = [key for key in group if key != "params"]
+                    # Graphs have their own way with the others.
+                    settings = [key for key in group if key not in ("params", "capturable", "lr")]
                     self._add_entries(group, settings, f"{name}.param_groups[{at}].")
+            self._own_optimizer(value, name, depth)
         elif isinstance(value, LRScheduler):
             self._add_getter(f"{name}.last_epoch", lambda: value.last_epoch)
         elif isinstance(value, ContextVar):

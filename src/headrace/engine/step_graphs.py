@@ -33,7 +33,7 @@ from headrace.engine.graph_state import (
     tensors_of,
 )
 from headrace.engine.graph_timing import TIMED_STEPS, GraphTiming
-from headrace.engine.graph_values import FrozenValues
+from headrace.engine.graph_values import GRADIENTS_REPLACED, MEMORY_MOVES, FrozenValues
 from headrace.engine.graph_watch import StepWatch
 from headrace.engine.loss_output import LossOutput, map_tensors
 from headrace.engine.stages import Finished, Launched, Standing
@@ -121,13 +121,13 @@ class StepGraphs:
         # parameters that the optimizer does not have, and with accumulation of all.
         self._with_fixed_gradients: list[torch.Tensor] = []
         self._fixed_gradients: list[torch.Tensor | None] = []
-        # Of the captured graphs: the memory they use, the tensors that must not be freed, and
-        # with accumulation the parameters (by `id`) to which each graph gives a gradient.
+        # Of the captured graphs: the memory they use, and with accumulation the parameters (by
+        # `id`) to which each graph gives a gradient.
         self._memory: StateMemory | None = None
-        self._kept_alive: list[torch.Tensor] = []
         self._reached_by: dict[Hashable, frozenset[int]] = {}
         self._capturable: CapturableOptimizer | None = None
         self._replays = self._one_by_one = 0
+        self._was_new_shape = False
         self._why_eager: str | None = None
         obstacle = capture_obstacle(parts)
         if obstacle is not None:
@@ -138,6 +138,7 @@ class StepGraphs:
         batch = fetched.batch
         key = self._key_for(batch) if self._why_eager is None else None
         captured = None if key is None else self._graph_for(key, batch)
+        self._was_new_shape = key is not None and self._graphs.uses(key) == 1
         if key is None or captured is None:
             self._one_by_one += 1
             watched = key is not None and self._why_eager is None and self._should_watch(key)
@@ -164,7 +165,7 @@ class StepGraphs:
     def load_state_dict(self, state: Mapping[str, Any] | None) -> None:
         """Restore the decision, and drop all graphs: the optimizer has another state by now."""
         group, timing = self._parts.group, self._timing
-        self._drop_graphs()
+        self._drop_graphs_and_rewatch()
         group.reached = self._with_gradients() if group.is_open else set()
         # An optimizer that was capturable stays so. In older states, without "prepared", all were.
         if state is not None and state.get("prepared", self._why_eager is None):
@@ -195,8 +196,8 @@ class StepGraphs:
         )
 
     def close(self) -> None:
-        """Drop all graphs. Shapes are captured again when they are due."""
-        self._drop_graphs()
+        """Drop all graphs. Shapes are watched and captured again when they are due."""
+        self._drop_graphs_and_rewatch()
 
     # --- one batch --------------------------------------------------------------------------------
 
@@ -209,10 +210,12 @@ class StepGraphs:
                 self._make_capturable()
             # If the user has replaced a gradient, a graph would write to the old tensor.
             now = map(_GRADIENT, self._with_fixed_gradients)
-            replaced = not all(map(operator.is_, now, self._fixed_gradients))
-            if self._memory is not None and self._memory.has_moved():
+            are_replaced = not all(map(operator.is_, now, self._fixed_gradients))
+            replaced = GRADIENTS_REPLACED if are_replaced else None
+            if self._has_moved():
                 self._follow_memory()
-            if self._values.check(gradients_replaced=replaced):
+                replaced = MEMORY_MOVES
+            if self._values.check(replaced, after_new_shape=self._was_new_shape):
                 self._drop_graphs_and_rewatch()
             carry = self._parts.carry
             if carry is None:
@@ -222,6 +225,11 @@ class StepGraphs:
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None
+
+    def _has_moved(self) -> bool:
+        """Whether the step uses other memory than graphs do, or has got other modules since its
+        values were searched for."""
+        return self._values.modules_changed() if self._memory is None else self._memory.has_moved()
 
     def _follow_memory(self) -> None:
         """Drop graphs whose memory is no longer the model's or the optimizer's."""
@@ -394,8 +402,7 @@ class StepGraphs:
             p for p in self._values.state.parameters() if p.grad is not None and id(p) not in own
         ]
         self._fixed_gradients = list(map(_GRADIENT, self._with_fixed_gradients))
-        # A graph must not outlive the tensors it uses.
-        self._kept_alive += [*self._known_tensors(), *self._watch.read_by(hash(key))]
+        captured.uses = [*self._known_tensors(), *self._watch.read_by(hash(key))]
         return captured
 
     def _ready_for_capture(self) -> ExitStack:
@@ -491,7 +498,8 @@ class StepGraphs:
     def _give_up(self, why: str) -> None:
         """Stop capturing for good: run all further batches eagerly, and log why."""
         self._why_eager = why
-        self._drop_graphs()
+        self._drop_graphs_and_rewatch()
+        self._values.find_again()  # frees what it had found
         release_graph_state(self._parts)
         warn_not_captured(self._parts.device, self._plan_name, why)
 
@@ -505,7 +513,6 @@ class StepGraphs:
         self._updates.close()
         self._with_fixed_gradients, self._fixed_gradients = [], []
         self._memory = None
-        self._kept_alive = []
         self._reached_by.clear()
 
     # --- graphs="auto" ----------------------------------------------------------------------------

@@ -242,4 +242,6 @@ class StepTracer(TorchDispatchMode):
 
 def storages(tensors: Iterable[torch.Tensor]) -> set[Storage]:
     """The storages (memory) of tensors."""
-    return {Storage(tensor.untyped_storage()) for tensor in tensors}
+    return {
+        Storage(tensor.untyped_storage()) for tensor in tensors if torch._C._has_storage(tensor)
+    }

@@ -146,10 +146,11 @@ def _new_facts(func: Any) -> _Facts:
 
 
 def _is_composite(func: Any, name: str) -> bool:
+    if name.startswith("prim::"):  # of which the dispatcher does not know
+        return False
     keys, has_kernel = torch._C.DispatchKey, func.has_kernel_for_dispatch_key
-    is_made_of_others = has_kernel(keys.CompositeImplicitAutograd)
     # Some have a kernel besides (silu_backward), which is what runs.
-    return not name.startswith("prim::") and is_made_of_others and not has_kernel(keys.CPU)
+    return has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)
 
 
 def is_composite(func: Any) -> bool:
