@@ -29,6 +29,15 @@ def test_a_program_sees_its_own_command_line_and_keeps_its_exit_code(
     assert (list(sys.argv), list(sys.path)) == before
 
 
+def test_a_program_has_its_own_future_imports_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("class A:\n    x: float = 0\nprint(A.__annotations__)", encoding="utf-8")
+    assert run_as_main(str(program), [], as_module=False) == 0
+    assert capsys.readouterr().out == "{'x': <class 'float'>}\n"
+
+
 def test_an_error_is_printed_without_our_frames(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

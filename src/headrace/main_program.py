@@ -74,7 +74,8 @@ def _run_script(path: Path) -> None:
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __cached__=None)
     with io.open_code(str(path)) as file:
-        code = compile(file.read(), str(path), "exec")
+        # Not inherited: this file's `from __future__` imports.
+        code = compile(file.read(), str(path), "exec", dont_inherit=True)
     ours = sys.modules["__main__"]
     sys.modules["__main__"] = main
     try:

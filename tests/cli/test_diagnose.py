@@ -197,6 +197,28 @@ def test_json_and_limits(folder: Path) -> None:
     assert run("--fake", *FAST, "--fail-on", "waits>1", "train.py", "plain", "99").exit_code == 0
 
 
+def test_what_was_not_measured_exceeds_every_limit(folder: Path) -> None:
+    done = run("--fake", *FAST, "--fail-on", "lines>9", "train.py", "plain", "3")
+    assert done.exit_code == 3
+    assert "--fail-on: lines was not measured in this run" in done.stderr
+    (folder / "on_cpu.py").write_text(
+        (folder / "train.py").read_text(encoding="utf-8").replace('"cuda" if', '"cpu" if'),
+        encoding="utf-8",
+    )
+    done = run("--fake", *FAST, "--fail-on", "waits>9", "on_cpu.py", "plain", "99")
+    assert done.exit_code == 3
+    assert "The script trains on the CPU" in done.stderr
+
+
+def test_a_thread_that_trains_may_have_somebody_waiting(folder: Path) -> None:
+    script = (folder / "train.py").read_text(encoding="utf-8")
+    script = script.replace("args=(kind, steps)).start()", "args=(kind, steps)).start(); WAIT")
+    script = script.replace("WAIT", "threading.Event().wait()")
+    (folder / "waits.py").write_text(script, encoding="utf-8")
+    done = run("--fake", *FAST, "waits.py", "in a thread", "1000")
+    assert done.stderr.endswith("waits.py was ended after 6 steps\n")
+
+
 def test_the_report_is_written(folder: Path) -> None:
     done = run("--fake", *FAST, "--html", "page.html", "train.py", "plain", "99")
     assert done.exit_code == 0

@@ -139,7 +139,7 @@ def test_the_page_has_the_code_around_each_line() -> None:
     code = Path(here).read_text(encoding="utf-8").splitlines()
     line = LineRecord(here, code.index(text) + 1, "", text)
     observed = seen(Loop(logging=9 * MS), [[Wait(FORMS["item"], line)]] * 3)
-    observed.python_lines = [LineTime(line, None, 2.5, 0.5)]
+    observed.python_lines = [LineTime(line, None, 9.0, 0.5)]
     result = result_of(observed)
     for one in (*result.lines, *result.python_lines):
         assert one.excerpt is not None
@@ -151,6 +151,8 @@ def test_the_page_has_the_code_around_each_line() -> None:
     assert python.gain_ms is not None
     assert 0 < python.gain_ms <= result.parts.host
     assert "line of Python between launches" in text_of(result)
+    observed.python_lines = [LineTime(line, None, 0.25, 0.5)]  # in other steps than were profiled
+    assert [one.idle_ms for one in result_of(observed).python_lines] == [0.25]
     observed.python_lines = [LineTime(line, None, 2.5, 0.4)]  # most of it was not sampled
     assert result_of(observed).python_lines == ()
     assert "spread over many short stretches" in result_of(observed).missing[0]

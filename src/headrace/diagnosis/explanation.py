@@ -109,10 +109,10 @@ def _outcome(seen: Observations, is_fake: bool) -> Outcome:
         return "no step"
     if seen.calls == 1:
         return "one step"
+    if seen.on_cpu and (seen.clean_ns or is_fake):
+        return "on the CPU"
     if not seen.clean_ns and not seen.waits:
         return "too few steps"
-    if seen.on_cpu:
-        return "on the CPU"
     if is_fake:
         return "lines only"
     return "complete" if seen.is_complete and seen.trace is not None else "partial"
@@ -258,8 +258,9 @@ def _python_lines(
             line=replace(one.line, file=short_path(one.line.file)),
             called_from=_shortened(one.called_from),
             ms=one.ms,
-            idle_ms=parts.host * one.idle_share,
-            gain_ms=None if gain_ms is None else gain_ms * one.idle_share,
+            # The profiled steps may have waited longer for Python than those that were sampled.
+            idle_ms=min(one.ms, parts.host * one.idle_share),
+            gain_ms=None if gain_ms is None else min(one.ms, gain_ms * one.idle_share),
             excerpt=_excerpt(one.called_from or one.line),
         )
 
@@ -447,7 +448,7 @@ def _verdict(result: DiagnosisResult) -> list[str]:
     if result.outcome == "on the CPU":
         return [
             "The script trains on the CPU: there is no GPU to keep busy.",
-            f"A step takes {result.step_ms:.1f} ms." if result.step_ms else "",
+            f"A step takes {result.step_ms:.1f} ms." if result.step_ms else "Nothing was checked.",
         ]
     if result.outcome == "lines only":
         return _fake_verdict(result)

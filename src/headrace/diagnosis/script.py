@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
+import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -97,6 +99,11 @@ class _Run:
             self._on_complete(self._complete)
         else:
             self._is_ended = True
+            if threading.current_thread() is not threading.main_thread():
+                # The main thread may wait for something that this thread will never do now.
+                main = threading.main_thread().ident
+                if main is not None and hasattr(signal, "pthread_kill"):
+                    signal.pthread_kill(main, signal.SIGINT)
             raise ProgramEnded
 
     def _explain(self, exit_code: int | None) -> DiagnosisResult:
@@ -158,7 +165,7 @@ def _figure(result: DiagnosisResult, name: str) -> float | None:
     if name == "races":
         return None if result.races is None else float(result.races)
     if name == "lines":
-        return float(len(result.lines))
+        return None if result.waits_per_step is None else float(len(result.lines))
     if result.step_ms is None or result.parts is None:
         return None
     if name == "idle":

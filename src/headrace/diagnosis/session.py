@@ -168,17 +168,23 @@ class Session:
             yield
         self._finder.settle()
         seen = self.seen
-        seen.device = seen.device or self._accelerator()
-        seen.on_cpu = seen.device is None
+        if self._is_fake:
+            places = self._weights_places()
+            seen.on_cpu = bool(places) and all(place.type != "cuda" for place in places)
+        else:
+            seen.device = self._accelerator()
+            seen.on_cpu = seen.device is None
         if not self._is_fake:
             yield from self._clean_window()
             if seen.device is not None:
                 yield from self._profiled_window(seen.device)
                 if seen.trace is not None:
                     yield from self._python_window(seen.device, seen.trace)
-        if seen.device is not None:
-            yield from self._lines_window(seen.device)
-            self._note_optimizers()
+        if seen.device is not None and not seen.on_cpu:
+            try:
+                yield from self._lines_window(seen.device)
+            finally:
+                self._note_optimizers()
 
     def _clean_window(self) -> Iterator[None]:
         self._synchronize()
@@ -278,17 +284,21 @@ class Session:
         cuda: Any = torch.get_device_module("cuda")
         if not (cuda.is_initialized() and cuda.is_available()):
             return None
-        places = [
+        places = self._weights_places()
+        on_gpu = [place for place in places if place.type == "cuda"]
+        if on_gpu:
+            return open_device(on_gpu[0])
+        return None if places else open_device("cuda")
+
+    def _weights_places(self) -> list[torch.device]:
+        """Where the weights are that the optimizers train: of each group, the first one's."""
+        return [
             weight.device
             for optimizer in list(self._optimizers)
             if isinstance(optimizer, torch.optim.Optimizer)
             for group in optimizer.param_groups
             for weight in group["params"][:1]
         ]
-        on_gpu = [place for place in places if place.type == "cuda"]
-        if on_gpu:
-            return open_device(on_gpu[0])
-        return None if places else open_device("cuda")
 
     def _synchronize(self) -> None:
         if self.seen.device is not None:

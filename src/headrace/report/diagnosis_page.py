@@ -54,7 +54,8 @@ def diagnosis_page(result: DiagnosisResult, source: str) -> str:
         "timeline_group": timeline_group([("steps", timeline)])
         if has_timeline and timeline is not None
         else None,
-        "is_fake": result.outcome == "lines only",
+        "is_fake": result.races is not None,
+        "was_watched": result.waits_per_step is not None,
         "remarks": [*result.notes, *result.missing],
         "environment": environment_view(environment, _settings(result)),
     }
