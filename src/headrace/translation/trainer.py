@@ -297,7 +297,7 @@ class Trainer:
         why = why_padded(self.settings, data, self._ranks)
         self._choose(packed=self._ranks.broadcast("on" if why is None else "off", Ledger()))
         if why is not None:
-            log.info("batches are padded: %s", why)
+            log.debug("batches are padded: %s", why)
 
     def _choose(self, **choice: str) -> None:
         """Set what was left to the trainer. `config.yaml` gets it, too, so that the run keeps it
