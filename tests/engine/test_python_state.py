@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import configparser
 import random
-from collections import deque
-from types import SimpleNamespace
+import sys
+import types
+import weakref
+from collections import ChainMap, OrderedDict, deque
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -142,3 +148,134 @@ def test_cyclic_references_end() -> None:
     assert state.changed() is None
     ring.append(1)
     assert state.changed() is not None
+
+
+def test_keys_and_their_order_are_compared() -> None:
+    box, ordered = {"a": True}, OrderedDict(a=1.0, b=1.0)
+    by_tensor = {torch.ones(3): 1.5}
+    state = state_of(lambda model, batch: ("b" in box, next(iter(ordered)), by_tensor))
+    assert state.changed() is None
+    box["b"] = box.pop("a")
+    assert state.changed() is not None
+    ordered.move_to_end("a")
+    assert state.changed() is not None
+    by_tensor[torch.ones(3)] = by_tensor.pop(next(iter(by_tensor)))
+    assert state.changed() is not None
+    assert state.changed() is None
+
+
+def test_an_equal_container_is_watched_instead_of_the_one_it_replaces() -> None:
+    space, box = SimpleNamespace(scales=[1.0, 1.0]), {"scales": [1.0]}
+    held = [1.0]
+    state = state_of(lambda model, batch: (space.scales[0], box["scales"], held))
+    for replace, mutate in (
+        (lambda: setattr(space, "scales", [1.0, 1.0]), lambda: space.scales.append(1.0)),
+        (lambda: box.update(scales=[1.0]), lambda: box["scales"].append(1.0)),
+    ):
+        replace()
+        assert state.changed() is None
+        mutate()
+        assert state.changed() is not None
+    held = [1.0]
+    assert state.changed() is None
+    held.append(1.0)
+    assert state.changed() is not None
+
+
+def test_a_file_that_is_written_is_no_iterator(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    model.out = sys.stdout  # type: ignore[assignment]
+    with (tmp_path / "log").open("w") as log:
+        assert state_of(lambda model, batch: log.write("x"), model).iterator() is None
+    with (tmp_path / "log").open() as log:
+        assert state_of(lambda model, batch: next(log), model).iterator() is not None
+
+
+class Settings(dict[str, float]):
+    """A dict with attributes."""
+
+    def __init__(self) -> None:
+        self.beta = 1.0
+
+
+class Base:
+    weight = 1.0
+
+
+class Derived(Base):
+    pass
+
+
+def with_default(beta: float = 1.0) -> float:
+    return beta
+
+
+@pytest.fixture
+def read() -> SimpleNamespace:
+    """What a step reads, in the table below."""
+    parser = configparser.ConfigParser()
+    parser.read_dict({"a": {"beta": "1.0"}})
+    inner, key = {"beta": 1.0}, Base()
+    return SimpleNamespace(
+        settings=Settings(),
+        chain=ChainMap({"beta": 1.0}),
+        inner=inner,
+        proxy=MappingProxyType(inner),
+        parser=parser,
+        key=key,
+        by_key=weakref.WeakKeyDictionary({key: 1.0}),
+        derived=type("Fresh", (Derived,), {"__module__": __name__})(),
+        space=SimpleNamespace(warm=1),
+        function=types.FunctionType(with_default.__code__, globals(), "fresh", (1.0,)),
+    )
+
+
+NOTICED: dict[str, tuple[Any, Any]] = {
+    "an attribute of a dict": (
+        lambda read: read.settings.beta,
+        lambda read: setattr(read.settings, "beta", 2.0),
+    ),
+    "a ChainMap": (lambda read: read.chain["beta"], lambda read: read.chain.update(beta=2.0)),
+    "a MappingProxyType": (
+        lambda read: read.proxy["beta"],
+        lambda read: read.inner.update(beta=2.0),
+    ),
+    "a ConfigParser": (
+        lambda read: read.parser.getfloat("a", "beta"),
+        lambda read: read.parser.set("a", "beta", "2.0"),
+    ),
+    "a WeakKeyDictionary": (
+        lambda read: read.by_key.values(),
+        lambda read: read.by_key.update({read.key: 2.0}),
+    ),
+    "a name that appears on a class": (
+        lambda read: read.derived.weight,
+        lambda read: setattr(type(read.derived), "weight", 2.0),
+    ),
+    "an attribute for another": (
+        lambda read: getattr(read.space, "cold", 1.0),
+        lambda read: (delattr(read.space, "warm"), setattr(read.space, "cold", 2.0)),
+    ),
+    "default arguments": (
+        lambda read: read.function(),
+        lambda read: setattr(read.function, "__defaults__", (2.0,)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTICED)
+def test_what_is_noticed(read: SimpleNamespace, name: str) -> None:
+    look, change = NOTICED[name]
+    state = state_of(lambda model, batch: look(read))
+    assert state.changed() is None
+    change(read)
+    assert state.changed() is not None
+    assert state.changed() is None
+
+
+def test_a_class_gets_its_attributes_back(read: SimpleNamespace) -> None:
+    state = state_of(lambda model, batch: read.derived.weight)
+    type(read.derived).weight = 2.0
+    state.restore()
+    assert "weight" not in vars(type(read.derived))
+    assert state.changed() is None
