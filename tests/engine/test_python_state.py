@@ -12,11 +12,12 @@ from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
 
-from headrace.device import open_device
+from headrace.device import Device, open_device
 from headrace.engine.python_state import PythonState
 
 DEVICE = open_device("cpu")
@@ -210,6 +211,35 @@ def with_default(beta: float = 1.0) -> float:
     return beta
 
 
+class Slots:
+    __slots__ = ("beta",)
+
+
+class Lazy:
+    """Has no attribute yet, and says so in its own way."""
+
+    __slots__ = ("beta",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def with_import(read: Any) -> Any:
+    import imported_by_a_loss  # type: ignore[import-not-found]
+
+    return imported_by_a_loss.beta
+
+
+def with_import_from(read: Any) -> Any:
+    from imported_by_a_loss import beta
+
+    return beta
+
+
+IMPORTED = types.ModuleType("imported_by_a_loss")
+IMPORTED.__file__ = __file__
+
+
 @pytest.fixture
 def read() -> SimpleNamespace:
     """What a step reads, in the table below."""
@@ -226,6 +256,9 @@ def read() -> SimpleNamespace:
         by_key=weakref.WeakKeyDictionary({key: 1.0}),
         derived=type("Fresh", (Derived,), {"__module__": __name__})(),
         space=SimpleNamespace(warm=1),
+        weight=torch.ones(2, requires_grad=True),
+        slots=Slots(),
+        lazy=Lazy(),
         function=types.FunctionType(with_default.__code__, globals(), "fresh", (1.0,)),
     )
 
@@ -260,12 +293,25 @@ NOTICED: dict[str, tuple[Any, Any]] = {
         lambda read: read.function(),
         lambda read: setattr(read.function, "__defaults__", (2.0,)),
     ),
+    "an imported module": (with_import, lambda read: setattr(IMPORTED, "beta", 2.0)),
+    "an imported name": (with_import_from, lambda read: setattr(IMPORTED, "beta", 2.0)),
+    "an attribute of a tensor": (
+        lambda read: getattr(read.weight, "reg", 1.0),
+        lambda read: setattr(read.weight, "reg", 2.0),
+    ),
+    "a slot": (lambda read: read.slots.beta, lambda read: setattr(read.slots, "beta", 2.0)),
+    "a slot of an object that raises": (
+        lambda read: read.lazy.beta,
+        lambda read: setattr(read.lazy, "beta", 2.0),
+    ),
 }
 
 
 @pytest.mark.parametrize("name", NOTICED)
-def test_what_is_noticed(read: SimpleNamespace, name: str) -> None:
+def test_what_is_noticed(read: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     look, change = NOTICED[name]
+    monkeypatch.setitem(sys.modules, IMPORTED.__name__, IMPORTED)
+    monkeypatch.setattr(IMPORTED, "beta", 1.0, raising=False)
     state = state_of(lambda model, batch: look(read))
     assert state.changed() is None
     change(read)
@@ -279,3 +325,56 @@ def test_a_class_gets_its_attributes_back(read: SimpleNamespace) -> None:
     state.restore()
     assert "weight" not in vars(type(read.derived))
     assert state.changed() is None
+
+
+def test_what_a_weak_reference_leads_to_may_end() -> None:
+    target = Trainer()
+    weak = weakref.ref(target)
+    state = state_of(lambda model, batch: weak().weight)  # type: ignore[union-attr]
+    target.weight = 2.0
+    assert state.changed() is not None
+    del target
+    assert weak() is None
+    assert state.changed() is not None
+
+
+def test_the_settings_of_a_library_s_model_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's code reads them, which the search does not enter."""
+    library = types.ModuleType("a_library")
+    library.__file__ = "/lib/site-packages/a_library/__init__.py"
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    config = type("Config", (), {"__module__": "a_library"})()
+    config.scale = 1.0
+    model = type("Model", (nn.Linear,), {"__module__": "a_library"})(1, 1)
+    model.config = config
+    state = state_of(lambda model, batch: model(batch), model)
+    assert state.changed() is None
+    config.scale = 2.0
+    changed = state.changed()
+    assert changed is not None
+    assert changed.name == "Model.config.scale"
+
+
+def test_a_replaced_submodule_is_followed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    state = state_of(lambda model, batch: model(batch), model)
+    model[1] = nn.Dropout(0.1)
+    assert state.changed() is not None
+    model[1].p = 0.2
+    assert state.changed() is not None
+
+
+def test_tensors_on_the_host_are_compared_by_value(fake_device: Device) -> None:
+    array, host = numpy.ones(2), torch.tensor([1.0, float("nan")])
+    of_array, single = torch.from_numpy(array), torch.tensor(True)
+    state = PythonState(fake_device, lambda batch: (host, of_array, single), ())
+    host.mul_(1.0)
+    assert state.changed() is None
+    for change in (
+        lambda: host.data.fill_(2.0),
+        lambda: array.fill(2.0),
+        lambda: single.logical_not_(),
+    ):
+        change()
+        assert state.changed() is not None
+        assert state.changed() is None

@@ -39,6 +39,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from headrace.device import Device
@@ -61,6 +62,7 @@ _CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), Enum)
 _COMPARED_BY_VALUE = (numpy.generic, torch.dtype, torch.device, types.MethodType, PurePath, range)
 # Attributes that every module has. They are compared elsewhere, or do not affect its results.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+_OF_EVERY_TENSOR = frozenset(dir(torch.Tensor))
 # Methods that change the object they are called on.
 _MUTATING_METHODS = {
     "append",
@@ -417,11 +419,13 @@ class _Search:
             self.owners = StateOwners()
             self.iterator: tuple[str, Site | None] | None = None
             self._seen: set[int] = set()
+            self._with_settings: set[int] = set()
             self._classes: set[type] = set()
             self._kept_alive: list[object] = []  # an `id` is unique only while its object lives
             self._follow(function, _name_of(function), 0)
             for module in modules:
                 self._follow(module, type(module).__name__, 0)
+        self._kept_alive.clear()  # what only a weak reference leads to may end
         self._other_variables: list[_Variable] = []
         #: Whether an equal container has replaced one: its items are to be watched instead.
         self.is_outdated = False
@@ -476,7 +480,7 @@ class _Search:
         if isinstance(value, _CONSTANT_TYPES) or depth > _MAX_DEPTH or not self._is_new(value):
             return
         if isinstance(value, torch.Tensor):
-            self._tensor(value, name)
+            self._tensor(value, name, depth)
         elif isinstance(value, torch.nn.Module):
             self._modules(value, name, depth)
         elif isinstance(value, types.FunctionType):
@@ -500,10 +504,16 @@ class _Search:
         elif not self._opaque_object(value, name, depth):
             self._object(value, name, depth)
 
-    def _tensor(self, tensor: torch.Tensor, name: str) -> None:
+    def _tensor(self, tensor: torch.Tensor, name: str, depth: int) -> None:
         self.tensors.append(tensor)
-        if not tensor.is_inference() and not self._device.holds(tensor):
-            # A captured kernel freezes the values it takes from a host tensor.
+        own = self._names - _OF_EVERY_TENSOR
+        self._attributes(vars(tensor), f"{name}.", depth, only=own)
+        if self._device.holds(tensor):
+            return
+        # A captured kernel freezes the values it takes from a host tensor.
+        if not is_lazy(tensor) and tensor.numel() <= _LARGE and _tensor_bytes(tensor) is not None:
+            self._add_getter(name, lambda: _tensor_bytes(tensor))
+        elif not tensor.is_inference():
             self._add_getter(name, lambda: tensor._version)
 
     def _container(self, value: Any, name: str, depth: int) -> None:
@@ -533,6 +543,18 @@ class _Search:
         for parameter, default in [*defaults, *(function.__kwdefaults__ or {}).items()]:
             self._follow(default, parameter, depth + 1)
         self._attributes(function.__globals__, "", depth, only=_names_in(code).globals)
+        for module in _names_in(code).imports:
+            self._import(module, function.__globals__.get("__package__") or "", depth)
+
+    def _import(self, name: str, package: str, depth: int) -> None:
+        """Follow a module that a function imports, whose name may be relative to its package."""
+        outer = itertools.accumulate(package.split("."), "{}.{}".format)
+        relative = [f"{one}.{name}".rstrip(".") for one in outer]
+        found = [one for one in relative if one in sys.modules]
+        for full_name in (name, name.partition(".")[0], *found):
+            # A module that is not imported yet is followed when it is.
+            self._add_getter(full_name, functools.partial(sys.modules.get, full_name))
+            self._follow(sys.modules.get(full_name), full_name, depth + 1)
 
     def _cell(self, cell: types.CellType, variable: str, depth: int) -> None:
         if self._is_new(cell):
@@ -549,14 +571,15 @@ class _Search:
                 self._class(one, name, depth)
         if isinstance(value, type):
             return
-        if hasattr(value, "__dict__"):
-            self._attributes(vars(value), f"{name}.", depth, only=self._names)
+        if (attributes := _attributes_of(value)) is not None:
+            self._attributes(attributes, f"{name}.", depth, only=self._names)
         for one in kind.__mro__:
             slots = one.__dict__.get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
-                if slot in self._names and hasattr(value, slot):
-                    get = functools.partial(getattr, value, slot, None)
-                    self._add_getter(f"{name}.{slot}", get, functools.partial(setattr, value, slot))
+                if slot in self._names:
+                    get = functools.partial(_slot, value, slot)
+                    put = functools.partial(setattr, value, slot)
+                    self._add_getter(f"{name}.{slot}", get, put)
                     self._follow(get(), f"{name}.{slot}", depth + 1)
 
     def _class(self, kind: type, name: str, depth: int) -> None:
@@ -602,9 +625,27 @@ class _Search:
             own = [key for key in vars(module) if key not in _OF_EVERY_MODULE]
             named = self._names - _OF_EVERY_MODULE
             self._attributes(vars(module), prefix, depth, only=named.union(own))
+            for key in own:
+                self._settings(vars(module)[key], module, f"{prefix}{key}.")
+            self._add_entries(module._modules, list(module._modules), prefix)
             self._add_entries(module._buffers, list(module._buffers), prefix)
-            for tensors in (module._parameters, module._buffers):
-                self.tensors += [one for one in tensors.values() if one is not None]
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and self._is_new(tensor):
+                    self._tensor(tensor, f"{prefix}{key}", depth)
+
+    def _settings(self, value: Any, module: torch.nn.Module, prefix: str) -> None:
+        """Add the constants of an object that a library's module has, such as `model.config`: code
+        of that library reads them."""
+        packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+        package = type(value).__module__.partition(".")[0]
+        if package not in packages - {"torch", "builtins"} or id(value) in self._with_settings:
+            return
+        if self._is_own(_file_of(type(value))) or isinstance(value, torch.nn.Module | type):
+            return
+        self._with_settings.add(id(value))
+        if attributes := _attributes_of(value):
+            constants = [k for k, one in attributes.items() if isinstance(one, _CONSTANT_TYPES)]
+            self._add_entries(attributes, constants, prefix)
 
     def _note_own_graphs(self, value: Any, name: str) -> None:
         if self.owners.own_graphs is None and has_own_graphs(value):
@@ -667,6 +708,7 @@ class _Search:
             self._add_getter(name, functools.partial(value.get, None))
             self._follow(value.get(None), name, depth + 1)
         elif isinstance(value, weakref.ReferenceType):
+            self._add_getter(name, lambda: value() is None)
             self._follow(value(), name, depth + 1)
         elif isinstance(value, _LRU_CACHE):
             # A hit changes nothing; a miss means that the function ran again.
@@ -740,6 +782,7 @@ _ATTRIBUTE_INSTRUCTIONS = (
     "DELETE_ATTR",
     "LOAD_SUPER_ATTR",
     "LOAD_CONST",
+    "IMPORT_FROM",
 )
 _STORE_INSTRUCTIONS = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 _GLOBAL_GENERATORS: list[Any] = [random._inst, numpy.random.mtrand._rand]
@@ -770,13 +813,16 @@ class _Names:
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    imports: frozenset[str]
 
 
 @functools.cache
 def _names_in(code: types.CodeType) -> _Names:
-    names, attributes = set(), set()
+    names, attributes, imports = set(), set(), set()
     for instruction in dis.get_instructions(code):
-        if instruction.opname.endswith(("_GLOBAL", "_NAME")):
+        if instruction.opname == "IMPORT_NAME":
+            imports.add(instruction.argval)
+        elif instruction.opname.endswith(("_GLOBAL", "_NAME")):
             names.add(instruction.argval)
         elif instruction.opname in _ATTRIBUTE_INSTRUCTIONS and isinstance(instruction.argval, str):
             attributes.add(instruction.argval)
@@ -785,7 +831,8 @@ def _names_in(code: types.CodeType) -> _Names:
             inner = _names_in(constant)
             names |= inner.globals
             attributes |= inner.attributes
-    return _Names(frozenset(names), frozenset(attributes))
+            imports |= inner.imports
+    return _Names(frozenset(names), frozenset(attributes), frozenset(imports))
 
 
 @functools.cache
@@ -847,6 +894,33 @@ def _has_bytes(value: Any) -> bool:
 
 def _bytes_of(value: Any) -> bytes:
     return memoryview(value).tobytes()
+
+
+def _tensor_bytes(tensor: torch.Tensor) -> bytes | None:
+    """The values of a tensor on the host. None if they cannot be read."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return None
+    try:
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        return flat.view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError):  # quantized, or of a class with its own memory
+        return None
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes that an object keeps in a dict, if it does."""
+    try:
+        found = vars(value)
+    except Exception:  # code of the user's
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _slot(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except Exception:  # not assigned yet, or code of the user's
+        return None
 
 
 def _content(cell: types.CellType) -> Any:
