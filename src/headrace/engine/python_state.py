@@ -43,7 +43,7 @@ from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from headrace.device import Device
-from headrace.engine.same_entries import ClassEntry, Entry, SameEntries
+from headrace.engine.same_entries import SameEntries
 from headrace.engine.user_compiled import has_own_graphs
 from headrace.source_lines import Site, is_user_code
 
@@ -190,13 +190,22 @@ class _MappingEntries:
         self._get = get if len(keys) != 1 else lambda mapping: (get(mapping),)
         self._values = self._get(mapping)
         self.missing = frozenset(missing)
+        self._note_size()
         self._changed: Any = None
         self.is_replaced = False
 
+    def _note_size(self) -> None:
+        """If all keys are compared, the size shows whether there is a new one."""
+        self._count = len(self.mapping)
+        self.is_sized = _OF_EVERY_MODULE.union(self.keys).issuperset(self.mapping)
+
     def has_changed(self) -> bool:
-        if not self.missing.isdisjoint(self.mapping):
-            self._changed = next(key for key in self.mapping if key in self.missing)
-            return True
+        if not (self.is_sized and len(self.mapping) == self._count):
+            if not self.missing.isdisjoint(self.mapping):
+                self._changed = next(key for key in self.mapping if key in self.missing)
+                return True
+            if len(self.mapping) != self._count:
+                self._note_size()
         try:
             now = self._get(self.mapping)
         except KeyError:
@@ -444,23 +453,28 @@ class _Search:
 
     def _note_attributes(self) -> None:
         self._other_variables = []
-        entries: list[Entry] = []
-        of_classes: list[ClassEntry] = []
+        entries: list[Any] = []
+        of_classes: list[Any] = []
+        sized: list[Any] = []
         without: list[tuple[Any, frozenset[Any]]] = []
         for variable in self.variables:
             if not isinstance(variable, _MappingEntries):
                 self._other_variables.append(variable)
                 continue
             mapping, keys, missing = variable.mapping, variable.keys, variable.missing
-            # It takes less time to look for a few names than to go through all keys.
-            few = len(missing) < len(mapping)
-            if isinstance(mapping, dict):
-                entries += [(mapping, key) for key in (*keys, *(missing if few else ()))]
-            else:
-                of_classes += [(mapping, key) for key in (*keys, *(missing if few else ()))]
-            if missing and not few:
+            if not missing:
+                looked_up = keys
+            elif variable.is_sized:
+                looked_up = keys
+                sized.append(mapping)
+            elif len(missing) < len(mapping):
+                looked_up = [*keys, *missing]
+            else:  # it takes less time to go through the mapping's keys
+                looked_up = keys
                 without.append((mapping, missing))
-        self._same_attributes = SameEntries(entries, (), without, of_classes)
+            noted = entries if isinstance(mapping, dict) else of_classes
+            noted += [(mapping, key) for key in looked_up]
+        self._same_attributes = SameEntries(entries, sized, without, of_classes)
 
     def restore(self) -> None:
         for variable in self.variables:
