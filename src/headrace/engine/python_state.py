@@ -278,7 +278,7 @@ class _Items:
             if not _same(one, other):
                 self._value = other if one is None else one
                 found = keys if at < len(keys) else self._keys
-                self.name = f"{self._name}[{found[at]!r}]" if found else self._name
+                self.name = _item_name(self._name, found[at]) if found else self._name
                 return True
         if len(now) != len(self._items) or not all(map(_same, keys, self._keys)):
             return True
@@ -324,6 +324,10 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, _COMPARED_BY_VALUE):
         return bool(one == other)
     return False
+
+
+def _item_name(container: str, key: Any) -> str:
+    return f"{container}[{key!r}]" if isinstance(key, _CONSTANT_TYPES) else container
 
 
 def _is_other_container(one: Any, other: Any) -> bool:
@@ -537,9 +541,7 @@ class _Search:
             return
         pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in list(pairs):
-            self._follow(
-                item, f"{name}[{key!r}]" if isinstance(key, _CONSTANT_TYPES) else name, depth + 1
-            )
+            self._follow(item, _item_name(name, key), depth + 1)
 
     def _function(self, function: types.FunctionType, name: str, depth: int) -> None:
         self._note_own_graphs(function, name)
