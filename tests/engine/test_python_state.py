@@ -355,13 +355,18 @@ def test_the_settings_of_a_library_s_model_are_compared(monkeypatch: pytest.Monk
     assert changed.name == "Model.config.scale"
 
 
-def test_a_replaced_submodule_is_followed() -> None:
+def test_a_new_submodule_is_followed() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
     state = state_of(lambda model, batch: model(batch), model)
     model[1] = nn.Dropout(0.1)
     assert state.changed() is not None
     model[1].p = 0.2
     assert state.changed() is not None
+    model.append(nn.Dropout(0.1))
+    assert state.changed() is not None
+    model[2].p = 0.2
+    assert state.changed() is not None
+    assert state.changed() is None
 
 
 def test_tensors_on_the_host_are_compared_by_value(fake_device: Device) -> None:

@@ -170,7 +170,7 @@ class PythonState:
 
 class _MappingEntries:
     """Some entries of a mapping: an object's or a class's attributes, or a function's globals.
-    `kind` is the class whose attributes they are.
+    `kind` is the class whose attributes they are. If it may not grow, any new key is a change.
 
     `missing` are keys that the code names and the mapping does not have. An attribute that appears
     later may hide one of the class, or a default that the code would take.
@@ -183,13 +183,14 @@ class _MappingEntries:
         prefix: str,
         missing: Iterable[str] = (),
         kind: type | None = None,
+        may_grow: bool = True,
     ) -> None:
         self.mapping, self.keys, self._prefix, self._kind = mapping, keys, prefix, kind
         # One call gets all of them, since this runs before each batch.
         get: Any = operator.itemgetter(*keys) if keys else lambda mapping: ()
         self._get = get if len(keys) != 1 else lambda mapping: (get(mapping),)
         self._values = self._get(mapping)
-        self.missing = frozenset(missing)
+        self.missing, self.may_grow = frozenset(missing), may_grow
         self._note_size()
         self._changed: Any = None
         self.is_replaced = False
@@ -203,6 +204,9 @@ class _MappingEntries:
         if not (self.is_sized and len(self.mapping) == self._count):
             if not self.missing.isdisjoint(self.mapping):
                 self._changed = next(key for key in self.mapping if key in self.missing)
+                return True
+            if len(self.mapping) > self._count and not self.may_grow:
+                self._changed = next(key for key in self.mapping if key not in self.keys)
                 return True
             if len(self.mapping) != self._count:
                 self._note_size()
@@ -466,7 +470,7 @@ class _Search:
                 self._other_variables.append(variable)
                 continue
             mapping, keys, missing = variable.mapping, variable.keys, variable.missing
-            if not missing:
+            if not missing and variable.may_grow:
                 looked_up = keys
             elif variable.is_sized:
                 looked_up = keys
@@ -643,7 +647,8 @@ class _Search:
             self._attributes(vars(module), prefix, depth, only=named.union(own))
             for key in own:
                 self._settings(vars(module)[key], module, f"{prefix}{key}.")
-            self._add_entries(module._modules, list(module._modules), prefix)
+            parts = list(module._modules)
+            self.variables.append(_MappingEntries(module._modules, parts, prefix, may_grow=False))
             self._add_entries(module._buffers, list(module._buffers), prefix)
             for key, tensor in (*module._parameters.items(), *module._buffers.items()):
                 if tensor is not None and self._is_new(tensor):
