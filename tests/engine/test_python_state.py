@@ -383,3 +383,11 @@ def test_tensors_on_the_host_are_compared_by_value(fake_device: Device) -> None:
         change()
         assert state.changed() is not None
         assert state.changed() is None
+
+
+def test_a_slot_that_was_not_assigned_is_emptied_again(read: SimpleNamespace) -> None:
+    state = state_of(lambda model, batch: read.slots.beta)
+    read.slots.beta = 1.0
+    state.restore()
+    assert not hasattr(read.slots, "beta")
+    assert state.changed() is None

@@ -11,8 +11,9 @@ once, by following what the loss function's code names, and compared before each
         return criterion(out, batch.y) * weight  # `weight`, a global: noticed when it changes
 
 The search follows functions, classes and containers of the user's own code, and all attributes of
-modules. It does not enter libraries, apart from their modules' attributes: if a library keeps a
-value elsewhere, a change shows in what the step computes (`step_trace.py`).
+modules. It does not enter libraries, apart from the attributes and settings (`model.config`) of
+their modules: if a library keeps a value elsewhere, a change shows in what the step computes
+(`step_trace.py`).
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ _CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), Enum)
 _COMPARED_BY_VALUE = (numpy.generic, torch.dtype, torch.device, types.MethodType, PurePath, range)
 # Attributes that every module has. They are compared elsewhere, or do not affect its results.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+_NOT_ASSIGNED = object()
 _OF_EVERY_TENSOR = frozenset(dir(torch.Tensor))
 # Methods that change the object they are called on.
 _MUTATING_METHODS = {
@@ -598,7 +600,7 @@ class _Search:
             for slot in (slots,) if isinstance(slots, str) else slots:
                 if slot in self._names:
                     get = functools.partial(_slot, value, slot)
-                    put = functools.partial(setattr, value, slot)
+                    put = functools.partial(_fill_slot, value, slot)
                     self._add_getter(f"{name}.{slot}", get, put)
                     self._follow(get(), f"{name}.{slot}", depth + 1)
 
@@ -940,8 +942,15 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
 def _slot(value: Any, name: str) -> Any:
     try:
         return getattr(value, name)
-    except Exception:  # not assigned yet, or code of the user's
-        return None
+    except Exception:  # not assigned yet: the user's code may raise another error then
+        return _NOT_ASSIGNED
+
+
+def _fill_slot(value: Any, name: str, content: Any) -> None:
+    if content is _NOT_ASSIGNED:
+        delattr(value, name)
+    else:
+        setattr(value, name, content)
 
 
 def _content(cell: types.CellType) -> Any:
