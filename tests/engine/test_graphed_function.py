@@ -4,6 +4,7 @@ captured."""
 from __future__ import annotations
 
 import copy
+import io
 import itertools
 import logging
 import random
@@ -481,6 +482,16 @@ def make_hidden(device: Device) -> Made:
     return Made(step, [model], [])
 
 
+class Meter(list[int]):
+    """A list that counts in an attribute of its own."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def count(self) -> None:
+        self.steps += 1
+
+
 def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any:
     def make(device: Device) -> Made:
         random.seed(3)
@@ -489,6 +500,7 @@ def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any
         kept["weight"] = next(made.modules[0].parameters())
         kept["numbers"] = numpy.random.RandomState(3)
         kept["draw"] = random.Random(3).random
+        kept["meter"], kept["log"] = Meter(), io.StringIO()
         more: list[int] = []
         kept["append"] = more.append
         inner = made.step
@@ -502,6 +514,11 @@ def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any
         return made
 
     return make
+
+
+def move_first_key(kept: dict[str, Any]) -> None:
+    first = next(iter(kept))
+    kept[first] = kept.pop(first)
 
 
 SYSTEM = random.SystemRandom()
@@ -535,6 +552,8 @@ REFUSED = {
         lambda kept, loss: SYSTEM.random() < -1 and loss.mul_(2),
         "SYSTEM changes",
     ),
+    "an attribute of a list": (lambda kept, loss: kept["meter"].count(), "kept['meter'].steps"),
+    "the order of keys": (lambda kept, loss: move_first_key(kept), "kept"),
     "a method of a list": (lambda kept, loss: kept["append"](1), "kept['append']"),
     "a parameter's memory": (
         lambda kept, loss: setattr(kept["weight"], "data", kept["weight"].data * 0.9),
@@ -554,6 +573,11 @@ def test_a_step_that_no_graph_can_repeat_runs_as_written(
     assert expected in report.why
     assert report.why in caplog.text
     assert report.shapes == 0
+
+
+def test_a_step_may_write_to_a_file(capturing: Device) -> None:
+    report = check_equal(capturing, with_change(lambda kept, loss: kept["log"].write("a step")))
+    assert (report.why, report.replays > 0) == (None, True)
 
 
 def test_an_empty_tensor_may_be_made_on_the_host(capturing: Device) -> None:

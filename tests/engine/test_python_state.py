@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import configparser
 import random
-from collections import deque
-from types import SimpleNamespace
+import sys
+import types
+import weakref
+from collections import ChainMap, OrderedDict, deque
+from pathlib import Path
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
+import numpy
+import pytest
 import torch
 from torch import nn
 
-from headrace.device import open_device
+from headrace.device import Device, open_device
 from headrace.engine.python_state import PythonState
 
 DEVICE = open_device("cpu")
@@ -142,3 +149,245 @@ def test_cyclic_references_end() -> None:
     assert state.changed() is None
     ring.append(1)
     assert state.changed() is not None
+
+
+def test_keys_and_their_order_are_compared() -> None:
+    box, ordered = {"a": True}, OrderedDict(a=1.0, b=1.0)
+    by_tensor = {torch.ones(3): 1.5}
+    state = state_of(lambda model, batch: ("b" in box, next(iter(ordered)), by_tensor))
+    assert state.changed() is None
+    box["b"] = box.pop("a")
+    assert state.changed() is not None
+    ordered.move_to_end("a")
+    assert state.changed() is not None
+    by_tensor[torch.ones(3)] = by_tensor.pop(next(iter(by_tensor)))
+    assert state.changed() is not None
+    assert state.changed() is None
+
+
+def test_an_equal_container_is_watched_instead_of_the_one_it_replaces() -> None:
+    space, box = SimpleNamespace(scales=[1.0, 1.0]), {"scales": [1.0]}
+    held = [1.0]
+    state = state_of(lambda model, batch: (space.scales[0], box["scales"], held))
+    for replace, mutate in (
+        (lambda: setattr(space, "scales", [1.0, 1.0]), lambda: space.scales.append(1.0)),
+        (lambda: box.update(scales=[1.0]), lambda: box["scales"].append(1.0)),
+    ):
+        replace()
+        assert state.changed() is None
+        mutate()
+        assert state.changed() is not None
+    held = [1.0]
+    assert state.changed() is None
+    held.append(1.0)
+    assert state.changed() is not None
+
+
+def test_a_file_that_is_written_is_no_iterator(tmp_path: Path) -> None:
+    model = nn.Linear(1, 1)
+    model.out = sys.stdout  # type: ignore[assignment]
+    with (tmp_path / "log").open("w") as log:
+        assert state_of(lambda model, batch: log.write("x"), model).iterator() is None
+    with (tmp_path / "log").open() as log:
+        assert state_of(lambda model, batch: next(log), model).iterator() is not None
+
+
+class Settings(dict[str, float]):
+    """A dict with attributes."""
+
+    def __init__(self) -> None:
+        self.beta = 1.0
+
+
+class Base:
+    weight = 1.0
+
+
+class Derived(Base):
+    pass
+
+
+def with_default(beta: float = 1.0) -> float:
+    return beta
+
+
+class Slots:
+    __slots__ = ("beta",)
+
+
+class Lazy:
+    """Has no attribute yet, and says so in its own way."""
+
+    __slots__ = ("beta",)
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError(name)
+
+
+def with_import(read: Any) -> Any:
+    import imported_by_a_loss  # type: ignore[import-not-found]
+
+    return imported_by_a_loss.beta
+
+
+def with_import_from(read: Any) -> Any:
+    from imported_by_a_loss import beta
+
+    return beta
+
+
+IMPORTED = types.ModuleType("imported_by_a_loss")
+IMPORTED.__file__ = __file__
+
+
+@pytest.fixture
+def read() -> SimpleNamespace:
+    """What a step reads, in the table below."""
+    parser = configparser.ConfigParser()
+    parser.read_dict({"a": {"beta": "1.0"}})
+    inner, key = {"beta": 1.0}, Base()
+    return SimpleNamespace(
+        settings=Settings(),
+        chain=ChainMap({"beta": 1.0}),
+        inner=inner,
+        proxy=MappingProxyType(inner),
+        parser=parser,
+        key=key,
+        by_key=weakref.WeakKeyDictionary({key: 1.0}),
+        derived=type("Fresh", (Derived,), {"__module__": __name__})(),
+        space=SimpleNamespace(warm=1),
+        weight=torch.ones(2, requires_grad=True),
+        slots=Slots(),
+        lazy=Lazy(),
+        function=types.FunctionType(with_default.__code__, globals(), "fresh", (1.0,)),
+    )
+
+
+NOTICED: dict[str, tuple[Any, Any]] = {
+    "an attribute of a dict": (
+        lambda read: read.settings.beta,
+        lambda read: setattr(read.settings, "beta", 2.0),
+    ),
+    "a ChainMap": (lambda read: read.chain["beta"], lambda read: read.chain.update(beta=2.0)),
+    "a MappingProxyType": (
+        lambda read: read.proxy["beta"],
+        lambda read: read.inner.update(beta=2.0),
+    ),
+    "a ConfigParser": (
+        lambda read: read.parser.getfloat("a", "beta"),
+        lambda read: read.parser.set("a", "beta", "2.0"),
+    ),
+    "a WeakKeyDictionary": (
+        lambda read: read.by_key.values(),
+        lambda read: read.by_key.update({read.key: 2.0}),
+    ),
+    "a name that appears on a class": (
+        lambda read: read.derived.weight,
+        lambda read: setattr(type(read.derived), "weight", 2.0),
+    ),
+    "an attribute for another": (
+        lambda read: getattr(read.space, "cold", 1.0),
+        lambda read: (delattr(read.space, "warm"), setattr(read.space, "cold", 2.0)),
+    ),
+    "default arguments": (
+        lambda read: read.function(),
+        lambda read: setattr(read.function, "__defaults__", (2.0,)),
+    ),
+    "an imported module": (with_import, lambda read: setattr(IMPORTED, "beta", 2.0)),
+    "an imported name": (with_import_from, lambda read: setattr(IMPORTED, "beta", 2.0)),
+    "an attribute of a tensor": (
+        lambda read: getattr(read.weight, "reg", 1.0),
+        lambda read: setattr(read.weight, "reg", 2.0),
+    ),
+    "a slot": (lambda read: read.slots.beta, lambda read: setattr(read.slots, "beta", 2.0)),
+    "a slot of an object that raises": (
+        lambda read: read.lazy.beta,
+        lambda read: setattr(read.lazy, "beta", 2.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOTICED)
+def test_what_is_noticed(read: SimpleNamespace, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    look, change = NOTICED[name]
+    monkeypatch.setitem(sys.modules, IMPORTED.__name__, IMPORTED)
+    monkeypatch.setattr(IMPORTED, "beta", 1.0, raising=False)
+    state = state_of(lambda model, batch: look(read))
+    assert state.changed() is None
+    change(read)
+    assert state.changed() is not None
+    assert state.changed() is None
+
+
+def test_a_class_gets_its_attributes_back(read: SimpleNamespace) -> None:
+    state = state_of(lambda model, batch: read.derived.weight)
+    type(read.derived).weight = 2.0
+    state.restore()
+    assert "weight" not in vars(type(read.derived))
+    assert state.changed() is None
+
+
+def test_what_a_weak_reference_leads_to_may_end() -> None:
+    target = Trainer()
+    weak = weakref.ref(target)
+    state = state_of(lambda model, batch: weak().weight)  # type: ignore[union-attr]
+    target.weight = 2.0
+    assert state.changed() is not None
+    del target
+    assert weak() is None
+    assert state.changed() is not None
+
+
+def test_the_settings_of_a_library_s_model_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library's code reads them, which the search does not enter."""
+    library = types.ModuleType("a_library")
+    library.__file__ = "/lib/site-packages/a_library/__init__.py"
+    monkeypatch.setitem(sys.modules, "a_library", library)
+    config = type("Config", (), {"__module__": "a_library"})()
+    config.scale = 1.0
+    model = type("Model", (nn.Linear,), {"__module__": "a_library"})(1, 1)
+    model.config = config
+    state = state_of(lambda model, batch: model(batch), model)
+    assert state.changed() is None
+    config.scale = 2.0
+    changed = state.changed()
+    assert changed is not None
+    assert changed.name == "Model.config.scale"
+
+
+def test_a_new_submodule_is_followed() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
+    state = state_of(lambda model, batch: model(batch), model)
+    model[1] = nn.Dropout(0.1)
+    assert state.changed() is not None
+    model[1].p = 0.2
+    assert state.changed() is not None
+    model.append(nn.Dropout(0.1))
+    assert state.changed() is not None
+    model[2].p = 0.2
+    assert state.changed() is not None
+    assert state.changed() is None
+
+
+def test_tensors_on_the_host_are_compared_by_value(fake_device: Device) -> None:
+    array, host = numpy.ones(2), torch.tensor([1.0, float("nan")])
+    of_array, single = torch.from_numpy(array), torch.tensor(True)
+    state = PythonState(fake_device, lambda batch: (host, of_array, single), ())
+    host.mul_(1.0)
+    assert state.changed() is None
+    for change in (
+        lambda: host.data.fill_(2.0),
+        lambda: array.fill(2.0),
+        lambda: single.logical_not_(),
+    ):
+        change()
+        assert state.changed() is not None
+        assert state.changed() is None
+
+
+def test_a_slot_that_was_not_assigned_is_emptied_again(read: SimpleNamespace) -> None:
+    state = state_of(lambda model, batch: read.slots.beta)
+    read.slots.beta = 1.0
+    state.restore()
+    assert not hasattr(read.slots, "beta")
+    assert state.changed() is None

@@ -11,14 +11,16 @@ once, by following what the loss function's code names, and compared before each
         return criterion(out, batch.y) * weight  # `weight`, a global: noticed when it changes
 
 The search follows functions, classes and containers of the user's own code, and all attributes of
-modules. It does not enter libraries, apart from their modules' attributes: if a library keeps a
-value elsewhere, a change shows in what the step computes (`step_trace.py`).
+modules. It does not enter libraries, apart from the attributes and settings (`model.config`) of
+their modules: if a library keeps a value elsewhere, a change shows in what the step computes
+(`step_trace.py`).
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import io
 import itertools
 import operator
 import pickle
@@ -28,8 +30,8 @@ import re
 import sys
 import types
 import weakref
-from collections import UserDict, UserList, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import ChainMap, UserDict, UserList, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from enum import Enum
@@ -38,6 +40,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
 from headrace.device import Device
@@ -47,10 +50,21 @@ from headrace.source_lines import Site, is_user_code
 
 _LARGE = 1000  # containers with more items are compared by length only
 _MAX_DEPTH = 12
+_CONTAINERS = (list, tuple, set, frozenset, dict, deque)
+# Containers of the standard library that keep their items in another one: `data`.
+_WITH_DATA: Any = (
+    UserDict,
+    UserList,
+    weakref.WeakKeyDictionary,
+    weakref.WeakValueDictionary,
+    weakref.WeakSet,
+)
 _CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), Enum)
 _COMPARED_BY_VALUE = (numpy.generic, torch.dtype, torch.device, types.MethodType, PurePath, range)
 # Attributes that every module has. They are compared elsewhere, or do not affect its results.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
+_NOT_ASSIGNED = object()
+_OF_EVERY_TENSOR = frozenset(dir(torch.Tensor))
 # Methods that change the object they are called on.
 _MUTATING_METHODS = {
     "append",
@@ -125,7 +139,7 @@ class PythonState:
     def changed(self) -> ChangedValue | None:
         """The first value that differs from the snapshot. If there is one, take a new snapshot."""
         changed = self.changed_so_far()
-        if changed is not None:
+        if changed is not None or self._found.is_outdated:
             self._found = self._search()
         return changed
 
@@ -156,41 +170,59 @@ class PythonState:
 
 
 class _MappingEntries:
-    """Some entries of a mapping: an object's attributes, or a function's globals.
+    """Some entries of a mapping: an object's or a class's attributes, or a function's globals.
+    `kind` is the class whose attributes they are. If it may not grow, any new key is a change.
 
     `missing` are keys that the code names and the mapping does not have. An attribute that appears
     later may hide one of the class, or a default that the code would take.
     """
 
     def __init__(
-        self, mapping: Any, keys: list[Any], prefix: str, missing: Iterable[str] = ()
+        self,
+        mapping: Any,
+        keys: list[Any],
+        prefix: str,
+        missing: Iterable[str] = (),
+        kind: type | None = None,
+        may_grow: bool = True,
     ) -> None:
-        self.mapping, self.keys, self._prefix = mapping, keys, prefix
+        self.mapping, self.keys, self._prefix, self._kind = mapping, keys, prefix, kind
         # One call gets all of them, since this runs before each batch.
         get: Any = operator.itemgetter(*keys) if keys else lambda mapping: ()
         self._get = get if len(keys) != 1 else lambda mapping: (get(mapping),)
         self._values = self._get(mapping)
-        self._missing, self._count = list(missing), len(mapping)
+        self.missing, self.may_grow = frozenset(missing), may_grow
+        self._note_size()
         self._changed: Any = None
+        self.is_replaced = False
+
+    def _note_size(self) -> None:
+        """If all keys are compared, the size shows whether there is a new one."""
+        self._count = len(self.mapping)
+        self.is_sized = _OF_EVERY_MODULE.union(self.keys).issuperset(self.mapping)
 
     def has_changed(self) -> bool:
-        if len(self.mapping) != self._count:
-            appeared = (key for key in self._missing if key in self.mapping)
-            self._changed = next(appeared, None)
-            if self._changed is not None:
+        if not (self.is_sized and len(self.mapping) == self._count):
+            if not self.missing.isdisjoint(self.mapping):
+                self._changed = next(key for key in self.mapping if key in self.missing)
                 return True
+            if len(self.mapping) > self._count and not self.may_grow:
+                self._changed = next(key for key in self.mapping if key not in self.keys)
+                return True
+            if len(self.mapping) != self._count:
+                self._note_size()
         try:
             now = self._get(self.mapping)
         except KeyError:
             self._changed = next(key for key in self.keys if key not in self.mapping)
             return True
-        self._count = len(self.mapping)
         if all(map(operator.is_, now, self._values)):
             return False
         for key, one, other in zip(self.keys, now, self._values, strict=True):
             if not _same(one, other):
                 self._changed = key
                 return True
+        self.is_replaced = any(map(_is_other_container, now, self._values))
         self._values = now
         return False
 
@@ -203,10 +235,17 @@ class _MappingEntries:
 
     def restore(self) -> None:
         for key, value in zip(self.keys, self._values, strict=True):
-            if self.mapping.get(key, self) is not value:
+            if self.mapping.get(key, self) is value:
+                continue
+            if self._kind is not None:
+                setattr(self._kind, key, value)
+            else:
                 self.mapping[key] = value
-        for key in self._missing:
-            self.mapping.pop(key, None)
+        for key in [key for key in self.mapping if key in self.missing]:
+            if self._kind is not None:
+                delattr(self._kind, key)
+            else:
+                del self.mapping[key]
 
 
 class _Items:
@@ -216,40 +255,53 @@ class _Items:
         self.name = self._name = name
         self._container = container
         self._count = len(container)
-        self._keys = list(container) if isinstance(container, dict) else None
-        self._items = self._listed() if self._count <= _LARGE else None
+        self._is_mapping = isinstance(container, Mapping)
+        self._is_large = self._count > _LARGE
+        self._keys, self._items = self._listed()
         self._value: Any = None
+        self.is_replaced = False
 
-    def _listed(self) -> list[Any]:
-        container = self._container
-        return list(container.values() if isinstance(container, dict) else container)
+    def _listed(self) -> tuple[list[Any], list[Any]]:
+        """The keys, if there are any, and the items. None of a large container."""
+        if self._is_large:
+            return [], []
+        if self._is_mapping:
+            return list(self._container), list(self._container.values())
+        return [], list(self._container)
 
     def has_changed(self) -> bool:
-        container, items = self._container, self._items
-        if len(container) == self._count and (
-            items is None or all(map(operator.is_, self._listed(), items))
+        if len(self._container) != self._count and self._is_large:
+            return True
+        keys, now = self._listed()
+        if (
+            len(now) == len(self._items)
+            and all(map(operator.is_, now, self._items))
+            and all(map(operator.is_, keys, self._keys))
         ):
             return False
-        now = self._listed() if items is not None else []
-        keys = list(container) if isinstance(container, dict) else None
-        for at, (one, other) in enumerate(itertools.zip_longest(now, items or [])):
+        for at, (one, other) in enumerate(itertools.zip_longest(now, self._items)):
             if not _same(one, other):
                 self._value = other if one is None else one
-                found = (keys, self._keys)[len(now) <= at] if keys is not None else None
-                self.name = self._name if found is None else f"{self._name}[{found[at]!r}]"
+                found = keys if at < len(keys) else self._keys
+                self.name = _item_name(self._name, found[at]) if found else self._name
                 return True
-        return len(container) != self._count or keys != self._keys
+        if len(now) != len(self._items) or not all(map(_same, keys, self._keys)):
+            return True
+        self.is_replaced = any(map(_is_other_container, now, self._items))
+        return False
 
     def value(self) -> Any:
         return self._value
 
     def restore(self) -> None:
-        if self._items is None or not self.has_changed():
+        if self._is_large or not self.has_changed():
             return
         container: Any = self._container
         if isinstance(container, list):
             container[:] = self._items
-        elif self._keys is not None:
+        elif self._is_mapping:
+            if not isinstance(container, dict):
+                return
             container.clear()
             container.update(zip(self._keys, self._items, strict=True))
         else:
@@ -279,6 +331,19 @@ def _same(one: Any, other: Any) -> bool:
     return False
 
 
+def _item_name(container: str, key: Any) -> str:
+    return f"{container}[{key!r}]" if isinstance(key, _CONSTANT_TYPES) else container
+
+
+def _is_other_container(one: Any, other: Any) -> bool:
+    """Whether a value is another container than before, of equal items, that may change later."""
+    if one is other:
+        return False
+    if isinstance(one, tuple):
+        return any(map(_is_other_container, one, other))
+    return isinstance(one, list | set | dict | deque)
+
+
 @dataclass(slots=True)
 class _Getter:
     """A value behind a function: a closure's cell, a random generator's state."""
@@ -287,13 +352,20 @@ class _Getter:
     get: Callable[[], Any]
     set: Callable[[Any], object] | None = None
     same: Callable[[Any, Any], bool] = _same
+    is_replaced: bool = field(init=False, default=False)
     _value: Any = field(init=False)
 
     def __post_init__(self) -> None:
         self._value = self.get()
 
     def has_changed(self) -> bool:
-        return not self.same(self.get(), self._value)
+        now = self.get()
+        if now is self._value:
+            return False
+        if not self.same(now, self._value):
+            return True
+        self.is_replaced = self.same is _same and _is_other_container(now, self._value)
+        return False
 
     def value(self) -> Any:
         return self.get()
@@ -303,7 +375,42 @@ class _Getter:
             self.set(self._value)
 
 
-_Variable = _MappingEntries | _Items | _Getter
+class _Defaults:
+    """The default arguments of functions, and their code, which a program may replace."""
+
+    is_replaced = False  # their values are followed too
+    _parts = ("__defaults__", "__kwdefaults__", "__code__")
+
+    def __init__(self) -> None:
+        self.functions: list[types.FunctionType] = []
+        self.name = ""
+        self._noted: list[list[Any]] = [[] for _ in self._parts]
+
+    def add(self, function: types.FunctionType) -> None:
+        self.functions.append(function)
+        for part, noted in zip(self._parts, self._noted, strict=True):
+            noted.append(getattr(function, part))
+
+    def has_changed(self) -> bool:
+        for part, noted in zip(self._parts, self._noted, strict=True):
+            now = list(map(operator.attrgetter(part), self.functions))
+            if not all(map(operator.is_, now, noted)):
+                at = list(map(operator.is_, now, noted)).index(False)
+                self.name = f"{self.functions[at].__name__}.{part}"
+                return True
+        return False
+
+    def value(self) -> Any:
+        return None
+
+    def restore(self) -> None:
+        for part, noted in zip(self._parts, self._noted, strict=True):
+            for function, value in zip(self.functions, noted, strict=True):
+                if getattr(function, part) is not value:
+                    setattr(function, part, value)
+
+
+_Variable = _MappingEntries | _Items | _Getter | _Defaults
 
 
 # --- finding them ---------------------------------------------------------------------------------
@@ -322,17 +429,22 @@ class _Search:
         known_names = 0
         while known_names != len(self._names):
             known_names = len(self._names)
-            self.variables: list[_Variable] = []
+            self._defaults = _Defaults()
+            self.variables: list[_Variable] = [self._defaults]
             self.tensors: list[torch.Tensor] = []
             self.owners = StateOwners()
             self.iterator: tuple[str, Site | None] | None = None
             self._seen: set[int] = set()
+            self._with_settings: set[int] = set()
             self._classes: set[type] = set()
             self._kept_alive: list[object] = []  # an `id` is unique only while its object lives
             self._follow(function, _name_of(function), 0)
             for part in parts:
                 self._follow(part, type(part).__name__, 0)
+        self._kept_alive.clear()  # what only a weak reference leads to may end
         self._other_variables: list[_Variable] = []
+        #: Whether an equal container has replaced one: its items are to be watched instead.
+        self.is_outdated = False
         self._note_attributes()
 
     def changed_variable(self) -> _Variable | None:
@@ -340,21 +452,36 @@ class _Search:
         same = self._same_attributes.hold()
         variables = self._other_variables if same else self.variables
         changed = next((variable for variable in variables if variable.has_changed()), None)
-        if changed is None and not same:
-            self._note_attributes()  # other objects, of equal value
+        if changed is None:
+            self.is_outdated |= any(variable.is_replaced for variable in variables)
+            if not same:
+                self._note_attributes()  # other objects, of equal value
         return changed
 
     def _note_attributes(self) -> None:
-        noted, self._other_variables = [], []
+        self._other_variables = []
+        entries: list[Any] = []
+        of_classes: list[Any] = []
+        sized: list[Any] = []
+        without: list[tuple[Any, frozenset[Any]]] = []
         for variable in self.variables:
-            if isinstance(variable, _MappingEntries) and isinstance(variable.mapping, dict):
-                noted.append(variable)
-            else:
+            if not isinstance(variable, _MappingEntries):
                 self._other_variables.append(variable)
-        self._same_attributes = SameEntries(
-            ((one.mapping, key) for one in noted for key in one.keys),
-            (one.mapping for one in noted),
-        )
+                continue
+            mapping, keys, missing = variable.mapping, variable.keys, variable.missing
+            if not missing and variable.may_grow:
+                looked_up = keys
+            elif variable.is_sized:
+                looked_up = keys
+                sized.append(mapping)
+            elif len(missing) < len(mapping):
+                looked_up = [*keys, *missing]
+            else:  # it takes less time to go through the mapping's keys
+                looked_up = keys
+                without.append((mapping, missing))
+            noted = entries if isinstance(mapping, dict) else of_classes
+            noted += [(mapping, key) for key in looked_up]
+        self._same_attributes = SameEntries(entries, sized, without, of_classes)
 
     def restore(self) -> None:
         for variable in self.variables:
@@ -374,7 +501,7 @@ class _Search:
         if isinstance(value, _CONSTANT_TYPES) or depth > _MAX_DEPTH or not self._is_new(value):
             return
         if isinstance(value, torch.Tensor):
-            self._tensor(value, name)
+            self._tensor(value, name, depth)
         elif isinstance(value, torch.nn.Module):
             self._modules(value, name, depth)
         elif isinstance(value, types.FunctionType):
@@ -388,18 +515,26 @@ class _Search:
         elif isinstance(value, functools.partial):
             for part in (value.func, value.args, value.keywords):
                 self._follow(part, name, depth)
-        elif isinstance(value, list | tuple | set | frozenset | dict | deque):
+        elif isinstance(value, _CONTAINERS):
             self._container(value, name, depth)
+            if type(value) not in _CONTAINERS:
+                self._object(value, name, depth)
         elif isinstance(value, types.ModuleType):
             if self._is_own(getattr(value, "__file__", None) or ""):
                 self._attributes(vars(value), f"{name}.", depth, only=self._names)
         elif not self._opaque_object(value, name, depth):
             self._object(value, name, depth)
 
-    def _tensor(self, tensor: torch.Tensor, name: str) -> None:
+    def _tensor(self, tensor: torch.Tensor, name: str, depth: int) -> None:
         self.tensors.append(tensor)
-        if not tensor.is_inference() and not self._device.holds(tensor):
-            # A captured kernel freezes the values it takes from a host tensor.
+        own = self._names - _OF_EVERY_TENSOR
+        self._attributes(vars(tensor), f"{name}.", depth, only=own)
+        if self._device.holds(tensor):
+            return
+        # A captured kernel freezes the values it takes from a host tensor.
+        if not is_lazy(tensor) and tensor.numel() <= _LARGE and _tensor_bytes(tensor) is not None:
+            self._add_getter(name, lambda: _tensor_bytes(tensor))
+        elif not tensor.is_inference():
             self._add_getter(name, lambda: tensor._version)
 
     def _container(self, value: Any, name: str, depth: int) -> None:
@@ -407,11 +542,9 @@ class _Search:
             self.variables.append(_Items(value, name))
         if len(value) > _LARGE:
             return
-        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        pairs = value.items() if isinstance(value, Mapping) else enumerate(value)
         for key, item in list(pairs):
-            self._follow(
-                item, f"{name}[{key!r}]" if isinstance(key, _CONSTANT_TYPES) else name, depth + 1
-            )
+            self._follow(item, _item_name(name, key), depth + 1)
 
     def _function(self, function: types.FunctionType, name: str, depth: int) -> None:
         self._note_own_graphs(function, name)
@@ -421,6 +554,7 @@ class _Search:
         if not self._is_own(code.co_filename):
             return
         self._read_code(code)
+        self._defaults.add(function)
         for variable, cell in zip(code.co_freevars, function.__closure__ or (), strict=False):
             self._cell(cell, variable, depth)
         parameters = code.co_varnames[: code.co_argcount][::-1]
@@ -428,6 +562,18 @@ class _Search:
         for parameter, default in [*defaults, *(function.__kwdefaults__ or {}).items()]:
             self._follow(default, parameter, depth + 1)
         self._attributes(function.__globals__, "", depth, only=_names_in(code).globals)
+        for module in _names_in(code).imports:
+            self._import(module, function.__globals__.get("__package__") or "", depth)
+
+    def _import(self, name: str, package: str, depth: int) -> None:
+        """Follow a module that a function imports, whose name may be relative to its package."""
+        outer = itertools.accumulate(package.split("."), "{}.{}".format)
+        relative = [f"{one}.{name}".rstrip(".") for one in outer]
+        found = [one for one in relative if one in sys.modules]
+        for full_name in (name, name.partition(".")[0], *found):
+            # A module that is not imported yet is followed when it is.
+            self._add_getter(full_name, functools.partial(sys.modules.get, full_name))
+            self._follow(sys.modules.get(full_name), full_name, depth + 1)
 
     def _cell(self, cell: types.CellType, variable: str, depth: int) -> None:
         if self._is_new(cell):
@@ -444,14 +590,15 @@ class _Search:
                 self._class(one, name, depth)
         if isinstance(value, type):
             return
-        if hasattr(value, "__dict__"):
-            self._attributes(vars(value), f"{name}.", depth, only=self._names)
+        if (attributes := _attributes_of(value)) is not None:
+            self._attributes(attributes, f"{name}.", depth, only=self._names)
         for one in kind.__mro__:
             slots = one.__dict__.get("__slots__", ())
             for slot in (slots,) if isinstance(slots, str) else slots:
-                if slot in self._names and hasattr(value, slot):
-                    get = functools.partial(getattr, value, slot, None)
-                    self._add_getter(f"{name}.{slot}", get, functools.partial(setattr, value, slot))
+                if slot in self._names:
+                    get = functools.partial(_slot, value, slot)
+                    put = functools.partial(_fill_slot, value, slot)
+                    self._add_getter(f"{name}.{slot}", get, put)
                     self._follow(get(), f"{name}.{slot}", depth + 1)
 
     def _own_optimizer(self, value: torch.optim.Optimizer, name: str, depth: int) -> None:
@@ -468,6 +615,7 @@ class _Search:
         if kind in self._classes:
             return
         self._classes.add(kind)
+        compared = []
         for attribute, member in list(vars(kind).items()):
             dunder = attribute.startswith("__") and attribute.endswith("__")
             if attribute in _NOT_CALLED_BY_A_STEP or not (dunder or attribute in self._names):
@@ -475,12 +623,13 @@ class _Search:
             functions = _functions_of(member)
             for function in functions:
                 self._follow(function, f"{name}.{attribute}", depth + 1)
-            where = f"{kind.__name__}.{attribute}"
             if functions or not dunder:
-                get = functools.partial(_class_attribute, kind, attribute)
-                self._add_getter(where, get, functools.partial(setattr, kind, attribute))
+                compared.append(attribute)
             if not functions and not dunder:
-                self._follow(member, where, depth + 1)
+                self._follow(member, f"{kind.__name__}.{attribute}", depth + 1)
+        missing = self._names - vars(kind).keys() - _NOT_CALLED_BY_A_STEP
+        prefix = f"{kind.__name__}."
+        self.variables.append(_MappingEntries(vars(kind), compared, prefix, missing, kind))
 
     def _engine(self, value: Any, name: str) -> None:
         """Add the counters of one of our own objects: a loss function may read `engine.updates`."""
@@ -502,24 +651,43 @@ class _Search:
                     self._class(kind, prefix[:-1], depth)
             own = [key for key in vars(module) if key not in _OF_EVERY_MODULE]
             named = self._names - _OF_EVERY_MODULE
-            self._attributes(vars(module), prefix, depth, only=dict.fromkeys((*own, *named)))
+            self._attributes(vars(module), prefix, depth, only=named.union(own))
+            for key in own:
+                self._settings(vars(module)[key], module, f"{prefix}{key}.")
+            parts = list(module._modules)
+            self.variables.append(_MappingEntries(module._modules, parts, prefix, may_grow=False))
             self._add_entries(module._buffers, list(module._buffers), prefix)
-            for tensors in (module._parameters, module._buffers):
-                self.tensors += [one for one in tensors.values() if one is not None]
+            for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+                if tensor is not None and self._is_new(tensor):
+                    self._tensor(tensor, f"{prefix}{key}", depth)
+
+    def _settings(self, value: Any, module: torch.nn.Module, prefix: str) -> None:
+        """Add the constants of an object that a library's module has, such as `model.config`: code
+        of that library reads them."""
+        packages = {kind.__module__.partition(".")[0] for kind in type(module).__mro__}
+        package = type(value).__module__.partition(".")[0]
+        if package not in packages - {"torch", "builtins"} or id(value) in self._with_settings:
+            return
+        if self._is_own(_file_of(type(value))) or isinstance(value, torch.nn.Module | type):
+            return
+        self._with_settings.add(id(value))
+        if attributes := _attributes_of(value):
+            constants = [k for k, one in attributes.items() if isinstance(one, _CONSTANT_TYPES)]
+            self._add_entries(attributes, constants, prefix)
 
     def _note_own_graphs(self, value: Any, name: str) -> None:
         if self.owners.own_graphs is None and has_own_graphs(value):
             self.owners.own_graphs = name
 
     def _attributes(self, mapping: Any, prefix: str, depth: int, only: Iterable[str]) -> None:
-        keys = [key for key in only if key in mapping]
-        missing = [key for key in only if key not in mapping]
-        self._add_entries(mapping, keys, prefix, missing)
+        names = frozenset(only)
+        keys = [key for key in mapping if key in names]
+        self._add_entries(mapping, keys, prefix, names.difference(keys))
         for key in keys:
             self._follow(mapping[key], f"{prefix}{key}", depth + 1)
 
     def _add_entries(
-        self, mapping: Any, keys: list[str], prefix: str, missing: Sequence[str] = ()
+        self, mapping: Any, keys: list[str], prefix: str, missing: Iterable[str] = ()
     ) -> None:
         if keys or missing:
             self.variables.append(_MappingEntries(mapping, keys, prefix, missing))
@@ -541,7 +709,7 @@ class _Search:
         elif isinstance(value, random.SystemRandom):
             self._add_getter(name, object)  # the operating system's numbers always change
         elif isinstance(value, random.Random):
-            self._add_getter(name, value.getstate, value.setstate)
+            self._add_getter(name, value.getstate, value.setstate, operator.eq)
         elif isinstance(value, torch.Generator):
             if value.device.type == "cpu" and value is not torch.default_generator:
                 self._add_getter(name, value.get_state, value.set_state, torch.equal)
@@ -570,15 +738,26 @@ class _Search:
             self._add_getter(name, functools.partial(value.get, None))
             self._follow(value.get(None), name, depth + 1)
         elif isinstance(value, weakref.ReferenceType):
+            self._add_getter(name, lambda: value() is None)
             self._follow(value(), name, depth + 1)
         elif isinstance(value, _LRU_CACHE):
             # A hit changes nothing; a miss means that the function ran again.
             self._add_getter(name, lambda: value.cache_info().misses)
             self._follow(value.__wrapped__, name, depth + 1)
+        elif isinstance(value, io.IOBase) and (value.closed or value.writable()):
+            pass  # what a step writes is for people to read
         elif isinstance(value, Iterator) and not self._is_own(_file_of(type(value))):
             self.iterator = self.iterator or (name, self._line_naming(name))
-        elif isinstance(value, UserDict | UserList):
+        elif isinstance(value, _WITH_DATA):
             self._follow(value.data, name, depth + 1)
+            self._object(value, name, depth)
+        elif isinstance(value, ChainMap):
+            self._follow(value.maps, name, depth + 1)
+            self._object(value, name, depth)
+        elif isinstance(value, Mapping):
+            if _gives_the_same_items(value):
+                self._container(value, name, depth)
+            self._object(value, name, depth)
         elif isinstance(value, queue.Queue):
             self._follow(value.queue, name, depth + 1)
         else:
@@ -633,6 +812,7 @@ _ATTRIBUTE_INSTRUCTIONS = (
     "DELETE_ATTR",
     "LOAD_SUPER_ATTR",
     "LOAD_CONST",
+    "IMPORT_FROM",
 )
 _STORE_INSTRUCTIONS = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 _GLOBAL_GENERATORS: list[Any] = [random._inst, numpy.random.mtrand._rand]
@@ -663,13 +843,16 @@ class _Names:
 
     globals: frozenset[str]
     attributes: frozenset[str]
+    imports: frozenset[str]
 
 
 @functools.cache
 def _names_in(code: types.CodeType) -> _Names:
-    names, attributes = set(), set()
+    names, attributes, imports = set(), set(), set()
     for instruction in dis.get_instructions(code):
-        if instruction.opname.endswith(("_GLOBAL", "_NAME")):
+        if instruction.opname == "IMPORT_NAME":
+            imports.add(instruction.argval)
+        elif instruction.opname.endswith(("_GLOBAL", "_NAME")):
             names.add(instruction.argval)
         elif instruction.opname in _ATTRIBUTE_INSTRUCTIONS and isinstance(instruction.argval, str):
             attributes.add(instruction.argval)
@@ -678,7 +861,8 @@ def _names_in(code: types.CodeType) -> _Names:
             inner = _names_in(constant)
             names |= inner.globals
             attributes |= inner.attributes
-    return _Names(frozenset(names), frozenset(attributes))
+            imports |= inner.imports
+    return _Names(frozenset(names), frozenset(attributes), frozenset(imports))
 
 
 @functools.cache
@@ -721,6 +905,16 @@ def _has_tensors(value: Any) -> bool:
     return isinstance(value, torch.Tensor)
 
 
+def _gives_the_same_items(mapping: Mapping[Any, Any]) -> bool:
+    """Whether a mapping's values can be compared: one that reads a file may make them anew."""
+    try:
+        if len(mapping) > _LARGE:
+            return False
+        return all(map(_same, list(mapping.values()), list(mapping.values())))
+    except Exception:  # code of the user's, or of a library
+        return False
+
+
 def _has_bytes(value: Any) -> bool:
     try:
         return memoryview(value).nbytes <= _LARGE * 64
@@ -732,6 +926,40 @@ def _bytes_of(value: Any) -> bytes:
     return memoryview(value).tobytes()
 
 
+def _tensor_bytes(tensor: torch.Tensor) -> bytes | None:
+    """The values of a tensor on the host. None if they cannot be read."""
+    if tensor.device.type != "cpu" or tensor.layout != torch.strided:
+        return None
+    try:
+        flat = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        return flat.view(torch.uint8).numpy().tobytes()
+    except (RuntimeError, TypeError):  # quantized, or of a class with its own memory
+        return None
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """The attributes that an object keeps in a dict, if it does."""
+    try:
+        found = vars(value)
+    except Exception:  # code of the user's
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _slot(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name)
+    except Exception:  # not assigned yet: the user's code may raise another error then
+        return _NOT_ASSIGNED
+
+
+def _fill_slot(value: Any, name: str, content: Any) -> None:
+    if content is _NOT_ASSIGNED:
+        delattr(value, name)
+    else:
+        setattr(value, name, content)
+
+
 def _content(cell: types.CellType) -> Any:
     try:
         return cell.cell_contents
@@ -741,10 +969,6 @@ def _content(cell: types.CellType) -> Any:
 
 def _fill(cell: types.CellType, value: Any) -> None:
     cell.cell_contents = value
-
-
-def _class_attribute(kind: type, attribute: str) -> Any:
-    return vars(kind).get(attribute)
 
 
 def _name_of(loss: object) -> str:
