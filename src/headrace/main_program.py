@@ -6,6 +6,7 @@ import io
 import os
 import pkgutil
 import runpy
+import signal
 import sys
 import threading
 import traceback
@@ -123,12 +124,15 @@ def _command_line(arguments: list[str], folder: str) -> Iterator[None]:
 
 @contextmanager
 def _quiet_ends() -> Iterator[None]:
-    """Let a thread that raises `ProgramEnded` end without a traceback."""
+    """Let a thread that raises `ProgramEnded` end without a traceback. The main thread gets a
+    `KeyboardInterrupt` then: it may wait for something that the thread will never do now."""
     original = threading.excepthook
 
     def hook(arguments: threading.ExceptHookArgs) -> None:
         if arguments.exc_type is not ProgramEnded:
             original(arguments)
+        elif (main := threading.main_thread().ident) is not None:
+            signal.pthread_kill(main, signal.SIGINT)
 
     threading.excepthook = hook
     try:

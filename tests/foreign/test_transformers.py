@@ -169,7 +169,7 @@ class TestModels:
         assert found["graph"] == found["pipeline"]
         assert engine.graphs is not None
         assert engine.graphs.why is None
-        assert engine.graphs.replays == (4 if padding is None else 3)
+        assert engine.graphs.replays == 3
 
 
 class TestSchedules:

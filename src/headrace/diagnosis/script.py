@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -99,11 +97,6 @@ class _Run:
             self._on_complete(self._complete)
         else:
             self._is_ended = True
-            if threading.current_thread() is not threading.main_thread():
-                # The main thread may wait for something that this thread will never do now.
-                main = threading.main_thread().ident
-                if main is not None and hasattr(signal, "pthread_kill"):
-                    signal.pthread_kill(main, signal.SIGINT)
             raise ProgramEnded
 
     def _explain(self, exit_code: int | None) -> DiagnosisResult:

@@ -728,8 +728,9 @@ class _Search:
             self.owners.optimizers.append(value)
             if "param_groups" in self._names:
                 for at, group in enumerate(value.param_groups):
-                    # Graphs have their own way with the others.
-                    settings = [key for key in group if key not in ("params", "capturable", "lr")]
+                    # Graphs write the learning rates of the engine's own optimizers themselves.
+                    others = ("params", "capturable", *(("lr",) if depth == 0 else ()))
+                    settings = [key for key in group if key not in others]
                     self._add_entries(group, settings, f"{name}.param_groups[{at}].")
             self._own_optimizer(value, name, depth)
         elif isinstance(value, LRScheduler):
