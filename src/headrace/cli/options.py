@@ -62,7 +62,7 @@ Program = Annotated[
     list[str],
     typer.Argument(
         metavar="PROGRAM ARGS…",
-        help="Script to run, or module with -m, and its arguments.",
+        help="The script to run (with -m: the module), then its own arguments.",
         show_default=False,
     ),
 ]

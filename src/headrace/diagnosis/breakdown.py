@@ -170,7 +170,7 @@ def _with_next_work(
 
 @dataclass(slots=True)
 class _Debt:
-    """What the host still owes for one thing that it did."""
+    """Idle time that is still to be charged to one thing that the host did."""
 
     segment: HostSegment
     ns: int

@@ -288,8 +288,8 @@ def _takes_part(wait: Wait) -> bool:
 
 
 def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
-    """The waits of each step in the trace, each as the calls that it consists of: a blocking copy
-    is the copy and the wait after it."""
+    """The waits of each step in the trace. A wait is a list of calls: a blocking copy consists of
+    the copy and the wait after it."""
     steps: list[list[list[int]]] = [[] for _ in range(trace.steps)]
     after_copy = False
     for at, call in enumerate(trace.calls):

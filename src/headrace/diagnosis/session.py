@@ -291,7 +291,7 @@ class Session:
         return None if places else open_device("cuda")
 
     def _weights_places(self) -> list[torch.device]:
-        """Where the weights are that the optimizers train: of each group, the first one's."""
+        """The devices of the weights that are trained: that of the first weight of each group."""
         return [
             weight.device
             for optimizer in list(self._optimizers)

@@ -236,7 +236,8 @@ def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> It
 
 @contextmanager
 def _traced(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[None]:
-    """Before Python 3.12: a trace function, which slows every call down a little."""
+    """Watch the line with a trace function. It slows every call down a little, so it is used only
+    before Python 3.12, which has a better way."""
     known: dict[CodeType, bool] = {}
 
     def on_frame(frame: FrameType, event: str, argument: Any) -> Any:

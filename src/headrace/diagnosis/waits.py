@@ -276,7 +276,8 @@ def _telling_if_pageable(
 
 
 def _pageable_copy(source: object, target: object) -> str | None:
-    """The operation, if this is a copy between the device and memory that is not pinned."""
+    """What to call a copy between the device and memory that is not pinned; None if it is another
+    copy."""
     if not (isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
     if source.is_cpu and target.is_cuda and source.dim() > 0 and not source.is_pinned():

@@ -99,10 +99,10 @@ class FrozenValues:
     def modules_changed(self) -> bool:
         """Whether the step has other modules than when its values were searched for, because one
         was made or replaced since."""
+        if self._python is None:
+            return False
         now = self._state.all_modules()
-        return self._python is not None and (
-            len(now) != len(self._modules) or not all(map(operator.is_, now, self._modules))
-        )
+        return len(now) != len(self._modules) or not all(map(operator.is_, now, self._modules))
 
     def note_capture(self) -> None:
         """Call after a capture: graphs now hold the present values."""
