@@ -289,6 +289,7 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
         plain = [PlainWay(name, ways[-1]) for name in arguments.beside if name != "padded"]
         for way in plain:
             way.train(arguments.warm_up)
+        print("all ways are warmed up", flush=True)
         for _ in range(arguments.turns):
             for way in (*ways, *plain):
                 lines[way.name] += way.train(arguments.epochs)

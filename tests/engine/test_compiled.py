@@ -118,6 +118,24 @@ class TestSettings:
             assert not inductor.triton.coalesce_tiling_analysis
         assert backend.asked == [(False, False)]  # a second attempt would be the same
 
+    @pytest.mark.parametrize("chosen", [None, "1"])
+    def test_reductions_are_mixed_only_if_the_user_says_so(
+        self, use: Any, monkeypatch: pytest.MonkeyPatch, chosen: str | None
+    ) -> None:
+        monkeypatch.delenv("TORCHINDUCTOR_MIX_ORDER_REDUCTION", raising=False)
+        if chosen is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_MIX_ORDER_REDUCTION", chosen)
+        mixed = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            mixed.append(inductor.triton.mix_order_reduction)
+            return graph.forward
+
+        use(backend)
+        with inductor.patch({"triton.mix_order_reduction": True}):
+            engine_on(Compiling()).epoch(rows(3))
+        assert mixed == [chosen is not None]
+
     def test_a_pytorch_without_the_setting_compiles_as_usual(
         self, use: Any, monkeypatch: pytest.MonkeyPatch
     ) -> None:

@@ -490,7 +490,7 @@ def packed_on_cuda(rank: int, size: int, how: str, folder: str) -> dict[str, Any
     """Train on packed batches of one shape with flex_attention, compiled and captured."""
     pairs = IdPairs(Path(folder), "train")
     size_of = packed_size(pairs.lengths, 100, 12)
-    plan = PackedPlan(pairs.lengths, size_of, with_blocks=True)
+    plan = PackedPlan(pairs.lengths, size_of)
     epoch, dataset = plan.epoch(0), plan.dataset(pairs)
     torch.manual_seed(0)
     sizes = ModelSettings(64, 4, 1, 1, 96, 0.0, max_length=16, attention_dropout=0.0)

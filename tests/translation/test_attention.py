@@ -16,7 +16,7 @@ from torch.nn import functional
 from headrace.device import Device
 from headrace.engine import Engine
 from headrace.errors import TranslationError
-from headrace.translation import ModelSettings, Translator, translation_loss
+from headrace.translation import ModelSettings, Translator, attention, translation_loss
 from headrace.translation.attention import BLOCK, attend, blocks_of
 from headrace.translation.corpus.batches import BatchSpec, PaddedBatches
 from headrace.translation.corpus.encoded import IdPairs
@@ -65,12 +65,13 @@ def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
     return losses.view(targets.shape)
 
 
-def packed_losses(model: Translator, batch: PackedBatch) -> Tensor:
+def packed_losses(model: Any, batch: PackedBatch) -> Tensor:
     """The loss of each sentence: (sentences,)."""
-    losses = token_losses(model(batch.src, batch.trg, batch.packing), batch.targets)[0]
-    numbers = batch.packing.trg_sentences.long()
-    sums = torch.zeros(int(numbers.max()) + 1).index_add(0, numbers, losses)
-    return sums[: int(batch.targets.eq(EOS).sum())]
+    src, trg, packing = batch.inputs()
+    losses = token_losses(model(src, trg, packing), batch.targets())[0]
+    numbers = packing.trg_sentences
+    sums = losses.new_zeros(int(numbers.max()) + 1).index_add(0, numbers, losses)
+    return sums[: int(batch.targets().eq(EOS).sum())]
 
 
 @pytest.mark.parametrize("norm", ["pre", "post"])
@@ -88,11 +89,10 @@ def test_a_changed_sentence_changes_no_other_loss(pairs: IdPairs) -> None:
     """Neither its losses nor, with respect to the others' tokens, its gradients."""
     model = make()
     packed, _ = both(pairs)[1]
-    numbers = packed.packing
-    changed = packed._replace(
-        src=torch.where(numbers.src_sentences == 3, packed.src % 5 + 5, packed.src),
-        trg=torch.where(numbers.trg_sentences == 3, packed.trg % 5 + 5, packed.trg),
-    )
+    changed = PackedBatch(packed.source.clone(), packed.target.clone())
+    for side in changed:
+        ids, sentences = side[0], side[2]
+        ids.copy_(torch.where(sentences == 3, ids % 5 + 5, ids))
     before, after = packed_losses(model, packed), packed_losses(model, changed)
     others = torch.arange(len(before)) != 3
     assert len(before) > 6
@@ -104,7 +104,7 @@ def test_a_changed_sentence_changes_no_other_loss(pairs: IdPairs) -> None:
     loss = packed_losses(model, packed)[3]
     (gradient,) = torch.autograd.grad(loss, looked_up)
     reached = gradient[0].any(dim=1)
-    assert torch.equal(reached, numbers.src_sentences == 3)
+    assert torch.equal(reached, packed.source[2] == 3)
 
 
 def test_the_engine_trains_as_with_padded_batches(pairs: IdPairs) -> None:
@@ -203,13 +203,14 @@ class TestFlex:
             padded = np.zeros((rows * BLOCK, columns * BLOCK), dtype=bool)
             padded[: len(queries), : len(keys)] = allowed
             expected = padded.reshape(rows, BLOCK, columns, BLOCK).any(axis=(1, 3))
-            blocks = blocks_of(queries, keys, causal=causal)
+            sides = (torch.from_numpy(side) for side in (queries, keys))
+            blocks = blocks_of(*sides, causal=causal)
             assert {tensor.dtype for tensor in blocks} == {torch.int32}
             assert np.array_equal(listed(blocks.counts, blocks.indices), expected)
             by_key = listed(blocks.counts_by_key, blocks.indices_by_key)
             assert np.array_equal(by_key, expected.T)
 
-    def test_compiled_with_blocks_it_is_flex_attention(
+    def test_compiled_on_a_gpu_it_is_flex_attention(
         self, pairs: IdPairs, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         """One graph for all batches, with the losses and gradients of the dense mask. On a CPU,
@@ -218,9 +219,10 @@ class TestFlex:
         from torch._dynamo.backends.debugging import aot_eager
 
         monkeypatch.setattr(flex, "_validate_device", lambda *tensors: None)
+        monkeypatch.setattr(attention, "_FLEX_DEVICES", ("cpu",))
         model = make(SMALL.replace(encoder_layers=1, decoder_layers=1))
         size = packed_size(pairs.lengths, 200, LONGEST + 2)
-        plan = PackedPlan(pairs.lengths, size, with_blocks=True)
+        plan = PackedPlan(pairs.lengths, size)
         epoch, dataset, graphs = plan.epoch(0), plan.dataset(pairs), []
 
         def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
@@ -256,20 +258,16 @@ class TestFlexOnTheGpu:
     def test_losses_and_gradients_of_the_dense_mask(self, tmp_path: Path, tokens: int) -> None:
         """Sentence by sentence, also where the last block is not full."""
         pairs = random_pairs(tmp_path, 200, VOCABULARY, LONGEST)
-        plan = PackedPlan(
-            pairs.lengths, packed_size(pairs.lengths, tokens, LONGEST + 2), with_blocks=True
-        )
+        plan = PackedPlan(pairs.lengths, packed_size(pairs.lengths, tokens, LONGEST + 2))
         epoch, dataset = plan.epoch(0), plan.dataset(pairs)
-        batches = [torch.utils._pytree.tree_map(_to_gpu, dataset[epoch[at]]) for at in (0, 1)]
+        batches = [PackedBatch(*(side.cuda() for side in dataset[epoch[at]])) for at in (0, 1)]
         model = make(self.WIDER).cuda()
         compiled = torch.compile(model, dynamic=False, fullgraph=True)
         for batch in batches:
             found = []
             for way in (compiled, model):
-                losses = token_losses(way(batch.src, batch.trg, batch.packing), batch.targets)[0]
-                numbers = batch.packing.trg_sentences.long()
-                sums = losses.new_zeros(int(numbers.max()) + 1).index_add(0, numbers, losses)
                 model.zero_grad()
+                sums = packed_losses(way, batch)
                 sums.sum().backward()
                 found.append([sums, *(parameter.grad for parameter in model.parameters())])
             for one, other in zip(*found, strict=True):
@@ -282,7 +280,7 @@ class TestFlexOnTheGpu:
         would compile nothing: the compiler's cache has the code."""
         monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
         size = packed_size(pairs.lengths, 100, LONGEST + 2)
-        plan = PackedPlan(pairs.lengths, size, with_blocks=True)
+        plan = PackedPlan(pairs.lengths, size)
         epoch, packed, padded = plan.epoch(0), plan.dataset(pairs), PaddedBatches(pairs)
         specs = [epoch[number] for number in range(len(epoch))] * 3
         found, from_cache = [], []
@@ -317,10 +315,6 @@ class TestFlexOnTheGpu:
         assert found[0].losses == pytest.approx(found[1].losses, rel=2e-3)
         assert found[2].losses == pytest.approx(found[1].losses, rel=2e-3)
         assert from_cache == [0, 1]
-
-
-def _to_gpu(leaf: Any) -> Any:
-    return leaf.cuda() if isinstance(leaf, Tensor) else leaf
 
 
 def listed(counts: Tensor, indices: Tensor) -> Any:

@@ -42,6 +42,9 @@ _CACHEABLE = {
     f"torch.nn.attention.{name}": torch.__version__
     for name in ("_backend_from_string", "_sdpa_kernel")
 }
+# One kernel for the gradients of a layer norm's input and of its weights. On an H200 it is slower
+# than a kernel for each (benchmarks/packed.py --try). Users may turn it on by the variable.
+_MIX_ORDER, _MIX_ORDER_VARIABLE = "mix_order_reduction", "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
 _SKIPPED = (
     "PyTorch's compiler skipped the whole step without an error: run with "
     "TORCH_LOGS=graph_breaks to see the line that it could not compile"
@@ -181,7 +184,7 @@ def _set_cache_folder() -> None:
 def _strict_compiler() -> Iterator[None]:
     """Inside the block the compiler raises where it would silently give up, and compiles backward
     together with forward. So every failure is known before any of the step has run. It also caches
-    code that chooses attention kernels."""
+    code that chooses attention kernels, and does not mix reductions of different orders."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor
@@ -195,6 +198,8 @@ def _strict_compiler() -> Iterator[None]:
         if known is not None:
             both = _CACHEABLE | known
             settings.enter_context(inductor.patch(unsafe_marked_cacheable_functions=both))
+        if hasattr(inductor.triton, _MIX_ORDER) and _MIX_ORDER_VARIABLE not in os.environ:
+            settings.enter_context(inductor.patch({f"triton.{_MIX_ORDER}": False}))
         yield
 
 

@@ -3,8 +3,8 @@
 A packed batch is one row: sentences end to end, then padding. A token may attend to tokens of its
 own sentence only. The padding counts as one more sentence.
 
-    compiled, with `Blocks`   flex_attention, which skips blocks without a common sentence
-    otherwise                 scaled_dot_product_attention with a mask of queries × keys
+    compiled, on a GPU   flex_attention, which skips blocks without a common sentence
+    otherwise            scaled_dot_product_attention with a mask of queries × keys
 
 flex_attention needs a GPU and `torch.compile`: it has no backward on a CPU, and uncompiled it
 computes all queries × keys in float32. It has no dropout. The dense mask gives the same results,
@@ -15,9 +15,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple, TypeAlias
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
@@ -27,24 +25,7 @@ from headrace.errors import TranslationError
 Mask: TypeAlias = Any
 #: Tokens per side of a block, as flex_attention has it by default.
 BLOCK = 128
-
-
-class Blocks(NamedTuple):
-    """Which blocks of 128 queries × 128 keys have a sentence in common: for each block of queries
-    the blocks of keys, and for backward the other way round. All int32."""
-
-    counts: Tensor  # (1, 1, query blocks): how many blocks of keys
-    indices: Tensor  # (1, 1, query blocks, key blocks): which; entries after `counts` are unused
-    counts_by_key: Tensor  # (1, 1, key blocks)
-    indices_by_key: Tensor  # (1, 1, key blocks, query blocks)
-
-
-class PackedBlocks(NamedTuple):
-    """The blocks of all attention in a packed batch."""
-
-    encoder: Blocks
-    decoder: Blocks
-    cross: Blocks
+_FLEX_DEVICES = ("cuda",)  # it has no backward on a CPU
 
 
 class Packing(NamedTuple):
@@ -53,21 +34,17 @@ class Packing(NamedTuple):
 
     src_positions: Tensor  # (1, source tokens): the position of each token in its sentence
     trg_positions: Tensor  # (1, target tokens)
-    src_sentences: Tensor  # (source tokens,), int32: the number of each token's sentence
-    trg_sentences: Tensor  # (target tokens,), int32
-    blocks: PackedBlocks | None  # None if flex_attention will not run
+    src_sentences: Tensor  # (source tokens,): the number of each token's sentence
+    trg_sentences: Tensor  # (target tokens,)
 
     def encoder_mask(self, dtype: torch.dtype) -> Mask:
-        blocks = None if self.blocks is None else self.blocks.encoder
-        return _packed_mask(self.src_sentences, self.src_sentences, blocks, dtype)
+        return _packed_mask(self.src_sentences, self.src_sentences, dtype)
 
     def decoder_mask(self, dtype: torch.dtype) -> Mask:
-        blocks = None if self.blocks is None else self.blocks.decoder
-        return _packed_mask(self.trg_sentences, self.trg_sentences, blocks, dtype, causal=True)
+        return _packed_mask(self.trg_sentences, self.trg_sentences, dtype, causal=True)
 
     def cross_mask(self, dtype: torch.dtype) -> Mask:
-        blocks = None if self.blocks is None else self.blocks.cross
-        return _packed_mask(self.trg_sentences, self.src_sentences, blocks, dtype)
+        return _packed_mask(self.trg_sentences, self.src_sentences, dtype)
 
 
 def attend(
@@ -97,16 +74,11 @@ def attention_dtype(x: Tensor) -> torch.dtype:
 
 
 def _packed_mask(
-    queries: Tensor,
-    keys: Tensor,
-    blocks: Blocks | None,
-    dtype: torch.dtype,
-    *,
-    causal: bool = False,
+    queries: Tensor, keys: Tensor, dtype: torch.dtype, *, causal: bool = False
 ) -> Mask:
     """The mask of these sentence numbers, queries (n,) and keys (m,), for all layers."""
-    if blocks is not None and torch.compiler.is_compiling():
-        return _block_mask(queries, keys, blocks, causal)
+    if torch.compiler.is_compiling() and queries.device.type in _FLEX_DEVICES:
+        return _block_mask(queries, keys, causal)
     forbidden = queries.unsqueeze(1) != keys.unsqueeze(0)
     if causal:
         forbidden = forbidden | torch.ones_like(forbidden).triu(1)
@@ -116,7 +88,7 @@ def _packed_mask(
     return mask.masked_fill_(forbidden, -torch.inf)[None, None]
 
 
-def _block_mask(queries: Tensor, keys: Tensor, blocks: Blocks, causal: bool) -> Mask:
+def _block_mask(queries: Tensor, keys: Tensor, causal: bool) -> Mask:
     from torch.nn.attention.flex_attention import BlockMask
 
     def same_sentence(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -125,6 +97,7 @@ def _block_mask(queries: Tensor, keys: Tensor, blocks: Blocks, causal: bool) -> 
     def not_later(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return (queries[query] == keys[key]) & (key <= query)
 
+    blocks = blocks_of(queries, keys, causal=causal)
     return BlockMask(
         seq_lengths=(queries.size(0), keys.size(0)),
         kv_num_blocks=blocks.counts,
@@ -140,37 +113,51 @@ def _block_mask(queries: Tensor, keys: Tensor, blocks: Blocks, causal: bool) -> 
     )
 
 
-def blocks_of(
-    queries: NDArray[np.int32], keys: NDArray[np.int32], *, causal: bool = False
-) -> Blocks:
-    """The blocks of these sentence numbers, which ascend. Loader workers compute them.
+class Blocks(NamedTuple):
+    """Which blocks of 128 queries × 128 keys have a sentence in common: for each block of queries
+    the blocks of keys, and for backward the other way round. All int32."""
+
+    counts: Tensor  # (1, 1, query blocks): how many blocks of keys
+    indices: Tensor  # (1, 1, query blocks, key blocks): which; entries after `counts` are unused
+    counts_by_key: Tensor  # (1, 1, key blocks)
+    indices_by_key: Tensor  # (1, 1, key blocks, query blocks)
+
+
+def blocks_of(queries: Tensor, keys: Tensor, *, causal: bool = False) -> Blocks:
+    """The blocks of these sentence numbers, which ascend. Compiled, these are a few small kernels.
 
     Since both sides have the sentences in the same order, a block's partners are a range."""
     first_query, last_query = _ends(queries)
     first_key, last_key = _ends(keys)
-    starts = np.searchsorted(last_key, first_query, "left")
-    stops = np.searchsorted(first_key, last_query, "right")
-    starts_by_key = np.searchsorted(last_query, first_key, "left")
-    stops_by_key = np.searchsorted(first_query, last_key, "right")
+    starts, stops = (
+        _count(last_key < first_query[:, None]),
+        _count(first_key <= last_query[:, None]),
+    )
+    starts_by_key = _count(last_query < first_key[:, None])
+    stops_by_key = _count(first_query <= last_key[:, None])
     if causal:
-        stops = np.minimum(stops, np.arange(len(stops)) + 1)
-        starts_by_key = np.maximum(starts_by_key, np.arange(len(starts_by_key)))
+        numbers = torch.arange(first_query.size(0), dtype=torch.int32, device=queries.device)
+        stops = torch.minimum(stops, numbers + 1)
+        starts_by_key = torch.maximum(starts_by_key, numbers)
     return Blocks(
-        *_ranges(starts, stops, len(first_key)),
-        *_ranges(starts_by_key, stops_by_key, len(first_query)),
+        *_ranges(starts, stops, first_key.size(0)),
+        *_ranges(starts_by_key, stops_by_key, first_query.size(0)),
     )
 
 
-def _ends(sentences: NDArray[np.int32]) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def _ends(sentences: Tensor) -> tuple[Tensor, Tensor]:
     """The first and the last sentence of each block."""
-    firsts = sentences[::BLOCK]
-    lasts = np.append(sentences[BLOCK - 1 :: BLOCK], sentences[-1:])[: len(firsts)]
-    return firsts, lasts
+    tokens = sentences.size(0)
+    starts = torch.arange(0, tokens, BLOCK, device=sentences.device)
+    return sentences[starts], sentences[(starts + BLOCK - 1).clamp(max=tokens - 1)]
 
 
-def _ranges(
-    starts: NDArray[np.int64], stops: NDArray[np.int64], size: int
-) -> tuple[Tensor, Tensor]:
-    counts = (stops - starts).astype(np.int32)
-    indices = ((starts[:, None] + np.arange(size)) % size).astype(np.int32)
-    return torch.from_numpy(counts)[None, None], torch.from_numpy(indices)[None, None]
+def _count(table: Tensor) -> Tensor:
+    """(n, m) of truth values -> (n,): how many of a row are true."""
+    return table.sum(dim=1, dtype=torch.int32)
+
+
+def _ranges(starts: Tensor, stops: Tensor, size: int) -> tuple[Tensor, Tensor]:
+    """Of each row, from `starts` to below `stops`: how many, and which, of `size` blocks."""
+    numbers = torch.arange(size, dtype=torch.int32, device=starts.device)
+    return (stops - starts)[None, None], ((starts[:, None] + numbers) % size)[None, None]

@@ -249,7 +249,6 @@ def _plan_batches(
             train.lengths,
             packed_size(train.lengths, tokens, settings.max_length),
             seed=settings.seed,
-            with_blocks=plan.compile and device.compiles,
         )
     if shapes is None and plan.graphs != "off" and device.captures:
         shapes = min(_GRAPH_SHAPES, plan.graph_shapes)

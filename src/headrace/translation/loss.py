@@ -48,8 +48,8 @@ class TranslationLoss:
 
     def __call__(self, model: Any, batch: Any) -> dict[str, Tensor]:
         if isinstance(batch, PackedBatch):
-            logits = model(batch.src, batch.trg, batch.packing).flatten(0, 1)
-            targets = batch.targets.flatten()
+            logits = model(*batch.inputs()).flatten(0, 1)
+            targets = batch.targets().flatten()
         else:
             src, trg = batch
             logits = model(src, trg[:, :-1]).flatten(0, 1)

@@ -127,26 +127,23 @@ class TestLoader:
     def test_ids_positions_and_sentences(self, tmp_path: Path) -> None:
         pairs = write_pairs(tmp_path, [([5, 6, 7], [8]), ([9], [10, 11]), ([4], [4])])
         batch = PackedBatches(pairs)[BatchSpec(np.array([1, 0]), (8, 6))]
-        found = [batch.src[0], batch.trg[0], batch.targets[0], *batch.packing[:4]]
-        assert [tensor.flatten().tolist() for tensor in found] == [
-            [9, 3, 5, 6, 7, 3, 0, 0],
-            [2, 10, 11, 2, 8, 0],
-            [10, 11, 3, 8, 3, 0],
-            [0, 1, 0, 1, 2, 3, 0, 0],
-            [0, 1, 2, 0, 1, 0],
+        src, trg, packing = batch.inputs()
+        assert [tensor.tolist() for tensor in (src, trg, batch.targets(), *packing)] == [
+            [[9, 3, 5, 6, 7, 3, 0, 0]],
+            [[2, 10, 11, 2, 8, 0]],
+            [[10, 11, 3, 8, 3, 0]],
+            [[0, 1, 0, 1, 2, 3, 0, 0]],
+            [[0, 1, 2, 0, 1, 0]],
             [0, 0, 1, 1, 1, 1, 2, 2],
             [0, 0, 0, 1, 1, 2],
         ]
-        assert batch.packing.blocks is None
 
     def test_a_share_without_pairs_is_padding(self, tmp_path: Path) -> None:
         pairs = write_pairs(tmp_path, [([5], [6])])
-        batch = PackedBatches(pairs, with_blocks=True)[
-            BatchSpec(np.array([], dtype=np.int64), (8, 16))
-        ]
-        assert (batch.src.shape, batch.trg.shape) == ((1, 8), (1, 16))
-        assert not any(tensor.any() for tensor in (batch.src, batch.trg, batch.targets))
-        assert not batch.packing.trg_sentences.any()
+        batch = PackedBatches(pairs)[BatchSpec(np.array([], dtype=np.int64), (8, 16))]
+        assert (batch.source.shape, batch.target.shape) == ((3, 8), (4, 16))
+        assert not batch.source.any()
+        assert not batch.target.any()
 
     def test_the_next_epoch_is_planned_during_an_epoch(
         self, monkeypatch: pytest.MonkeyPatch
@@ -174,7 +171,7 @@ class TestLoader:
 
     def test_an_epoch_can_start_at_any_batch_in_workers_too(self, tmp_path: Path) -> None:
         pairs = random_pairs(tmp_path, 200, 30, 20)
-        plan = PackedPlan(pairs.lengths, packed_size(pairs.lengths, 200, 20), with_blocks=True)
+        plan = PackedPlan(pairs.lengths, packed_size(pairs.lengths, 200, 20))
 
         def load(workers: int, start: int) -> list[Any]:
             options = LoaderPlan(workers, 2 if workers else None)
@@ -186,9 +183,7 @@ class TestLoader:
         whole, rest = load(0, 0), load(1, 3)
         assert len(rest) == len(whole) - 3 > 5
         for one, other in zip(whole[3:], rest, strict=True):
-            mine, theirs = (torch.utils._pytree.tree_leaves(batch) for batch in (one, other))
-            assert len(mine) == 3 + 4 + 3 * 4
-            assert all(map(torch.equal, mine, theirs))
+            assert all(map(torch.equal, one, other))
 
     def test_workers_go_on_with_the_next_epoch(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -211,9 +206,9 @@ class TestLoader:
             loader.sampler.set_epoch(epoch)
             loader.sampler.start_at(start)
             before = len(asked)
-            found = [batch.src for batch in itertools.islice(loader, stop - start)]
+            found = [batch.source for batch in itertools.islice(loader, stop - start)]
             batches = plan.epoch(epoch)
-            expected = [dataset[batches[at]].src for at in range(start, min(stop, len(batches)))]
+            expected = [dataset[batches[at]].source for at in range(start, min(stop, len(batches)))]
             assert len(found) == len(expected) > 1
             assert all(map(torch.equal, found, expected))
             ahead.append(len(asked) - before - len(expected))

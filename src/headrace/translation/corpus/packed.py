@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headrace.errors import PlanError
-from headrace.translation.attention import BLOCK, PackedBlocks, Packing, blocks_of
+from headrace.translation.attention import BLOCK, Packing
 from headrace.translation.corpus.batches import BatchSpec, IntArray
 from headrace.translation.corpus.encoded import IdPairs, Ints, Longs
 
@@ -42,12 +42,22 @@ class PackedSize(NamedTuple):
 
 
 class PackedBatch(NamedTuple):
-    """A packed batch, as tensors."""
+    """A packed batch, as two int32 tensors: each tensor that a loader process sends takes the
+    training process half a millisecond or more."""
 
-    src: Tensor  # (1, source tokens): ids
-    trg: Tensor  # (1, target tokens): ids that the decoder reads, from bos on
-    targets: Tensor  # (1, target tokens): the id that follows each of them, up to eos
-    packing: Packing
+    source: Tensor  # (3, source tokens): ids, positions, sentences, as `Packing` has them
+    # (4, target tokens): the ids that the decoder reads, from bos on; positions; sentences; and
+    # the id that follows each of those ids, up to eos.
+    target: Tensor
+
+    def inputs(self) -> tuple[Tensor, Tensor, Packing]:
+        """The model's arguments: ids of source and target, (1, tokens), and their packing."""
+        source, target = self.source, self.target
+        return source[:1], target[:1], Packing(source[1:2], target[1:2], source[2], target[2])
+
+    def targets(self) -> Tensor:
+        """The ids to predict: (1, target tokens), int64."""
+        return self.target[3:].long()
 
 
 def packed_size(lengths: Longs, tokens: int, longest: int) -> PackedSize:
@@ -93,8 +103,7 @@ class PackedEpoch:
 class PackedPlan:
     """Packs a corpus into batches of one shape, for any epoch.
 
-    `lengths` is (pairs, 2), in tokens including bos and eos. `with_blocks`: batches have what
-    flex_attention needs.
+    `lengths` is (pairs, 2), in tokens including bos and eos.
     """
 
     def __init__(
@@ -104,11 +113,9 @@ class PackedPlan:
         *,
         seed: int = 0,
         shuffle: bool = True,
-        with_blocks: bool = False,
     ) -> None:
         self._sizes = _sizes(lengths)
         self._size, self._seed, self._shuffle = size, seed, shuffle
-        self._with_blocks = with_blocks
         self._room = np.array([size.src - 1, size.trg])
         self._longest = self._sizes.max(axis=0, initial=0)
         if (self._longest > self._room).any():
@@ -131,7 +138,7 @@ class PackedPlan:
 
     def for_validation(self, lengths: Longs) -> PackedPlan:
         """A plan for other pairs, in the same shape and the same order in every epoch."""
-        return PackedPlan(lengths, self._size, shuffle=False, with_blocks=self._with_blocks)
+        return PackedPlan(lengths, self._size, shuffle=False)
 
     def share(self, batch: BatchSpec, rank: int, ranks: int) -> BatchSpec:
         """The part of a batch that this rank trains on. All ranks together have the batch."""
@@ -146,7 +153,7 @@ class PackedPlan:
         return BatchSpec(batch.indices[mine], (_multiple(src + 1, unit), _multiple(trg, unit)))
 
     def dataset(self, pairs: IdPairs) -> Dataset[PackedBatch]:
-        return PackedBatches(pairs, with_blocks=self._with_blocks)
+        return PackedBatches(pairs)
 
     def _windows(self, order: IntArray) -> list[tuple[IntArray, int]]:
         """Consecutive parts of `order`, with the number of batches that each is for."""
@@ -245,8 +252,8 @@ class PackedBatches(Dataset[PackedBatch]):
     """Turns a `BatchSpec` into a `PackedBatch`. A rank's share may have no pairs: it is all padding
     then, with weight 0."""
 
-    def __init__(self, pairs: IdPairs, *, with_blocks: bool = False) -> None:
-        self._pairs, self._with_blocks = pairs, with_blocks
+    def __init__(self, pairs: IdPairs) -> None:
+        self._pairs = pairs
 
     def __getitem__(self, spec: BatchSpec) -> PackedBatch:
         source_tokens, target_tokens = spec.lengths
@@ -254,41 +261,20 @@ class PackedBatches(Dataset[PackedBatch]):
         ends = np.cumsum(trg_lengths)
         is_first, is_last = np.zeros((2, len(trg)), dtype=bool)
         is_first[ends - trg_lengths] = is_last[ends - 1] = True
-        src_positions, src_sentences = _places(src_lengths, source_tokens)
-        trg_positions, trg_sentences = _places(trg_lengths - 1, target_tokens)
-        blocks = None
-        if self._with_blocks:
-            blocks = PackedBlocks(
-                blocks_of(src_sentences, src_sentences),
-                blocks_of(trg_sentences, trg_sentences, causal=True),
-                blocks_of(trg_sentences, src_sentences),
-            )
-        return PackedBatch(
-            _padded(src, source_tokens),
-            _padded(trg[~is_last], target_tokens),
-            _padded(trg[~is_first], target_tokens),
-            Packing(
-                _padded(src_positions, source_tokens),
-                _padded(trg_positions, target_tokens),
-                torch.from_numpy(src_sentences),
-                torch.from_numpy(trg_sentences),
-                blocks,
-            ),
-        )
+        source = _rows(3, source_tokens, src_lengths)
+        target = _rows(4, target_tokens, trg_lengths - 1)
+        source[0, : len(src)] = src
+        read, predicted = trg[~is_last], trg[~is_first]
+        target[0, : len(read)], target[3, : len(predicted)] = read, predicted
+        return PackedBatch(torch.from_numpy(source), torch.from_numpy(target))
 
 
-def _places(lengths: Longs, tokens: int) -> tuple[IntArray, Ints]:
-    """Of sentences end to end: the position of each token in its sentence, and the number of the
-    sentence for all `tokens`, padding included."""
-    starts = np.cumsum(lengths) - lengths
-    positions = np.arange(lengths.sum()) - np.repeat(starts, lengths)
-    sentences = np.full(tokens, len(lengths), dtype=np.int32)
-    sentences[: len(positions)] = np.repeat(np.arange(len(lengths)), lengths)
-    return positions, sentences
-
-
-def _padded(values: IntArray | Ints, tokens: int) -> Tensor:
-    """(n,) -> (1, tokens), int64, padded with 0."""
-    padded = np.zeros((1, tokens), dtype=np.int64)
-    padded[0, : len(values)] = values
-    return torch.from_numpy(padded)
+def _rows(rows: int, tokens: int, lengths: Longs) -> Ints:
+    """Zeros, (rows, tokens), but for the positions (1) and the sentence numbers (2) of sentences
+    of these lengths, end to end."""
+    found = np.zeros((rows, tokens), dtype=np.int32)
+    total = int(lengths.sum())
+    found[1, :total] = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+    found[2, :total] = np.repeat(np.arange(len(lengths)), lengths)
+    found[2, total:] = len(lengths)
+    return found

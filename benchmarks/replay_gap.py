@@ -1,0 +1,116 @@
+"""What lies between two replays of a step's graph, and whether several steps in one graph help.
+
+    python benchmarks/replay_gap.py [--plans graph,max] [--out results.json]
+
+Transformer base, 30 sentences of 60 tokens, bf16, milliseconds per step, all in turns:
+
+engine              an epoch under the plan: batches from the host, losses read
+its graph alone     the graph that the engine has captured, replayed and nothing else
+2, 4, 8 in a graph  steps captured by hand, one after the other, as a single graph
+1 in a graph        the same with one step, to compare with
+
+"busy" is the union of all kernel and copy times that the profiler sees, which makes each kernel a
+little longer or shorter. What "its graph alone" takes more than that is idle time between the
+kernels of a graph. What "engine" takes more than "its graph alone" is the engine's.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from engine_works import Work, transformer
+from graphs import busy_ms
+from measuring import header, interleaved_ms, save, table
+
+from engine import Planned
+from headrace.device import Device, Graph, open_device
+from headrace.plan import Plan
+
+
+def captured_by(planned: Planned, device: Device) -> Callable[[int], object]:
+    """Replays the graph that the engine captures, without the engine."""
+    graphs: list[Graph] = []
+    capture = device.capture
+
+    def recorded(*arguments: Any) -> Any:
+        graph, result = capture(*arguments)
+        graphs.append(graph)
+        return graph, result
+
+    device.capture = recorded  # type: ignore[method-assign]
+    try:
+        planned(20)
+    finally:
+        del device.capture  # type: ignore[method-assign]
+    (graph,) = graphs
+
+    def replay(steps: int) -> None:
+        with device.use(device.stream("compute")):
+            for _ in range(steps):
+                graph.replay()
+
+    return replay
+
+
+def by_hand(work: Work, device: Device, several: int) -> Callable[[int], object]:
+    """`several` steps as one graph, on one batch that stays on the GPU."""
+    torch.manual_seed(0)
+    model = work.make_model().to(device.torch_device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True, capturable=True)
+    batch = tuple(part.to(device.torch_device) for part in work.batches[0])
+
+    def step() -> None:
+        with torch.autocast("cuda", torch.bfloat16):
+            loss = work.loss(model, batch)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=False)
+
+    stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph, stream=stream):
+        for _ in range(several):
+            step()
+
+    def replay(steps: int) -> None:
+        with torch.cuda.stream(stream):
+            for _ in range(steps // several):
+                graph.replay()
+
+    return replay
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--plans", default="graph,max")
+    parser.add_argument("--steps", type=int, default=240, help="steps per turn: a multiple of 8")
+    parser.add_argument("--repeats", type=int, default=7, help="turns")
+    parser.add_argument("--out", type=Path)
+    options = parser.parse_args()
+    device, work = open_device("cuda"), transformer()
+    ways: dict[str, Callable[[int], object]] = {}
+    plans: dict[str, Planned] = {}
+    for plan in options.plans.split(","):
+        plans[plan] = Planned(work, device, Plan.preset(plan), "bf16")
+        ways[f"{plan}: its graph alone"] = captured_by(plans[plan], device)
+        ways[f"{plan}: engine"] = plans[plan]
+    for several in (1, 2, 4, 8):
+        ways[f"by hand: {several} in a graph"] = by_hand(work, device, several)
+    rows = interleaved_ms(ways, device, steps=options.steps, repeats=options.repeats, warm_up=16)
+    for name, way in ways.items():
+        busy = busy_ms(way, device, 16)
+        rows[name] |= {"busy ms": round(busy, 3), "× busy": round(rows[name]["ms"] / busy, 4)}
+    save(options.out, {**header("replay_gap.py"), "steps": options.steps, "rows": rows})
+    shown = ("ms", "low", "high", "busy ms", "× busy")
+    print(table({name: {key: row[key] for key in shown} for name, row in rows.items()}))
+
+
+if __name__ == "__main__":
+    main()
