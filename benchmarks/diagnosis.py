@@ -2,13 +2,12 @@
 
     python benchmarks/diagnosis.py --out result.json
     python benchmarks/diagnosis.py --cases item,mask --works none --out part.json
-    python benchmarks/diagnosis.py --cases none --out works.json \\
-        --measured benchmarks/results/2026-11-16-h200-works.json
+    python benchmarks/diagnosis.py --cases none --repeats 2 --steps 12 --out works.json
 
 1. `slow_scripts.py`: twelve slow loops with known causes. Is the cause named, is the line found,
    and does the predicted step match the mended twin's? Both run in turns, in one process.
-2. `works/`: the plain scripts. The predictions of `pipeline` and `graph` against the speed-ups that
-   `eleven_works.py` measured, if its result is given.
+2. `works/`: the plain scripts. First each is measured in turns with the plans `pipeline` and
+   `graph`, as `eleven_works.py` does; then it is diagnosed, and the predictions are compared.
 3. The cost of looking: a step with the hooks of `diagnose` installed against one without.
 
 The last lines are a table, and what does not hold.
@@ -38,6 +37,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import eleven_works
 import slow_scripts
 import torch
 from measuring import header, interleaved_ms, save
@@ -51,6 +51,7 @@ from headrace.text_table import text_table
 
 FOLDER = Path(__file__).resolve().parent
 WORKS = sorted(path.stem for path in (FOLDER / "works").glob("*.py") if path.stem != "samples")
+PLANS = ("pipeline", "graph")
 WINDOWS = Settings(warmup=10, clean=20, profiled=8, lines=5)
 
 
@@ -58,7 +59,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--cases", default=",".join(slow_scripts.CASES), help="or none")
     parser.add_argument("--works", default=",".join(WORKS), help="or none")
-    parser.add_argument("--measured", type=Path, help="the result of eleven_works.py")
     parser.add_argument("--tiny", action="store_true", help="small models, for a trial on a CPU")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--repeats", type=int, default=5)
@@ -233,6 +233,7 @@ def _overhead(device: Device, options: Any) -> dict[str, Any]:
 
 
 def _work(name: str, device: Device, options: Any) -> dict[str, Any]:
+    measured = _measured(name, device, options)
     sys.path.insert(0, str(FOLDER / "works"))
     try:
         spec = importlib.util.spec_from_file_location(name, FOLDER / "works" / f"{name}.py")
@@ -240,32 +241,35 @@ def _work(name: str, device: Device, options: Any) -> dict[str, Any]:
         assert spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
-        steps = module.train(device.torch_device, **({"tiny": True} if options.tiny else {}))
+        given = {"tiny": True} if options.tiny else {"pin": True}  # as it was measured
+        steps = module.train(device.torch_device, **given)
         result = _observe(name, steps, options.traces)
         steps.close()
     finally:
         sys.path.pop(0)
-    measured = _measured(options.measured, name)
     predicted = {one.change: one.speedup for one in result.predictions}
     errors = {
-        plan: round(measured[plan] / predicted[f"with the plan {plan}"] - 1, 4)
-        for plan in ("pipeline", "graph")
-        if plan in measured and f"with the plan {plan}" in predicted
+        plan: round(row["speed-up"][0] / predicted[f"with the plan {plan}"] - 1, 4)
+        for plan, row in measured.items()
+        if plan in PLANS and "speed-up" in row and f"with the plan {plan}" in predicted
     }
     return {"measured": measured, "errors": errors, **_summary(result)}
 
 
-def _measured(path: Path | None, name: str) -> dict[str, float]:
-    """The speed-ups of the plans over the plain script, from a result of `eleven_works.py`, or
-    several of them as `runs` of one file."""
-    if path is None:
-        return {}
-    content = json.loads(path.read_text(encoding="utf-8"))
-    works = {}
-    for run in content.get("runs", [content]):
-        works |= run["works"]
-    plans = works.get(name, {}).get("plans", {})
-    return {plan: row["speed-up"][0] for plan, row in plans.items() if row.get("speed-up")}
+def _measured(name: str, device: Device, options: Any) -> dict[str, Any]:
+    """The plain script and the plans, in turns: milliseconds, and speed-ups over the plain one."""
+    wanted = argparse.Namespace(
+        plans=PLANS,
+        tiny=options.tiny,
+        verbose=False,
+        steps=options.steps,
+        repeats=options.repeats,
+        warmup=8,
+        compare=2,
+    )
+    plans = eleven_works.measured(name, device, wanted)["plans"]
+    kept = ("ms", "all", "speed-up", "busy ms", "captured", "error")
+    return {plan: {key: row[key] for key in kept if key in row} for plan, row in plans.items()}
 
 
 # --- the report -----------------------------------------------------------------------------------
