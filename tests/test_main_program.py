@@ -63,7 +63,8 @@ def test_an_error_is_printed_without_our_frames(
             "    raise Stop('now')\nStop: now\n",
         ),
         (
-            "import sys\ndef show(kind, problem, trace):\n    sys.stderr.write(f'own: {problem}\\n')\n"
+            "import sys\ndef show(kind, problem, trace):\n"
+            "    sys.stderr.write(f'own: {problem}\\n')\n"
             "sys.excepthook = show\n1 / 0\n",
             "own: division by zero\n",
         ),

@@ -169,6 +169,10 @@ def test_limits_end_with_3() -> None:
     for text, code in (("waits>1", 0), ("waits>=1", 3), ("idle>5%", 3), ("unattributed>5%", 0)):
         assert exit_code_of(result, parse_limits(text)) == code, text
     assert exit_code_of(replace(result, exit_code=7), []) == 7
+    # A script that fails says more than a limit that could not be measured, and less than one
+    # that is exceeded.
+    for text, code in (("races>0", 7), ("waits>=1", 3), ("races>0,waits>=1", 3)):
+        assert exit_code_of(replace(result, exit_code=7), parse_limits(text)) == code, text
 
 
 def test_a_trace_that_cannot_be_replayed_predicts_nothing() -> None:
