@@ -81,7 +81,7 @@ def test_code_that_does_not_wait_is_not_named(tmp_path: Path) -> None:
 
 def test_everything_is_as_before_after_the_block() -> None:
     with cuda_here() as device:
-        owners = [(torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize")]
+        owners = [(torch._C, "_cuda_synchronize"), (torch.cuda.Stream, "synchronize")]
         owners += [
             (torch.cuda.Event, "synchronize"),
             (torch.Tensor, "to"),
@@ -150,6 +150,23 @@ def test_pytorchs_warning_is_caught_whatever_the_script_does_with_warnings(
     assert [one for one in warnings.filters if one not in before] != []
     assert not any("synchronizing" in str(one[1]) for one in warnings.filters)
     warnings.filters[:] = before  # type: ignore[index]
+
+
+def test_a_stream_that_pytorch_reports_too_is_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def synchronize(self) -> None:
+            warnings.warn(
+                "called a synchronizing CUDA operation (at CUDAFunctions.h)", stacklevel=1
+            )
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    waits: list[Wait] = []
+    with watch_waits(open_device("cpu"), waits.append):
+        Stream().synchronize()
+        Stream().synchronize()
+    assert [wait.form.name for wait in waits] == ["stream synchronize"] * 2
 
 
 def test_asynchronous_copies_from_pageable_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

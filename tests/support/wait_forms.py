@@ -15,6 +15,7 @@ from types import ModuleType
 HEADER = """\
 import contextlib, functools, io, threading
 import torch
+from torch.cuda import synchronize
 from torch.nn import functional as F
 
 
@@ -90,7 +91,10 @@ FORMS = [
     ("save", "torch.save(a.x, io.BytesIO())"),
     ("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_([a.w], 1.0, error_if_nonfinite=True)"),
     ("device synchronize", "torch.cuda.synchronize()"),
+    ("device synchronize", "synchronize()"),
+    ("device synchronize", "torch.accelerator.synchronize()"),
     ("stream synchronize", "torch.cuda.current_stream().synchronize()"),
+    ("stream synchronize", "torch.accelerator.current_stream().synchronize()"),
     ("event synchronize", "a.event.synchronize()"),
     ("empty_cache", "torch.cuda.empty_cache()"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -379,6 +380,22 @@ def _predictions(
     )
 
 
+def _unusual_steps(trace: StepTrace, watched: Sequence[Sequence[Wait]]) -> list[str]:
+    """Steps with many more waits than the others, at the end of an epoch for example, unless such
+    a step was also watched."""
+    counts = [len(groups) for groups in _groups_by_step(trace)]
+    usual = int(statistics.median_low(counts))
+    many = usual + max(3, usual // 2)
+    more = [count for count in counts if count >= many]
+    if not more or any(len(waits) >= many for waits in watched):
+        return []
+    return [
+        f"{len(more)} of {len(counts)} profiled steps waited up to {max(more)} times instead of "
+        f"{usual}, perhaps for a checkpoint or an evaluation: the lines of these waits are not "
+        "known"
+    ]
+
+
 def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
     notes = list(seen.notes)
     if seen.loader_workers == 0 and parts is not None and parts.input > _SMALL * parts.total:
@@ -397,6 +414,8 @@ def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
 
 def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[str]:
     missing = list(seen.missing)
+    if seen.trace is not None:
+        missing += _unusual_steps(seen.trace, seen.waits)
     if seen.trace is not None and not seen.waits and not seen.is_complete and not seen.missing:
         missing.append(f"no waits by line: it ended before. {more_steps(seen, is_fake=False)}")
     if replay is not None and not replay.holds:

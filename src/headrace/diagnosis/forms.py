@@ -217,6 +217,7 @@ _CALLS = {
     **dict.fromkeys(("eigh", "svd", "eig", "lu", "eigvals", "eigvalsh"), "decomposition"),
     **dict.fromkeys(("matrix_rank", "pinv", "lstsq"), "decomposition"),
     **dict.fromkeys(("Normal", "Categorical", "Bernoulli", "log_prob"), "distribution"),
+    "synchronize": "stream synchronize",  # of those, PyTorch reports streams only
     "normal": "normal",
     "to_sparse": "sparse",
     "save": "save",

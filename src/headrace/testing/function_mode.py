@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ _PLAIN_PROPERTIES = frozenset(
 _SHARING = frozenset(("as_tensor", "asarray"))
 _TORCH = Path(torch.__file__).resolve().parent
 _OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
+_SAVE = torch.serialization._save.__code__
 _ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
 
 
@@ -248,11 +250,23 @@ def _read(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs
 def _pickle(tensor: torch.Tensor, protocol: int) -> Any:
     """Replaces the method that `torch.save` calls for each tensor."""
     for device in patches.devices:
-        _note_read(device, tensor, "pickle")
+        if not _storage_is_copied(tensor):
+            _note_read(device, tensor, "pickle")
     return patches.originals["_reduce_ex_internal"](tensor, protocol)
 
 
 patches.patch(torch.Tensor, "_reduce_ex_internal", _pickle)
+
+
+def _storage_is_copied(tensor: torch.Tensor) -> bool:
+    """Whether `torch.save` copies the tensor's storage to the host afterwards, which is seen. It
+    does if the storage says that it lies elsewhere."""
+    if tensor.untyped_storage().device.type == "cpu":
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _SAVE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _note_read(device: FakeDevice, tensor: torch.Tensor, name: str) -> None:
