@@ -32,6 +32,9 @@ from headrace.source_lines import is_user_code
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _RUNNER = main_program.__file__
+#: Files of PyTorch through which it calls functions: they say nothing about what waits.
+_MACHINERY = ("_compile", "eval_frame", "_device", "overrides", "_python_dispatch", "_contextlib")
+_MASKS = (torch.bool, torch.uint8)
 _SYNCHRONISING = "called a synchronizing CUDA operation"
 #: Why the fake device says that it waits, and the call that made it wait.
 _FAKE_REASONS = {
@@ -63,7 +66,7 @@ def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
     functions: list[tuple[str, str]] = []
     while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
         file = frame.f_code.co_filename
-        if file.startswith(_TORCH):
+        if file.startswith(_TORCH) and Path(file).stem not in _MACHINERY:
             functions.append((Path(file).stem, frame.f_code.co_name))
         frame = frame.f_back
     if innermost is None:
@@ -124,10 +127,25 @@ def _expression(frame: FrameType) -> Expression | None:
     found = running_expression(frame.f_code, frame.f_lasti)
     if found is None:
         return None
+    node: Any = found.node
+    if hasattr(node, "slice"):
+        index = _value(node.slice, frame)
+        is_number = isinstance(index, torch.Tensor) and index.dtype not in _MASKS
+        return replace(found, by_number=is_number)
+    if hasattr(node, "args") and node.args and _is_list_of_tensors(node.args[0], frame):
+        return replace(found, of_tensors=True)
     value = _value(getattr(getattr(found.node, "func", None), "value", None), frame)
     if isinstance(value, torch.Tensor):
         return replace(found, on_device=value.device.type not in ("cpu", "meta"))
     return found
+
+
+def _is_list_of_tensors(node: Any, frame: FrameType) -> bool:
+    items = getattr(node, "elts", None)
+    values = _value(node, frame) if items is None else [_value(item, frame) for item in items]
+    return isinstance(values, list | tuple) and any(
+        isinstance(value, torch.Tensor) for value in values
+    )
 
 
 def _value(node: ast.AST | None, frame: FrameType) -> object:

@@ -108,6 +108,8 @@ class FunctionMode(TorchFunctionMode):
                 return special(device, func, tensor, args, kwargs)
         elif name in _SHARING:
             return _as_tensor(device, func, args, kwargs)
+        elif name == "tensor":
+            _note_numbers(device, args[:1])
         if kwargs.pop("pin_memory", False):
             return _pinned(device, _call(device, func, args, kwargs))
         return _call(device, func, args, kwargs)
@@ -243,6 +245,8 @@ def _is_pinned(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, k
 
 def _read(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     """`tolist()`, `print(tensor)` and such."""
+    if func.__name__ == "__format__" and tensor.dim() == 0:
+        return func(*args, **kwargs)  # it calls `item()`, which is seen
     _note_read(device, tensor, func.__name__.strip("_"))
     return func(*args, **kwargs)
 
@@ -279,6 +283,8 @@ def _note_read(device: FakeDevice, tensor: torch.Tensor, name: str) -> None:
 
 
 def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    if device.holds(tensor) and func.__name__ == "numpy" and (kwargs.get("force") or args[1:]):
+        return _cpu(device, func, tensor.detach(), (), {}).numpy()
     if device.holds(tensor):
         raise TypeError(
             f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the "
@@ -319,7 +325,18 @@ for _name in ("from_numpy", "from_dlpack", "frombuffer"):
     patches.patch(torch, _name, _sharing(_name))
 
 
+def _note_numbers(device: FakeDevice, data: Any) -> None:
+    """`torch.tensor([loss, …])` reads each tensor in a list, unseen by the dispatch mode."""
+    for value in data:
+        if isinstance(value, list | tuple):
+            with torch._C.DisableTorchFunction():
+                found = device.checker.held(tensors(value))
+            for tensor in found:
+                _note_read(device, tensor, "aten::_local_scalar_dense")
+
+
 def _as_tensor(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    _note_numbers(device, args[:1])
     result = _call(device, func, args, kwargs)
     if isinstance(result, torch.Tensor):
         device.shares(result)
@@ -340,6 +357,7 @@ def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
 
 
 def _new_tensor(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    _note_numbers(device, args[1:2])
     if device.holds(tensor) and kwargs.get("device") is None:
         kwargs = {**kwargs, "device": device.torch_device}
     return _call(device, func, args, kwargs)
