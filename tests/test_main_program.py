@@ -50,6 +50,50 @@ def test_an_error_is_printed_without_our_frames(
     assert "runpy" not in text
 
 
+@pytest.mark.parametrize(
+    ("code", "printed"),
+    [
+        (
+            "x = (\n",
+            "  File \"{file}\", line 1\n    x = (\n        ^\nSyntaxError: '(' was never closed\n",
+        ),
+        (
+            "class Stop(BaseException): ...\nraise Stop('now')\n",
+            'Traceback (most recent call last):\n  File "{file}", line 2, in <module>\n'
+            "    raise Stop('now')\nStop: now\n",
+        ),
+        (
+            "import sys\ndef show(kind, problem, trace):\n"
+            "    sys.stderr.write(f'own: {problem}\\n')\n"
+            "sys.excepthook = show\n1 / 0\n",
+            "own: division by zero\n",
+        ),
+    ],
+)
+def test_an_error_is_printed_as_python_prints_it(
+    code: str, printed: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(code, encoding="utf-8")
+    before = sys.excepthook
+    assert run_as_main(str(program), [], as_module=False) == 1
+    assert capsys.readouterr().err == printed.replace("{file}", str(program))
+    assert sys.excepthook is before
+
+
+def test_a_package_that_is_no_program_is_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "no_program").mkdir()
+    (tmp_path / "no_program" / "__init__.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert run_as_main("no_program", [], as_module=True) == 1
+    assert capsys.readouterr().err == (
+        f"{sys.executable}: No module named no_program.__main__; 'no_program' is a package and "
+        "cannot be directly executed\n"
+    )
+
+
 def test_its_threads_are_waited_for_and_its_chdir_is_undone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -9,7 +9,6 @@ import runpy
 import signal
 import sys
 import threading
-import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import thread as executors
 from contextlib import contextmanager
@@ -38,7 +37,12 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
     are raised at once."""
     folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
     process, others = os.getpid(), running_threads()
-    with _command_line([program, *arguments], folder), _working_directory(), _quiet_ends():
+    with (
+        _command_line([program, *arguments], folder),
+        _working_directory(),
+        _quiet_ends(),
+        _python_error_hook(),
+    ):
         exit_code = _run(program, as_module)
         while waited_for := running_threads() - others:
             waited_for.pop().join()
@@ -55,15 +59,24 @@ def _run(program: str, as_module: bool) -> int:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
         else:
             _run_script(Path(program).absolute())
-    except ProgramEnded:
+    except (ProgramEnded, KeyboardInterrupt):
         raise
     except SystemExit as end:
         return _exit_code(end.code)
-    except Exception as problem:
-        inside = _users_part(problem.__traceback__)
-        traceback.print_exception(type(problem), problem, inside)
+    except BaseException as problem:
+        _print_error(problem)
         return 1
     return 0
+
+
+def _print_error(problem: BaseException) -> None:
+    """Print an error of the program's as Python does. Frames that are not the program's are left
+    out: an error of the compiler has none, and one of `-m` is a single line."""
+    inside = _users_part(problem.__traceback__)
+    if inside is None and isinstance(problem, ImportError):  # no code of the program's has run
+        print(f"{sys.executable}: {problem}", file=sys.stderr)  # noqa: T201
+    else:
+        sys.excepthook(type(problem), problem.with_traceback(inside), inside)
 
 
 def _run_script(path: Path) -> None:
@@ -143,6 +156,16 @@ def _quiet_ends() -> Iterator[None]:
 
 
 @contextmanager
+def _python_error_hook() -> Iterator[None]:
+    """Python's own `sys.excepthook` inside the block, which the program may replace."""
+    ours, sys.excepthook = sys.excepthook, sys.__excepthook__
+    try:
+        yield
+    finally:
+        sys.excepthook = ours
+
+
+@contextmanager
 def _working_directory() -> Iterator[None]:
     """Return to the current directory after the block: the user's own paths are relative to it."""
     folder = Path.cwd()
@@ -163,11 +186,10 @@ def _exit_code(code: object) -> int:
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that ran the program."""
-    whole = trace
+    """A traceback without the frames that ran the program; None if there are no others."""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
         if file != __file__ and not file.startswith("<frozen "):
             return trace
         trace = trace.tb_next
-    return whole
+    return None

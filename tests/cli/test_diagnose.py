@@ -66,6 +66,8 @@ SCRIPT = """
     if __name__ == "__main__":
         kind, steps = sys.argv[1], int(sys.argv[2])
         sys.argv = ["something", "else"]
+        if kind == "interrupted at once":
+            raise KeyboardInterrupt
         if kind == "leaves a thread":
             waiting = threading.Thread(target=lambda: open("fifo").read())
             waiting.start()
@@ -109,10 +111,13 @@ def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
     [
         ("never", 5, 0, "never called an optimizer's step()"),
         ("plain", 1, 0, "The script stepped once"),
-        ("plain", 4, 0, "ended before there were enough steps"),
+        ("plain", 4, 0, "ended after 4 steps, too few to measure.\nLet it train for at least 5 "),
         ("fails", 4, 1, "ValueError: the script's own failure"),
         ("exits", 4, 1, "an error in a sentence"),
-        ("fails", 3, 1, "The script ended with exit code 1 after too few steps"),
+        ("fails", 3, 1, "The script ended with exit code 1 after 3 steps, too few to measure"),
+        ("fails", 1, 1, "ended with exit code 1 after 1 step, too few to measure: see its output"),
+        ("interrupted", 2, 130, "Ctrl-C ended the script after 2 steps, too few to measure.\n"),
+        ("interrupted at once", 2, 130, "Ctrl-C ended the script before its first step.\n"),
         ("interrupted", 9, 130, "The host waits for the device 1.0 times a step"),
         ("prints", 9, 0, "The host waits for the device 1.0 times a step"),
         ("forks", 9, 0, "The host waits for the device 1.0 times a step"),
@@ -129,7 +134,7 @@ def test_every_script_has_a_clear_outcome(
     assert done.exit_code == exit_code, done.stderr
     assert sentence in done.stderr
     assert done.stderr.count("The host waits") <= 1
-    assert (done.stdout.endswith("done\n")) is (kind not in ("fails", "exits", "interrupted"))
+    assert (done.stdout.endswith("done\n")) is (exit_code == 0)
 
 
 def test_a_script_on_the_cpu_is_timed_and_told_so(folder: Path) -> None:
@@ -183,6 +188,34 @@ def test_only_the_first_rank_prints(folder: Path, monkeypatch: pytest.MonkeyPatc
 def test_a_step_may_be_named_by_its_line(folder: Path) -> None:
     done = run("--fake", *FAST, "--step-line", "train.py:19", "train.py", "never", "30")
     assert "The host waits for the device 1.0 times a step" in done.stderr
+
+
+@pytest.mark.parametrize("steps", [5, 7, 14])
+def test_the_advice_for_a_short_script_works(folder: Path, steps: int) -> None:
+    done = run("--fake", "--warmup", "20", "train.py", "plain", str(steps))
+    assert f"ended after {steps} steps, too few to measure." in done.stderr
+    advice = done.stderr.rpartition("steps, or pass ")[2].partition(".")[0].split()
+    done = run("--fake", *advice, "train.py", "plain", str(steps))
+    assert "The host waits for the device 1.0 times a step" in done.stderr, advice
+
+
+@pytest.mark.parametrize(
+    ("line", "sentences"),
+    [
+        (
+            "train.py:25",
+            "train.py:25 never ran; the nearest line of that file that ran is train.py:26.\n"
+            "Name a line that runs once per step: --step-line FILE:LINE.\n",
+        ),
+        ("other.py:1", "other.py:1 never ran, nor did any other line of that file.\n"),
+        ("train.py:62", "The script ran train.py:62 once: there is no repeating step"),
+    ],
+)
+def test_a_step_line_that_never_runs_is_told(folder: Path, line: str, sentences: str) -> None:
+    (folder / "other.py").write_text("x = 1\n", encoding="utf-8")
+    done = run("--fake", *FAST, "--step-line", line, "train.py", "plain", "9")
+    assert (done.exit_code, done.stdout) == (0, "done\n")
+    assert sentences in done.stderr
 
 
 def test_json_and_limits(folder: Path) -> None:

@@ -16,6 +16,7 @@ from headrace.diagnosis.script import Limit, exit_code_of, parse_limits
 from headrace.diagnosis.session import Observations
 from headrace.diagnosis.steps import Period
 from headrace.diagnosis.text import text_of
+from headrace.diagnosis.trace import Call
 from headrace.diagnosis.waits import Wait
 from headrace.report.diagnosis_page import diagnosis_page
 from headrace.runs.records import DiagnosisResult, Environment, LineRecord
@@ -91,6 +92,19 @@ def test_steps_with_another_number_of_waits_are_not_joined() -> None:
     result = result_of(seen(Loop(reads=2), [[wait(42)], [wait(42)] * 3]))
     assert all(line.blocked_ms is None for line in result.lines)
     assert "no times for the lines" in " ".join(result.missing)
+
+
+def test_a_step_that_waits_much_more_often_is_told() -> None:
+    observed = seen(Loop(reads=1), [[wait(42)]] * 3)
+    assert observed.trace is not None
+    last = observed.trace.marks[-2]  # the last step saves a checkpoint
+    saved = tuple(Call(last + at, last + at, "wait") for at in range(30))
+    calls = observed.trace.calls
+    observed.trace = replace(observed.trace, calls=(*calls, *saved))
+    sentence = f"1 of {observed.trace.steps} profiled steps waited up to 31 times instead of 1"
+    assert any(sentence in text for text in result_of(observed).missing)
+    observed.waits.append([wait(42)] * 31)
+    assert not any(sentence in text for text in result_of(observed).missing)
 
 
 @pytest.mark.parametrize(
@@ -169,6 +183,10 @@ def test_limits_end_with_3() -> None:
     for text, code in (("waits>1", 0), ("waits>=1", 3), ("idle>5%", 3), ("unattributed>5%", 0)):
         assert exit_code_of(result, parse_limits(text)) == code, text
     assert exit_code_of(replace(result, exit_code=7), []) == 7
+    # A script that fails says more than a limit that could not be measured, and less than one
+    # that is exceeded.
+    for text, code in (("races>0", 7), ("waits>=1", 3), ("races>0,waits>=1", 3)):
+        assert exit_code_of(replace(result, exit_code=7), parse_limits(text)) == code, text
 
 
 def test_a_trace_that_cannot_be_replayed_predicts_nothing() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -105,7 +107,9 @@ def test_a_window_that_fails_does_not_fail_the_script(
     with session:
         trained(20, done.append)
     assert len(done) == 20
-    assert session.seen.missing == ["a window failed: RuntimeError: CUPTI is busy"]
+    assert session.seen.missing == [
+        "diagnose itself failed in the profiled window: RuntimeError: CUPTI is busy"
+    ]
     assert not session.seen.is_complete
 
 
@@ -144,3 +148,11 @@ def test_a_block_is_diagnosed_and_its_result_printed(on_gpu: list[str]) -> None:
         trained(20)
     assert diagnosis.result.outcome == "complete"
     assert str(diagnosis).startswith("A step takes ")
+
+
+def test_a_line_of_the_blocks_own_code_may_be_the_step(on_gpu: list[str]) -> None:
+    line = inspect.currentframe().f_lineno + 3  # type: ignore[union-attr]
+    with headrace.diagnose(warmup=3, clean=4, step_line=f"{__file__}:{line}") as diagnosis:
+        for _ in range(9):
+            math.sqrt(2)
+    assert diagnosis.result.steps == 9

@@ -81,7 +81,7 @@ def test_code_that_does_not_wait_is_not_named(tmp_path: Path) -> None:
 
 def test_everything_is_as_before_after_the_block() -> None:
     with cuda_here() as device:
-        owners = [(torch.cuda, "synchronize"), (torch.cuda.Stream, "synchronize")]
+        owners = [(torch._C, "_cuda_synchronize"), (torch.cuda.Stream, "synchronize")]
         owners += [
             (torch.cuda.Event, "synchronize"),
             (torch.Tensor, "to"),
@@ -152,6 +152,28 @@ def test_pytorchs_warning_is_caught_whatever_the_script_does_with_warnings(
     warnings.filters[:] = before  # type: ignore[index]
 
 
+def test_a_stream_that_pytorch_reports_too_is_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Stream:
+        def synchronize(self) -> None:
+            warnings.warn(
+                "called a synchronizing CUDA operation (at CUDAFunctions.h)", stacklevel=1
+            )
+
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    waits: list[Wait] = []
+    with watch_waits(open_device("cpu"), waits.append):
+        Stream().synchronize()
+        Stream().synchronize()
+    assert [wait.form.name for wait in waits] == ["stream synchronize"] * 2
+
+
+def is_tensor_or(value: object, kind: Any) -> bool:
+    """`isinstance`, with stand-ins for tensors."""
+    return kind is torch.Tensor or isinstance(value, kind)
+
+
 def test_asynchronous_copies_from_pageable_memory_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         return  # in the table of forms
@@ -165,7 +187,7 @@ def test_asynchronous_copies_from_pageable_memory_are_told(monkeypatch: pytest.M
             return self.pinned
 
     monkeypatch.setattr(torch.Tensor, "to", lambda self, *args, **kwargs: moved, raising=False)
-    monkeypatch.setattr(waits_module, "isinstance", lambda value, kind: True, raising=False)
+    monkeypatch.setattr(waits_module, "isinstance", is_tensor_or, raising=False)
     source = torch.ones(3).as_subclass(Source)
     with waits_module._telling_if_pageable("to", told.append):
         source.to("cuda", non_blocking=True)
@@ -199,5 +221,5 @@ def test_copies_block_from_and_to_pageable_memory(
             dim=lambda: 1,
         )
 
-    monkeypatch.setattr(waits_module, "isinstance", lambda value, kind: True, raising=False)
+    monkeypatch.setattr(waits_module, "isinstance", is_tensor_or, raising=False)
     assert waits_module._pageable_copy(tensor(*source), tensor(*target)) == operation

@@ -13,8 +13,9 @@ from pathlib import Path
 from types import ModuleType
 
 HEADER = """\
-import contextlib, functools, io, threading
+import asyncio, contextlib, functools, io, math, threading
 import torch
+from torch.cuda import synchronize
 from torch.nn import functional as F
 
 
@@ -31,6 +32,7 @@ FORMS = [
     ("item", "total = 0.0; total += a.loss.item()"),
     ("number", "float(a.loss)"),
     ("number", "int(a.n)"),
+    ("number", "math.sqrt(a.loss)"),
     ("branch", "bool(a.loss)"),
     ("branch", "if a.loss > 0: pass"),
     ("branch", "while a.loss < 0: pass"),
@@ -41,11 +43,14 @@ FORMS = [
     ("finite check", "if torch.isnan(a.loss): pass"),
     ("finite check", "if a.x.isinf().any(): pass"),
     ("finite check", "torch.isfinite(a.x).all().item()"),
+    ("finite check", "math.isnan(a.loss)"),
+    ("finite check", "math.isfinite(a.loss.item())"),
     ("print", "print(a.loss, file=io.StringIO())"),
     ("print", "str(a.x)"),
     ("print", "repr(a.x)"),
     ("format", "f'{a.loss:.3f}'"),
     ("format", "'{:.3f}'.format(a.loss)"),
+    ("format", "'%.3f' % a.loss"),
     ("tolist", "a.x.tolist()"),
     ("cpu", "a.x.cpu()"),
     ("cpu", "a.x.to('cpu')"),
@@ -61,8 +66,12 @@ FORMS = [
     ("new tensor", "torch.tensor([1.0, 2.0], device=a.device)"),
     ("new tensor", "torch.as_tensor([1.0], device=a.device)"),
     ("new tensor", "a.x.new_tensor([1.0, 2.0])"),
+    ("list of tensors", "torch.tensor([a.loss, a.loss])"),
+    ("list of tensors", "torch.as_tensor(a.losses)"),
     ("mask", "a.x[a.mask]"),
-    ("mask", "a.x[a.host_index]"),
+    ("index", "a.x[a.host_index]"),
+    ("index", "a.x[a.n]"),
+    ("index", "[0, 1, 2][a.n]"),
     ("mask assignment", "a.x[a.mask] = a.three"),
     ("slice", "a.x[: a.n]"),
     ("nonzero", "a.x.nonzero()"),
@@ -81,6 +90,13 @@ FORMS = [
     ("equal", "torch.allclose(a.x, a.x)"),
     ("range", "range(a.n)"),
     ("range", "torch.arange(a.n)"),
+    ("size", "torch.zeros(a.n)"),
+    ("size", "a.x.view(a.n, -1)"),
+    ("masked_fill", "a.x.masked_fill(a.mask, a.loss)"),
+    ("numpy", "a.x.numpy(force=True)"),
+    ("normal", "torch.normal(a.x, a.x.abs())"),
+    ("normal", "torch.distributions.Normal(a.x, a.y.abs(), validate_args=False).sample()"),
+    ("decomposition", "torch.linalg.eigh(a.matrix)"),
     ("compare", "max(a.x[0], a.x[1])"),
     ("compare", "a.loss in [a.n, a.loss]"),
     ("linalg", "torch.linalg.cholesky(a.matrix)"),
@@ -90,11 +106,20 @@ FORMS = [
     ("save", "torch.save(a.x, io.BytesIO())"),
     ("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_([a.w], 1.0, error_if_nonfinite=True)"),
     ("device synchronize", "torch.cuda.synchronize()"),
+    ("device synchronize", "synchronize()"),
+    ("device synchronize", "torch.accelerator.synchronize()"),
     ("stream synchronize", "torch.cuda.current_stream().synchronize()"),
+    ("stream synchronize", "torch.accelerator.current_stream().synchronize()"),
     ("event synchronize", "a.event.synchronize()"),
     ("empty_cache", "torch.cuda.empty_cache()"),
 ]
-NESTINGS = ("alone", "function", "decorator", "comprehension", "thread", "backward hook")
+NESTINGS = (
+    *("alone", "function", "decorator", "comprehension", "thread", "backward hook"),
+    *("generator", "lambda", "coroutine", "context manager", "property", "missing attribute"),
+    *("key of sorted", "partial", "map", "forward hook", "custom backward", "over several lines"),
+)
+#: Nestings that hold an expression only.
+_EXPRESSIONS = ("comprehension", "lambda", "over several lines")
 _STATEMENTS = ("if ", "while ", "assert ", "total ", "a.x[a.mask] =")
 
 
@@ -122,6 +147,7 @@ class Inputs:
         self.x = torch.tensor([0.5, 1.5, -2.0, 3.0], device="cpu").to(self.device)
         self.y = self.x + 0  # a tensor equals itself without a look at its values
         self.loss = self.x.sum()
+        self.losses = [self.loss, self.loss]
         self.n = torch.tensor(2).to(self.device)
         self.i = torch.tensor([0, 1, 2, 2]).to(self.device)
         self.mask = torch.tensor([True, False, True, True]).to(self.device)
@@ -165,8 +191,60 @@ def _nested(name: str, code: str, nesting: str) -> tuple[list[str], int]:
             "    thread.start()",
         ]
         return [*inner, f"def {name}(a):", *lines, "    thread.join()"], 1
-    lines = ["    y = (a.w * 2).sum()", f"    y.register_hook(lambda grad: {name}_inner(a))"]
-    return [*inner, f"def {name}(a):", *lines, "    y.backward()"], 1
+    if nesting == "backward hook":
+        lines = ["    y = (a.w * 2).sum()", f"    y.register_hook(lambda grad: {name}_inner(a))"]
+        return [*inner, f"def {name}(a):", *lines, "    y.backward()"], 1
+    if nesting == "generator":
+        lines = [f"def {name}_items(a):", f"    {code}", "    yield 1"]
+        return [*lines, f"def {name}(a):", f"    return list({name}_items(a))"], 1
+    if nesting == "lambda":
+        return [
+            f"def {name}(a):",
+            "    read = lambda: (",
+            f"        {code}",
+            "    )",
+            "    read()",
+        ], 2
+    if nesting == "coroutine":
+        lines = [f"async def {name}_inner(a):", f"    {code}"]
+        return [*lines, f"def {name}(a):", f"    asyncio.run({name}_inner(a))"], 1
+    if nesting == "context manager":
+        lines = ["@contextlib.contextmanager", f"def {name}_block(a):", f"    {code}", "    yield"]
+        return [*lines, f"def {name}(a):", f"    with {name}_block(a):", "        pass"], 2
+    if nesting == "property":
+        lines = [f"class {name}_Owner:", "    a = None", "    @property", "    def value(self):"]
+        lines += ["        a = self.a", f"        {code}", f"def {name}(a):"]
+        return [*lines, f"    owner = {name}_Owner()", "    owner.a = a", "    owner.value"], 5
+    if nesting == "missing attribute":
+        lines = [f"class {name}_Owner:", "    a = None", "    def __getattr__(self, name):"]
+        lines += ["        a = self.a", f"        {code}", f"def {name}(a):"]
+        return [*lines, f"    owner = {name}_Owner()", "    owner.a = a", "    owner.value"], 4
+    if nesting == "key of sorted":
+        lines = [f"    return sorted([2, 1], key=lambda one: ({name}_inner(a), one)[1])"]
+        return [*inner, f"def {name}(a):", *lines], 1
+    if nesting == "partial":
+        return [*inner, f"def {name}(a):", f"    functools.partial({name}_inner, a)()"], 1
+    if nesting == "map":
+        return [*inner, f"def {name}(a):", f"    list(map({name}_inner, [a]))"], 1
+    if nesting == "forward hook":
+        lines = ["    layer = torch.nn.Identity()"]
+        lines += [f"    layer.register_forward_hook(lambda *_: {name}_inner(a))", "    layer(a.x)"]
+        return [*inner, f"def {name}(a):", *lines], 1
+    if nesting == "custom backward":
+        lines = [f"class {name}_Function(torch.autograd.Function):", "    @staticmethod"]
+        lines += ["    def forward(ctx, x, a):", "        ctx.a = a", "        return x * 2"]
+        lines += ["    @staticmethod", "    def backward(ctx, grad):", "        a = ctx.a"]
+        lines += [f"        {code}", "        return grad, None", f"def {name}(a):"]
+        return [*lines, f"    {name}_Function.apply(a.w, a).sum().backward()"], 8
+    assert nesting == "over several lines"
+    return [
+        f"def {name}(a):",
+        "    x = [",
+        "        1,",
+        f"        {code},",
+        "        2,",
+        "    ]",
+    ], 3
 
 
 def write_module(path: Path) -> tuple[ModuleType, list[Case]]:
@@ -175,7 +253,7 @@ def write_module(path: Path) -> tuple[ModuleType, list[Case]]:
     lines = HEADER.splitlines()
     for number, (form, code) in enumerate(FORMS):
         for nesting in NESTINGS:
-            if nesting == "comprehension" and code.startswith(_STATEMENTS):
+            if nesting in _EXPRESSIONS and code.startswith(_STATEMENTS):
                 continue
             function = f"case_{number}_{nesting.replace(' ', '_')}"
             text, at = _nested(function, code, nesting)

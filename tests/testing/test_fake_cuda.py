@@ -221,7 +221,10 @@ def test_save_and_load(fake_cuda: FakeCuda) -> None:
         return loaded
 
     file = io.BytesIO()
-    torch.save({"x": torch.arange(4.0).cuda()}, file)
+    x = torch.arange(4.0).cuda()
+    before = len(fake_cuda.hidden_waits)
+    torch.save({"x": x, "part": x[1:]}, file)
+    assert len(fake_cuda.hidden_waits) == before + 1  # for their storage
     assert on_cuda(load())  # it was saved on cuda:0
     assert not on_cuda(load(map_location="cpu"))
     for place in ("cuda", "cuda:0", torch.device("cuda"), {"cuda:0": "cuda:0"}):

@@ -278,6 +278,9 @@ class TestHiddenWaits:
             lambda t: t[0].copy_(torch.tensor(1.0)),
             lambda t: t[torch.tensor([0, 2])],
             lambda t: torch.save(t, io.BytesIO()),
+            lambda t: torch.tensor([t[0], t[1]]),
+            lambda t: t.numpy(force=True),
+            lambda t: f"{t[0]:.2f}",
         ],
     )
     def test_is_found_with_its_line(self, read: object) -> None:

@@ -9,6 +9,7 @@ from headrace.bench import environment_of
 from headrace.device import open_device
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session, Settings
+from headrace.diagnosis.steps import StepLine
 from headrace.diagnosis.text import text_of
 from headrace.errors import ProgramError
 from headrace.runs.records import DiagnosisResult
@@ -33,7 +34,12 @@ class Diagnosis:
 
 @contextmanager
 def diagnose(
-    *, warmup: int = 10, clean: int = 20, profiled: int = 8, lines: int = 5
+    *,
+    warmup: int = 10,
+    clean: int = 20,
+    profiled: int = 8,
+    lines: int = 5,
+    step_line: str | None = None,
 ) -> Iterator[Diagnosis]:
     """Watch the training steps inside the block, in a notebook for example.
 
@@ -43,8 +49,12 @@ def diagnose(
 
     The numbers are the steps of the warm-up and of each window. The block should train for at least
     their sum, and `lines` more if the GPU waits for Python; what is known after fewer is shown.
+    `step_line` names a line that runs once per step, as in "train.py:120", if no optimizer says
+    what a step is.
     """
-    diagnosis, session = Diagnosis(), Session(Settings(warmup, clean, profiled, lines))
+    line = StepLine.parse(step_line) if step_line is not None else None
+    diagnosis, session = Diagnosis(), Session(Settings(warmup, clean, profiled, lines, line))
+    session.seen.is_block = True
     try:
         with session:
             yield diagnosis

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import statistics
 import textwrap
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -13,6 +14,7 @@ from headrace.device import Kind, Span
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, Idle, breakdown, idle_times
 from headrace.diagnosis.session import Observations
 from headrace.diagnosis.trace import StepTrace, host_segments
+from headrace.diagnosis.verdict import more_steps, step_line_option, verdict_of
 from headrace.diagnosis.waits import Wait
 from headrace.diagnosis.what_if import (
     GRAPH,
@@ -101,7 +103,7 @@ def explain(
         timeline=_timeline(trace, lines) if trace is not None else None,
         environment=environment,
     )
-    return _with_verdict(result)
+    return replace(result, verdict=verdict_of(result, seen))
 
 
 def _outcome(seen: Observations, is_fake: bool) -> Outcome:
@@ -378,6 +380,22 @@ def _predictions(
     )
 
 
+def _unusual_steps(trace: StepTrace, watched: Sequence[Sequence[Wait]]) -> list[str]:
+    """Steps with many more waits than the others, at the end of an epoch for example, unless such
+    a step was also watched."""
+    counts = [len(groups) for groups in _groups_by_step(trace)]
+    usual = int(statistics.median_low(counts))
+    many = usual + max(3, usual // 2)
+    more = [count for count in counts if count >= many]
+    if not more or any(len(waits) >= many for waits in watched):
+        return []
+    return [
+        f"{len(more)} of {len(counts)} profiled steps waited up to {max(more)} times instead of "
+        f"{usual}, perhaps for a checkpoint or an evaluation: the lines of these waits are not "
+        "known"
+    ]
+
+
 def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
     notes = list(seen.notes)
     if seen.loader_workers == 0 and parts is not None and parts.input > _SMALL * parts.total:
@@ -389,13 +407,17 @@ def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
     if seen.period is not None and not seen.period.repeats:
         notes.append(
             "the optimizer steps do not repeat: each call of the most frequent one counts as a "
-            "step; --step-line FILE:LINE names a better place"
+            f"step; {step_line_option(seen)} names a better place"
         )
     return notes
 
 
 def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[str]:
     missing = list(seen.missing)
+    if seen.trace is not None:
+        missing += _unusual_steps(seen.trace, seen.waits)
+    if seen.trace is not None and not seen.waits and not seen.is_complete and not seen.missing:
+        missing.append(f"no waits by line: it ended before. {more_steps(seen, is_fake=False)}")
     if replay is not None and not replay.holds:
         missing.append(
             f"no predictions: a replay of the trace differs from it by {replay.error:.0%}, more "
@@ -411,87 +433,3 @@ def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[s
             "found by line"
         )
     return missing
-
-
-_SENTENCES = {
-    "no step": "The script never called an optimizer's step() and replayed no graph.",
-    "one step": "The script stepped once: there is no repeating step to measure.",
-    "too few steps": "The script ended before there were enough steps to measure.",
-}
-_ADVICE = {
-    "no step": "If it trains in another way, name a line that runs once per step: --step-line "
-    "FILE:LINE. Processes that it starts are not watched.",
-    "one step": "Give it more steps, or name a line that runs once per step with --step-line.",
-    "too few steps": "Give it more steps, or fewer to warm up: --warmup 2.",
-}
-_WAITS_FOR = {
-    "input": "for the data loader",
-    "transfer": "for copies between host and device",
-    "synchronisation": "because the host waited for it and then had to launch anew",
-    "launch": "because the host cannot launch kernels fast enough",
-    "host": "for Python between the launches",
-    "other_ranks": "for other ranks",
-    "unattributed": "for a reason that the trace does not show",
-}
-
-
-def _with_verdict(result: DiagnosisResult) -> DiagnosisResult:
-    return replace(result, verdict=tuple(_verdict(result)))
-
-
-def _verdict(result: DiagnosisResult) -> list[str]:
-    if result.outcome in _SENTENCES and result.exit_code:
-        when = "before its first step" if result.outcome == "no step" else "after too few steps"
-        return [f"The script ended with exit code {result.exit_code} {when}: see its own message."]
-    if result.outcome in _SENTENCES:
-        return [_SENTENCES[result.outcome], _ADVICE[result.outcome]]
-    if result.outcome == "on the CPU":
-        return [
-            "The script trains on the CPU: there is no GPU to keep busy.",
-            f"A step takes {result.step_ms:.1f} ms." if result.step_ms else "Nothing was checked.",
-        ]
-    if result.outcome == "lines only":
-        return _fake_verdict(result)
-    if result.step_ms is None or result.parts is None:
-        return ["The GPU's work could not be traced: only lines and step times are known."]
-    idle_ms = result.step_ms - result.parts.computing
-    first = (
-        f"A step takes {result.step_ms:.1f} ms; the GPU computes for "
-        f"{result.parts.computing:.1f} ms of it ({result.parts.computing / result.step_ms:.0%})"
-    )
-    worst = max(_WAITS_FOR, key=lambda name: getattr(result.parts, name))
-    worst_ms = getattr(result.parts, worst)
-    if idle_ms < 0.05 * result.step_ms:
-        return [f"{first}.", "It is busy: faster kernels would help, better feeding would not."]
-    first += f" and waits {worst_ms:.1f} ms {_WAITS_FOR[worst]}."
-    return [first, _headroom(result, idle_ms)]
-
-
-def _headroom(result: DiagnosisResult, idle_ms: float) -> str:
-    assert result.step_ms is not None
-    bound = result.step_ms / max(result.step_ms - idle_ms, 1e-6)
-    text = f"At most {idle_ms:.1f} ms can be gained ({bound:.2f}×)"
-    if not result.predictions:
-        return f"{text}."
-    best = max(result.predictions, key=lambda one: one.speedup)
-    if best.speedup < 1 + _SMALL:
-        return f"{text}, but no change that is modelled gains anything."
-    return f"{text}; {best.change}, a step would take {best.step_ms:.1f} ms ({best.speedup:.2f}×)."
-
-
-def _fake_verdict(result: DiagnosisResult) -> list[str]:
-    waits = result.waits_per_step or 0.0
-    if not result.lines:
-        return ["The host never waits for the device in a step.", _races_sentence(result)]
-    lines = f"{len(result.lines)} line{'s' if len(result.lines) > 1 else ''}"
-    return [
-        f"The host waits for the device {waits:.1f} times a step, at {lines}.",
-        _races_sentence(result),
-    ]
-
-
-def _races_sentence(result: DiagnosisResult) -> str:
-    count = result.races or 0
-    if count == 0:
-        return "No stream races were found; times need a GPU."
-    return f"{count} stream race{'s' if count > 1 else ''}: `headrace races` shows them."

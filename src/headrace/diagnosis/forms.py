@@ -72,6 +72,11 @@ _FORMS = (
     ),
     Form("new tensor", "torch.tensor(…, device=…)", _ON_DEVICE),
     Form(
+        "list of tensors",
+        "torch.tensor([t, …])",
+        "Use `torch.stack`: it stays on the device and reads nothing back.",
+    ),
+    Form(
         "mask",
         "x[mask]",
         "Keep the shape: `torch.where(mask, x, 0)`, or weight the loss with the mask.",
@@ -80,7 +85,8 @@ _FORMS = (
     Form(
         "index",
         "x[i] with a tensor",
-        "Use `x.index_select` or `x.gather` with an index on the device.",
+        "Use `x.index_select` or `x.gather` with an index on the device, or keep the number on the "
+        "host.",
     ),
     Form("slice", "x[:n] with a tensor n", "Keep n a Python number, or use a mask of fixed size."),
     Form(
@@ -104,6 +110,12 @@ _FORMS = (
         "equal", "torch.equal(), allclose()", "Use `.eq().all()` and keep the result on the device."
     ),
     Form("range", "range(t), arange(t)", "Keep the number on the host."),
+    Form("size", "a tensor as a size or a number", "Keep the number on the host."),
+    Form(
+        "masked_fill",
+        "masked_fill(mask, t)",
+        "Pass a Python number, or write `torch.where(mask, t, x)`.",
+    ),
     Form(
         "linalg",
         "a factorisation that checks its input",
@@ -196,6 +208,8 @@ _FUNCTIONS = {
     ("distribution", ""): "distribution",
     ("", "barrier"): "barrier",
     ("", "_detect_is_causal_mask"): "causal mask",
+    ("normal", "sample"): "normal",
+    ("_convert_np", ""): "progress bar",  # of SummaryWriter
 }
 #: By the function or method that the line calls.
 _CALLS = {
@@ -207,16 +221,20 @@ _CALLS = {
     **dict.fromkeys(("max", "min", "sorted", "sort", "index", "any", "all"), "compare"),
     **dict.fromkeys(("numpy", "asarray", "array"), "numpy"),
     **dict.fromkeys(("tensor", "as_tensor", "new_tensor", "from_numpy"), "new tensor"),
-    **dict.fromkeys(("to", "cuda"), "to"),
+    **dict.fromkeys(("to", "cuda", "type"), "to"),
     "copy_": "pageable copy",
     **dict.fromkeys(("nonzero", "argwhere", "where", "flatnonzero"), "nonzero"),
     **dict.fromkeys(("unique", "unique_consecutive"), "unique"),
     **dict.fromkeys(("equal", "allclose"), "equal"),
     **dict.fromkeys(("range", "arange", "combinations"), "range"),
+    **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn", "linspace"), "size"),
+    **dict.fromkeys(("view", "reshape", "expand", "repeat", "narrow", "split", "topk"), "size"),
+    **dict.fromkeys(("masked_fill", "masked_fill_"), "masked_fill"),
     **dict.fromkeys(("cholesky", "inv", "inverse", "solve", "lu_factor"), "linalg"),
     **dict.fromkeys(("eigh", "svd", "eig", "lu", "eigvals", "eigvalsh"), "decomposition"),
     **dict.fromkeys(("matrix_rank", "pinv", "lstsq"), "decomposition"),
     **dict.fromkeys(("Normal", "Categorical", "Bernoulli", "log_prob"), "distribution"),
+    "synchronize": "stream synchronize",  # of those, PyTorch reports streams only
     "normal": "normal",
     "to_sparse": "sparse",
     "save": "save",
@@ -253,6 +271,9 @@ _OPERATIONS = {
     "aten::repeat_interleave": "repeat_interleave",
     "aten::_linalg_check_errors": "linalg",
     "aten::_to_sparse": "sparse",
+    "aten::normal": "normal",
+    **dict.fromkeys(("aten::_linalg_svd", "aten::_linalg_eigh"), "decomposition"),
+    **dict.fromkeys(("aten::linalg_eig", "aten::_linalg_eigvals"), "decomposition"),
     "tolist": "tolist",
     "repr": "print",
     "format": "format",
@@ -281,7 +302,7 @@ def form_of(
     if operation in ("torch.cuda.synchronize", "Stream.synchronize", "Event.synchronize"):
         return FORMS[_OPERATIONS[operation]]
     for stem, function in functions:
-        for key in ((stem, ""), ("", function)):
+        for key in ((stem, function), (stem, ""), ("", function)):
             if key in _FUNCTIONS:
                 return FORMS[_FUNCTIONS[key]]
     found = expression.form() if expression is not None else None
@@ -291,6 +312,8 @@ def form_of(
         found == "pageable copy" and not operation and expression and expression.on_device is False
     ):
         found = "cpu"  # `host.copy_(x)`, of which CUDA says only that it waits
+    elif found == "mask" and operation in ("aten::_local_scalar_dense", "index from host memory"):
+        found = "index"
     if found is None and any(stem != "_tensor" for stem, _ in functions):
         found = "inside PyTorch"
     found = found or _OPERATIONS.get(operation, "other")
@@ -322,6 +345,10 @@ class Expression:
     parent: ast.AST | None
     #: For `x.to(…)` and `x.copy_(…)`: whether x lay on the device; None: not known.
     on_device: bool | None = None
+    #: For `x[i]`: whether i is a tensor of numbers, not a mask.
+    by_number: bool = False
+    #: For a call: whether its first argument is a list with tensors in it.
+    of_tensors: bool = False
 
     def form(self) -> str | None:
         node = self.node
@@ -330,10 +357,12 @@ class Expression:
         if isinstance(node, ast.Call):
             return self._test_form(node) if self._is_test() else self._call_form(node)
         if isinstance(node, ast.Subscript):
+            if self.by_number:
+                return "index"
             if isinstance(node.ctx, ast.Store):
                 return "mask assignment"
             return "slice" if isinstance(node.slice, ast.Slice) else "mask"
-        if isinstance(node, ast.FormattedValue | ast.JoinedStr):
+        if isinstance(node, ast.FormattedValue | ast.JoinedStr) or _is_percent_format(node):
             return "format"
         if isinstance(node, ast.Compare) and any(
             isinstance(op, ast.In | ast.NotIn) for op in node.ops
@@ -360,9 +389,14 @@ class Expression:
 
     def _call_form(self, node: ast.Call) -> str | None:
         name = _called(node)
-        if name == "item" and any(_called(one) in _FINITE for one in ast.walk(node)):
+        tested = [node.func, self.parent] if name in _READING else []
+        if any(_called(one) in _FINITE for part in tested if part for one in ast.walk(part)):
             return "finite check"
+        if _is_math(node):
+            return "finite check" if name in _FINITE else "number"
         found = _CALLS.get(name)
+        if found == "new tensor" and self.of_tensors:
+            return "list of tensors"
         if found == "to" and (self.on_device or _names_cpu(node)):
             return "cpu"
         return found
@@ -373,6 +407,21 @@ def _called(node: ast.AST) -> str:
         return ""
     function = node.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _is_math(node: ast.Call) -> bool:
+    owner = node.func.value if isinstance(node.func, ast.Attribute) else None
+    return isinstance(owner, ast.Name) and owner.id == "math"
+
+
+def _is_percent_format(node: ast.AST) -> bool:
+    """`"loss %.3f" % loss`."""
+    return (
+        isinstance(node, ast.BinOp)
+        and isinstance(node.op, ast.Mod)
+        and isinstance(node.left, ast.Constant)
+        and isinstance(node.left.value, str)
+    )
 
 
 def _names_cpu(node: ast.Call) -> bool:

@@ -83,6 +83,7 @@ class _Run:
         except ProgramEnded:
             return None
         except KeyboardInterrupt:
+            self._session.seen.is_interrupted = not self._is_ended
             exit_code = 130
         return None if self._is_ended else exit_code  # a thread of the program's may have trained
 

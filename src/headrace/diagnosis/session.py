@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.utils.data.dataloader import _BaseDataLoaderIter
@@ -53,6 +53,9 @@ class Settings:
     step_line: StepLine | None = None
 
 
+Window = Literal["warm-up", "clean", "profiled", "lines"]
+
+
 @dataclass(slots=True)
 class Observations:
     """What the windows saw. Each is complete, shorter, or empty if the script ended before."""
@@ -79,6 +82,15 @@ class Observations:
     missing: list[str] = field(default_factory=list)
     is_complete: bool = False
     device: Device | None = None
+    settings: Settings = field(default_factory=Settings)
+    #: The window that was begun last.
+    window: Window = "warm-up"
+    #: The lines of the step line's file that ran before it did.
+    lines_that_ran: set[int] = field(default_factory=set)
+    #: Whether Ctrl-C ended the script.
+    is_interrupted: bool = False
+    #: Whether the code is in a `with headrace.diagnose()` block, not in a script of its own.
+    is_block: bool = False
 
     def note(self, text: str) -> None:
         """Add a sentence for the user, once."""
@@ -110,7 +122,7 @@ class Session:
         on_complete: Callable[[], object] = lambda: None,
     ) -> None:
         self.settings = settings or Settings()
-        self.seen = Observations(device=device)
+        self.seen = Observations(device=device, settings=self.settings)
         self._is_fake = device is not None
         self._on_complete = on_complete
         self._process = os.getpid()  # a script that forks is watched in its first process
@@ -125,7 +137,8 @@ class Session:
         next(self._windows or iter(()), None)
         step_line = self.settings.step_line
         if step_line is not None:
-            self._stack.enter_context(watch_line(step_line, self._on_call))
+            watched = watch_line(step_line, self._on_call)
+            self.seen.lines_that_ran = self._stack.enter_context(watched)
         else:
             self._optimizers = self._stack.enter_context(watch_steps(self._on_call))
         self._stack.enter_context(self._watched_loaders())
@@ -138,7 +151,9 @@ class Session:
             try:
                 windows.close()
             except RuntimeError as problem:  # the device may be unusable after the script's error
-                self.seen.missing.append(f"the window could not be ended: {problem}")
+                self.seen.missing.append(
+                    f"the {self.seen.window} window could not be ended: {problem}"
+                )
         self._note_steps()
 
     def _on_call(self, key: Hashable) -> None:
@@ -150,7 +165,10 @@ class Session:
                 ended = self.seen.is_complete = next(windows, self) is self
             except Exception as problem:  # ours: the script must not fail for it
                 ended = True
-                self.seen.missing.append(f"a window failed: {type(problem).__name__}: {problem}")
+                self.seen.missing.append(
+                    f"diagnose itself failed in the {self.seen.window} window: "
+                    f"{type(problem).__name__}: {problem}"
+                )
         if ended:
             self._windows = None
             self._note_steps()
@@ -187,6 +205,7 @@ class Session:
                 self._note_optimizers()
 
     def _clean_window(self) -> Iterator[None]:
+        self.seen.window = "clean"
         self._synchronize()
         start_ns = before_ns = time.perf_counter_ns()
         for _ in self._steps(self.settings.clean):
@@ -208,6 +227,7 @@ class Session:
             )
             return
         seen = self.seen
+        seen.window = "profiled"
 
         def keep(traced: _Traced) -> None:
             seen.profiled_steps, seen.profiled_total_ns = traced.steps, traced.total_ns
@@ -258,6 +278,7 @@ class Session:
             keep(_Traced(len(marks), total_ns, read_trace(content, waits, marks, inputs)))
 
     def _lines_window(self, device: Device) -> Iterator[None]:
+        self.seen.window = "lines"
         current: list[Wait] = []
         start_ns = time.perf_counter_ns()
         with watch_waits(device, lambda wait: current.append(wait)), self._counted_backwards():

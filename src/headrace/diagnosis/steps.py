@@ -11,6 +11,7 @@ import itertools
 import os
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from headrace.errors import ProgramError
 
 #: How often a sequence must repeat before it counts as the period.
 _ROUNDS = 3
+#: The number of the first step whose end is known: the period is found in the steps before it.
+FIRST_STEP = _ROUNDS + 1
 #: A script whose calls do not repeat is given up after so many: then each call of the optimizer
 #: that is called most often ends a step.
 _MAX_CALLS = 4000
@@ -120,6 +123,8 @@ class StepFinder:
             self.period = Period((often,), often, 1, repeats=False)
         if self.period is not None:
             self.steps = len(history) // len(self.period.calls)
+        else:
+            self.steps = len(history) if len(set(history)) == 1 else 0
 
     def _start_anew(self) -> None:
         """What looked like the period was only a part of it, such as the first of several steps of
@@ -191,34 +196,36 @@ class StepLine:
             )
         return cls(os.path.realpath(file), int(line))
 
-    def has(self, code: CodeType) -> bool:
-        return os.path.realpath(code.co_filename) == self.file and any(
-            line == self.line for _, _, line in code.co_lines()
-        )
+    def is_in(self, code: CodeType) -> bool:
+        """Whether the code is of this line's file."""
+        return os.path.realpath(code.co_filename) == self.file
 
 
 def watch_line(
     step_line: StepLine, on_call: Callable[[Hashable], object]
-) -> AbstractContextManager[None]:
-    """Call `on_call` each time the line begins, inside the block."""
+) -> AbstractContextManager[set[int]]:
+    """Call `on_call` each time the line begins, inside the block. Until the line first runs, the
+    lines of its file that run are added to the set that the block gets."""
     watch = _monitored if hasattr(sys, "monitoring") else _traced
     return watch(step_line, on_call)
 
 
 @contextmanager
-def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[None]:
+def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[set[int]]:
     """Python 3.12 and later: every other line is switched off when it is first reached."""
     monitoring: Any = sys.monitoring  # type: ignore[attr-defined,unused-ignore]
     tool = monitoring.PROFILER_ID
     files: dict[str, bool] = {}
+    ran: set[int] = set()
 
     def on_line(code: CodeType, line: int) -> Any:
-        if line != step_line.line:
-            return monitoring.DISABLE
         name = code.co_filename
         if name not in files:
-            files[name] = os.path.realpath(name) == step_line.file
+            files[name] = step_line.is_in(code)
         if not files[name]:
+            return monitoring.DISABLE
+        ran.add(line)
+        if line != step_line.line:
             return monitoring.DISABLE
         on_call("line")
         return None
@@ -227,7 +234,7 @@ def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> It
     monitoring.register_callback(tool, monitoring.events.LINE, on_line)
     monitoring.set_events(tool, monitoring.events.LINE)
     try:
-        yield
+        yield ran
     finally:
         monitoring.set_events(tool, 0)
         monitoring.register_callback(tool, monitoring.events.LINE, None)
@@ -235,27 +242,42 @@ def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> It
 
 
 @contextmanager
-def _traced(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[None]:
+def _traced(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[set[int]]:
     """Watch the line with a trace function. It slows every call down a little, so it is used only
     before Python 3.12, which has a better way."""
-    known: dict[CodeType, bool] = {}
+    in_file: dict[CodeType, bool] = {}
+    has_line: dict[CodeType, bool] = {}
+    ran: set[int] = set()
 
     def on_frame(frame: FrameType, event: str, argument: Any) -> Any:
         code = frame.f_code
-        if code not in known:
-            known[code] = step_line.has(code)
-        return on_event if known[code] else None
+        if code not in in_file:
+            in_file[code] = step_line.is_in(code)
+            has_line[code] = in_file[code] and any(
+                line == step_line.line for _, _, line in code.co_lines()
+            )
+        is_looking = step_line.line not in ran  # after that, only the line's own code is traced
+        return on_event if has_line[code] or (is_looking and in_file[code]) else None
 
     def on_event(frame: FrameType, event: str, argument: Any) -> Any:
-        if event == "line" and frame.f_lineno == step_line.line:
-            on_call("line")
+        if event == "line":
+            ran.add(frame.f_lineno)
+            if frame.f_lineno == step_line.line:
+                on_call("line")
+            elif step_line.line in ran and not has_line[frame.f_code]:
+                frame.f_trace_lines = False
         return on_event
 
     before = sys.gettrace()
     sys.settrace(on_frame)
     threading.settrace(on_frame)
+    callers = [frame for frame, _ in traceback.walk_stack(None) if step_line.is_in(frame.f_code)]
+    for frame in callers:  # a trace function sees only frames that begin later
+        frame.f_trace = on_frame(frame, "call", None)
     try:
-        yield
+        yield ran
     finally:
+        for frame in callers:
+            frame.f_trace = None
         sys.settrace(before)
         threading.settrace(before)

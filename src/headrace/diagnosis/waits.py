@@ -12,6 +12,7 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -31,7 +32,17 @@ from headrace.source_lines import is_user_code
 
 _TORCH = str(Path(torch.__file__).resolve().parent)
 _RUNNER = main_program.__file__
+#: Files of PyTorch through which it calls functions: they say nothing about what waits.
+_MACHINERY = ("_compile", "eval_frame", "_device", "overrides", "_python_dispatch", "_contextlib")
+_MASKS = (torch.bool, torch.uint8)
 _SYNCHRONISING = "called a synchronizing CUDA operation"
+#: Why the fake device says that it waits, and the call that made it wait.
+_FAKE_REASONS = {
+    "torch.cuda.synchronize": "torch.cuda.synchronize",
+    "torch.accelerator.synchronize": "torch.cuda.synchronize",
+    "stream.synchronize": "Stream.synchronize",
+    "event.synchronize": "Event.synchronize",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,7 @@ def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
     functions: list[tuple[str, str]] = []
     while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
         file = frame.f_code.co_filename
-        if file.startswith(_TORCH):
+        if file.startswith(_TORCH) and Path(file).stem not in _MACHINERY:
             functions.append((Path(file).stem, frame.f_code.co_name))
         frame = frame.f_back
     if innermost is None:
@@ -116,10 +127,25 @@ def _expression(frame: FrameType) -> Expression | None:
     found = running_expression(frame.f_code, frame.f_lasti)
     if found is None:
         return None
+    node: Any = found.node
+    if hasattr(node, "slice"):
+        index = _value(node.slice, frame)
+        is_number = isinstance(index, torch.Tensor) and index.dtype not in _MASKS
+        return replace(found, by_number=is_number)
+    if hasattr(node, "args") and node.args and _is_list_of_tensors(node.args[0], frame):
+        return replace(found, of_tensors=True)
     value = _value(getattr(getattr(found.node, "func", None), "value", None), frame)
     if isinstance(value, torch.Tensor):
         return replace(found, on_device=value.device.type not in ("cpu", "meta"))
     return found
+
+
+def _is_list_of_tensors(node: Any, frame: FrameType) -> bool:
+    items = getattr(node, "elts", None)
+    values = _value(node, frame) if items is None else [_value(item, frame) for item in items]
+    return isinstance(values, list | tuple) and any(
+        isinstance(value, torch.Tensor) for value in values
+    )
 
 
 def _value(node: ast.AST | None, frame: FrameType) -> object:
@@ -138,11 +164,12 @@ def _value(node: ast.AST | None, frame: FrameType) -> object:
 def watch_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[None]:
     """Call `on_wait` for each host wait inside the block, in the thread that waits."""
     with ExitStack() as stack:
-        stack.enter_context(_explicit_waits(on_wait))
         if hasattr(device, "on_hidden_wait"):
             stack.enter_context(_fake_waits(device, on_wait))
         else:
-            stack.enter_context(_cuda_waits(on_wait))
+            in_call = threading.local()
+            stack.enter_context(_explicit_waits(on_wait, in_call))
+            stack.enter_context(_cuda_waits(on_wait, in_call))
             stack.enter_context(_pageable_copies(on_wait))
             for name in ("unique", "unique_consecutive"):
                 stack.enter_context(_telling_if_by_rows(name, on_wait))
@@ -150,44 +177,84 @@ def watch_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
 
 
 @contextmanager
-def _explicit_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
-    """Calls that say that they wait."""
+def _explicit_waits(on_wait: Callable[[Wait], object], in_call: threading.local) -> Iterator[None]:
+    """Calls that say that they wait. Functions are replaced below `torch.cuda`, since a script may
+    have imported its functions by name. `in_call.waits` is True inside a call: PyTorch may report
+    the same wait."""
     cuda: Any = torch.get_device_module("cuda")
+    driver: Any = torch._C
     with ExitStack() as stack:
         for owner, name, operation in (
-            (cuda, "synchronize", "torch.cuda.synchronize"),
-            (torch.accelerator, "synchronize", "torch.cuda.synchronize"),
-            (cuda, "empty_cache", "torch.cuda.empty_cache"),
+            (driver, "_cuda_synchronize", "torch.cuda.synchronize"),
+            (driver, "_accelerator_synchronizeDevice", "torch.cuda.synchronize"),
+            (driver, "_cuda_emptyCache", "torch.cuda.empty_cache"),
+            (driver, "_accelerator_emptyCache", "torch.cuda.empty_cache"),
             (cuda.Stream, "synchronize", "Stream.synchronize"),
             (cuda.Event, "synchronize", "Event.synchronize"),
         ):
-            stack.enter_context(_telling(owner, name, operation, on_wait))
+            if hasattr(owner, name):  # PyTorch for the CPU lacks some
+                stack.enter_context(_telling(owner, name, operation, on_wait, in_call))
         yield
 
 
 def _telling(
-    owner: Any, name: str, operation: str, on_wait: Callable[[Wait], object]
+    owner: Any,
+    name: str,
+    operation: str,
+    on_wait: Callable[[Wait], object],
+    in_call: threading.local,
 ) -> AbstractContextManager[None]:
     """Replace `owner.name` by a function that tells, inside the block."""
     original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        result = original(*args, **kwargs)
+        in_call.waits = True
+        try:
+            result = original(*args, **kwargs)
+        finally:
+            in_call.waits = False
         on_wait(wait_at(sys._getframe(1), operation))
         return result
 
     return replaced(owner, name, call)
 
 
-def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> AbstractContextManager[None]:
+@contextmanager
+def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[None]:
+    """The fake device tells its hidden waits; the explicit ones are calls of its own methods."""
+    fake: Any = device
+    synchronize, wait, empty_cache = fake.synchronize, fake.wait, torch.cuda.empty_cache
+
     def tell(operation: str) -> None:
         on_wait(wait_at(sys._getframe(1), operation))
 
-    return replaced(device, "on_hidden_wait", tell)
+    def synchronized(reason: str, *args: Any) -> None:
+        synchronize(reason, *args)
+        if reason in _FAKE_REASONS:
+            tell(_FAKE_REASONS[reason])
+
+    def waited(event: Any, reason: str) -> None:
+        wait(event, reason)
+        if reason in _FAKE_REASONS:
+            tell(_FAKE_REASONS[reason])
+
+    def emptied() -> None:
+        empty_cache()
+        tell("torch.cuda.empty_cache")
+
+    with ExitStack() as stack:
+        for owner, name, value in (
+            (fake, "on_hidden_wait", tell),
+            (fake, "synchronize", synchronized),
+            (fake, "wait", waited),
+            (torch.cuda, "empty_cache", emptied),
+        ):
+            stack.enter_context(replaced(owner, name, value))
+        yield
 
 
 @contextmanager
-def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
+def _cuda_waits(on_wait: Callable[[Wait], object], in_call: threading.local) -> Iterator[None]:
     """Operations that PyTorch reports. It warns, so the warning is taken out of the way of the
     user's filters and handlers; every other warning goes its usual way."""
     cuda: Any = torch.get_device_module("cuda")
@@ -197,7 +264,8 @@ def _cuda_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
 
     def show(message: Any) -> None:
         if _SYNCHRONISING in str(message.message):
-            on_wait(wait_at(sys._getframe(1)))
+            if not getattr(in_call, "waits", False):
+                on_wait(wait_at(sys._getframe(1)))
         else:
             original(message)
 

@@ -13,6 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,6 +38,7 @@ _PLAIN_PROPERTIES = frozenset(
 _SHARING = frozenset(("as_tensor", "asarray"))
 _TORCH = Path(torch.__file__).resolve().parent
 _OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
+_SAVE = torch.serialization._save.__code__
 _ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
 
 
@@ -106,6 +108,8 @@ class FunctionMode(TorchFunctionMode):
                 return special(device, func, tensor, args, kwargs)
         elif name in _SHARING:
             return _as_tensor(device, func, args, kwargs)
+        elif name == "tensor":
+            _note_numbers(device, args[:1])
         if kwargs.pop("pin_memory", False):
             return _pinned(device, _call(device, func, args, kwargs))
         return _call(device, func, args, kwargs)
@@ -241,6 +245,8 @@ def _is_pinned(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, k
 
 def _read(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     """`tolist()`, `print(tensor)` and such."""
+    if func.__name__ == "__format__" and tensor.dim() == 0:
+        return func(*args, **kwargs)  # it calls `item()`, which is seen
     _note_read(device, tensor, func.__name__.strip("_"))
     return func(*args, **kwargs)
 
@@ -248,11 +254,23 @@ def _read(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs
 def _pickle(tensor: torch.Tensor, protocol: int) -> Any:
     """Replaces the method that `torch.save` calls for each tensor."""
     for device in patches.devices:
-        _note_read(device, tensor, "pickle")
+        if not _storage_is_copied(tensor):
+            _note_read(device, tensor, "pickle")
     return patches.originals["_reduce_ex_internal"](tensor, protocol)
 
 
 patches.patch(torch.Tensor, "_reduce_ex_internal", _pickle)
+
+
+def _storage_is_copied(tensor: torch.Tensor) -> bool:
+    """Whether `torch.save` copies the tensor's storage to the host afterwards, which is seen. It
+    does if the storage says that it lies elsewhere."""
+    if tensor.untyped_storage().device.type == "cpu":
+        return False
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code is not _SAVE:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _note_read(device: FakeDevice, tensor: torch.Tensor, name: str) -> None:
@@ -265,6 +283,8 @@ def _note_read(device: FakeDevice, tensor: torch.Tensor, name: str) -> None:
 
 
 def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    if device.holds(tensor) and func.__name__ == "numpy" and (kwargs.get("force") or args[1:]):
+        return _cpu(device, func, tensor.detach(), (), {}).numpy()
     if device.holds(tensor):
         raise TypeError(
             f"can't convert {device} device type tensor to numpy. Use Tensor.cpu() to copy the "
@@ -305,7 +325,18 @@ for _name in ("from_numpy", "from_dlpack", "frombuffer"):
     patches.patch(torch, _name, _sharing(_name))
 
 
+def _note_numbers(device: FakeDevice, data: Any) -> None:
+    """`torch.tensor([loss, …])` reads each tensor in a list, unseen by the dispatch mode."""
+    for value in data:
+        if isinstance(value, list | tuple):
+            with torch._C.DisableTorchFunction():
+                found = device.checker.held(tensors(value))
+            for tensor in found:
+                _note_read(device, tensor, "aten::_local_scalar_dense")
+
+
 def _as_tensor(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
+    _note_numbers(device, args[:1])
     result = _call(device, func, args, kwargs)
     if isinstance(result, torch.Tensor):
         device.shares(result)
@@ -326,6 +357,7 @@ def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
 
 
 def _new_tensor(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    _note_numbers(device, args[1:2])
     if device.holds(tensor) and kwargs.get("device") is None:
         kwargs = {**kwargs, "device": device.torch_device}
     return _call(device, func, args, kwargs)

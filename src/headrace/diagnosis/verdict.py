@@ -1,0 +1,207 @@
+"""The first sentences of a diagnosis: what a step waits for, or why that is not known and what to
+do about it."""
+
+from __future__ import annotations
+
+from headrace.diagnosis.session import Observations, Settings
+from headrace.diagnosis.steps import FIRST_STEP, StepLine
+from headrace.runs.records import DiagnosisResult
+from headrace.source_lines import short_path
+
+#: Gains below this share of a step are not worth a sentence.
+_SMALL = 0.005
+#: The windows by their name on the command line.
+_FLAGS = {"warmup": "warmup", "clean": "steps", "profiled": "profiled", "lines": "lines"}
+_WAITS_FOR = {
+    "input": "for the data loader",
+    "transfer": "for copies between host and device",
+    "synchronisation": "because the host waited for it and then had to launch anew",
+    "launch": "because the host cannot launch kernels fast enough",
+    "host": "for Python between the launches",
+    "other_ranks": "for other ranks",
+    "unattributed": "for a reason that the trace does not show",
+}
+
+
+def verdict_of(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
+    """At most two sentences."""
+    if result.outcome in ("no step", "one step", "too few steps"):
+        return _too_few_steps(result, seen)
+    if result.outcome == "on the CPU":
+        return _on_the_cpu(result, seen)
+    if result.outcome == "lines only":
+        return _on_the_fake_device(result)
+    if result.step_ms is None or result.parts is None:
+        return _untraced(result, seen)
+    idle_ms = result.step_ms - result.parts.computing
+    first = (
+        f"A step takes {result.step_ms:.1f} ms; the GPU computes for "
+        f"{result.parts.computing:.1f} ms of it ({result.parts.computing / result.step_ms:.0%})"
+    )
+    worst = max(_WAITS_FOR, key=lambda name: getattr(result.parts, name))
+    worst_ms = getattr(result.parts, worst)
+    if idle_ms < 0.05 * result.step_ms:
+        return f"{first}.", "It is busy: faster kernels would help, better feeding would not."
+    return f"{first} and waits {worst_ms:.1f} ms {_WAITS_FOR[worst]}.", _headroom(result, idle_ms)
+
+
+def _headroom(result: DiagnosisResult, idle_ms: float) -> str:
+    assert result.step_ms is not None
+    bound = result.step_ms / max(result.step_ms - idle_ms, 1e-6)
+    text = f"At most {idle_ms:.1f} ms can be gained ({bound:.2f}×)"
+    if not result.predictions:
+        return f"{text}."
+    best = max(result.predictions, key=lambda one: one.speedup)
+    if best.speedup < 1 + _SMALL:
+        return f"{text}, but no change that is modelled gains anything."
+    return f"{text}; {best.change}, a step would take {best.step_ms:.1f} ms ({best.speedup:.2f}×)."
+
+
+def _on_the_fake_device(result: DiagnosisResult) -> tuple[str, ...]:
+    waits = result.waits_per_step or 0.0
+    count = result.races or 0
+    races = f"{count} stream race{'s' if count > 1 else ''}: `headrace races` shows them."
+    if count == 0:
+        races = "No stream races were found; times need a GPU."
+    if not result.lines:
+        return "The host never waits for the device in a step.", races
+    lines = f"{len(result.lines)} line{'s' if len(result.lines) > 1 else ''}"
+    return f"The host waits for the device {waits:.1f} times a step, at {lines}.", races
+
+
+def _on_the_cpu(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
+    if result.races is not None:
+        return (
+            f"{_subject(seen)} trains on the CPU, so nothing was checked.",
+            "If it has an option for its device, choose CUDA: torch.cuda.is_available() is True "
+            "with --fake.",
+        )
+    step = f"A step takes {result.step_ms:.1f} ms." if result.step_ms else ""
+    return f"{_subject(seen)} trains on the CPU: there is no GPU to keep busy.", step
+
+
+# --- code that ended too soon ---------------------------------------------------------------------
+
+
+def _too_few_steps(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
+    subject, line = _subject(seen), seen.settings.step_line
+    name_a_line = f"name a line that runs once per step: {step_line_option(seen)}"
+    if seen.is_interrupted or result.exit_code:
+        when = f"after {_steps(seen)}, too few to measure"
+        if result.outcome == "no step":
+            when = f"before {_place(line)} ran" if line is not None else "before its first step"
+        see = "" if seen.is_interrupted else ": see its output above"
+        return (f"{_ending(result, seen)} {when}{see}.",)
+    if result.outcome == "no step" and line is not None:
+        return _never_ran(line, seen.lines_that_ran), f"N{name_a_line[1:]}."
+    if result.outcome == "no step":
+        return (
+            f"{subject} never called an optimizer's step() and replayed no graph.",
+            f"If it trains in another way, {name_a_line}. Processes that it starts are not "
+            "watched.",
+        )
+    if result.outcome == "one step":
+        once = "stepped once" if line is None else f"ran {_place(line)} once"
+        return (
+            f"{subject} {once}: there is no repeating step to measure.",
+            f"Let it train for longer, or {name_a_line}.",
+        )
+    if not seen.steps:
+        return (
+            f"{subject} made {seen.calls} optimizer steps and graph replays, in no order that "
+            "came three times in a row: it is not known what a step is.",
+            f"Let it train for longer, or {name_a_line}.",
+        )
+    return f"{_ending(result, seen)} after {_steps(seen)}, too few to measure.", more_steps(
+        seen, is_fake=result.races is not None
+    )
+
+
+def _never_ran(line: StepLine, ran: set[int]) -> str:
+    """`ran` are the lines of the file that did run."""
+    if not ran:
+        return f"{_place(line)} never ran, nor did any other line of that file."
+    nearest = min(ran, key=lambda one: (abs(one - line.line), -one))
+    near = f"{short_path(line.file)}:{nearest}"
+    return f"{_place(line)} never ran; the nearest line of that file that ran is {near}."
+
+
+def _untraced(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
+    if seen.is_complete or seen.missing or result.step_ms is None:
+        return ("The GPU's work could not be traced: only lines and step times are known.",)
+    return (
+        f"A step takes {result.step_ms:.1f} ms. {_ending(result, seen)} after {_steps(seen)}, "
+        "before the GPU's work was traced.",
+        more_steps(seen, is_fake=False),
+    )
+
+
+def more_steps(seen: Observations, *, is_fake: bool) -> str:
+    """What to do about code that ended too soon."""
+    windows = windows_for(seen.steps, seen.settings, is_fake=is_fake)
+    if windows is None:
+        least = FIRST_STEP + (1 if is_fake else 4)
+        return f"Let it train for at least {least} steps."
+    options = (", " if seen.is_block else " ").join(
+        _option(name, value, seen)
+        for name, value in windows.items()
+        if value != getattr(seen.settings, name)
+    )
+    return (
+        f"Let it train for at least {_all_steps(seen.settings, is_fake)} steps, or pass {options}."
+    )
+
+
+def windows_for(steps: int, settings: Settings, *, is_fake: bool) -> dict[str, int] | None:
+    """Windows, by their names in `Settings`, for code that trains for so many steps; None if there
+    are none so short."""
+    warmup = max(FIRST_STEP, min(settings.warmup, steps // 4))
+    left = steps - warmup
+    if is_fake:
+        return {"warmup": warmup, "lines": min(settings.lines, left)} if left >= 1 else None
+    if left < 4:
+        return None
+    lines = max(1, min(settings.lines, left // 7))  # twice if the GPU waits for Python
+    profiled = max(1, min(settings.profiled, left // 4))
+    clean = max(2, min(settings.clean, left - profiled - 2 * lines))
+    return {"warmup": warmup, "clean": clean, "profiled": profiled, "lines": lines}
+
+
+def _all_steps(settings: Settings, is_fake: bool) -> int:
+    warmup = max(FIRST_STEP, settings.warmup)
+    if is_fake:
+        return warmup + settings.lines
+    return warmup + settings.clean + settings.profiled + 2 * settings.lines
+
+
+# --- words ----------------------------------------------------------------------------------------
+
+
+def _subject(seen: Observations) -> str:
+    return "The block" if seen.is_block else "The script"
+
+
+def _ending(result: DiagnosisResult, seen: Observations) -> str:
+    if seen.is_interrupted:
+        return "Ctrl-C ended the script"
+    code = f" with exit code {result.exit_code}" if result.exit_code else ""
+    return f"{_subject(seen)} ended{code}"
+
+
+def _steps(seen: Observations) -> str:
+    if seen.steps:
+        return f"{seen.steps} step{'s' if seen.steps > 1 else ''}"
+    return f"{seen.calls} optimizer steps and graph replays"
+
+
+def _place(line: StepLine) -> str:
+    return f"{short_path(line.file)}:{line.line}"
+
+
+def _option(name: str, value: object, seen: Observations) -> str:
+    """An option as the user writes it: of the command, or of `headrace.diagnose()`."""
+    return f"{name}={value}" if seen.is_block else f"--{_FLAGS[name]} {value}"
+
+
+def step_line_option(seen: Observations) -> str:
+    return 'step_line="FILE:LINE"' if seen.is_block else "--step-line FILE:LINE"

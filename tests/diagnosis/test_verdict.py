@@ -1,0 +1,66 @@
+"""What diagnose says to code that trained for too few steps, and whether its advice works."""
+
+from __future__ import annotations
+
+import pytest
+
+from headrace.diagnosis.explanation import explain
+from headrace.diagnosis.session import Observations, Settings
+from headrace.diagnosis.steps import Period
+from headrace.diagnosis.verdict import windows_for
+from headrace.runs.records import Environment
+
+MS = 1_000_000
+
+
+def sentences(seen: Observations) -> str:
+    return "\n".join(explain(seen, "", None, Environment()).verdict)
+
+
+@pytest.mark.parametrize("is_fake", [True, False])
+def test_the_advised_windows_fit_into_the_steps(is_fake: bool) -> None:
+    for steps in range(60):
+        windows = windows_for(steps, Settings(), is_fake=is_fake)
+        assert (windows is None) is (steps < (5 if is_fake else 8))
+        if windows is not None:
+            assert sum(windows.values()) <= steps
+            assert windows.get("clean", 2) >= 2
+            assert min(windows.values()) >= 1
+            assert all(value <= getattr(Settings(), name) for name, value in windows.items())
+
+
+def test_a_block_is_told_in_terms_of_keyword_arguments() -> None:
+    seen = Observations(steps=9, calls=9, period=Period((0,), 0, 1), is_block=True)
+    assert sentences(seen) == (
+        "The block ended after 9 steps, too few to measure.\n"
+        "Let it train for at least 48 steps, or pass warmup=4, clean=2, profiled=1, lines=1."
+    )
+    assert 'step_line="FILE:LINE"' in sentences(Observations(is_block=True))
+    assert 'step_line="FILE:LINE"' in sentences(Observations(calls=1, is_block=True))
+    seen = Observations(calls=4000, period=Period((0,), 0, 1, repeats=False), is_block=True)
+    (note,) = explain(seen, "", None, Environment()).notes
+    assert 'step_line="FILE:LINE" names a better place' in note
+    assert "--" not in note
+
+
+def test_a_script_that_ends_in_the_clean_window_is_told_what_it_takes() -> None:
+    seen = Observations(
+        steps=24,
+        calls=24,
+        period=Period((0,), 0, 1),
+        clean_ns=[5 * MS] * 14,
+        clean_total_ns=70 * MS,
+        window="clean",
+    )
+    assert sentences(seen) == (
+        "A step takes 5.0 ms. The script ended after 24 steps, before the GPU's work was traced.\n"
+        "Let it train for at least 48 steps, or pass --warmup 6 --steps 10 --profiled 4 --lines 2."
+    )
+
+
+def test_optimizers_without_an_order_need_a_line() -> None:
+    assert sentences(Observations(calls=7)) == (
+        "The script made 7 optimizer steps and graph replays, in no order that came three times in "
+        "a row: it is not known what a step is.\n"
+        "Let it train for longer, or name a line that runs once per step: --step-line FILE:LINE."
+    )
