@@ -24,10 +24,10 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import argparse
 import dataclasses
-import gc
 import gzip
 import importlib.util
 import json
+import multiprocessing
 import statistics
 import sys
 import time
@@ -39,7 +39,6 @@ from typing import Any
 
 import eleven_works
 import slow_scripts
-import torch
 from measuring import header, interleaved_ms, save
 
 from headrace.device import Device, open_device
@@ -66,32 +65,56 @@ def main() -> None:
     parser.add_argument("--traces", type=Path, help="keep the trace of each loop in this folder")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
-    device, end = open_device("auto"), time.monotonic() + options.budget_seconds
-    result: dict[str, Any] = header("diagnosis.py") | {"cases": {}, "works": {}, "skipped": []}
+    end = time.monotonic() + options.budget_seconds
+    result: dict[str, Any] = {"cases": {}, "works": {}, "skipped": []}
     jobs = [("cases", name) for name in _names(options.cases)]
     jobs += [("works", name) for name in _names(options.works)]
     for kind, name in jobs:
         if time.monotonic() > end:
             result["skipped"].append(name)
             continue
-        try:
-            found = (
-                _case(name, device, options) if kind == "cases" else _work(name, device, options)
-            )
-        except Exception as problem:  # a failure is a result, too
-            traceback.print_exc()
-            found = {"error": f"{type(problem).__name__}: {problem}"}
-        result[kind][name] = found
+        result[kind][name] = found = _in_a_process(kind, name, options)
         print(name, json.dumps(found)[:400], flush=True)
         if options.out is not None:
             save(options.out, result)
-        gc.collect()
-        torch.cuda.empty_cache()
     if options.cases != "none":
-        result["overhead"] = _overhead(device, options)
+        result["overhead"] = _in_a_process("overhead", "", options)
+    result = header("diagnosis.py") | result  # not before: it opens the GPU
     _report(result)
     if options.out is not None:
         save(options.out, result)
+
+
+def _in_a_process(kind: str, name: str, options: Any) -> dict[str, Any]:
+    """Do one job in a process of its own: launches are slower after the first profile of a process,
+    and `diagnose` profiles once. It forks, to import everything only once; so this process must not
+    use the GPU."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        try:
+            device = open_device("auto")
+            if kind == "overhead":
+                found = _overhead(device, options)
+            elif kind == "cases":
+                found = _case(name, device, options)
+            else:
+                found = _work(name, device, options)
+        except Exception as problem:  # a failure is a result, too
+            traceback.print_exc()
+            found = {"error": f"{type(problem).__name__}: {problem}"}
+        sender.send(found)
+
+    process = context.Process(target=work)
+    process.start()
+    sender.close()
+    try:
+        found: dict[str, Any] = receiver.recv()
+    except EOFError:
+        found = {"error": "its process died"}
+    process.join()
+    return found
 
 
 def _names(text: str) -> list[str]:
@@ -266,6 +289,7 @@ def _measured(name: str, device: Device, options: Any) -> dict[str, Any]:
         repeats=options.repeats,
         warmup=8,
         compare=2,
+        traced_steps=0,
     )
     plans = eleven_works.measured(name, device, wanted)["plans"]
     kept = ("ms", "all", "speed-up", "busy ms", "captured", "error")

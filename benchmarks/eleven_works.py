@@ -148,7 +148,7 @@ def measured(name: str, device: Device, options: argparse.Namespace) -> dict[str
         precision=module["PRECISION"],
         compared_steps=options.compare,
         watched_s=0.0,
-        traced_steps=5,
+        traced_steps=options.traced_steps,
         on_progress=show,
     ).run()
     if result.interrupted:
@@ -284,6 +284,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="rounds")
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--compare", type=int, default=8, help="steps whose losses are compared")
+    parser.add_argument("--traced-steps", type=int, default=5, help="steps under the profiler")
     parser.add_argument("--budget-seconds", type=float, help="begin no work that may take longer")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small models, for a CPU")

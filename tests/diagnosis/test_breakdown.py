@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, breakdown
+from headrace.diagnosis.torch_calls import TorchCall, TorchCallKind
 from headrace.diagnosis.trace import Call, StepTrace, Work, host_segments
 from support.made_traces import MS, US, Loop, Machine
 
@@ -121,7 +122,13 @@ def traces(draw: st.DrawFn) -> StepTrace:
     end = draw(st.integers(1, 500)) * US
     marks = tuple(sorted(draw(st.lists(st.integers(0, end), min_size=1, max_size=4))))
     work.sort(key=lambda one: (one.start_ns, one.end_ns))
-    return StepTrace(0, end, marks, tuple(calls), tuple(work), inputs)
+    edges = sorted(draw(st.sets(st.integers(0, end), max_size=8)))
+    kinds: tuple[TorchCallKind, ...] = ("forward", "backward", "optimizer")
+    inside = tuple(
+        TorchCall(start, stop, draw(st.sampled_from(kinds)))
+        for start, stop in zip(edges[::2], edges[1::2], strict=False)
+    )
+    return StepTrace(0, end, marks, tuple(calls), tuple(work), inputs, inside)
 
 
 @settings(max_examples=200, deadline=None)
@@ -136,3 +143,38 @@ def test_the_parts_add_up_and_none_is_negative(trace: StepTrace) -> None:
     segments = host_segments(trace)
     assert sum(one.ns for one in segments) == trace.end_ns - trace.start_ns
     assert all(one.end_ns == other.start_ns for one, other in pairwise(segments))
+
+
+def test_python_of_backward_and_optimizers_is_launching() -> None:
+    """Also a part of a stretch; in a module, if it takes less than a millisecond."""
+    machine = Machine()
+    for _ in range(4):
+        with machine.inside("forward"):
+            for python in (*[5 * US] * 10, 600 * US, 2 * MS):
+                machine.python(python)
+                machine.launch(20 * US)
+        machine.python(400 * US)
+        with machine.inside("backward"):
+            machine.python(300 * US)
+            machine.launch(20 * US)
+            machine.python(200 * US)
+        machine.python(50 * US)
+        with machine.inside("optimizer"):
+            machine.python(3 * MS)
+            machine.launch(20 * US)
+        machine.step()
+    trace = machine.trace()
+    pieces = [(one.ns // US, one.cause, one.inside) for one in host_segments(trace)]
+    python = [one for one in pieces if one[0] > 10]
+    assert python[: len(python) // 4] == [
+        (600, "launch", "forward"),
+        (2000, "host", "forward"),
+        (400, "host", None),
+        (300, "launch", "backward"),
+        (200, "launch", "backward"),
+        (50, "launch", None),
+        (3000, "launch", "optimizer"),
+    ]
+    found = breakdown(trace)
+    assert found.ns["host"] == pytest.approx(3 * 2.4 * MS, rel=0.1)
+    assert found.ns["launch"] > 3 * 4 * MS

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -50,8 +51,9 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         windows.append("lines")
         yield
 
-    def read_trace(content: Any, clock: Any, marks: Any, inputs: Any) -> Any:
-        windows.append(f"{len(marks)} steps, {len(list(inputs))} batches")
+    def read_trace(content: Any, clock: Any, marks: Any, inputs: Any, calls: Any) -> Any:
+        kinds = Counter(call.kind for call in calls)
+        windows.append(f"{len(marks)} steps, {len(list(inputs))} batches, {dict(kinds)}")
         return Loop().run()
 
     monkeypatch.setattr(Session, "_accelerator", lambda self: open_device("cpu"))
@@ -66,7 +68,8 @@ def test_the_windows_follow_each_other(on_gpu: list[str]) -> None:
     with session:
         trained(20, lambda step: completed.append(0) if not completed else None)
     seen = session.seen
-    assert on_gpu == ["profiled", "3 steps, 3 batches", "lines"]
+    kinds = {"optimizer": 6, "backward": 3}  # `zero_grad` counts, too
+    assert on_gpu == ["profiled", f"3 steps, 3 batches, {kinds}", "lines"]
     assert (len(seen.clean_ns), seen.profiled_steps, len(seen.waits)) == (4, 3, 2)
     assert seen.is_complete
     assert completed.count(1) == 1
@@ -131,6 +134,8 @@ def test_everything_is_as_before_afterwards(on_gpu: list[str]) -> None:
     names: list[tuple[Any, str]] = [
         (_BaseDataLoaderIter, "__next__"),
         (torch.Tensor, "backward"),
+        (torch.autograd, "backward"),
+        (torch.nn.Module, "__call__"),
         (torch.optim.Optimizer, "zero_grad"),
         (torch.cuda.CUDAGraph, "replay"),
     ]

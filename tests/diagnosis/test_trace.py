@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from headrace.diagnosis.breakdown import breakdown
+from headrace.diagnosis.torch_calls import TorchCall
 from headrace.diagnosis.trace import read_trace
 from support.made_traces import US, Loop
 
@@ -63,8 +64,10 @@ EVENTS = [
 def test_calls_and_work_are_read_and_joined() -> None:
     # The host's clock is 5,000 ns behind the profiler's, which delayed the first wait.
     waits = [(10_000, 50_000), (64_000, 72_000), (95_000, 105_000)]
-    trace = read_trace({"traceEvents": EVENTS}, waits, [285_000], [(108_000, 118_000)])
+    calls = [TorchCall(200_000, 205_000, "backward"), TorchCall(120_000, 190_000, "forward")]
+    trace = read_trace({"traceEvents": EVENTS}, waits, [285_000], [(108_000, 118_000)], calls)
     assert trace is not None
+    assert trace.torch_calls == ((125_000, 195_000, "forward"), (205_000, 210_000, "backward"))
     assert (trace.start_ns, trace.end_ns, trace.marks) == (110_000, 290_000, (290_000,))
     assert trace.inputs == ((113_000, 123_000),)
     assert [one.kind for one in trace.calls] == [

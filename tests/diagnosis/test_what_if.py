@@ -17,7 +17,7 @@ from headrace.diagnosis.what_if import (
     Change,
     Replay,
 )
-from support.made_traces import MS, US, Loop
+from support.made_traces import MS, US, Loop, Machine
 
 loops = st.builds(
     Loop,
@@ -128,3 +128,24 @@ def test_the_host_is_scaled_to_the_clean_step(launch: int, between: int, logging
     for change in (GRAPH, NO_PYTHON):
         truth = Replay(clean.run()).speedup(change)
         assert replay.speedup(change) == pytest.approx(truth, rel=0.03)
+
+
+def test_a_graph_does_not_run_the_python_of_model_and_optimizer() -> None:
+    """What the script itself does between them stays."""
+    machine = Machine()
+    for _ in range(8):
+        machine.load(50 * US)
+        with machine.inside("forward"):
+            machine.python(4 * MS)
+            for _ in range(10):
+                machine.launch(50 * US)
+                machine.python(5 * US)
+        machine.python(2 * MS)
+        with machine.inside("optimizer"):
+            machine.python(3 * MS)
+            machine.launch(500 * US)
+        machine.step()
+    replay = Replay(machine.trace())
+    assert replay.holds
+    ms = replay.traced_ms / replay.speedup(GRAPH)
+    assert ms == pytest.approx(2.1, abs=0.2)  # the script's own 2 ms, and the loader

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from headrace.diagnosis.torch_calls import TorchCall, TorchCallKind
 from headrace.diagnosis.trace import Call, StepTrace, Work
 
 US = 1000
@@ -19,12 +22,19 @@ class Machine:
     calls: list[Call] = field(default_factory=list)
     work: list[Work] = field(default_factory=list)
     inputs: list[tuple[int, int]] = field(default_factory=list)
+    torch_calls: list[TorchCall] = field(default_factory=list)
     marks: list[int] = field(default_factory=list)
     free: dict[int, int] = field(default_factory=dict)
     latency: int = 6 * US
 
     def python(self, ns: int) -> None:
         self.now += ns
+
+    @contextmanager
+    def inside(self, kind: TorchCallKind) -> Iterator[None]:
+        start = self.now
+        yield
+        self.torch_calls.append(TorchCall(start, self.now, kind))
 
     def load(self, ns: int) -> None:
         self.inputs.append((self.now, self.now + ns))
@@ -55,7 +65,8 @@ class Machine:
     def trace(self) -> StepTrace:
         end = max(self.now, max(self.free.values(), default=0))
         work = tuple(sorted(self.work, key=lambda one: (one.start_ns, one.end_ns)))
-        return StepTrace(0, end, tuple(self.marks), tuple(self.calls), work, tuple(self.inputs))
+        marks, calls, inputs = tuple(self.marks), tuple(self.calls), tuple(self.inputs)
+        return StepTrace(0, end, marks, calls, work, inputs, tuple(self.torch_calls))
 
     def _run(self, launched: int, ns: int, stream: int, kind: str) -> None:
         start = max(launched + self.latency, self.free.get(stream, 0))

@@ -185,7 +185,7 @@ class Bench:
                 observation.watch, contestant, self.device, _median_ms(contestant), self.watched_s
             )
             pool.attempt(contestant, watch)
-        for at, contestant in enumerate(timed):
+        for at, contestant in enumerate(timed if self.traced_steps else ()):
             if contestant.error is not None:
                 continue
             self.on_progress(f"profiling {contestant.name}", at / len(timed), None)

@@ -27,6 +27,7 @@ from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
 from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
+from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
 from headrace.parallel import is_launched
@@ -128,6 +129,7 @@ class Session:
         self._process = os.getpid()  # a script that forks is watched in its first process
         self._finder = StepFinder()
         self._inputs: list[tuple[int, int]] | None = None
+        self._torch_calls = TorchCalls()
         self._lock = threading.Lock()
         self._windows: Generator[None, None, None] | None = self._run_windows()
         self._optimizers: Any = {}
@@ -135,6 +137,8 @@ class Session:
 
     def __enter__(self) -> Session:
         next(self._windows or iter(()), None)
+        # Before the steps are watched: a step's optimizer has ended when the step ends.
+        self._stack.enter_context(self._torch_calls.watching_optimizers())
         step_line = self.settings.step_line
         if step_line is not None:
             watched = watch_line(step_line, self._on_call)
@@ -259,7 +263,7 @@ class Session:
         marks: list[int] = []
         inputs: list[tuple[int, int]] = []
         self._inputs = inputs
-        with chrome_trace() as content:
+        with chrome_trace() as content, self._torch_calls.noted() as torch_calls:
             waits = [_timed(device, pause_s) for pause_s in _CLOCK_PAUSES_S]
             has_ended = True
             try:
@@ -275,7 +279,8 @@ class Session:
         if marks:
             # What a script does after its last step is no part of a step.
             total_ns = (marks[-1] if has_ended else now_ns) - waits[-1][1]
-            keep(_Traced(len(marks), total_ns, read_trace(content, waits, marks, inputs)))
+            trace = read_trace(content, waits, marks, inputs, torch_calls)
+            keep(_Traced(len(marks), total_ns, trace))
 
     def _lines_window(self, device: Device) -> Iterator[None]:
         self.seen.window = "lines"

@@ -7,9 +7,11 @@ trace file. Times are whole nanoseconds of one clock.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal
+
+from headrace.diagnosis.torch_calls import TorchCall, TorchCallKind
 
 #: What the device runs. A copy is one between host and device; copies on the device are kernels.
 WorkKind = Literal["kernel", "copy", "communication"]
@@ -59,7 +61,8 @@ class StepTrace:
 
     `calls` are those of the thread that trains and of the autograd threads that launch for it, in
     order and without overlap: at each moment the host does one thing. `inputs` are the times in
-    which the host waited for the loader. `marks` are the ends of the steps on the host.
+    which the host waited for the loader. `torch_calls` are those in which it was in a module, in
+    backward or in an optimizer, in order. `marks` are the ends of the steps on the host.
     """
 
     start_ns: int
@@ -68,6 +71,7 @@ class StepTrace:
     calls: tuple[Call, ...]
     work: tuple[Work, ...]
     inputs: tuple[tuple[int, int], ...] = ()
+    torch_calls: tuple[TorchCall, ...] = ()
     #: What was added to times of the host's clock.
     shift_ns: int = 0
 
@@ -104,13 +108,14 @@ def read_trace(
     waits: Sequence[tuple[int, int]],
     marks: Sequence[int],
     inputs: Iterable[tuple[int, int]],
+    torch_calls: Iterable[TorchCall] = (),
 ) -> StepTrace | None:
     """The steps in a trace file of PyTorch's profiler.
 
     The thread that trains must have waited for an idle device before the first step, a few times;
     `waits` says when these began and ended by the host's clock, which relates the two clocks.
-    `marks` and `inputs` are by the host's clock. None if the trace lacks those waits, or shows no
-    work: then the profiler records nothing here.
+    `marks`, `inputs` and `torch_calls` are by the host's clock. None if the trace lacks those
+    waits, or shows no work: then the profiler records nothing here.
     """
     events = [event for event in content.get("traceEvents", ()) if event.get("ph") == "X"]
     host = sorted((event for event in events if event.get("cat") in _ON_HOST), key=_start_ns)
@@ -150,7 +155,11 @@ def read_trace(
         return None
     end_ns = max(shifted[-1], max(one.end_ns for one in work))
     moved = tuple((begin + shift_ns, end + shift_ns) for begin, end in inputs)
-    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved, shift_ns)
+    inside = tuple(
+        one._replace(start_ns=one.start_ns + shift_ns, end_ns=one.end_ns + shift_ns)
+        for one in sorted(torch_calls)
+    )
+    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved, inside, shift_ns)
 
 
 def _waits_before_work(host: list[Any]) -> list[Any]:
@@ -260,18 +269,21 @@ _CAUSES: dict[CallKind, HostCause] = {
     "memory": "synchronisation",
 }
 #: Python between two calls counts as launching unless it takes longer than this, and than five
-#: times the median.
+#: times the median. In a module it may take longer: PyTorch's own code is slow there, too.
 _LONG_PYTHON_NS = 150_000
+_LONG_FORWARD_NS = 1_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class HostSegment:
-    """What the host did for some time. `call` is the position of the call it was in, if any."""
+    """What the host did for some time. `call` is the position of the driver's call that it was in,
+    if any. `inside` is where its Python code ran, if not in the script's own loop."""
 
     start_ns: int
     end_ns: int
     cause: HostCause
     call: int | None = None
+    inside: TorchCallKind | None = None
 
     @property
     def ns(self) -> int:
@@ -298,15 +310,39 @@ def host_segments(trace: StepTrace) -> list[HostSegment]:
         at_ns = max(at_ns, end)
     if at_ns < trace.end_ns:
         found.append(HostSegment(at_ns, trace.end_ns, "host"))
-    return _short_python_is_launching(found)
+    between = [one.ns for one in found if one.cause == "host"]
+    usual_ns = 5 * int(statistics.median(between)) if between else 0
+    return [_short_python_is_launching(one, usual_ns) for one in _cut(found, trace.torch_calls)]
 
 
-def _short_python_is_launching(segments: list[HostSegment]) -> list[HostSegment]:
-    between = [one.ns for one in segments if one.cause == "host"]
-    limit_ns = max(_LONG_PYTHON_NS, 5 * int(statistics.median(between)) if between else 0)
-    return [
-        HostSegment(one.start_ns, one.end_ns, "launch", one.call)
-        if one.cause == "host" and one.ns <= limit_ns
-        else one
-        for one in segments
-    ]
+def _cut(segments: list[HostSegment], torch_calls: tuple[TorchCall, ...]) -> Iterator[HostSegment]:
+    """The segments, with Python cut where a call of a module, of backward or of an optimizer begins
+    and ends."""
+    first = 0
+    for segment in segments:
+        if segment.cause != "host":
+            yield segment
+            continue
+        at_ns = segment.start_ns
+        while first < len(torch_calls) and torch_calls[first].end_ns <= at_ns:
+            first += 1
+        for call in torch_calls[first:]:
+            start, end = max(call.start_ns, at_ns), min(call.end_ns, segment.end_ns)
+            if start >= segment.end_ns:
+                break
+            if start > at_ns:
+                yield HostSegment(at_ns, start, "host")
+            if end > start:
+                yield HostSegment(start, end, "host", inside=call.kind)
+                at_ns = end
+        if segment.end_ns > at_ns:
+            yield HostSegment(at_ns, segment.end_ns, "host")
+
+
+def _short_python_is_launching(segment: HostSegment, usual_ns: int) -> HostSegment:
+    """`usual_ns` is how long Python between two calls may always take."""
+    limit_ns = max(_LONG_FORWARD_NS if segment.inside == "forward" else _LONG_PYTHON_NS, usual_ns)
+    is_framework = segment.inside in ("backward", "optimizer")
+    if segment.cause == "host" and (is_framework or segment.ns <= limit_ns):
+        return replace(segment, cause="launch")
+    return segment

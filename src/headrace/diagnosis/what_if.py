@@ -43,8 +43,9 @@ class Change:
 
     `without` are positions of waiting calls that go; `no_waits` takes all of them. With
     `overlap_copies`, copies run on a stream of their own and block nobody. With `one_graph`, a step
-    is one launch. `load_share` is what is left of the time spent on loading, `python_share` of that
-    spent in long stretches of Python.
+    is one launch, and the Python code of model, backward and optimizer does not run. `load_share`
+    is what is left of the time spent on loading, `python_share` of that spent in long stretches of
+    Python.
     """
 
     without: frozenset[int] = frozenset()
@@ -90,6 +91,8 @@ class _Operation:
     waits_for: tuple[int, ...] = ()
     wake_ns: int = 0
     ends_step: bool = False
+    #: Whether it is Python that a captured step does not run.
+    is_captured: bool = False
 
 
 class Replay:
@@ -180,9 +183,8 @@ class Replay:
         self, segment: HostSegment, launched: dict[int, list[int]], usual_ns: int
     ) -> _Operation:
         if segment.call is None:
-            return _Operation(
-                min(segment.end_ns, self._trace.marks[-1]) - segment.start_ns, segment.cause
-            )
+            end_ns, is_captured = min(segment.end_ns, self._trace.marks[-1]), bool(segment.inside)
+            return _Operation(end_ns - segment.start_ns, segment.cause, is_captured=is_captured)
         call = self._trace.calls[segment.call]
         operation = _Operation(segment.ns, call.kind, segment.call)
         operation.work = launched.get(segment.call, [])
@@ -327,6 +329,8 @@ class _Host:
         change = self._change
         if operation.cause == "input":
             self._now += operation.ns * self._load_share
+        elif change.one_graph and operation.is_captured:
+            pass
         elif operation.cause == "host" and operation.call is None:
             self._now += operation.ns * self._python_share
         elif operation.cause in ("wait", "copy", "memory"):

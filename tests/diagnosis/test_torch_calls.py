@@ -1,0 +1,83 @@
+"""When the thread that trains was in a module, in backward or in an optimizer."""
+
+from __future__ import annotations
+
+import threading
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+from headrace.diagnosis.torch_calls import TorchCalls
+
+
+def model_and(optimizer: Any) -> tuple[torch.nn.Module, Any]:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+    return model, optimizer(model.parameters(), lr=0.1)
+
+
+def kinds_of(calls: Any) -> list[str]:
+    assert all(call.start_ns <= call.end_ns for call in calls)
+    assert all(one.end_ns <= other.start_ns for one, other in pairwise(sorted(calls)))
+    return [call.kind for call in sorted(calls)]
+
+
+def test_only_the_outermost_calls_of_this_thread() -> None:
+    model, optimizer = model_and(torch.optim.SGD)
+    watch = TorchCalls()
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss = model(torch.ones(3, 2)).sum()
+        torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        loss.backward()
+        optimizer.step()
+
+    with watch.watching_optimizers():
+        step()
+        with watch.noted() as calls:
+            step()
+            other = threading.Thread(target=step)
+            other.start()
+            other.join()
+        step()
+    expected = ["optimizer", "forward", "backward", "backward", "optimizer"]
+    assert kinds_of(calls) == expected
+
+
+def test_a_closure_is_the_scripts_own_code() -> None:
+    model, optimizer = model_and(torch.optim.SGD)
+    watch, moments = TorchCalls(), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(torch.ones(3, 2)).sum()
+        moments.append(len(calls))
+        loss.backward()
+        return loss
+
+    with watch.watching_optimizers(), watch.noted() as calls:
+        optimizer.step(closure)
+    assert moments == [2]  # between the forward and the backward pass it was in no call
+    assert kinds_of(calls) == ["optimizer", "forward", "backward", "optimizer"]
+
+
+def test_a_block_may_begin_and_end_in_an_optimizers_hook() -> None:
+    model, optimizer = model_and(torch.optim.SGD)
+    watch = TorchCalls()
+    found: list[Any] = []
+
+    def at_the_end(*call: Any) -> None:
+        if not found:
+            found.append(watch.noted())
+            found.append(found[0].__enter__())
+        elif len(found) == 2:
+            found.append(found[0].__exit__(None, None, None))
+
+    with watch.watching_optimizers():
+        optimizer.register_step_post_hook(at_the_end)
+        for _ in range(3):
+            model(torch.ones(3, 2)).sum().backward()
+            optimizer.step()
+    # The optimizer's own hooks run first: its step had not ended for the watch.
+    assert kinds_of(found[1]) == ["forward", "backward"]
