@@ -288,7 +288,7 @@ def _measured(name: str, device: Device, options: Any) -> dict[str, Any]:
         steps=options.steps,
         repeats=options.repeats,
         warmup=8,
-        compare=2,
+        compare=0,
         traced_steps=0,
     )
     plans = eleven_works.measured(name, device, wanted)["plans"]

@@ -43,7 +43,8 @@ ProgressCallback = Callable[[str, float, float | None], object]
 class Bench:
     """A benchmark: what to measure, and how. `run` measures it.
 
-    `compared_steps` = 0 skips the comparison of losses, `watched_s` = 0 the monitor.
+    `compared_steps` = 0 skips the comparison of losses, `watched_s` = 0 the monitor, and
+    `traced_steps` = 0 the profiler.
     """
 
     work: Work
