@@ -9,7 +9,7 @@ changes does not give the traced time, the trace misses something, and nothing i
 from __future__ import annotations
 
 import statistics
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
@@ -108,6 +108,7 @@ class Replay:
         self._work: list[_Work] = []
         self._operations: list[_Operation] = []
         self._ends = sorted((one.end_ns, at) for at, one in enumerate(trace.work))
+        self._launched_by = sorted(one.call or 0 for one in trace.work)
         self._streams = len({one.stream for one in trace.work})
         self._build()
         self._host_share = 1.0
@@ -189,7 +190,7 @@ class Replay:
         operation = _Operation(segment.ns, call.kind, segment.call)
         operation.work = launched.get(segment.call, [])
         if call.kind == "launch":
-            if segment.ns > 20 * usual_ns and len(operation.work) == 1:
+            if segment.ns > 20 * usual_ns and self._queued(segment) > _QUEUE // 2:
                 operation.ns = usual_ns  # the driver's queue was full: the replay has one, too
             for at in operation.work:
                 self._work[at].launch_ns = operation.ns
@@ -201,6 +202,11 @@ class Replay:
             else:
                 operation.wake_ns = segment.ns  # nothing to wait for; in a replay there may be
         return operation
+
+    def _queued(self, segment: HostSegment) -> int:
+        """How much work was launched before a call and had not ended when it began."""
+        ended = bisect_right(self._ends, (segment.start_ns, len(self._ends)))
+        return bisect_left(self._launched_by, segment.call or 0) - ended
 
     def _waited_for(self, segment: HostSegment, own: list[int]) -> tuple[int, ...]:
         """The work that was launched before a call and had ended when it returned: the last of each
@@ -369,10 +375,21 @@ class _Host:
     def _launch_graph(self) -> None:
         self._now += _GRAPH_LAUNCH_NS
         start = max(self._now, self._free.get("graph", 0.0)) + _GRAPH_START_NS
-        ns = sum(self._work[at].ns + _GRAPH_GAP_NS for at in self._graph)
-        self._free["graph"] = start + ns
+        self._free["graph"] = start + self._graph_ns()
         self._block_if_queue_is_full(start)
         self._graph = []
+
+    def _graph_ns(self) -> int:
+        """How long the recorded kernels take. Those that overlapped in the trace still do."""
+        total_ns, end_ns = 0, 0
+        for at in sorted(self._graph):
+            one = self._trace.work[at]
+            if one.start_ns >= end_ns:
+                total_ns += one.end_ns - one.start_ns + _GRAPH_GAP_NS
+            else:
+                total_ns += max(0, one.end_ns - end_ns)
+            end_ns = max(end_ns, one.end_ns)
+        return total_ns
 
     def _launch(self, positions: Collection[int]) -> None:
         first_start: float | None = None
