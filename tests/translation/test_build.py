@@ -1,4 +1,4 @@
-"""Where `--packed auto` packs, and what it says where it does not."""
+"""Where `--packed auto` packs, what it says where it does not, and how large batches are."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from headrace.device import open_device
+from headrace.errors import TranslationError
 from headrace.parallel import SINGLE
 from headrace.testing import FakeDevice
 from headrace.translation import TrainSettings, build
@@ -42,3 +44,28 @@ def test_packed_where_it_pays(
         assert found is None if why is None else str(found).startswith(why)
         two: Any = SimpleNamespace(several=True)
         assert build.why_padded(settings, data, two) is not None
+
+
+def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
+    """Of train and of valid. Fewer tokens are refused; few sentences make a larger batch."""
+    for split in ("train", "valid"):
+        (tmp_path / split).mkdir()
+    splits = {
+        "train": random_pairs(tmp_path / "train", 50, 20, 12),
+        "valid": random_pairs(tmp_path / "valid", 5, 20, 30),
+    }
+    longest = max(int((pairs.lengths - [0, 1]).max()) for pairs in splits.values())
+    assert longest > int(splits["train"].lengths.max())
+    data: Any = SimpleNamespace(splits=splits)
+
+    def lengths(**values: Any) -> tuple[int, int]:
+        settings = TrainSettings(packed="on", plan="pipeline", max_length=500, **values)
+        device = open_device("cpu")
+        plan, loader = build._choose_plans(settings, device)
+        return build._plan_batches(settings, data, plan, loader, device).epoch(0)[0].lengths
+
+    message = f"tokens = 9 with packed = on: the longest sentence has {longest} tokens"
+    with pytest.raises(TranslationError, match=message):
+        lengths(tokens=9)
+    assert longest <= min(lengths(tokens=longest)) < 50
+    assert longest <= min(lengths(sentences=1)) < 50

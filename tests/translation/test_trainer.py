@@ -25,6 +25,7 @@ from headrace.plan import load_plan
 from headrace.runs import read_metrics
 from headrace.testing import FakeDevice
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
+from headrace.translation import trainer as trainer_module
 from headrace.translation.build import build_run
 from headrace.translation.trainer import EpochLoss
 from headrace.translation.weights import load_weights
@@ -172,6 +173,7 @@ class TestResume:
         capfd: pytest.CaptureFixture[str],
     ) -> None:
         """Between two batches of a group, too."""
+        monkeypatch.setattr(trainer_module, "_DENSE_TOKENS", 50)
         options: dict[str, Any] = {"packed": "on", "tokens": 100, "accumulate": 2}
         expected = new(corpus, tmp_path, "whole", **options).run()
         trainer = new(corpus, tmp_path, "stopped", **options)
@@ -194,6 +196,9 @@ class TestResume:
         assert [{"data_s", "build_s"} <= line.keys() for line in starts] == [True]
         said = " ".join(capfd.readouterr().err.split())
         assert "batches are packed, and attention has no dropout" in said
+        slow = "and the step is not compiled: attention computes all pairs of tokens"
+        assert said.count(slow) == 3  # each time before the first batch
+        assert said.index(slow) < said.index("epoch 1/")
         assert re.search(
             r"packed batches per epoch, \d+ source and \d+ target tokens, \d+\.\d% and", said
         )

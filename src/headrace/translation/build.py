@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -245,11 +246,14 @@ def _plan_batches(
     train, shapes = data.splits["train"], settings.shapes
     if settings.packed == "on":
         tokens = _batch_tokens(settings, train, loader)
-        return PackedPlan(
-            train.lengths,
-            packed_size(train.lengths, tokens, settings.max_length),
-            seed=settings.seed,
-        )
+        longest = _longest(data)
+        if settings.tokens is not None and settings.tokens < longest:
+            raise TranslationError(
+                f"tokens = {settings.tokens} with packed = on: the longest sentence has "
+                f"{longest} tokens, and a batch must hold it; expected at least {longest}"
+            )
+        size = packed_size(train.lengths, tokens, longest)
+        return PackedPlan(train.lengths, size, seed=settings.seed)
     if shapes is None and plan.graphs != "off" and device.captures:
         shapes = min(_GRAPH_SHAPES, plan.graph_shapes)
     return BatchPlan(
@@ -259,6 +263,12 @@ def _plan_batches(
         shapes=shapes or None,
         seed=settings.seed,
     )
+
+
+def _longest(data: Prepared) -> int:
+    """The tokens of the longest sentence that is trained on or validated with, on either side."""
+    lengths = np.concatenate([data.splits[split].lengths for split in ("train", "valid")])
+    return int((lengths - np.array([0, 1])).max(initial=1))
 
 
 def _batch_tokens(settings: TrainSettings, train: IdPairs, loader: LoaderPlan) -> int:

@@ -218,6 +218,7 @@ class Trainer:
             progress.message(f"{_description(parts)}; {folder.path}")
             if (warning := warmup_warning(parts)) is not None and ranks.is_first:
                 log.warning("%s", warning)
+            _warn_of_dense_attention(parts, is_compiled=_will_compile(parts))
             on_overdue = partial(exit_after_grace, settings.grace, folder, progress.final)
             with (
                 StopRequests(settings.grace, on_overdue, ignore_repeats=ranks.several) as stop,
@@ -342,6 +343,24 @@ def _choice(parts: RunParts) -> str:
         f"{parameter_count(parts) / 1e6:.1f} M parameters; {about(estimated_seconds(parts))} for "
         f"{count:,} epoch{'' if count == 1 else 's'}{limit}"
     )
+
+
+def _will_compile(parts: RunParts) -> bool:
+    """Whether the step is to be compiled. It may still fail."""
+    return parts.plan.compile and parts.device.compiles
+
+
+def _warn_of_dense_attention(parts: RunParts, *, is_compiled: bool) -> None:
+    """Warn if packed batches are large and do without flex_attention."""
+    if parts.settings.packed == "off" or is_compiled or not parts.ranks.is_first:
+        return
+    tokens = max(parts.loader.sampler.batches[0].lengths)
+    if tokens > _DENSE_TOKENS:
+        log.warning(
+            "packed batches of %s tokens, and the step is not compiled: attention computes all "
+            "pairs of tokens, which is slow; use --plan max on a CUDA GPU, or --packed off",
+            f"{tokens:,}",
+        )
 
 
 def _description(parts: RunParts) -> str:
@@ -484,8 +503,10 @@ class TrainingLoop:
         written_weight: float | None = None
         validation: Validation | None = None  # set if the time limit ends the epoch
         for info in engine.steps(loader, first_batch=first_batch, max_steps=left):
-            if not self._has_trained:
-                self._warn_of_dense_attention()
+            if not self._has_trained and _will_compile(self._parts):
+                report = engine.compiled
+                is_compiled = report is not None and report.compiled
+                _warn_of_dense_attention(self._parts, is_compiled=is_compiled)
             self._has_trained = True
             observers.watchdog.progress(f"batch {info.batch + 1} of epoch {epoch + 1}")
             losses.add_arrived(info.arrived)
@@ -537,18 +558,6 @@ class TrainingLoop:
         self._write_epoch(result, validation)
         self._keep(epoch, validation)
         return None
-
-    def _warn_of_dense_attention(self) -> None:
-        """After the first batch: warn if large packed batches do without flex_attention."""
-        compiled, batches = self._parts.engine.compiled, self._parts.loader.sampler.batches
-        is_compiled = compiled is not None and compiled.compiled
-        tokens = max(batches[0].lengths)
-        if self._parts.settings.packed == "on" and not is_compiled and tokens > _DENSE_TOKENS:
-            log.warning(
-                "packed batches of %s tokens, and the step is not compiled: attention computes all "
-                "pairs of tokens, which is slow; use --plan max on a CUDA GPU, or --packed off",
-                f"{tokens:,}",
-            )
 
     def _say_measured_time(self, now_s: float, batches: int) -> None:
         """Say how long the other `batches` take, once, if it is worth saying."""

@@ -213,4 +213,9 @@ class TestLoader:
             assert all(map(torch.equal, found, expected))
             ahead.append(len(asked) - before - len(expected))
         assert ahead == [2, 0, 0, 2, 0, 2, 2]
+        # Ended workers begin anew.
+        end_workers(loader)
+        loader.sampler.set_epoch(2)
+        loader.sampler.start_at(0)
+        assert torch.equal(next(iter(loader)).source, dataset[plan.epoch(2)[0]].source)
         end_workers(loader)

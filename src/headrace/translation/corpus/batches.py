@@ -300,7 +300,8 @@ class PlannedLoader(DataLoader[Any]):
         self._running: Iterator[Any] = iter(())
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        if self._position != self.sampler.position:
+        has_ended = self._iterator is None  # somebody has ended the workers
+        if has_ended or self._position != self.sampler.position:
             self._running = super().__iter__()
         self._position = None  # unknown, until this epoch ends
         return self._one_epoch(self.sampler.position[0], len(self.sampler))
