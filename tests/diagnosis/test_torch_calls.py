@@ -7,6 +7,7 @@ from itertools import pairwise
 from typing import Any
 
 import torch
+from torch._dynamo.utils import counters
 
 from headrace.diagnosis.torch_calls import TorchCalls
 
@@ -81,3 +82,24 @@ def test_a_block_may_begin_and_end_in_an_optimizers_hook() -> None:
             optimizer.step()
     # The optimizer's own hooks run first: its step had not ended for the watch.
     assert kinds_of(found[1]) == ["forward", "backward"]
+
+
+def test_compiled_steps_are_noted_and_not_compiled_again() -> None:
+    model, optimizer = model_and(torch.optim.SGD)
+    compiled: Any = torch.compile(model, backend="eager")
+    compiled_step: Any = torch.compile(optimizer.step, backend="eager")
+    watch = TorchCalls()
+
+    def step() -> None:
+        compiled(torch.ones(3, 2)).sum().backward()
+        compiled_step()
+
+    torch.compiler.reset()
+    with watch.watching_optimizers():
+        step()
+        step()
+        before = counters["stats"]["unique_graphs"]
+        with watch.noted() as calls:
+            step()
+    assert counters["stats"]["unique_graphs"] == before > 0
+    assert kinds_of(calls) == ["forward", "backward", "optimizer"]

@@ -50,8 +50,10 @@ class TorchCalls:
     def watching_optimizers(self) -> Iterator[None]:
         """For as long as `noted` may be entered: an optimizer's hooks cannot be added or removed
         inside one of them."""
-        begins = register_optimizer_step_pre_hook(lambda *call: self._begin_step())
-        ends = register_optimizer_step_post_hook(lambda *call: self._end_step())
+        # A compiled optimizer step would trace the hooks, and not call them again.
+        hidden: Any = torch.compiler.disable
+        begins = register_optimizer_step_pre_hook(hidden(lambda *call: self._begin_step()))
+        ends = register_optimizer_step_post_hook(hidden(lambda *call: self._end_step()))
         try:
             yield
         finally:
