@@ -85,7 +85,8 @@ class PinnedPool:
         require_whole("nbytes", nbytes, 0, DeviceError)
         size = max(_SMALLEST_BYTES, 1 << max(0, nbytes - 1).bit_length())
         with self._lock:
-            self._collect(size)
+            if not self._free.get(size):  # asking the events takes longer than taking a buffer
+                self._collect(size)
             free = self._free.get(size)
             memory = free.pop() if free else None
             self._lent += memory is not None
