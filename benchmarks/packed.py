@@ -398,7 +398,7 @@ def main() -> None:
     parser.add_argument(
         "--try",
         dest="tries",
-        nargs="+",
+        nargs="*",
         metavar="NAME=VALUE,…",
         help="instead: packed batches alone, once without and once with each of these settings of "
         "torch._inductor.config",

@@ -76,16 +76,18 @@ def _fusible_loss_sums(logits: Tensor, targets: Tensor, smoothing: float) -> tup
     """`_loss_sums` for compiled code, which fuses it: forward reduces the logits without a float32
     copy of them, and backward is one pass that reads the logits and writes their gradient.
 
-    So there is no `gather`: its backward would fill a tensor as large as the logits with zeros.
+    So there is no `gather`: its backward would fill a tensor as large as the logits with zeros. And
+    `smoothed` is written with few operations: after thirty, inductor would write a float32 tensor
+    of that size in between.
     """
     dtype = torch.promote_types(logits.dtype, torch.float32)
     x = logits.to(dtype)
     log_sum = x.logsumexp(dim=1)
     is_right = torch.arange(x.size(1), device=x.device) == targets.unsqueeze(1)
-    nll = log_sum - torch.where(is_right, x, 0).sum(dim=1)
-    uniform = log_sum - x.mean(dim=1)
+    right = torch.where(is_right, x, 0).sum(dim=1)
     padding = targets.eq(PAD)
-    smoothed = (1 - smoothing) * nll + smoothing * uniform
+    smoothed = log_sum - (1 - smoothing) * right - smoothing * x.mean(dim=1)
+    nll = log_sum - right
     return smoothed.masked_fill(padding, 0).sum(), nll.masked_fill(padding, 0).sum()
 
 
