@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from pathlib import Path
 
 import pytest
 
 from headrace.errors import ProgramError
-from headrace.main_program import require_program, run_as_main
+from headrace.main_program import ProgramEnded, require_program, run_as_main
 
 
 def test_a_program_sees_its_own_command_line_and_keeps_its_exit_code(
@@ -115,6 +116,23 @@ def test_its_threads_are_waited_for_and_its_chdir_is_undone(
     assert run_as_main("program.py", [], as_module=False) == 0
     assert capsys.readouterr().out == "def work():\n"
     assert Path.cwd() == tmp_path
+
+
+def test_a_coroutine_that_ends_the_program_is_silent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import asyncio\nfrom headrace.main_program import ProgramEnded\n"
+        "async def end(): raise ProgramEnded\n"
+        "async def main(): await asyncio.gather(end())\n"
+        "asyncio.run(main())\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ProgramEnded):
+        run_as_main(str(program), [], as_module=False)
+    gc.collect()
+    assert capsys.readouterr().err == ""
 
 
 def test_ctrl_c_is_raised(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pkgutil
 import runpy
@@ -42,6 +43,7 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
         _working_directory(),
         _quiet_ends(),
         _python_error_hook(),
+        _standard_streams(),
     ):
         exit_code = _run(program, as_module)
         while waited_for := running_threads() - others:
@@ -135,6 +137,12 @@ def _command_line(arguments: list[str], folder: str) -> Iterator[None]:
         sys.argv, sys.path[:] = argv, path
 
 
+def _is_no_end(record: logging.LogRecord) -> bool:
+    """Lets asyncio log all errors but `ProgramEnded`. It may do so after the program's end, when
+    it deletes the task."""
+    return not (record.exc_info and record.exc_info[0] is ProgramEnded)
+
+
 @contextmanager
 def _quiet_ends() -> Iterator[None]:
     """Let a thread that raises `ProgramEnded` end without a traceback. The main thread gets a
@@ -147,12 +155,23 @@ def _quiet_ends() -> Iterator[None]:
         elif (main := threading.main_thread().ident) is not None:
             signal.pthread_kill(main, signal.SIGINT)
 
+    logging.getLogger("asyncio").addFilter(_is_no_end)
     threading.excepthook = hook
     try:
         yield
     finally:
         if threading.excepthook is hook:  # else the program has set its own
             threading.excepthook = original
+
+
+@contextmanager
+def _standard_streams() -> Iterator[None]:
+    """Restore `sys.stdout` and `sys.stderr` after the block: a program may replace them."""
+    streams = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout, sys.stderr = streams
 
 
 @contextmanager

@@ -60,6 +60,13 @@ SCRIPT = """
                 late.add_(1)
             if kind == "generated":
                 exec(compile("loss.item()", "<generated>", "exec"))
+            if kind == "catches":
+                try:
+                    optimizer.step()
+                except SystemExit:
+                    print("caught")
+            if kind == "redirects":
+                sys.stdout = sys.stderr = open("log.txt", "w")
             if kind == "silences":
                 warnings.simplefilter("ignore")
 
@@ -92,6 +99,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["diagnose", *arguments])
 
 
+ENDED = "diagnose ended {} after 6 steps; with --then continue it runs on\n"
 FAST = ("--warmup", "3", "--steps", "3", "--lines", "2")
 
 
@@ -103,7 +111,7 @@ def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
     assert "headrace.DeferredScalars" in done.stderr
     assert "SGD is not fused: pass fused=True" in done.stderr
     assert "backward passes" not in done.stderr  # there is one
-    assert done.stderr.endswith("train.py was ended after 6 steps\n")
+    assert done.stderr.endswith(ENDED.format("train.py"))
 
 
 @pytest.mark.parametrize(
@@ -115,7 +123,7 @@ def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
         ("fails", 4, 1, "ValueError: the script's own failure"),
         ("exits", 4, 1, "an error in a sentence"),
         ("fails", 3, 1, "The script ended with exit code 1 after 3 steps, too few to measure"),
-        ("fails", 1, 1, "ended with exit code 1 after 1 step, too few to measure: see its output"),
+        ("fails", 1, 1, "after 1 step, too few to measure: its own output says why."),
         ("interrupted", 2, 130, "Ctrl-C ended the script after 2 steps, too few to measure.\n"),
         ("interrupted at once", 2, 130, "Ctrl-C ended the script before its first step.\n"),
         ("interrupted", 9, 130, "The host waits for the device 1.0 times a step"),
@@ -162,11 +170,19 @@ def test_races_after_the_last_window_count(folder: Path) -> None:
     assert "1 stream race: `headrace races` shows them." in done.stderr
 
 
+def test_a_script_that_catches_its_end_is_told_and_runs_on(folder: Path) -> None:
+    done = run("--fake", *FAST, "train.py", "catches", "30")
+    assert done.stdout == "caught\ndone\n"
+    assert done.stderr.count("The host waits for the device") == 1
+    assert "the script caught SystemExit, which should end it: it runs on" in done.stderr
+    assert "diagnose ended" not in done.stderr
+
+
 def test_a_thread_that_trains_is_ended_and_one_that_is_left_keeps_nobody_waiting(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done = run("--fake", *FAST, "train.py", "in a thread", "1000")
-    assert done.stderr.endswith("train.py was ended after 6 steps\n")
+    assert done.stderr.endswith(ENDED.format("train.py"))
     assert "Traceback" not in done.stderr
     ended: list[int] = []
     monkeypatch.setattr("headrace.cli.diagnose.os._exit", ended.append)
@@ -208,7 +224,7 @@ def test_the_advice_for_a_short_script_works(folder: Path, steps: int) -> None:
             "Name a line that runs once per step: --step-line FILE:LINE.\n",
         ),
         ("other.py:1", "other.py:1 never ran, nor did any other line of that file.\n"),
-        ("train.py:62", "The script ran train.py:62 once: there is no repeating step"),
+        ("train.py:69", "The script ran train.py:69 once: there is no repeating step"),
     ],
 )
 def test_a_step_line_that_never_runs_is_told(folder: Path, line: str, sentences: str) -> None:
@@ -216,6 +232,30 @@ def test_a_step_line_that_never_runs_is_told(folder: Path, line: str, sentences:
     done = run("--fake", *FAST, "--step-line", line, "train.py", "plain", "9")
     assert (done.exit_code, done.stdout) == (0, "done\n")
     assert sentences in done.stderr
+
+
+@pytest.mark.parametrize("then", ["stop", "continue"])
+def test_a_script_may_redirect_its_output(folder: Path, then: str) -> None:
+    done = run("--fake", *FAST, "--then", then, "train.py", "redirects", "30")
+    assert "The host waits for the device 1.0 times a step" in done.stderr
+    assert (folder / "log.txt").read_text() == ("done\n" if then == "continue" else "")
+
+
+def test_blocking_launches_are_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
+    done = run("--fake", *FAST, "train.py", "plain", "9")
+    assert "CUDA_LAUNCH_BLOCKING is set: the host waits for every kernel" in done.stderr
+
+
+def test_a_script_without_an_optimizer_steps_with_backward(folder: Path) -> None:
+    done = run("--fake", *FAST, "train.py", "never", "5")
+    assert "never called an optimizer's step(), but backward() 5 times." in done.stderr
+    advice = done.stderr.rpartition("name that line: ")[2].strip().removesuffix(".").split()
+    assert advice == ["--step-line", "train.py:16"]
+    assert "1.0 times a step" in run("--fake", *FAST, *advice, "train.py", "never", "5").stderr
+    done = run("--fake", *FAST, "train.py", "never", "90")
+    assert "The host waits for the device 1.0 times a step" in done.stderr
+    assert "no optimizer step was seen: each backward pass counts as a step" in done.stderr
 
 
 def test_json_and_limits(folder: Path) -> None:
@@ -249,7 +289,7 @@ def test_a_thread_that_trains_may_have_somebody_waiting(folder: Path) -> None:
     script = script.replace("WAIT", "threading.Event().wait()")
     (folder / "waits.py").write_text(script, encoding="utf-8")
     done = run("--fake", *FAST, "waits.py", "in a thread", "1000")
-    assert done.stderr.endswith("waits.py was ended after 6 steps\n")
+    assert done.stderr.endswith(ENDED.format("waits.py"))
 
 
 def test_the_report_is_written(folder: Path) -> None:

@@ -34,6 +34,7 @@ def seen(loop: Loop, waits: list[list[Wait]], clean_ms: float | None = None) -> 
         steps=50,
         calls=50,
         period=Period((0,), 0, 1),
+        calls_per_step=1,
         clean_ns=[ns] * 10,
         clean_total_ns=10 * ns,
         trace=trace,
@@ -94,6 +95,20 @@ def test_steps_with_another_number_of_waits_are_not_joined() -> None:
     assert "no times for the lines" in " ".join(result.missing)
 
 
+def test_a_copy_to_the_host_and_a_synchronisation_after_it_are_two_waits() -> None:
+    observed = seen(Loop(), [[wait(41, "cpu"), wait(42, "device synchronize")]] * 3)
+    assert observed.trace is not None
+    added = []
+    for mark in observed.trace.marks:
+        added += [Call(mark - 20, mark - 10, "wait", "cudaMemcpyAsync")]
+        added += [Call(mark - 9, mark - 1, "wait", "cudaDeviceSynchronize")]
+    calls = sorted((*observed.trace.calls, *added), key=lambda one: one.start_ns)
+    observed.trace = replace(observed.trace, calls=tuple(calls), work=())
+    result = result_of(observed)
+    assert result.waits_in_trace == 2
+    assert all(one.blocked_ms is not None for one in result.lines)
+
+
 def test_a_step_that_waits_much_more_often_is_told() -> None:
     observed = seen(Loop(reads=1), [[wait(42)]] * 3)
     assert observed.trace is not None
@@ -148,6 +163,42 @@ def test_the_screen_and_the_page_show_it() -> None:
     assert "Where the time goes" in page
 
 
+def test_uneven_steps_and_waits_of_other_threads_are_told() -> None:
+    logger = replace(wait(57), in_other_thread=True)
+    observed = seen(Loop(reads=1), [[wait(42), logger]] * 3)
+    observed.clean_ns[3] = 138 * MS
+    result = result_of(observed)
+    assert any("/home/ada/train.py:57 waits in a thread of its own" in one for one in result.notes)
+    assert any("the longest of 10 steps took 138.0 ms" in one for one in result.notes)
+    times = {one.line.line: one.blocked_ms for one in result.lines if one.line}
+    assert times[42] is not None  # joined, although the trace has no wait of the other thread
+    assert times[57] is None
+
+
+def test_code_that_is_cut_shows_what_waits() -> None:
+    text = f"print({'a, ' * 40}loss.item(), step)"
+    line = LineRecord("train.py", 3, "", text)
+    shown = text_of(result_of(seen(Loop(reads=1), [[Wait(FORMS["item"], line)]] * 3)))
+    assert "loss.item()" in shown
+    assert max(map(len, shown.splitlines())) <= 120
+
+
+def test_a_line_that_waits_in_two_forms_says_which() -> None:
+    observed = seen(Loop(reads=2), [[wait(42), wait(42, "cpu")]] * 3)
+    text = text_of(result_of(observed))
+    assert "/home/ada/train.py:42   .item(): line 42" in text
+    assert "/home/ada/train.py:42   .cpu(), .to('cpu'): line 42" in text
+
+
+def test_forms_with_the_same_advice_share_it_and_lines_that_are_left_out_are_counted() -> None:
+    forms = ("item", "tolist", "item")
+    waits = [wait(line, forms[line % 3]) for line in range(1, 14)]
+    text = text_of(result_of(seen(Loop(reads=13), [waits] * 3)))
+    assert "  and 3 more; --html shows all\n" in text
+    assert text.count("Keep the value on the device") == 1
+    assert ".tolist(); .item(): Keep" in text or ".item(); .tolist(): Keep" in text
+
+
 def test_the_page_has_the_code_around_each_line() -> None:
     here, text = __file__, "def test_the_page_has_the_code_around_each_line() -> None:"
     code = Path(here).read_text(encoding="utf-8").splitlines()
@@ -200,4 +251,4 @@ def test_a_trace_that_cannot_be_replayed_predicts_nothing() -> None:
     result = result_of(observed)
     assert result.predictions == ()
     assert result.lines[0].gain_ms is None
-    assert "no predictions: a replay of the trace differs from it by" in result.missing[0]
+    assert "no predictions: a replay of the trace differs from the trace by" in result.missing[0]

@@ -37,6 +37,7 @@ def test_every_form_has_advice_and_every_table_names_a_form() -> None:
             "progress bar",
         ),
         ([], [("transformers/trainer.py", "_maybe_log_save_evaluate")], "progress bar"),
+        ([("_tensor", "__repr__")], [("tqdm/std.py", "set_postfix")], "progress bar"),
         ([], [("transformers/trainer.py", "training_step")], "item"),
         ([], [("timm/utils/metrics.py", "update")], "item"),
     ],
@@ -46,6 +47,25 @@ def test_forms_of_libraries(
 ) -> None:
     found = [(f"{PACKAGES}/{file}", function) for file, function in libraries]
     assert form_of("aten::_local_scalar_dense", functions, None, found).name == form
+
+
+def test_a_function_of_pytorch_is_named() -> None:
+    functions = [("_tensor", "item"), ("lr_scheduler", "step"), ("module", "_call_impl")]
+    form = form_of("aten::_local_scalar_dense", functions, None)
+    assert (form.name, form.title) == ("inside PyTorch", "step() in PyTorch's lr_scheduler.py")
+    assert form_of("", [("module", "_apply")], None).title == "_apply() in PyTorch's module.py"
+
+
+def test_copies_of_accelerate_have_its_own_options() -> None:
+    node = ast.parse("tensor.to(device)", mode="eval").body
+    inside = [(f"{PACKAGES}/accelerate/utils/operations.py", "send_to_device")]
+    for operation, library, form in (
+        ("copy from pageable memory", inside, "accelerate copy"),
+        ("blocking copy", inside, "accelerate copy"),
+        ("blocking copy", [], "pinned copy"),
+        ("copy from pageable memory", [], "to"),
+    ):
+        assert form_of(operation, [], Expression(node, None), library).name == form
 
 
 def test_a_copy_into_host_memory_reads_from_the_device() -> None:

@@ -116,6 +116,18 @@ def test_a_window_that_fails_does_not_fail_the_script(
     assert not session.seen.is_complete
 
 
+def test_the_windows_begin_again_when_other_steps_follow(on_gpu: list[str]) -> None:
+    session = Session(FAST)
+    with session:
+        trained(9)
+        assert len(session.seen.clean_ns) == 4
+        trained(30)
+    seen = session.seen
+    assert [one[:18] for one in on_gpu[-3:]] == ["profiled", "3 steps, 3 batches", "lines"]
+    assert (len(seen.clean_ns), seen.profiled_steps, len(seen.waits)) == (4, 3, 2)
+    assert seen.is_complete
+
+
 def test_gradients_that_are_accumulated_are_seen(on_gpu: list[str]) -> None:
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.1)

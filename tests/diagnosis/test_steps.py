@@ -71,6 +71,42 @@ def test_the_finder_starts_anew_when_another_optimizer_appears() -> None:
     assert found[-1]
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "period", "last"),
+    [
+        ("a" * 10, "aa" + "b" * 13, "b", "b"),  # a second phase, or a graph after eager steps
+        ("d" * 10, "g" + ("d" * 10 + "g") * 3, "ddddddddddg", "g"),  # many discriminator steps
+        ("a" * 10, "a" * 20 + "b" + "a" * 20 + "b", "a", "a"),  # a rare one
+    ],
+)
+def test_a_settled_period_gives_way_to_another(
+    before: str, after: str, period: str, last: str
+) -> None:
+    finder = StepFinder()
+    for key in before:
+        finder.on_call(key)
+    finder.settle()
+    losses = 0
+    for key in after:
+        finder.on_call(key)
+        losses += finder.is_lost
+    assert losses == (0 if period == before[:1] else 1)
+    assert finder.period is not None
+    assert "".join(map(str, finder.period.calls)) == period
+    assert finder.period.last == last
+
+
+def test_a_step_has_as_many_calls_as_were_seen() -> None:
+    finder = StepFinder()
+    for key in "dddg" * 4:
+        finder.on_call(key)
+    assert finder.calls_per_step == 4
+    finder.settle()
+    for key in "dg" * 3 + "d":
+        finder.on_call(key)
+    assert finder.calls_per_step == 2
+
+
 def test_calls_that_never_repeat_fall_back_to_the_most_frequent() -> None:
     finder = StepFinder()
     for at in range(4000):
@@ -90,6 +126,24 @@ def test_optimizer_steps_are_seen() -> None:
             other.step()
     one.step()
     assert seen == [0, 1, 0, 1]
+
+
+def test_backward_passes_count_until_an_optimizer_begins() -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.LBFGS([weight], max_iter=3)
+    seen: list[Hashable] = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = weight.square().sum()
+        loss.backward()
+        return loss
+
+    with watch_steps(seen.append, lambda: seen.append("backward")):
+        closure()
+        optimizer.step(closure)  # type: ignore[arg-type]
+        closure()
+    assert seen == ["backward", 0]
 
 
 def test_a_line_of_the_script_is_a_step(tmp_path: Path) -> None:

@@ -72,7 +72,7 @@ def test_calls_and_work_are_read_and_joined() -> None:
     assert trace.inputs == ((113_000, 123_000),)
     assert [one.kind for one in trace.calls] == [
         *("wait", "copy", "launch"),
-        *("launch", "wait", "launch"),
+        *("launch", "wait", "wait"),  # a copy to pageable memory returns when it has ended
     ]
     assert (trace.calls[3].start_ns, trace.calls[3].end_ns) == (205_000, 212_000)
     assert [(one.kind, one.call) for one in trace.work] == [

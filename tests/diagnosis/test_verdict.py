@@ -58,6 +58,12 @@ def test_a_script_that_ends_in_the_clean_window_is_told_what_it_takes() -> None:
     )
 
 
+def test_windows_that_are_short_enough_are_not_advised_again() -> None:
+    settings = Settings(warmup=4, clean=2, profiled=1, lines=1)
+    seen = Observations(steps=8, calls=8, period=Period((0,), 0, 1), settings=settings)
+    assert sentences(seen).endswith("Let it train for at least 9 steps.")
+
+
 def test_optimizers_without_an_order_need_a_line() -> None:
     assert sentences(Observations(calls=7)) == (
         "The script made 7 optimizer steps and graph replays, in no order that came three times in "

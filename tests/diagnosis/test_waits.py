@@ -124,6 +124,22 @@ def test_generated_code_has_a_line_and_no_text() -> None:
     assert wait.form.name == "other"
 
 
+def test_a_comprehension_is_a_part_of_its_function() -> None:
+    found = [wait_at(sys._getframe()).line for _ in range(1)]
+    found += [(lambda: wait_at(sys._getframe()).line)()]
+    names = {line.function for line in found if line is not None}
+    assert names == {"test_a_comprehension_is_a_part_of_its_function"}
+
+
+def test_the_test_of_gradients_is_named() -> None:
+    waits: list[Wait] = []
+    with cuda_here() as device:
+        inputs = Inputs()
+        with torch.autograd.set_detect_anomaly(True), watch_waits(device, waits.append):
+            (inputs.w * 2).sum().backward()
+    assert {wait.form.name for wait in waits} == {"anomaly detection"}
+
+
 def test_pytorchs_warning_is_caught_whatever_the_script_does_with_warnings(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -195,6 +211,17 @@ def test_asynchronous_copies_from_pageable_memory_are_told(monkeypatch: pytest.M
         Source.pinned = True
         source.to("cuda", non_blocking=True)
     assert [wait.form.name for wait in told] == ["to"]
+
+
+def test_each_copy_of_a_list_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits_module, "_pageable_copy", lambda *_: "copy from pageable memory")
+    told: list[Wait] = []
+    sources, targets = [torch.ones(2)] * 2, [torch.zeros(2), torch.zeros(2)]
+    with waits_module._telling_if_any_pageable(told.append):
+        torch._foreach_copy_(targets, sources)
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+    assert [wait.form.name for wait in told] == ["pageable copy"] * 2
+    assert all(target.tolist() == [1, 1] for target in targets)
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,11 @@ def diagnose(
     as_json: Json = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Also write the result as JSON.", rich_help_panel=_OUTPUT),
+        typer.Option(help="Also write the result as JSON to this file.", rich_help_panel=_OUTPUT),
     ] = None,
     html: Annotated[
         Path | None,
-        typer.Option(help="Also write a report to this file.", rich_help_panel=_OUTPUT),
+        typer.Option(help="Also write an HTML report to this file.", rich_help_panel=_OUTPUT),
     ] = None,
 ) -> None:
     """Run a training script unchanged and say what its GPU waits for, line by line.
@@ -79,8 +79,8 @@ def diagnose(
     A step is one round of the script's optimizer steps and graph replays. The
     script runs through a warm-up and three windows: clean, profiled, lines.
 
-    The exit code is the script's own, 0 if diagnose ended it, or 3 with
-    --fail-on.
+    The exit code is the script's own, 0 if diagnose ended it, or 3 if a limit of
+    --fail-on is exceeded or could not be measured.
     """
     # Set before PyTorch is loaded: the profiler needs them for scripts that replay graphs.
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
@@ -104,11 +104,12 @@ def diagnose(
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun sets it
     shown: list[DiagnosisResult] = []
     others = running_threads()
+    stderr = sys.stderr  # while the script runs, it may be another one
 
     def show(result: DiagnosisResult) -> None:
         # The script's own output is on stdout.
         if is_first:
-            typer.echo(text_of(result), err=True)
+            typer.echo(text_of(result), file=stderr)
         shown.append(result)
 
     with results_only() if as_json else nullcontext(), usage_errors():
@@ -141,7 +142,10 @@ def diagnose(
             write_report(stored, html)
         typer.echo(f"report: {html}", err=True)
     if result.exit_code is None:
-        typer.echo(f"{name} was ended after {result.steps} steps", err=True)
+        typer.echo(
+            f"diagnose ended {name} after {result.steps} steps; with --then continue it runs on",
+            err=True,
+        )
     _end(exit_code_of(result, limits), leaves_threads)
 
 

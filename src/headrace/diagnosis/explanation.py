@@ -51,6 +51,8 @@ _MAX_PREDICTED = 12
 _MIN_SAMPLED = 0.5
 #: Lines of code before and after one in an excerpt.
 _AROUND = 3
+#: A step that takes so many times the median is told, if there are enough steps for a median.
+_UNEVEN, _EVEN_STEPS = 5.0, 5
 #: Gains below this share of a step are not worth a prediction.
 _SMALL = 0.005
 
@@ -78,7 +80,7 @@ def explain(
         exit_code=exit_code,
         outcome=_outcome(seen, races is not None),
         steps=seen.steps,
-        calls_per_step=len(seen.period.calls) if seen.period is not None else 0,
+        calls_per_step=seen.calls_per_step,
         backwards_per_step=seen.backwards / watched if watched and seen.backwards else None,
         step_ms=step_ms,
         low_ms=min(seen.clean_ns) / 1e6 if seen.clean_ns else None,
@@ -91,7 +93,7 @@ def explain(
         parts=parts,
         idle_share=1 - parts.computing / step_ms if parts is not None and step_ms else None,
         launches_per_step=trace.launches_per_step() if trace is not None else None,
-        waits_per_step=sum(map(len, seen.waits)) / watched if watched else None,
+        waits_per_step=_waits_by_line(seen) if watched else None,
         waits_in_trace=_waits_in(trace) if trace is not None else None,
         lines=known,
         python_lines=tuple(_python_lines(seen, parts, replay, step_ms)),
@@ -123,6 +125,10 @@ def _outcome(seen: Observations, is_fake: bool) -> Outcome:
 def _parts(divided: Breakdown, step_ms: float) -> StepParts:
     scaled = divided.scaled_to(step_ms)
     return StepParts(**{cause.replace(" ", "_"): scaled[cause] for cause in CAUSES})
+
+
+def _waits_by_line(seen: Observations) -> float:
+    return sum(map(len, seen.waits)) / len(seen.waits) if seen.waits else 0.0
 
 
 def _waits_in(trace: StepTrace) -> float:
@@ -285,8 +291,9 @@ def _only_copies(trace: StepTrace, calls: list[int]) -> bool:
 
 
 def _takes_part(wait: Wait) -> bool:
-    """Whether the trace shows the wait as one: freeing the cache need not block."""
-    return wait.form.name != "empty_cache"
+    """Whether the trace shows the wait as one: freeing the cache need not block, and the calls of
+    threads that do not train are not in it."""
+    return wait.form.name != "empty_cache" and not wait.in_other_thread
 
 
 def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
@@ -297,7 +304,7 @@ def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
     for at, call in enumerate(trace.calls):
         if call.kind in ("wait", "copy"):
             group = steps[trace.step_of(call.start_ns)]
-            if after_copy and "Synchronize" in call.name and group:
+            if after_copy and "StreamSynchronize" in call.name and group:
                 group[-1].append(at)
             else:
                 group.append([at])
@@ -396,12 +403,40 @@ def _unusual_steps(trace: StepTrace, watched: Sequence[Sequence[Wait]]) -> list[
     ]
 
 
+def _waits_in_threads(seen: Observations) -> list[str]:
+    waits = [wait for waits in seen.waits for wait in waits if wait.in_other_thread]
+    places = dict.fromkeys(
+        f"{short_path(one.line.file)}:{one.line.line}" for one in waits if one.line
+    )
+    return [
+        f"{place} waits in a thread of its own, which holds training up only if training waits for "
+        "that thread"
+        for place in places
+    ]
+
+
+def _uneven_steps(seen: Observations) -> list[str]:
+    """One step of many may do more than the others, which a mean hides."""
+    if len(seen.clean_ns) < _EVEN_STEPS:
+        return []
+    usual, longest = statistics.median(seen.clean_ns), max(seen.clean_ns)
+    if longest < _UNEVEN * usual:
+        return []
+    return [
+        f"the longest of {len(seen.clean_ns)} steps took {longest / 1e6:.1f} ms, the median "
+        f"{usual / 1e6:.1f} ms: a part of the loop runs in some steps only, such as an evaluation "
+        f"or the start of an epoch; to measure whole rounds, pass {step_line_option(seen)}"
+    ]
+
+
 def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
-    notes = list(seen.notes)
+    notes = [*seen.notes, *_waits_in_threads(seen), *_uneven_steps(seen)]
     if seen.loader_workers == 0 and parts is not None and parts.input > _SMALL * parts.total:
         notes.append("the DataLoader has no worker processes: pass num_workers=4 or more")
     if seen.loader_pins is False and any(
-        wait.form.name in ("to", "pageable copy") for waits in seen.waits for wait in waits
+        wait.form.name in ("to", "pageable copy", "accelerate copy")
+        for waits in seen.waits
+        for wait in waits
     ):
         notes.append("the DataLoader does not pin its batches: pass pin_memory=True")
     if seen.period is not None and not seen.period.repeats:
@@ -417,19 +452,23 @@ def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[s
     if seen.trace is not None:
         missing += _unusual_steps(seen.trace, seen.waits)
     if seen.trace is not None and not seen.waits and not seen.is_complete and not seen.missing:
-        missing.append(f"no waits by line: it ended before. {more_steps(seen, is_fake=False)}")
+        missing.append(
+            "no waits by line: the steps came to an end before they were looked for. "
+            f"{more_steps(seen, is_fake=False)}"
+        )
     if replay is not None and not replay.holds:
         missing.append(
-            f"no predictions: a replay of the trace differs from it by {replay.error:.0%}, more "
-            f"than {MAX_ERROR:.0%}"
+            f"no predictions: a replay of the trace differs from the trace by {replay.error:.0%}, "
+            f"more than {MAX_ERROR:.0%}"
         )
     if seen.python_lines and not _has_python_lines(seen):
         missing.append(
             "no lines for Python between launches: it is spread over many short stretches"
         )
-    if lines.joined_share is not None and lines.joined_share < 0.5 and lines.known:
+    is_joined = lines.joined_share is None or lines.joined_share >= 0.5
+    if seen.trace is not None and lines.known and not is_joined:
         missing.append(
-            "no times for the lines: the trace has another number of waits per step than were "
-            "found by line"
+            f"no times for the lines: the profiler saw {_waits_in(seen.trace):.1f} waits per step, "
+            f"but {_waits_by_line(seen):.1f} were found by line"
         )
     return missing

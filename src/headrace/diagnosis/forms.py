@@ -9,17 +9,19 @@ from __future__ import annotations
 import ast
 import linecache
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from types import CodeType
 
 _READ_LATER = (
-    "Keep it on the device (`total += loss.detach()`) and read it every 50 steps, or read it a "
-    "step late with `headrace.DeferredScalars`."
+    "Keep the value on the device (`total += loss.detach()`) and read it every 50 steps, or read "
+    "it one step late with `headrace.DeferredScalars`."
 )
 _ON_DEVICE = (
-    "Make it on the device once, before the loop, or with a factory that needs no host data."
+    "Create the tensor once, before the loop, or directly on the device (`torch.full`, "
+    "`torch.arange` and such with `device=`). If its data changes, copy it from pinned memory with "
+    "`non_blocking=True`."
 )
 
 
@@ -36,29 +38,34 @@ _FORMS = (
     Form("item", ".item()", _READ_LATER),
     Form("number", "float(t), int(t)", _READ_LATER),
     Form("tolist", ".tolist()", _READ_LATER),
-    Form("print", "print(t), repr(t)", "Print every 50 steps, and values that were read then."),
-    Form("format", "a tensor in an f-string", "Format values that were read every 50 steps."),
+    Form("print", "print(t), repr(t)", "Print every 50 steps instead of every step."),
+    Form(
+        "format",
+        "a tensor in an f-string or format()",
+        "Read the value every 50 steps, and format it only then.",
+    ),
     Form(
         "branch",
         "if t:, while t:, assert t",
-        "Choose on the device with `torch.where`, or test it every 50 steps.",
+        "Choose between values on the device with `torch.where`, or test every 50 steps.",
     ),
     Form(
         "finite check",
         "a test for NaN",
-        "Add the tests up on the device (`bad += ~loss.isfinite()`) and look every 50 steps.",
+        "Count on the device (`bad += ~loss.isfinite()`) and read the count every 50 steps.",
     ),
     Form(
         "compare",
-        "max(), sorted(), in on tensors",
-        "Use `torch.maximum`, `torch.sort`, `.eq().any()`.",
+        "max(), sorted(), any() or in with tensors",
+        "Compare on the device: `torch.maximum`, `torch.sort`, `x.eq(y).any()`.",
     ),
     Form(
         "cpu",
         ".cpu(), .to('cpu')",
-        "Copy to pinned memory with `non_blocking=True` and read it after an event has passed.",
+        "Copy into pinned memory with `non_blocking=True`, record an event, and read the copy once "
+        "the event has passed.",
     ),
-    Form("numpy", ".numpy()", "Keep it a tensor, or convert outside of the step."),
+    Form("numpy", ".numpy()", "Work on the tensor, or convert it after the loop."),
     Form(
         "to",
         ".to(device)",
@@ -66,9 +73,22 @@ _FORMS = (
         "`headrace.prefetch(loader, device)` does both ahead of time.",
     ),
     Form(
+        "pinned copy",
+        ".to(device) of pinned memory",
+        "Pass `non_blocking=True`: the source is pinned already.",
+    ),
+    Form(
+        "accelerate copy",
+        "Accelerate's copy of a batch",
+        "Pass `pin_memory=True` to the DataLoader and `DataLoaderConfiguration(non_blocking=True)` "
+        "to `Accelerator`. The Trainer has `dataloader_pin_memory=True` and "
+        "`accelerator_config={'non_blocking': True}`.",
+    ),
+    Form(
         "pageable copy",
         "a copy from memory that is not pinned",
-        "Use `pin_memory=True` in the DataLoader; without it `non_blocking=True` still blocks.",
+        "Pin the source (`pin_memory=True` in the DataLoader): without it, `non_blocking=True` "
+        "still blocks.",
     ),
     Form("new tensor", "torch.tensor(…, device=…)", _ON_DEVICE),
     Form(
@@ -81,12 +101,16 @@ _FORMS = (
         "x[mask]",
         "Keep the shape: `torch.where(mask, x, 0)`, or weight the loss with the mask.",
     ),
-    Form("mask assignment", "x[mask] = values", "Use `torch.where` or `masked_scatter_`."),
+    Form(
+        "mask assignment",
+        "x[mask] = values",
+        "Use `torch.where(mask, values, x)` or `masked_scatter_`.",
+    ),
     Form(
         "index",
-        "x[i] with a tensor",
-        "Use `x.index_select` or `x.gather` with an index on the device, or keep the number on the "
-        "host.",
+        "x[i] with a tensor or array i",
+        "Use `x.index_select` or `x.gather` with an index that is on the device; keep a single "
+        "number on the host.",
     ),
     Form("slice", "x[:n] with a tensor n", "Keep n a Python number, or use a mask of fixed size."),
     Form(
@@ -96,7 +120,9 @@ _FORMS = (
     ),
     Form("masked_select", "masked_select()", "Keep the shape: `torch.where(mask, x, 0)`."),
     Form(
-        "unique", "unique()", "Do it on the host before the copy, or sort and compare neighbours."
+        "unique",
+        "unique()",
+        "Compute it on the host before the copy, or sort on the device and compare neighbours.",
     ),
     Form("repeat_interleave", "repeat_interleave(n)", "Pass `output_size=`."),
     Form(
@@ -109,8 +135,8 @@ _FORMS = (
     Form(
         "equal", "torch.equal(), allclose()", "Use `.eq().all()` and keep the result on the device."
     ),
-    Form("range", "range(t), arange(t)", "Keep the number on the host."),
-    Form("size", "a tensor as a size or a number", "Keep the number on the host."),
+    Form("range", "range(t), arange(t)", "Pass a Python number: keep it on the host."),
+    Form("size", "a tensor as a size or a number", "Pass a Python number: keep it on the host."),
     Form(
         "masked_fill",
         "masked_fill(mask, t)",
@@ -126,8 +152,10 @@ _FORMS = (
         "a decomposition that checks its result",
         "It has no version that does not wait: compute it every few steps.",
     ),
-    Form("distribution", "torch.distributions", "Pass `validate_args=False`."),
-    Form("normal", "torch.normal()", "Write `mean + std * torch.randn_like(std)`."),
+    Form("distribution", "a distribution that checks its arguments", "Pass `validate_args=False`."),
+    Form(
+        "normal", "torch.normal(), Normal.sample()", "Write `mean + std * torch.randn_like(std)`."
+    ),
     Form("sparse", "to_sparse()", "Build the sparse tensor from known indices."),
     Form(
         "clip_grad_norm_",
@@ -146,16 +174,22 @@ _FORMS = (
         "Use a fused optimizer (`fused=True`): it keeps `found_inf` on the device. bf16 needs no "
         "scaler.",
     ),
+    Form(
+        "lbfgs",
+        "LBFGS",
+        "It reads values back in each iteration: lower `history_size` and `max_iter`, or use "
+        "another optimizer.",
+    ),
     Form("save", "torch.save", "Save less often, or clone on the device and write from a thread."),
     Form(
         "device synchronize",
         "torch.cuda.synchronize()",
-        "Remove it; time with events and read them later.",
+        "Remove it. To measure time, record events and read them later.",
     ),
     Form(
         "stream synchronize",
         "stream.synchronize()",
-        "Let the other stream wait: `stream.wait_stream(…)`.",
+        "Let the stream that needs the result wait: `stream.wait_stream(…)`.",
     ),
     Form(
         "event synchronize",
@@ -171,7 +205,8 @@ _FORMS = (
     Form(
         "progress bar",
         "a progress bar or logger",
-        "Log less often: `log_every_n_steps=50` or `logging_steps=50`; log tensors, not `.item()`.",
+        "Log every 50 steps (in the Trainer of Hugging Face: `logging_steps=50`). To Lightning's "
+        "`self.log`, pass tensors, without `prog_bar=True`.",
     ),
     Form(
         "nan filter",
@@ -181,18 +216,24 @@ _FORMS = (
     Form(
         "in backward",
         "an operation in backward",
-        "The forward's masks and indices make it wait: see their advice.",
+        "A mask or an index in the forward pass makes its backward wait: replace it there.",
+    ),
+    Form(
+        "anomaly detection",
+        "torch.autograd.set_detect_anomaly(True)",
+        "Turn it off unless you look for a NaN: it reads every gradient back to test it.",
     ),
     Form(
         "inside PyTorch",
         "a function of PyTorch",
-        "A function of PyTorch that this line calls reads a value back: look for an argument that "
-        "spares it, or call it less often.",
+        "The line calls it, and it reads a value back: look for an argument that avoids it, or "
+        "call it less often.",
     ),
     Form(
         "other",
         "another operation",
-        "Look at the line: an operation there needs a value on the host.",
+        "An operation in this line needs a value on the host: keep the value on the device, or "
+        "read it every 50 steps.",
     ),
 )
 FORMS = {form.name: form for form in _FORMS}
@@ -201,6 +242,7 @@ FORMS = {form.name: form for form in _FORMS}
 _FUNCTIONS = {
     ("clip_grad", ""): "clip_grad_norm_",
     ("grad_scaler", ""): "grad scaler",
+    ("lbfgs", ""): "lbfgs",
     ("", "__format__"): "format",
     ("_tensor_str", ""): "print",
     ("", "__repr__"): "print",
@@ -222,7 +264,7 @@ _CALLS = {
     **dict.fromkeys(("numpy", "asarray", "array"), "numpy"),
     **dict.fromkeys(("tensor", "as_tensor", "new_tensor", "from_numpy"), "new tensor"),
     **dict.fromkeys(("to", "cuda", "type"), "to"),
-    "copy_": "pageable copy",
+    **dict.fromkeys(("copy_", "_foreach_copy_"), "pageable copy"),
     **dict.fromkeys(("nonzero", "argwhere", "where", "flatnonzero"), "nonzero"),
     **dict.fromkeys(("unique", "unique_consecutive"), "unique"),
     **dict.fromkeys(("equal", "allclose"), "equal"),
@@ -254,7 +296,7 @@ _OPERATIONS = {
     "torch.cuda.empty_cache": "empty_cache",
     "copy from pageable memory": "pageable copy",
     "copy to pageable memory": "cpu",
-    "blocking copy": "to",
+    "blocking copy": "pinned copy",
     "index from host memory": "index",
     "aten::_local_scalar_dense": "item",
     "aten::is_nonzero": "branch",
@@ -283,6 +325,7 @@ _OPERATIONS = {
 _FINITE = ("isnan", "isinf", "isfinite")
 #: Calls that wait themselves, also in a test.
 _READING = ("item", "bool", "float", "int", "equal", "allclose", "is_nonzero", "tolist", "cpu")
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _TESTS = (ast.If, ast.While, ast.Assert, ast.IfExp)
 _LOGGERS = ("lightning", "pytorch_lightning", "transformers", "tqdm", "wandb", "tensorboard")
 #: What loggers do with values on the device.
@@ -304,24 +347,43 @@ def form_of(
     for stem, function in functions:
         for key in ((stem, function), (stem, ""), ("", function)):
             if key in _FUNCTIONS:
-                return FORMS[_FUNCTIONS[key]]
+                return FORMS[_in_logger(_FUNCTIONS[key], libraries)]
     found = expression.form() if expression is not None else None
     if found in ("to", "pageable copy") and operation == "copy to pageable memory":
         found = "cpu"
-    elif (
-        found == "pageable copy" and not operation and expression and expression.on_device is False
-    ):
-        found = "cpu"  # `host.copy_(x)`, of which CUDA says only that it waits
+    elif found == "pageable copy" and operation in ("", "blocking copy") and expression:
+        if expression.on_device is False:
+            found = "cpu"  # `host.copy_(x)`
+        elif expression.is_pinned or operation:
+            found = "pinned copy"
+    elif found == "to" and operation == "blocking copy":
+        found = "pinned copy"
     elif found == "mask" and operation in ("aten::_local_scalar_dense", "index from host memory"):
         found = "index"
     if found is None and any(stem != "_tensor" for stem, _ in functions):
         found = "inside PyTorch"
     found = found or _OPERATIONS.get(operation, "other")
-    if found == "finite check" and libraries and _package(libraries[0][0])[0] == "transformers":
+    package = _package(libraries[0][0])[0] if libraries else ""
+    if found == "finite check" and package == "transformers":
         found = "nan filter"
-    elif found in _READ_FOR_LOGS and any(_is_logger(*one) for one in libraries):
-        found = "progress bar"
-    return FORMS[found]
+    elif found in ("to", "pinned copy") and package == "accelerate":
+        found = "accelerate copy"
+    if found == "inside PyTorch":
+        return replace(FORMS[found], title=_title(functions))
+    return FORMS[_in_logger(found, libraries)]
+
+
+def _in_logger(form: str, libraries: Sequence[tuple[str, str]]) -> str:
+    """What a logger does with values is logging, in whatever form."""
+    is_logged = form in _READ_FOR_LOGS and any(_is_logger(*one) for one in libraries)
+    return "progress bar" if is_logged else form
+
+
+def _title(functions: Sequence[tuple[str, str]]) -> str:
+    """The function of PyTorch's that the line calls, as far as it is not a detail of modules."""
+    public = [one for one in functions if not one[1].startswith("_")]
+    stem, function = public[-1] if public else functions[-1]
+    return f"{function}() in PyTorch's {stem}.py"
 
 
 def _package(file: str) -> list[str]:
@@ -343,8 +405,10 @@ class Expression:
 
     node: ast.AST
     parent: ast.AST | None
-    #: For `x.to(…)` and `x.copy_(…)`: whether x lay on the device; None: not known.
+    #: For `x.to(…)` and `x.copy_(…)`: whether x lay on the device (None: not known), or in pinned
+    #: memory.
     on_device: bool | None = None
+    is_pinned: bool = False
     #: For `x[i]`: whether i is a tensor of numbers, not a mask.
     by_number: bool = False
     #: For a call: whether its first argument is a list with tensors in it.
@@ -362,6 +426,9 @@ class Expression:
             if isinstance(node.ctx, ast.Store):
                 return "mask assignment"
             return "slice" if isinstance(node.slice, ast.Slice) else "mask"
+        if isinstance(node, _COMPREHENSIONS):
+            tests = [test for one in node.generators for test in one.ifs]
+            return self._test_form(tests[0]) if tests else None
         if isinstance(node, ast.FormattedValue | ast.JoinedStr) or _is_percent_format(node):
             return "format"
         if isinstance(node, ast.Compare) and any(
@@ -380,17 +447,22 @@ class Expression:
         parent = self.parent
         if isinstance(parent, _TESTS):
             return parent.test is self.node
+        if isinstance(parent, ast.match_case):
+            return parent.guard is self.node
         is_negated = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
         return is_negated or isinstance(parent, ast.BoolOp)
 
     def _test_form(self, test: ast.AST) -> str:
+        if isinstance(self.parent, ast.BoolOp):  # Python may give the place of another operand
+            test = self.parent
         names = {_called(one) for one in ast.walk(test)}
         return "finite check" if names & set(_FINITE) else "branch"
 
     def _call_form(self, node: ast.Call) -> str | None:
         name = _called(node)
-        tested = [node.func, self.parent] if name in _READING else []
-        if any(_called(one) in _FINITE for part in tested if part for one in ast.walk(part)):
+        around = [self.parent] if self.parent is not None else []  # `math.isnan(loss.item())`
+        inside = [*ast.walk(node.func), *around] if name in _READING else []
+        if any(_called(one) in _FINITE for one in inside):
             return "finite check"
         if _is_math(node):
             return "finite check" if name in _FINITE else "number"
@@ -399,6 +471,8 @@ class Expression:
             return "list of tensors"
         if found == "to" and (self.on_device or _names_cpu(node)):
             return "cpu"
+        if found == "to" and self.is_pinned:
+            return "pinned copy"
         return found
 
 

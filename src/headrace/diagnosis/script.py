@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from headrace.bench import environment_of
 from headrace.device import Device, open_device
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session, Settings
+from headrace.diagnosis.verdict import line_count
 from headrace.errors import ProgramError
 from headrace.main_program import ProgramEnded, require_program, run_as_main
 from headrace.runs.records import DiagnosisResult, StepParts
@@ -74,6 +76,7 @@ class _Run:
         self._session = Session(settings, fake, self._completed)
         self._complete: DiagnosisResult | None = None
         self._is_ended = False
+        self._ended_in: int | None = None
 
     def run(self, work: Callable[[], int]) -> int | None:
         """The exit code of the program; None if it was ended."""
@@ -93,12 +96,16 @@ class _Run:
         return replace(self._complete, exit_code=exit_code)
 
     def _completed(self) -> None:
-        if self._then == "continue":
-            self._complete = self._explain(None)
-            self._on_complete(self._complete)
-        else:
+        thread = threading.get_ident()
+        if self._then == "stop" and self._ended_in != thread:
             self._is_ended = True
+            self._ended_in = thread
             raise ProgramEnded
+        if self._then == "stop":  # this thread has been ended, and steps again
+            self._is_ended = False
+            self._session.seen.note("the script caught SystemExit, which should end it: it runs on")
+        self._complete = self._explain(None)
+        self._on_complete(self._complete)
 
     def _explain(self, exit_code: int | None) -> DiagnosisResult:
         seen = self._session.seen
@@ -159,7 +166,7 @@ def _figure(result: DiagnosisResult, name: str) -> float | None:
     if name == "races":
         return None if result.races is None else float(result.races)
     if name == "lines":
-        return None if result.waits_per_step is None else float(len(result.lines))
+        return None if result.waits_per_step is None else float(line_count(result))
     if result.step_ms is None or result.parts is None:
         return None
     if name == "idle":

@@ -16,7 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -31,6 +31,7 @@ from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
 from headrace.parallel import is_launched
+from headrace.runs.records import LineRecord
 from headrace.source_lines import short_path
 
 #: A window ends after so many seconds, once it has its least number of steps.
@@ -39,6 +40,8 @@ _MIN_STEPS = 2
 #: Before the profiled steps, the host waits for the idle device after each of these pauses, to
 #: relate the two clocks. They differ, so that each wait can be told from the others in the trace.
 _CLOCK_PAUSES_S = 0.0, 0.0, 0.0002, 0.0006, 0.001
+#: After so many backward passes without an optimizer step, each backward pass counts as a step.
+_MANY_BACKWARDS = 64
 #: From this share of idle time on, the lines of Python between launches are looked for.
 _WORTH_SAMPLING = 0.02
 
@@ -64,6 +67,7 @@ class Observations:
     steps: int = 0
     calls: int = 0
     period: Period | None = None
+    calls_per_step: int = 0
     on_cpu: bool = False
     #: Nanoseconds of each clean step, and from an idle device to an idle one over all of them.
     clean_ns: list[int] = field(default_factory=list)
@@ -88,6 +92,9 @@ class Observations:
     window: Window = "warm-up"
     #: The lines of the step line's file that ran before it did.
     lines_that_ran: set[int] = field(default_factory=set)
+    #: How many backward passes came before any optimizer step, and the line of the first.
+    backwards_alone: int = 0
+    backward_line: LineRecord | None = None
     #: Whether Ctrl-C ended the script.
     is_interrupted: bool = False
     #: Whether the code is in a `with headrace.diagnose()` block, not in a script of its own.
@@ -113,7 +120,7 @@ class Session:
 
     `device` is the fake device, if there is one; else the accelerator that the script uses.
     `on_complete` is called at the end of the last window, in the script's own thread: it may raise
-    to end the script.
+    to end the script. If it has raised, the next step calls it again.
     """
 
     def __init__(
@@ -131,6 +138,7 @@ class Session:
         self._inputs: list[tuple[int, int]] | None = None
         self._torch_calls = TorchCalls()
         self._lock = threading.Lock()
+        self._has_raised = False
         self._windows: Generator[None, None, None] | None = self._run_windows()
         self._optimizers: Any = {}
         self._stack = ExitStack()
@@ -144,25 +152,28 @@ class Session:
             watched = watch_line(step_line, self._on_call)
             self.seen.lines_that_ran = self._stack.enter_context(watched)
         else:
-            self._optimizers = self._stack.enter_context(watch_steps(self._on_call))
+            watched_steps = watch_steps(self._on_call, self._on_backward)
+            self._optimizers = self._stack.enter_context(watched_steps)
         self._stack.enter_context(self._watched_loaders())
         return self
 
     def __exit__(self, *exception: object) -> None:
+        self._close_windows()  # first: they have replaced functions that the stack also has
         self._stack.close()
-        if self._windows is not None:
-            windows, self._windows = self._windows, None
-            try:
-                windows.close()
-            except RuntimeError as problem:  # the device may be unusable after the script's error
-                self.seen.missing.append(
-                    f"the {self.seen.window} window could not be ended: {problem}"
-                )
         self._note_steps()
 
     def _on_call(self, key: Hashable) -> None:
         windows = self._windows
-        if windows is None or os.getpid() != self._process or not self._finder.on_call(key):
+        if os.getpid() != self._process:
+            return
+        if windows is None:
+            if self._has_raised:  # and the script has caught it, or trains in another thread
+                self._complete()
+            return
+        ends_step = self._finder.on_call(key)
+        if self._finder.is_lost:
+            self._begin_again()
+        if not ends_step:
             return
         with self._lock:
             try:
@@ -176,11 +187,58 @@ class Session:
         if ended:
             self._windows = None
             self._note_steps()
-            self._on_complete()
+            self._complete()
+
+    def _complete(self) -> None:
+        self._has_raised = True
+        self._on_complete()
+        self._has_raised = False
+
+    def _begin_again(self) -> None:
+        """Forget the windows: the script has gone over to other steps."""
+        with self._lock:
+            self._close_windows()
+            self.seen = replace(
+                self.seen,
+                clean_ns=[],
+                clean_total_ns=0,
+                trace=None,
+                profiled_steps=0,
+                profiled_total_ns=0,
+                python_lines=[],
+                waits=[],
+                watched_total_ns=0,
+                backwards=0,
+                missing=[],
+                window="warm-up",
+            )
+            self._windows = self._run_windows()
+            next(self._windows)
+
+    def _close_windows(self) -> None:
+        if self._windows is not None:
+            windows, self._windows = self._windows, None
+            try:
+                windows.close()
+            except RuntimeError as problem:  # the device may be unusable after the script's error
+                self.seen.missing.append(
+                    f"the {self.seen.window} window could not be ended: {problem}"
+                )
+
+    def _on_backward(self) -> None:
+        """A script without optimizers may update its weights itself."""
+        seen = self.seen
+        seen.backwards_alone += 1
+        if seen.backwards_alone == 1:
+            seen.backward_line = wait_at(sys._getframe(1)).line
+        if seen.backwards_alone > _MANY_BACKWARDS:
+            seen.note("no optimizer step was seen: each backward pass counts as a step")
+            self._on_call("backward")
 
     def _note_steps(self) -> None:
         self.seen.calls, self.seen.steps = self._finder.calls, self._finder.steps
         self.seen.period = self._finder.period
+        self.seen.calls_per_step = self._finder.calls_per_step
 
     # --- windows: each `yield` waits for the end of a step --------------------------------------
 
@@ -191,8 +249,7 @@ class Session:
         self._finder.settle()
         seen = self.seen
         if self._is_fake:
-            places = self._weights_places()
-            seen.on_cpu = bool(places) and all(place.type != "cuda" for place in places)
+            seen.on_cpu = not self._uses_fake()
         else:
             seen.device = self._accelerator()
             seen.on_cpu = seen.device is None
@@ -207,6 +264,7 @@ class Session:
                 yield from self._lines_window(seen.device)
             finally:
                 self._note_optimizers()
+                self._note_blocking_launches()
 
     def _clean_window(self) -> Iterator[None]:
         self.seen.window = "clean"
@@ -285,8 +343,13 @@ class Session:
     def _lines_window(self, device: Device) -> Iterator[None]:
         self.seen.window = "lines"
         current: list[Wait] = []
+        trains = threading.get_ident()
+
+        def note(wait: Wait) -> None:
+            current.append(replace(wait, in_other_thread=_is_other_thread(trains)))
+
         start_ns = time.perf_counter_ns()
-        with watch_waits(device, lambda wait: current.append(wait)), self._counted_backwards():
+        with watch_waits(device, note), self._counted_backwards():
             for _ in self._steps(self.settings.lines):
                 yield
                 # A new list: a thread may still add to the old one.
@@ -315,6 +378,15 @@ class Session:
         if on_gpu:
             return open_device(on_gpu[0])
         return None if places else open_device("cuda")
+
+    def _uses_fake(self) -> bool:
+        """Whether weights that are trained are on the fake device; if no optimizer knows them,
+        whether anything is."""
+        assert self.seen.device is not None
+        places = self._weights_places()
+        return any(place.type == "cuda" for place in places) or (
+            not places and self.seen.device.peak_memory() > 0
+        )
 
     def _weights_places(self) -> list[torch.device]:
         """The devices of the weights that are trained: that of the first weight of each group."""
@@ -382,6 +454,13 @@ class Session:
         with replaced(tensors, "backward", counted), replaced(optimizers, "zero_grad", zeroing):
             yield
 
+    def _note_blocking_launches(self) -> None:
+        if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
+            self.seen.note(
+                "CUDA_LAUNCH_BLOCKING is set: the host waits for every kernel; unset it unless "
+                "you look for an error"
+            )
+
     def _note_optimizers(self) -> None:
         for optimizer in list(self._optimizers):
             if not isinstance(optimizer, torch.optim.Optimizer):
@@ -396,6 +475,15 @@ class Session:
             is_fused = all(group.get("fused") for group in optimizer.param_groups)
             if can_fuse and on_device and not is_fused:
                 self.seen.note(f"{name} is not fused: pass fused=True for fewer launches")
+
+
+def _is_other_thread(trains: int) -> bool:
+    """Whether this thread is one that the script has started besides the one that trains. Python
+    knows no threads of autograd's, which run backward hooks: these train."""
+    ident = threading.get_ident()
+    thread = threading._active.get(ident)  # type: ignore[attr-defined]
+    is_pythons = thread is not None and not isinstance(thread, threading._DummyThread)
+    return is_pythons and ident != trains
 
 
 def _timed(device: Device, pause_s: float) -> tuple[int, int]:

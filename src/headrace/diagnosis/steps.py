@@ -21,7 +21,10 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from headrace.diagnosis.replacing import replaced
 from headrace.errors import ProgramError
@@ -33,6 +36,8 @@ FIRST_STEP = _ROUNDS + 1
 #: A script whose calls do not repeat is given up after so many: then each call of the optimizer
 #: that is called most often ends a step.
 _MAX_CALLS = 4000
+#: How often a period that was settled may be given up for another.
+_MAX_LOSSES = 3
 #: The period is searched after each of the first calls, then after every few.
 _EVERY_CALL, _EVERY_FEW = 100, 16
 
@@ -78,39 +83,55 @@ class StepFinder:
     """Tells which calls end a step, from the calls alone.
 
     `on_call` returns True if the call ended a step. Until the period is known it returns False;
-    `steps` then counts the steps that were made meanwhile. After `settle` the period stays.
+    `steps` then counts the steps that were made meanwhile. After `settle` the period stays, unless
+    other calls take its place: then `is_lost` is True once, and another period is looked for.
     """
 
     def __init__(self) -> None:
         self.period: Period | None = None
         self.steps = 0
         self.calls = 0
+        self.is_lost = False
         self._history: list[Hashable] = []
-        self._settled = False
+        self._settled_at: int | None = None
+        self._settled_steps = self._ended_at = 0
         self._at_least = 0
         self._since_last = 0
+        self._others = 0
+        self._losses = 0
 
     def settle(self) -> None:
-        """Keep the period from now on, whatever is called."""
-        self._settled = True
-        self._history.clear()
+        """Keep the period from now on."""
+        self._settled_at = self._ended_at = self.calls
+        self._settled_steps = self.steps
+
+    @property
+    def calls_per_step(self) -> int:
+        """How many calls a step has: since `settle`, or else in the period."""
+        steps = self.steps - self._settled_steps
+        if self._settled_at is not None and steps > 0:
+            return round((self._ended_at - self._settled_at) / steps)
+        return 0 if self.period is None else len(self.period.calls)
 
     def on_call(self, key: Hashable) -> bool:
         self.calls += 1
-        if not self._settled:
-            self._history.append(key)
+        self.is_lost = False
+        self._history.append(key)
         if self.period is None:
             self._find()
             return False
+        if key not in self.period.calls:
+            self._on_other_call()
+            return False
+        self._others = 0
         if key != self.period.last:
-            if not self._settled and self.period.repeats and key not in self.period.calls:
-                self._start_anew()
             return False
         self._since_last += 1
         if self._since_last < self.period.count:
             return False
         self._since_last = 0
         self.steps += 1
+        self._ended_at = self.calls
         return True
 
     def _find(self) -> None:
@@ -126,6 +147,25 @@ class StepFinder:
         else:
             self.steps = len(history) if len(set(history)) == 1 else 0
 
+    def _on_other_call(self) -> None:
+        """A call that is not in the period. Before `settle`, it is a part of the true one. Later,
+        it may be rare; but if it comes soon, or again and again, it is not."""
+        assert self.period is not None
+        if not self.period.repeats:
+            return
+        if self._settled_at is None:
+            self._start_anew()
+            return
+        self._others += 1
+        is_soon = self.calls <= 2 * self._settled_at
+        has_replaced = self._others >= _ROUNDS * len(self.period.calls)
+        if (is_soon or has_replaced) and self._losses < _MAX_LOSSES:
+            self._losses += 1
+            self.is_lost = True
+            self.period, self.steps = None, 0
+            self._settled_at = None
+            self._others = self._since_last = 0
+
     def _start_anew(self) -> None:
         """What looked like the period was only a part of it, such as the first of several steps of
         a GAN's discriminator. The next one must hold for longer."""
@@ -136,38 +176,62 @@ class StepFinder:
 @contextmanager
 def watch_steps(
     on_call: Callable[[Hashable], object],
+    on_backward: Callable[[], object] = lambda: None,
 ) -> Iterator[WeakKeyDictionary[Any, int]]:
     """Call `on_call` after each optimizer step and graph replay inside the block, with a number for
-    the optimizer or graph. Calls inside a capture do not count: they run nothing. Yields the
-    optimizers and graphs with their numbers."""
+    the optimizer or graph. Calls inside a capture do not count: they run nothing. Until the first
+    of them begins, call `on_backward` after each backward pass, in the frame that called it. Yields
+    the optimizers and graphs with their numbers."""
     numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     unused = itertools.count()
     cuda: Any = torch.get_device_module("cuda")
     graph = cuda.CUDAGraph
     replay = graph.replay
+    autograd: Any = torch.autograd
+    backward = autograd.backward
+    has_begun = False
 
     def number(one: object) -> int:
         if one not in numbers:
             numbers[one] = next(unused)
         return numbers[one]
 
+    def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+        nonlocal has_begun
+        has_begun = True
+
+    def backward_and_tell(*args: Any, **kwargs: Any) -> Any:
+        result = backward(*args, **kwargs)
+        if not has_begun:
+            on_backward()
+        return result
+
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not is_capturing():
             on_call(number(optimizer))
 
     def replay_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal has_begun
+        has_begun = True
         result = replay(self, *args, **kwargs)
         if not is_capturing():
             on_call(number(self))
         return result
 
-    # A compiled optimizer step would trace the hook, and not call it again.
-    hook = register_optimizer_step_post_hook(torch.compiler.disable(after_step))
+    # A compiled optimizer step would trace the hooks, and not call them again.
+    hooks = (
+        register_optimizer_step_pre_hook(torch.compiler.disable(before_step)),
+        register_optimizer_step_post_hook(torch.compiler.disable(after_step)),
+    )
     try:
-        with replaced(graph, "replay", replay_and_tell):
+        with (
+            replaced(graph, "replay", replay_and_tell),
+            replaced(autograd, "backward", backward_and_tell),
+        ):
             yield numbers
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
 
 
 def is_capturing() -> bool:
@@ -233,6 +297,7 @@ def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> It
     monitoring.use_tool_id(tool, "headrace")
     monitoring.register_callback(tool, monitoring.events.LINE, on_line)
     monitoring.set_events(tool, monitoring.events.LINE)
+    monitoring.restart_events()  # an earlier block may have switched off the lines of this one
     try:
         yield ran
     finally:

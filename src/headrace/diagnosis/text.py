@@ -12,6 +12,9 @@ from headrace.text_table import text_table
 _MAX_LINES = 10
 _MAX_PYTHON_LINES = 5
 _MAX_PLACE = 40
+_MIN_CODE = 40
+#: The width of a column of figures, and of the space around a column.
+_FIGURE, _MARGIN = 13, 3
 _BAR = 60
 _WIDTH = 110
 #: The fill of each part in the bar.
@@ -77,8 +80,8 @@ def _facts(result: DiagnosisResult) -> str:
         text += f" NVML calls the GPU {result.nvml_share:.0%} busy."
     if result.profiled_ms is not None and result.watched_ms is not None:
         text += (
-            f" It took {result.profiled_ms:.1f} ms under the profiler and {result.watched_ms:.1f} "
-            "ms while its waits were noted."
+            f" A step took {result.profiled_ms:.1f} ms under the profiler and "
+            f"{result.watched_ms:.1f} ms while its waits were noted."
         )
     return textwrap.fill(text.strip(), _WIDTH)
 
@@ -89,34 +92,53 @@ def _lines(result: DiagnosisResult) -> str:
     if has_times:
         columns += ["blocked ms", "idle ms", "gain ms"]
     rows = []
-    for one in result.lines[:_MAX_LINES]:
+    shown_lines = result.lines[:_MAX_LINES]
+    places = [_where(one) for one in shown_lines]
+    width = _code_width(places, len(columns) - 2)
+    for one, place in zip(shown_lines, places, strict=True):
         code = one.line.text if one.line is not None and one.line.text else one.title
-        row: list[object] = [_where(one), _shortened(code, 40), _number(one.per_step)]
+        if places.count(place) > 1:
+            code = f"{one.title}: {code}"
+        token = one.title.split("(")[0] + "("  # `.item(` of `.item()`
+        row: list[object] = [place, _shortened(code, width, token), _number(one.per_step)]
         if has_times:
             row += [_number(value) for value in (one.blocked_ms, one.idle_ms, one.gain_ms)]
         rows.append(row)
     more = len(result.lines) - _MAX_LINES
     shown = [text_table(columns, rows, right=columns[2:]).rstrip()]
     if more > 0:
-        shown.append(f"  and {more} more")
-    advice = dict.fromkeys(f"{one.title}: {one.advice}" for one in result.lines[:_MAX_LINES])
-    return "\n".join([*shown, "", "Instead:", *map(_indented, advice)])
+        where = "--html shows all" if result.program else "diagnosis.result.lines has all"
+        shown.append(f"  and {more} more; {where}")
+    titles: dict[str, list[str]] = {}
+    for one in shown_lines:
+        found = titles.setdefault(one.advice, [])
+        if one.title not in found:
+            found.append(one.title)
+    advice = [f"{'; '.join(found)}: {text}" for text, found in titles.items()]
+    return "\n".join([*shown, "", "What to write instead:", *map(_indented, advice)])
 
 
 def _python_lines(result: DiagnosisResult) -> str:
     columns = ("line of Python between launches", "code", "ms", "idle ms", "gain ms")
+    shown = result.python_lines[:_MAX_PYTHON_LINES]
+    width = _code_width([columns[0], *map(_where, shown)], len(columns) - 2)
     rows = [
         [
             _where(one),
-            _shortened(one.line.text, 40),
+            _shortened(one.line.text, width),
             *(_number(value) for value in (one.ms, one.idle_ms, one.gain_ms)),
         ]
-        for one in result.python_lines[:_MAX_PYTHON_LINES]
+        for one in shown
     ]
     advice = (
         "Do it every 50 steps, in the loader's processes, or in a thread while the GPU computes."
     )
     return "\n".join([text_table(columns, rows, right=columns[2:]).rstrip(), "", _indented(advice)])
+
+
+def _code_width(places: list[str], figures: int) -> int:
+    """How many characters of code fit between the places and so many columns of figures."""
+    return max(_MIN_CODE, _WIDTH - max(map(len, places)) - figures * _FIGURE - 2 * _MARGIN)
 
 
 def _indented(text: str) -> str:
@@ -129,7 +151,9 @@ def _predictions(result: DiagnosisResult) -> str:
         for one in result.predictions
         if one.speedup >= 1.005 or "plan" in one.change
     ]
-    return text_table(("what if", "ms/step", "times as fast"), rows, right=("ms/step",)).rstrip()
+    table = text_table(("what if", "ms/step", "times as fast"), rows, right=("ms/step",)).rstrip()
+    plans = _indented("The plans are those of Headrace: `headrace bench` measures them.")
+    return f"{table}\n\n{plans}"
 
 
 def _where(one: DiagnosedLine | PythonLine) -> str:
@@ -152,5 +176,14 @@ def _number(value: float | None) -> str:
     return f"{value:.0f}" if value >= 100 or value == int(value) else f"{value:.2f}"
 
 
-def _shortened(text: str, limit: int) -> str:
-    return text if len(text) <= limit else f"{text[: limit - 1]}…"
+def _shortened(text: str, limit: int, token: str = "") -> str:
+    """At most `limit` characters, with `token` among them if the text has it."""
+    if len(text) <= limit:
+        return text
+    end = text.find(token) + len(token) + 1
+    if not token or end <= limit - 1:
+        return f"{text[: limit - 1]}…"
+    start = min(end - limit // 2, len(text) - limit + 1)
+    if len(text) - start <= limit - 1:
+        return f"…{text[start:]}"
+    return f"…{text[start : start + limit - 2]}…"

@@ -28,7 +28,8 @@ _MEMORY = (
 _COMMUNICATION = ("nccl", "rccl", "c10d")
 _ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _ON_HOST = ("cuda_runtime", "cuda_driver")
-#: A copy from pageable memory that takes the host longer than this has blocked it.
+#: A copy from pageable memory that takes the host longer than this has blocked it. One to pageable
+#: memory always does.
 _BLOCKING_COPY_NS = 30_000
 
 
@@ -219,7 +220,9 @@ def _calls(
     for event in host:
         begin, end = _start_ns(event), _end_ns(event)
         correlation = event.get("args", {}).get("correlation")
-        blocking = copies.get(correlation, "") if end - begin > _BLOCKING_COPY_NS else ""
+        blocking = copies.get(correlation, "")
+        if "htod" in blocking and end - begin <= _BLOCKING_COPY_NS:
+            blocking = ""
         kind = _call_kind(event["name"], blocking)
         if kind is None or event.get("tid") not in threads or not start_ns <= begin < end_ns:
             continue

@@ -53,7 +53,7 @@ def _headroom(result: DiagnosisResult, idle_ms: float) -> str:
         return f"{text}."
     best = max(result.predictions, key=lambda one: one.speedup)
     if best.speedup < 1 + _SMALL:
-        return f"{text}, but no change that is modelled gains anything."
+        return f"{text}, but no change that diagnose can predict gains anything."
     return f"{text}; {best.change}, a step would take {best.step_ms:.1f} ms ({best.speedup:.2f}×)."
 
 
@@ -65,7 +65,8 @@ def _on_the_fake_device(result: DiagnosisResult) -> tuple[str, ...]:
         races = "No stream races were found; times need a GPU."
     if not result.lines:
         return "The host never waits for the device in a step.", races
-    lines = f"{len(result.lines)} line{'s' if len(result.lines) > 1 else ''}"
+    found = line_count(result)
+    lines = f"{found} line{'s' if found > 1 else ''}"
     return f"The host waits for the device {waits:.1f} times a step, at {lines}.", races
 
 
@@ -90,10 +91,18 @@ def _too_few_steps(result: DiagnosisResult, seen: Observations) -> tuple[str, ..
         when = f"after {_steps(seen)}, too few to measure"
         if result.outcome == "no step":
             when = f"before {_place(line)} ran" if line is not None else "before its first step"
-        see = "" if seen.is_interrupted else ": see its output above"
+        see = "" if seen.is_interrupted else ": its own output says why"
         return (f"{_ending(result, seen)} {when}{see}.",)
     if result.outcome == "no step" and line is not None:
         return _never_ran(line, seen.lines_that_ran), f"N{name_a_line[1:]}."
+    where = seen.backward_line
+    if result.outcome == "no step" and where is not None:
+        here = f"{short_path(where.file)}:{where.line}"
+        return (
+            f"{subject} never called an optimizer's step(), but backward() "
+            f"{_times(seen.backwards_alone)}.",
+            f"To make a step of each, name that line: {step_line_option(seen, here)}.",
+        )
     if result.outcome == "no step":
         return (
             f"{subject} never called an optimizer's step() and replayed no graph.",
@@ -147,9 +156,8 @@ def more_steps(seen: Observations, *, is_fake: bool) -> str:
         for name, value in windows.items()
         if value != getattr(seen.settings, name)
     )
-    return (
-        f"Let it train for at least {_all_steps(seen.settings, is_fake)} steps, or pass {options}."
-    )
+    longer = f"Let it train for at least {_all_steps(seen.settings, is_fake)} steps"
+    return f"{longer}, or pass {options}." if options else f"{longer}."
 
 
 def windows_for(steps: int, settings: Settings, *, is_fake: bool) -> dict[str, int] | None:
@@ -172,6 +180,11 @@ def _all_steps(settings: Settings, is_fake: bool) -> int:
     if is_fake:
         return warmup + settings.lines
     return warmup + settings.clean + settings.profiled + 2 * settings.lines
+
+
+def line_count(result: DiagnosisResult) -> int:
+    """How many lines waited; a line may do so in several forms."""
+    return len({(one.line, one.called_from) for one in result.lines})
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -203,5 +216,9 @@ def _option(name: str, value: object, seen: Observations) -> str:
     return f"{name}={value}" if seen.is_block else f"--{_FLAGS[name]} {value}"
 
 
-def step_line_option(seen: Observations) -> str:
-    return 'step_line="FILE:LINE"' if seen.is_block else "--step-line FILE:LINE"
+def step_line_option(seen: Observations, line: str = "FILE:LINE") -> str:
+    return f'step_line="{line}"' if seen.is_block else f"--step-line {line}"
+
+
+def _times(count: int) -> str:
+    return "once" if count == 1 else f"{count} times"

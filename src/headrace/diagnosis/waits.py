@@ -25,7 +25,7 @@ import torch
 
 from headrace import main_program
 from headrace.device import Device
-from headrace.diagnosis.forms import Expression, Form, form_of, running_expression
+from headrace.diagnosis.forms import FORMS, Expression, Form, form_of, running_expression
 from headrace.diagnosis.replacing import replaced
 from headrace.runs.records import LineRecord
 from headrace.source_lines import is_user_code
@@ -51,17 +51,19 @@ class Wait:
 
     `line` is the innermost line outside PyTorch and the standard library; None if no Python code of
     the thread is known. If that line is in an installed package, `called_from` is the user's own
-    line that led there.
+    line that led there. `in_other_thread` says that it was not the training that waited.
     """
 
     form: Form
     line: LineRecord | None
     called_from: LineRecord | None = None
     operation: str = ""
+    in_other_thread: bool = False
 
 
-def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
-    """The wait that the code in `frame` has caused, with its line and form."""
+def wait_at(frame: FrameType | None, operation: str = "", fake: Device | None = None) -> Wait:
+    """The wait that the code in `frame` has caused, with its line and form. `fake` is the fake
+    device, which alone knows which tensors it holds."""
     innermost, own = users_frames(frame)
     functions: list[tuple[str, str]] = []
     while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
@@ -70,10 +72,19 @@ def wait_at(frame: FrameType | None, operation: str = "") -> Wait:
             functions.append((Path(file).stem, frame.f_code.co_name))
         frame = frame.f_back
     if innermost is None:
-        return Wait(form_of(operation, functions, None), None, None, operation)
-    form = form_of(operation, functions, _expression(innermost), _libraries(innermost, own))
+        form = form_of(operation, functions, None)
+        # A thread of autograd's that runs no Python code.
+        form = FORMS["anomaly detection"] if _tests_gradients() else form
+        return Wait(form, None, None, operation)
+    form = form_of(operation, functions, _expression(innermost, fake), _libraries(innermost, own))
+    if form.name == "in backward" and _tests_gradients():
+        form = FORMS["anomaly detection"]
     called_from = _line(own) if own is not None and own is not innermost else None
     return Wait(form, _line(innermost), called_from, operation)
+
+
+def _tests_gradients() -> bool:
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
 def _libraries(innermost: FrameType, own: FrameType | None) -> list[tuple[str, str]]:
@@ -115,15 +126,17 @@ def line_record(code: CodeType, line: int, names: dict[str, Any] | None = None) 
     text = linecache.getline(code.co_filename, line, names).strip()
     if text.endswith("("):  # the next line says what is called, or tested
         text += linecache.getline(code.co_filename, line + 1, names).strip()
-    function = "" if code.co_name == "<module>" else code.co_name
-    return LineRecord(code.co_filename, line, function, text)
+    # A comprehension or a lambda is a part of the function that it stands in.
+    named = [name for name in code.co_qualname.split(".") if not name.startswith("<")]
+    is_named = code.co_name != "<module>" and bool(named)
+    return LineRecord(code.co_filename, line, named[-1] if is_named else "", text)
 
 
 def _line(frame: FrameType) -> LineRecord:
     return line_record(frame.f_code, frame.f_lineno, frame.f_globals)
 
 
-def _expression(frame: FrameType) -> Expression | None:
+def _expression(frame: FrameType, fake: Device | None) -> Expression | None:
     found = running_expression(frame.f_code, frame.f_lasti)
     if found is None:
         return None
@@ -136,8 +149,21 @@ def _expression(frame: FrameType) -> Expression | None:
         return replace(found, of_tensors=True)
     value = _value(getattr(getattr(found.node, "func", None), "value", None), frame)
     if isinstance(value, torch.Tensor):
-        return replace(found, on_device=value.device.type not in ("cpu", "meta"))
+        source = _value(node.args[0], frame) if node.func.attr == "copy_" and node.args else value
+        return replace(
+            found, on_device=_is_on_device(value, fake), is_pinned=_is_pinned(source, fake)
+        )
     return found
+
+
+def _is_on_device(tensor: torch.Tensor, fake: Device | None) -> bool:
+    return fake.holds(tensor) if fake is not None else tensor.device.type not in ("cpu", "meta")
+
+
+def _is_pinned(source: object, fake: Device | None) -> bool:
+    if not isinstance(source, torch.Tensor) or _is_on_device(source, fake):
+        return False
+    return fake.is_pinned(source) if fake is not None else source.is_pinned()
 
 
 def _is_list_of_tensors(node: Any, frame: FrameType) -> bool:
@@ -223,10 +249,11 @@ def _telling(
 def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[None]:
     """The fake device tells its hidden waits; the explicit ones are calls of its own methods."""
     fake: Any = device
-    synchronize, wait, empty_cache = fake.synchronize, fake.wait, torch.cuda.empty_cache
+    cuda: Any = torch.get_device_module("cuda")
+    synchronize, wait, empty_cache = fake.synchronize, fake.wait, cuda.empty_cache
 
     def tell(operation: str) -> None:
-        on_wait(wait_at(sys._getframe(1), operation))
+        on_wait(wait_at(sys._getframe(1), operation, fake))
 
     def synchronized(reason: str, *args: Any) -> None:
         synchronize(reason, *args)
@@ -247,7 +274,7 @@ def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
             (fake, "on_hidden_wait", tell),
             (fake, "synchronize", synchronized),
             (fake, "wait", waited),
-            (torch.cuda, "empty_cache", emptied),
+            (cuda, "empty_cache", emptied),
         ):
             stack.enter_context(replaced(owner, name, value))
         yield
@@ -323,6 +350,7 @@ def _pageable_copies(on_wait: Callable[[Wait], object]) -> Iterator[None]:
     with ExitStack() as stack:
         for name in ("to", "cuda", "copy_"):
             stack.enter_context(_telling_if_pageable(name, on_wait))
+        stack.enter_context(_telling_if_any_pageable(on_wait))
         yield
 
 
@@ -341,6 +369,22 @@ def _telling_if_pageable(
         return result
 
     return replaced(torch.Tensor, name, call)
+
+
+def _telling_if_any_pageable(on_wait: Callable[[Wait], object]) -> AbstractContextManager[None]:
+    """`torch._foreach_copy_(targets, sources, non_blocking=True)`: a wait for each such copy."""
+    original = torch._foreach_copy_
+
+    def call(targets: Any, sources: Any, *args: Any, **kwargs: Any) -> Any:
+        result = original(targets, sources, *args, **kwargs)
+        if _is_asynchronous((sources, *args), kwargs):
+            for source, target in zip(sources, targets, strict=True):
+                copy = _pageable_copy(source, target)
+                if copy is not None:
+                    on_wait(wait_at(sys._getframe(1), copy))
+        return result
+
+    return replaced(torch, "_foreach_copy_", call)
 
 
 def _pageable_copy(source: object, target: object) -> str | None:
