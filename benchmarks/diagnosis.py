@@ -292,7 +292,7 @@ def _measured(name: str, device: Device, options: Any) -> dict[str, Any]:
         traced_steps=0,
     )
     plans = eleven_works.measured(name, device, wanted)["plans"]
-    kept = ("ms", "all", "speed-up", "busy ms", "captured", "error")
+    kept = ("ms", "all", "speed-up", "captured", "error")
     return {plan: {key: row[key] for key in kept if key in row} for plan, row in plans.items()}
 
 
@@ -326,11 +326,12 @@ def _report(result: dict[str, Any]) -> None:
             _shares(one),
             str(one.get("predictions")),
             str(one.get("errors")),
+            one.get("error", ""),
         ]
         for name, one in result["works"].items()
     ]
     if rows:
-        print(text_table(("work", "ms", "parts %", "predicted ×", "errors"), rows))
+        print(text_table(("work", "ms", "parts %", "predicted ×", "errors", ""), rows))
     cases = [one for one in result["cases"].values() if "cause" in one]
     errors = [abs(one["error"]) for one in cases if isinstance(one.get("error"), float)]
     right = sum(one["cause"] == one["found"] for one in cases)

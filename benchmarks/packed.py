@@ -21,6 +21,7 @@ A CPU has no flex_attention: there, packed batches compute attention over all pa
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import statistics
 import tempfile
@@ -335,6 +336,10 @@ def measure_settings(
         if missing := [key for key in choice if not _is_setting(key)]:
             print(f"{', '.join(missing)}: not in this PyTorch", flush=True)
             continue
+        # The engine turns it off, unless this variable is set.
+        os.environ.pop("TORCHINDUCTOR_MIX_ORDER_REDUCTION", None)
+        if "triton.mix_order_reduction" in choice:
+            os.environ["TORCHINDUCTOR_MIX_ORDER_REDUCTION"] = "1"
         with inductor.patch(choice), ExitStack() as stack:
             way = Way(f"try-{number}", settings, data, runs, stack)
             way.train(arguments.warm_up)

@@ -9,7 +9,7 @@ its graph alone     the graph that the engine has captured, replayed and nothing
 2, 4, 8 in a graph  steps captured by hand, one after the other, as a single graph
 1 in a graph        the same with one step, to compare with
 
-"busy" is the union of all kernel and copy times that the profiler sees, which makes each kernel a
+"busy" is the union of all kernel and copy times that the profiler sees. It makes each kernel a
 little longer or shorter. What "its graph alone" takes more than that is idle time between the
 kernels of a graph. What "engine" takes more than "its graph alone" is the engine's.
 """
@@ -46,6 +46,8 @@ def captured_by(planned: Planned, device: Device) -> Callable[[int], object]:
         planned(20)
     finally:
         del device.capture  # type: ignore[method-assign]
+    if len(graphs) != 1:
+        raise SystemExit(f"the engine captured {len(graphs)} graphs; expected 1")
     (graph,) = graphs
 
     def replay(steps: int) -> None:
@@ -94,6 +96,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=7, help="turns")
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
+    if options.steps % 8:
+        parser.error(f"--steps {options.steps}: expected a multiple of 8")
     device, work = open_device("cuda"), transformer()
     ways: dict[str, Callable[[int], object]] = {}
     plans: dict[str, Planned] = {}

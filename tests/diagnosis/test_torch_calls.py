@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import _thread
 import threading
+import time
 from itertools import pairwise
 from typing import Any
 
@@ -103,3 +105,65 @@ def test_compiled_steps_are_noted_and_not_compiled_again() -> None:
             step()
     assert counters["stats"]["unique_graphs"] == before > 0
     assert kinds_of(calls) == ["forward", "backward", "optimizer"]
+
+
+def test_what_is_compiled_meanwhile_has_no_breaks() -> None:
+    model, _ = model_and(torch.optim.SGD)
+    watch = TorchCalls()
+    torch.compiler.reset()
+    whole: Any = torch.compile(lambda x: model(x).sum(), backend="eager", fullgraph=True)
+    with watch.noted() as calls:
+        whole(torch.ones(3, 2)).backward()
+        whole(torch.ones(4, 2)).backward()
+    assert kinds_of(calls) == ["backward", "backward"]
+
+
+def test_optimizers_that_call_each_other_are_one_step() -> None:
+    model, inner = model_and(torch.optim.SGD)
+
+    class Outer(torch.optim.Optimizer):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            moments.append(time.perf_counter_ns())
+            inner.step()
+            inner.step()
+            moments.append(time.perf_counter_ns())
+
+    outer, moments, watch = Outer(model.parameters(), {}), [], TorchCalls()
+    with watch.watching_optimizers(), watch.noted() as calls:
+        outer.step()
+    (call,) = calls
+    assert call.start_ns <= moments[0] <= moments[1] <= call.end_ns
+
+
+def test_steps_of_other_threads_do_not_end_this_ones() -> None:
+    (_, mine), (_, other) = model_and(torch.optim.SGD), model_and(torch.optim.SGD)
+    watch = TorchCalls()
+
+    def closure() -> float:
+        thread = threading.Thread(target=other.step)
+        thread.start()
+        thread.join()
+        return 0.0
+
+    with watch.watching_optimizers(), watch.noted() as calls:
+        mine.step(closure)
+    assert kinds_of(calls) == ["optimizer"]
+
+
+def test_a_block_in_a_thread_of_autograd_notes_the_main_thread() -> None:
+    """Where an optimizer in backward steps. Threads that Python did not start look so."""
+    model, _ = model_and(torch.optim.SGD)
+    watch, entered, ended = TorchCalls(), threading.Event(), threading.Event()
+    found: list[Any] = []
+
+    def run() -> None:
+        with watch.noted() as calls:
+            found.append(calls)
+            entered.set()
+            ended.wait(10)
+
+    _thread.start_new_thread(run, ())
+    assert entered.wait(10)
+    model(torch.ones(3, 2))
+    ended.set()
+    assert kinds_of(found[0]) == ["forward"]

@@ -119,7 +119,7 @@ class TestSettings:
         assert backend.asked == [(False, False)]  # a second attempt would be the same
 
     @pytest.mark.parametrize("chosen", [None, "1"])
-    def test_reductions_are_mixed_only_if_the_user_says_so(
+    def test_reductions_are_mixed_only_if_the_variable_says_so(
         self, use: Any, monkeypatch: pytest.MonkeyPatch, chosen: str | None
     ) -> None:
         monkeypatch.delenv("TORCHINDUCTOR_MIX_ORDER_REDUCTION", raising=False)

@@ -34,7 +34,8 @@ LARGE: dict[str, Any] = {"plan": "max", "tokens": 10_000}
 def test_packed_where_it_pays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], why: str | None
 ) -> None:
-    data: Any = SimpleNamespace(splits={"train": random_pairs(tmp_path, 50, 20, 12)})
+    pairs = random_pairs(tmp_path, 50, 20, 12)
+    data: Any = SimpleNamespace(splits={"train": pairs, "valid": pairs})
     settings = TrainSettings(**(LARGE | changes))
     with FakeDevice() as device:
         monkeypatch.setattr(build, "open_device", lambda name: device)
@@ -64,7 +65,9 @@ def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
         plan, loader = build._choose_plans(settings, device)
         return build._plan_batches(settings, data, plan, loader, device).epoch(0)[0].lengths
 
-    message = f"tokens = 9 with packed = on: the longest sentence has {longest} tokens"
+    message = (
+        f"tokens = 9 with packed = on: the longest sentence of train and valid takes {longest}"
+    )
     with pytest.raises(TranslationError, match=message):
         lengths(tokens=9)
     assert longest <= min(lengths(tokens=longest)) < 50

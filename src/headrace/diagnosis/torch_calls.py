@@ -1,8 +1,7 @@
 """When a script was in its model, in backward or in an optimizer.
 
-A captured step does not run the Python code in there. And what backward and optimizers do between
-two launches is part of launching, however long it takes; only a model's forward may be slow for
-the user's own reasons.
+A captured step does not run the Python code in there. And what PyTorch does there between two
+launches is part of launching, even if it takes milliseconds.
 """
 
 from __future__ import annotations
@@ -34,7 +33,8 @@ class TorchCall(NamedTuple):
 
 
 class TorchCalls:
-    """Notes the outermost calls of the thread that enters `noted`.
+    """Notes the outermost calls of the thread that enters `noted`; if that is one of autograd's,
+    where an optimizer in backward steps, those of the main thread.
 
     A closure that an optimizer calls is the script's own code: of such a step, only what comes
     after the last module or backward pass counts.
@@ -44,12 +44,13 @@ class TorchCalls:
         self._calls: list[TorchCall] = []
         self._thread: int | None = None
         self._is_inside = False
-        self._step_since_ns: int | None = None
+        self._steps = 0  # of optimizers that call each other
+        self._step_since_ns = 0
 
     @contextmanager
     def watching_optimizers(self) -> Iterator[None]:
-        """For as long as `noted` may be entered: an optimizer's hooks cannot be added or removed
-        inside one of them."""
+        """Watch the steps of all optimizers inside the block. Enter it before `noted`: an
+        optimizer's hooks cannot be added or removed while one of them runs."""
         # A compiled optimizer step would trace the hooks, and not call them again.
         hidden: Any = torch.compiler.disable
         begins = register_optimizer_step_pre_hook(hidden(lambda *call: self._begin_step()))
@@ -62,13 +63,17 @@ class TorchCalls:
 
     @contextmanager
     def noted(self) -> Iterator[list[TorchCall]]:
-        """The calls inside the block, each once it has ended."""
-        self._calls, self._thread = [], threading.get_ident()
+        """Yield the list of calls made inside the block. A call is added when it ends."""
+        is_autograds = isinstance(threading.current_thread(), threading._DummyThread)
+        thread = threading.main_thread() if is_autograds else threading.current_thread()
+        self._calls, self._thread, self._steps = [], thread.ident, 0
         functions: tuple[tuple[Any, str, TorchCallKind], ...] = (
             (torch.nn.Module, "__call__", "forward"),
             (torch.autograd, "backward", "backward"),
             (torch.autograd, "grad", "backward"),
             (torch.optim.Optimizer, "zero_grad", "optimizer"),
+            (torch.nn.utils, "clip_grad_norm_", "optimizer"),
+            (torch.amp.GradScaler, "unscale_", "optimizer"),
         )
         with ExitStack() as stack:
             for owner, name, kind in functions:
@@ -77,11 +82,13 @@ class TorchCalls:
             try:
                 yield self._calls
             finally:
-                self._thread, self._step_since_ns = None, None
+                self._thread = None
 
     def _noting(self, function: Callable[..., Any], kind: TorchCallKind) -> Callable[..., Any]:
         @functools.wraps(function)
         def noting(*args: Any, **kwargs: Any) -> Any:
+            if torch.compiler.is_compiling():  # it is traced, not called
+                return function(*args, **kwargs)
             if self._is_inside or threading.get_ident() != self._thread:
                 return function(*args, **kwargs)
             self._is_inside, start_ns = True, time.perf_counter_ns()
@@ -90,16 +97,20 @@ class TorchCalls:
             finally:
                 self._is_inside, end_ns = False, time.perf_counter_ns()
                 self._calls.append(TorchCall(start_ns, end_ns, kind))
-                if self._step_since_ns is not None:
-                    self._step_since_ns = end_ns
+                self._step_since_ns = end_ns
 
         return noting
 
     def _begin_step(self) -> None:
         if threading.get_ident() == self._thread and not self._is_inside:
-            self._step_since_ns = time.perf_counter_ns()
+            self._steps += 1
+            if self._steps == 1:
+                self._step_since_ns = time.perf_counter_ns()
 
     def _end_step(self) -> None:
-        since_ns, self._step_since_ns = self._step_since_ns, None
-        if since_ns is not None:
-            self._calls.append(TorchCall(since_ns, time.perf_counter_ns(), "optimizer"))
+        if threading.get_ident() != self._thread or self._is_inside or self._steps == 0:
+            return
+        self._steps -= 1
+        if self._steps == 0:
+            now_ns = time.perf_counter_ns()
+            self._calls.append(TorchCall(self._step_since_ns, now_ns, "optimizer"))

@@ -7,6 +7,7 @@ trace file. Times are whole nanoseconds of one clock.
 from __future__ import annotations
 
 import statistics
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -272,9 +273,15 @@ _CAUSES: dict[CallKind, HostCause] = {
     "memory": "synchronisation",
 }
 #: Python between two calls counts as launching unless it takes longer than this, and than five
-#: times the median. In a module it may take longer: PyTorch's own code is slow there, too.
-_LONG_PYTHON_NS = 150_000
-_LONG_FORWARD_NS = 1_000_000
+#: times the median. PyTorch's own code takes longer: in modules it is mixed with the script's; what
+#: an optimizer does before its first launch took up to 8 ms on an H200's host. In backward and in
+#: optimizers the script's own code is rare: hooks, autograd functions, optimizers written by hand.
+_LONG_PYTHON_NS: dict[TorchCallKind | None, int] = {
+    None: 150_000,
+    "forward": 1_000_000,
+    "backward": 10_000_000,
+    "optimizer": 10_000_000,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -315,10 +322,23 @@ def host_segments(trace: StepTrace) -> list[HostSegment]:
         found.append(HostSegment(at_ns, trace.end_ns, "host"))
     between = [one.ns for one in found if one.cause == "host"]
     usual_ns = 5 * int(statistics.median(between)) if between else 0
-    return [_short_python_is_launching(one, usual_ns) for one in _cut(found, trace.torch_calls)]
+    pieces = _cut(found, _launching(trace))
+    return [_short_python_is_launching(one, usual_ns) for one in pieces]
 
 
-def _cut(segments: list[HostSegment], torch_calls: tuple[TorchCall, ...]) -> Iterator[HostSegment]:
+def _launching(trace: StepTrace) -> list[TorchCall]:
+    """The calls of modules, backward and optimizers, without modules that launched nothing: those
+    are transforms, or metrics on the host."""
+    launches = [call.start_ns for call in trace.calls if call.kind == "launch"]
+    return [
+        one
+        for one in trace.torch_calls
+        if one.kind != "forward"
+        or bisect_left(launches, one.start_ns) < bisect_left(launches, one.end_ns)
+    ]
+
+
+def _cut(segments: list[HostSegment], torch_calls: list[TorchCall]) -> Iterator[HostSegment]:
     """The segments, with Python cut where a call of a module, of backward or of an optimizer begins
     and ends."""
     first = 0
@@ -329,7 +349,8 @@ def _cut(segments: list[HostSegment], torch_calls: tuple[TorchCall, ...]) -> Ite
         at_ns = segment.start_ns
         while first < len(torch_calls) and torch_calls[first].end_ns <= at_ns:
             first += 1
-        for call in torch_calls[first:]:
+        for at in range(first, len(torch_calls)):
+            call = torch_calls[at]
             start, end = max(call.start_ns, at_ns), min(call.end_ns, segment.end_ns)
             if start >= segment.end_ns:
                 break
@@ -344,8 +365,6 @@ def _cut(segments: list[HostSegment], torch_calls: tuple[TorchCall, ...]) -> Ite
 
 def _short_python_is_launching(segment: HostSegment, usual_ns: int) -> HostSegment:
     """`usual_ns` is how long Python between two calls may always take."""
-    limit_ns = max(_LONG_FORWARD_NS if segment.inside == "forward" else _LONG_PYTHON_NS, usual_ns)
-    is_framework = segment.inside in ("backward", "optimizer")
-    if segment.cause == "host" and (is_framework or segment.ns <= limit_ns):
-        return replace(segment, cause="launch")
-    return segment
+    limit_ns = max(_LONG_PYTHON_NS[segment.inside], usual_ns)
+    is_short = segment.cause == "host" and segment.ns <= limit_ns
+    return replace(segment, cause="launch") if is_short else segment

@@ -17,7 +17,8 @@ from headrace.diagnosis.trace import HostSegment, StepTrace, host_segments
 
 #: How far a replay without changes may be from the traced time.
 MAX_ERROR = 0.03
-#: How many launches the driver queues before a further one blocks.
+#: How many launches the driver queues before a further one blocks. A slow launch may have been
+#: blocked if at least half as many were queued: the trace does not show when some of them ended.
 _QUEUE = 1000
 #: Times at which work waits for work on another stream: it starts this soon after it.
 _EDGE_NS = 15_000
@@ -184,8 +185,8 @@ class Replay:
         self, segment: HostSegment, launched: dict[int, list[int]], usual_ns: int
     ) -> _Operation:
         if segment.call is None:
-            end_ns, is_captured = min(segment.end_ns, self._trace.marks[-1]), bool(segment.inside)
-            return _Operation(end_ns - segment.start_ns, segment.cause, is_captured=is_captured)
+            ns = min(segment.end_ns, self._trace.marks[-1]) - segment.start_ns
+            return _Operation(ns, segment.cause, is_captured=segment.inside is not None)
         call = self._trace.calls[segment.call]
         operation = _Operation(segment.ns, call.kind, segment.call)
         operation.work = launched.get(segment.call, [])

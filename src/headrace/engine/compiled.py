@@ -42,8 +42,10 @@ _CACHEABLE = {
     f"torch.nn.attention.{name}": torch.__version__
     for name in ("_backend_from_string", "_sdpa_kernel")
 }
-# One kernel for the gradients of a layer norm's input and of its weights. On an H200 it is slower
-# than a kernel for each (benchmarks/packed.py --try). Users may turn it on by the variable.
+# By default, inductor computes the gradients of a layer norm's input and of its weights in one
+# kernel. On an H200, a kernel for each is faster (2026-11-16-h200-mixed-reductions.json in
+# benchmarks/results). Users choose by the variable: a setting that was changed and set back, as
+# here, looks like one that they have set.
 _MIX_ORDER, _MIX_ORDER_VARIABLE = "mix_order_reduction", "TORCHINDUCTOR_MIX_ORDER_REDUCTION"
 _SKIPPED = (
     "PyTorch's compiler skipped the whole step without an error: run with "
@@ -184,7 +186,8 @@ def _set_cache_folder() -> None:
 def _strict_compiler() -> Iterator[None]:
     """Inside the block the compiler raises where it would silently give up, and compiles backward
     together with forward. So every failure is known before any of the step has run. It also caches
-    code that chooses attention kernels, and does not mix reductions of different orders."""
+    code that chooses attention kernels, and gives reductions of different orders kernels of their
+    own, unless the user's variable says otherwise."""
     import torch._dynamo.config as dynamo
     import torch._functorch.config as functorch
     import torch._inductor.config as inductor

@@ -25,12 +25,12 @@ from headrace.errors import TranslationError
 Mask: TypeAlias = Any
 #: Tokens per side of a block, as flex_attention has it by default.
 BLOCK = 128
-_FLEX_DEVICES = ("cuda",)  # it has no backward on a CPU
+_FLEX_DEVICES = ("cuda",)
 
 
 class Packing(NamedTuple):
     """Where the sentences of a packed batch lie. They are numbered from 0, in the same order on
-    both sides; padding has the number after the last."""
+    both sides; padding has the number after the last. All are int32."""
 
     src_positions: Tensor  # (1, source tokens): the position of each token in its sentence
     trg_positions: Tensor  # (1, target tokens)
@@ -124,7 +124,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(queries: Tensor, keys: Tensor, *, causal: bool = False) -> Blocks:
-    """The blocks of these sentence numbers, which ascend. Compiled, these are a few small kernels.
+    """The blocks of these sentence numbers, which ascend. Compiled, it is a few small kernels.
 
     Since both sides have the sentences in the same order, a block's partners are a range."""
     first_query, last_query = _ends(queries)

@@ -113,6 +113,8 @@ def why_padded(settings: TrainSettings, data: Prepared, ranks: Ranks) -> str | N
     tokens = _batch_tokens(settings, data.splits["train"], loader)
     if tokens < _PACKED_FROM_TOKENS:
         return f"{tokens:,} target tokens per batch, less than {_PACKED_FROM_TOKENS:,}"
+    if tokens < (longest := _longest(data)):
+        return f"{tokens:,} target tokens per batch, and the longest sentence takes {longest:,}"
     return _packed_obstacle(settings)
 
 
@@ -249,8 +251,9 @@ def _plan_batches(
         longest = _longest(data)
         if settings.tokens is not None and settings.tokens < longest:
             raise TranslationError(
-                f"tokens = {settings.tokens} with packed = on: the longest sentence has "
-                f"{longest} tokens, and a batch must hold it; expected at least {longest}"
+                f"tokens = {settings.tokens} with packed = on: the longest sentence of train and "
+                f"valid takes {longest} tokens of a batch; expected at least {longest}, or packed "
+                "= off"
             )
         size = packed_size(train.lengths, tokens, longest)
         return PackedPlan(train.lengths, size, seed=settings.seed)

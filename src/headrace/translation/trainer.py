@@ -354,7 +354,7 @@ def _warn_of_dense_attention(parts: RunParts, *, is_compiled: bool) -> None:
     """Warn if packed batches are large and do without flex_attention."""
     if parts.settings.packed == "off" or is_compiled or not parts.ranks.is_first:
         return
-    tokens = max(parts.loader.sampler.batches[0].lengths)
+    tokens = max(parts.loader.sampler.batches[0].lengths) // parts.ranks.size
     if tokens > _DENSE_TOKENS:
         log.warning(
             "packed batches of %s tokens, and the step is not compiled: attention computes all "

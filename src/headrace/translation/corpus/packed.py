@@ -61,7 +61,8 @@ class PackedBatch(NamedTuple):
 
 
 def packed_size(lengths: Longs, tokens: int, longest: int) -> PackedSize:
-    """The shape for batches of at most `tokens` target tokens.
+    """The shape for batches of at most `tokens` target tokens; if the longest sentence has more, of
+    as many as that, rounded up.
 
     `lengths` is (pairs, 2), in tokens including bos and eos. In the shape returned, all batches of
     an epoch are full, also the last one, and a sentence of `longest` tokens fits on both sides.
@@ -270,8 +271,8 @@ class PackedBatches(Dataset[PackedBatch]):
 
 
 def _rows(rows: int, tokens: int, lengths: Longs) -> Ints:
-    """Zeros, (rows, tokens), but for the positions (1) and the sentence numbers (2) of sentences
-    of these lengths, end to end."""
+    """An array (rows, tokens) for sentences of these lengths, end to end: row 1 has the position of
+    each token in its sentence, row 2 the number of its sentence; the others are 0."""
     found = np.zeros((rows, tokens), dtype=np.int32)
     total = int(lengths.sum())
     found[1, :total] = np.arange(total) - np.repeat(np.cumsum(lengths) - lengths, lengths)
