@@ -138,6 +138,14 @@ def test_the_verdict_names_the_cause(loop: Loop, sentence: str) -> None:
     assert sentence in " ".join(result.verdict)
 
 
+@pytest.mark.parametrize(("workers", "tensors"), [(2, 8), (0, 30), (2, 9)])
+def test_many_tensors_per_batch_are_worth_a_note(workers: int, tensors: int) -> None:
+    observed = seen(Loop(), [[]] * 3)
+    observed.loader_workers, observed.batch_tensors = workers, tensors
+    found = [note for note in result_of(observed).notes if "a batch has" in note]
+    assert len(found) == ((workers, tensors) == (2, 9))
+
+
 def test_the_screen_and_the_page_show_it() -> None:
     observed = seen(Loop(reads=1, kernel=20 * US, load=3 * MS), [[wait(42)]] * 3)
     observed.loader_workers = 0

@@ -75,6 +75,7 @@ def test_the_windows_follow_each_other(on_gpu: list[str]) -> None:
     assert completed.count(1) == 1
     assert seen.clean_total_ns >= sum(seen.clean_ns)
     assert (seen.backwards, seen.loader_workers, seen.loader_pins) == (2, 0, False)
+    assert seen.batch_tensors == 1
 
 
 @pytest.mark.parametrize(

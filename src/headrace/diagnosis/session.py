@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from torch.utils._pytree import tree_leaves
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headrace.device import Device, chrome_trace, is_profiling, open_device
@@ -83,6 +84,7 @@ class Observations:
     backwards: int = 0
     loader_workers: int | None = None
     loader_pins: bool | None = None
+    batch_tensors: int | None = None
     notes: list[str] = field(default_factory=list)
     missing: list[str] = field(default_factory=list)
     is_complete: bool = False
@@ -413,11 +415,16 @@ class Session:
                 return original(iterator)
             start_ns = time.perf_counter_ns()
             try:
-                return original(iterator)
+                batch = original(iterator)
             finally:
                 inputs.append((start_ns, time.perf_counter_ns()))
                 self.seen.loader_workers = iterator._num_workers
                 self.seen.loader_pins = bool(iterator._pin_memory)
+            if self.seen.batch_tensors is None:
+                self.seen.batch_tensors = sum(
+                    isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)
+                )
+            return batch
 
         return replaced(iterators, "__next__", next_batch)
 
