@@ -538,6 +538,31 @@ def test_memory_that_is_pinned_later_is_watched() -> None:
     assert device.hidden_waits == []
 
 
+def test_memory_that_is_unpinned_is_ordinary_again(fake_cuda: FakeCuda) -> None:
+    host, values = torch.zeros(4), torch.ones(4, device="cuda")
+    torch.cuda.cudart().cudaHostRegister(host.data_ptr(), 16, 1)
+    host.copy_(values, non_blocking=True)
+    torch.cuda.synchronize()
+    assert torch.cuda.cudart().cudaHostUnregister(host.data_ptr()) == 0
+    assert not host.is_pinned()
+    host.copy_(values, non_blocking=True)  # makes the host wait: the memory is pageable
+    assert host.tolist() == [1, 1, 1, 1]
+    assert len(fake_cuda.hidden_waits) == 1
+
+
+def test_a_pool_of_memory_is_a_pool_for_captures(fake_cuda: FakeCuda) -> None:
+    pool, graph = torch.cuda.MemPool(), torch.cuda.CUDAGraph()
+    with torch.cuda.use_mem_pool(pool):
+        static = torch.ones(2, device="cuda")
+    with torch.cuda.graph(graph, pool=pool.id):
+        result = static + 1
+    graph.replay()
+    assert result.tolist() == [2, 2]
+    assert graph.pool() == pool.id
+    with pytest.raises(NotImitatedError, match="allocator"):
+        torch.cuda.MemPool(allocator=object())  # type: ignore[arg-type]
+
+
 def test_a_storage_and_a_stream_by_its_handle(fake_cuda: FakeCuda) -> None:
     storage = torch.UntypedStorage(32, device="cuda")
     tensor = torch.empty(0, device="cuda").set_(storage, 0, (8,))  # type: ignore[call-overload]
@@ -562,7 +587,7 @@ def test_a_storage_and_a_stream_by_its_handle(fake_cuda: FakeCuda) -> None:
         (lambda: torch.cuda.cudart().cudaMemcpy(), r"torch\.cuda\.cudart\(\)\.cudaMemcpy"),
         (lambda: torch.cuda.memory._snapshot(), r"torch\.cuda\.memory\._snapshot"),
         (lambda: torch.cuda.memory._record_memory_history(), r"_record_memory_history"),
-        (lambda: torch.cuda.MemPool(), r"torch\.cuda\.memory\.MemPool"),
+        (lambda: torch.cuda.MemPool().snapshot(), r"MemPool\.snapshot"),
         (lambda: torch.cuda.ExternalStream(1), r"torch\.cuda\.streams\.ExternalStream"),
         (lambda: torch.cuda.utilization(), r"torch\.cuda\.utilization"),
         (lambda: torch.cuda.nccl.all_reduce([]), r"torch\.cuda\.nccl\.all_reduce"),

@@ -327,6 +327,12 @@ class Checker:
         self.device_bytes += nbytes
         self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
+    def unpin(self, address: int) -> None:
+        """Track the pinned memory at an address no longer."""
+        for key, tracked in list(self._storages.items()):
+            if tracked.home == "pinned" and tracked.address == address:
+                self._forget(key)
+
     def _watch_end(self, storage: torch.UntypedStorage, key: int) -> None:
         # Not `weakref.finalize`, which takes three times as long: every result is tracked.
         self._alive[key] = weakref.ref(storage, lambda _: self._forget(key))

@@ -415,6 +415,12 @@ class FakeDevice(host_threads.Hosts):
         with torch._C.DisableTorchFunction(), self.lock:
             self.checker.track(tensor, "pinned", self.host(), calling_site())
 
+    def unregister_memory(self, address: int) -> None:
+        """Take host memory that was pinned after its allocation as ordinary memory again."""
+        with self.lock:
+            if self.registered_memory.pop(address, None) is not None:
+                self.checker.unpin(address)
+
     def made(self, tensor: torch.Tensor) -> None:
         """Notice that all operations that make a tensor are launched."""
         with torch._C.DisableTorchFunction(), self.lock:

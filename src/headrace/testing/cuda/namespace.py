@@ -216,6 +216,8 @@ def _memory() -> Iterator[Replacement]:
         reset_max_memory_cached=_on_device(lambda: state.device().reset_peak_memory()),
         set_per_process_memory_fraction=_limit_memory,
         get_allocator_backend=_returning("native"),
+        MemPool=MemPool,
+        use_mem_pool=_use_mem_pool,
     )
     yield from _all(
         torch.cuda.memory,
@@ -236,6 +238,31 @@ def _memory() -> Iterator[Replacement]:
         _accelerator_emptyHostCache=_returning(None),
         _accelerator_isAllocatorInitialized=_returning(True),
     )
+
+
+class MemPool:
+    """`torch.cuda.MemPool`. Its `id` is a pool for captures, as the real one's is."""
+
+    def __init__(
+        self, allocator: object = None, use_on_oom: bool = False, no_split: bool = False
+    ) -> None:
+        if allocator is not None:
+            raise state.not_imitated("torch.cuda.MemPool(allocator=…)")
+        self.allocator = None
+        self.id = state.device().graph_pool()
+
+    def use_count(self) -> int:
+        return 1
+
+    def snapshot(self, include_traces: bool = True) -> Any:
+        raise state.not_imitated("MemPool.snapshot()")
+
+
+@contextmanager
+def _use_mem_pool(pool: MemPool, device: Any = None) -> Iterator[None]:
+    """The fake device has one allocator: which pool memory comes from makes no difference."""
+    state.check_index(device)
+    yield
 
 
 class _Statistics(dict[str, int]):
@@ -423,7 +450,7 @@ class _Runtime:
 
     def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
         if state.in_use():  # memory may be unpinned when it is freed, at any time
-            state.device().registered_memory.pop(address, None)
+            state.device().unregister_memory(address)
         return 0
 
     def cudaProfilerStart(self) -> int:  # noqa: N802
