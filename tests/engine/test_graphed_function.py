@@ -156,6 +156,32 @@ def test_a_gan_is_captured_and_gives_the_same_bits(capturing: Device) -> None:
     assert report.replays >= 10
 
 
+@pytest.mark.parametrize("changes", [False, True])
+def test_a_closure_of_the_optimizers_step(capturing: Device, changes: bool) -> None:
+    """The gradients that a call finds are dropped in the closure, which is watched, too."""
+
+    def make(device: Device) -> Made:
+        model = network(4, 4).to(device.torch_device)
+        optimizer, factors = fused(model.parameters()), [1.0, 2.0] if changes else [1.0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            def closure() -> torch.Tensor:
+                optimizer.zero_grad()
+                loss: torch.Tensor = model(x).square().mean() * factors[0]
+                loss.backward()
+                return loss
+
+            loss = optimizer.step(closure)
+            factors.reverse()
+            return loss.detach()
+
+        return Made(step, [model], [optimizer])
+
+    report = check_equal(capturing, make, count=12, sizes=(6,))
+    assert report.replays == (0 if changes else 9)
+    assert "factors" in str(report.why) if changes else report.why is None
+
+
 def rate_on(parameters: list[torch.Tensor]) -> Any:
     return torch.tensor(1e-2).to(parameters[0].device)
 

@@ -262,7 +262,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
     @contextmanager
     def _observing(self, state: StepState, tracer: StepTracer, entry: _Gradients) -> Iterator[None]:
         """Note modules and optimizers that the step uses and the search has not found. Do not trace
-        optimizers: a plain one counts its steps in Python, its capturable form on the device."""
+        optimizers: a plain one counts its steps in Python, its capturable form on the device. Do
+        trace a closure that an optimizer's step calls: it is the user's."""
         known = {id(one) for one in (*state.all_modules(), *state.optimizers, *self._observed)}
 
         def note(used: Any, *_: object) -> None:
@@ -270,10 +271,30 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 known.add(id(used))
                 self._observed.append(used)
 
-        def pause(optimizer: Any, *_: object) -> None:
+        def pause(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             note(optimizer)
-            entry.seen_by(optimizer)
+            closures = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
             tracer.is_paused = True
+            if not closures:
+                entry.seen_by(optimizer)
+                return None
+            wrapped = {id(one): tracing(one, optimizer) for one in closures}
+            return (
+                tuple(wrapped.get(id(one), one) for one in args),
+                {name: wrapped.get(id(one), one) for name, one in kwargs.items()},
+            )
+
+        def tracing(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
+            @functools.wraps(closure)
+            def traced() -> Any:
+                tracer.is_paused = False
+                result = closure()
+                # The closure may have dropped the gradients that the step found.
+                entry.seen_by(optimizer)
+                tracer.is_paused = True
+                return result
+
+            return traced
 
         def resume(*_: object) -> None:
             tracer.is_paused = False
