@@ -431,7 +431,29 @@ REPLACED: dict[str, tuple[Callable[[Trainer], object], str | None]] = {
     "a method, in the class": (lambda t: setattr(type(t), "loss", _other_loss), None),
     "a module's forward": (lambda t: setattr(t.model[2], "forward", torch.sigmoid), None),
     "a new hook": (lambda t: t.model[0].register_forward_hook(doubled), "a hook of module '0'"),
+    "a hook after accumulation": (
+        lambda t: t.model[0].weight.register_post_accumulate_grad_hook(double_gradient),
+        "a hook of parameter '0.weight'",
+    ),
+    "a hook before accumulation": (
+        lambda t: accumulation(t).register_prehook(lambda gradients: (gradients[0] * 2,)),
+        "a hook of parameter '0.weight'",
+    ),
+    "a hook of the node": (
+        lambda t: accumulation(t).register_hook(lambda *_: double_gradient(t.model[0].weight)),
+        "a hook of parameter '0.weight'",
+    ),
 }
+
+
+def double_gradient(parameter: Any) -> None:
+    parameter.grad.mul_(2)
+
+
+def accumulation(trainer: Any) -> Any:
+    """The node that adds to the first weight's gradient. It lives while somebody holds it."""
+    trainer.node = torch.autograd.graph.get_gradient_edge(trainer.model[0].weight).node
+    return trainer.node
 
 
 def _other_loss(self: Trainer, found: torch.Tensor) -> torch.Tensor:

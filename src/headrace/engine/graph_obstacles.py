@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
 from torch.optim import optimizer as torch_optimizer
 
@@ -63,7 +64,7 @@ def state_obstacle(state: StepState) -> str | None:
             "use a dense one"
         )
     for owner, hook in _hooks(state):
-        if not _is_torchs(hook):
+        if not _is_repeated(hook):
             return (
                 f"a hook {owner} would not run in a replay ({_describe_hook(hook)}): remove it, or "
                 "do its work in the model"
@@ -114,19 +115,40 @@ def _hooks(state: StepState) -> Iterator[tuple[str, Callable[..., Any]]]:
             for kind in _MODULE_HOOKS:
                 where = f"of module {name or type(module).__name__!r}"
                 yield from ((where, hook) for hook in getattr(module, kind).values())
-        for name, parameter in model.named_parameters():
-            for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-                hooks = (getattr(parameter, kind, None) or {}).values()
-                yield from ((f"of parameter {name!r}", hook) for hook in hooks)
+    names = {id(p): name for model in state.modules for name, p in model.named_parameters()}
+    for at, parameter in enumerate(state.parameters()):
+        where = f"of parameter {names.get(id(parameter), at)!r}"
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks = (getattr(parameter, kind, None) or {}).values()
+            yield from ((where, hook) for hook in hooks)
+        if parameter.requires_grad and parameter.is_leaf:
+            yield from ((where, hook) for hook in _accumulation_hooks(parameter))
     for optimizer in state.optimizers:
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
             yield from (("of the optimizer", hook) for hook in getattr(optimizer, kind).values())
 
 
-def _is_torchs(hook: Callable[..., Any]) -> bool:
-    """Whether a hook is PyTorch's own: those (weight normalisation, say) only launch kernels."""
+def _accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
+    """The Python hooks of the autograd node that adds to a parameter's gradient. PyTorch shows them
+    only to who adds one."""
+    node = get_gradient_edge(parameter).node
+    found: list[Callable[..., Any]] = []
+    for register in (node.register_prehook, node.register_hook):
+        handle: Any = register(_no_hook)
+        found += [hook for hook in handle.hooks_dict_ref().values() if hook is not _no_hook]
+        handle.remove()
+    return found
+
+
+def _no_hook(*gradients: object) -> None:
+    """A hook that does nothing."""
+
+
+def _is_repeated(hook: Callable[..., Any]) -> bool:
+    """Whether a hook is PyTorch's or the package's own: those (weight normalisation, say) only
+    launch kernels, which a replay repeats."""
     module = getattr(_function(hook), "__module__", None) or type(hook).__module__
-    return module == "torch" or module.startswith("torch.")
+    return module.partition(".")[0] in ("torch", __name__.partition(".")[0])
 
 
 def _describe_hook(hook: Callable[..., Any]) -> str:

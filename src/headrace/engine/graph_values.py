@@ -92,8 +92,9 @@ class FrozenValues:
         """Raise `CaptureError` if a module or an optimizer has got a hook that no graph would run.
         PyTorch numbers all hooks, so usually one comparison shows that there are none."""
         if RemovableHandle.next_id != self._hooks_checked:
-            self._hooks_checked = RemovableHandle.next_id
-            if (obstacle := state_obstacle(self.state)) is not None:
+            obstacle = state_obstacle(self.state)
+            self._hooks_checked = RemovableHandle.next_id  # the look has registered some, too
+            if obstacle is not None:
                 raise CaptureError(obstacle)
 
     def modules_changed(self) -> bool:
