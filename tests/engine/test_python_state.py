@@ -70,11 +70,14 @@ def test_only_attributes_that_the_loss_names_count() -> None:
 
 
 def test_new_objects_of_equal_value_are_no_change() -> None:
-    box = {"beta": 0.1, "sizes": (1, 2)}
+    box: dict[str, Any] = {"beta": 0.1, "sizes": (1, 2), "table": numpy.arange(3)}
     state = state_of(lambda model, batch: model(batch) * box["beta"])
     box["beta"] = sum([0.05, 0.05])
     box["sizes"] = tuple([1, 2])  # noqa: C409
+    box["table"] = numpy.arange(3)
     assert state.changed() is None
+    box["table"][0] = 5
+    assert state.changed() is not None
     box["beta"] = float("nan")
     assert state.changed() is not None
     box["beta"] = float("nan")

@@ -12,10 +12,12 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
+import numpy
 import torch
 from torch.utils.hooks import RemovableHandle
 
 from headrace.data import host_rng_states, set_host_rng_states
+from headrace.device import Device
 from headrace.engine.capturable_optimizer import takes_rates_as_tensors
 from headrace.engine.graph_obstacles import state_obstacle
 from headrace.engine.python_state import PythonState
@@ -59,6 +61,7 @@ class FrozenValues:
         self._groups: list[dict[str, Any]] = []
         self._group_entries = SameEntries((), ())
         self._group_settings: tuple[Hashable, ...] = ()
+        self._settings_are_fixed = True
 
     def check(self, replaced: str | None = None, *, after_new_shape: bool = False) -> bool:
         """Call before each batch. Returns whether a value differs from what graphs were captured
@@ -167,15 +170,14 @@ class FrozenValues:
         """The settings that a graph freezes, by name."""
         groups = self._state.param_groups()
         same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
-        if not same or not self._group_entries.hold():
+        if not (same and self._settings_are_fixed and self._group_entries.hold()):
             self._groups = groups
             entries = self._entries_of_groups()
             self._group_entries = SameEntries(entries, groups)
             values = [(name, group[name]) for group, name in entries]
-            self._group_settings = tuple(
-                (name, id(value) if isinstance(value, torch.Tensor) else value)
-                for name, value in values
-            )
+            device = self._state.device
+            self._group_settings = tuple((name, _frozen(value, device)) for name, value in values)
+            self._settings_are_fixed = all(_is_fixed(value, device) for _, value in values)
         return (*self._more_settings(), *self._group_settings)
 
     def _entries_of_groups(self) -> list[Entry]:
@@ -185,6 +187,32 @@ class FrozenValues:
             for group in optimizer.param_groups:
                 found += [(group, name) for name in group if name not in unread]
         return found
+
+
+def _frozen(value: Any, device: Device) -> Hashable:
+    """A setting's present value, to be compared with a later one: containers by their items, arrays
+    by their numbers, tensors and other objects by identity, and host tensors by version, too."""
+    if isinstance(value, torch.Tensor):
+        return id(value), None if device.holds(value) else value._version
+    if isinstance(value, list | tuple):
+        return (type(value), *(_frozen(one, device) for one in value))
+    if isinstance(value, dict):
+        return (type(value), *((key, _frozen(one, device)) for key, one in value.items()))
+    if isinstance(value, set):
+        return frozenset(value)
+    if isinstance(value, numpy.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    return value if _is_fixed(value, device) else id(value)
+
+
+def _is_fixed(value: Any, device: Device) -> bool:
+    """Whether a setting stays the same as long as it is the same object. All objects with a hash
+    are taken to."""
+    if isinstance(value, torch.Tensor):
+        return device.holds(value)
+    if isinstance(value, tuple):
+        return all(_is_fixed(one, device) for one in value)
+    return isinstance(value, Hashable)
 
 
 def _changed_setting(before: tuple[Any, ...], after: tuple[Any, ...]) -> str:

@@ -49,6 +49,7 @@ from headrace.engine.user_compiled import has_own_graphs
 from headrace.source_lines import Site, is_user_code
 
 _LARGE = 1000  # containers with more items are compared by length only
+_MAX_BYTES = 64 * _LARGE  # larger arrays are not compared
 _MAX_DEPTH = 12
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
 # Containers of the standard library that keep their items in another one: `data`.
@@ -328,6 +329,9 @@ def _same(one: Any, other: Any) -> bool:
         return all(map(_same, one, other))
     if isinstance(one, _COMPARED_BY_VALUE):
         return bool(one == other)
+    if isinstance(one, numpy.ndarray):
+        alike = (one.dtype, one.shape) == (other.dtype, other.shape) and one.nbytes <= _MAX_BYTES
+        return alike and one.tobytes() == other.tobytes()
     return False
 
 
@@ -341,7 +345,7 @@ def _is_other_container(one: Any, other: Any) -> bool:
         return False
     if isinstance(one, tuple):
         return any(map(_is_other_container, one, other))
-    return isinstance(one, list | set | dict | deque)
+    return isinstance(one, list | set | dict | deque | numpy.ndarray)
 
 
 @dataclass(slots=True)
@@ -918,7 +922,7 @@ def _gives_the_same_items(mapping: Mapping[Any, Any]) -> bool:
 
 def _has_bytes(value: Any) -> bool:
     try:
-        return memoryview(value).nbytes <= _LARGE * 64
+        return memoryview(value).nbytes <= _MAX_BYTES
     except (TypeError, ValueError):
         return False
 

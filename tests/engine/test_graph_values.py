@@ -1,0 +1,48 @@
+"""The values that graphs freeze: settings of parameter groups, whatever their type."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from headrace.device import Device
+from headrace.engine.graph_values import FrozenValues
+from headrace.engine.step_state import StepState
+
+
+def set_first(value: Any) -> None:
+    value[0] = 0.5
+
+
+SETTINGS: list[tuple[Any, Callable[[Any], object]]] = [
+    ([0.9, 0.99], set_first),
+    (([0.9], 1), lambda value: set_first(value[0])),
+    (numpy.arange(3.0), set_first),
+    (torch.ones(2), set_first),
+    ({"a": 1}, lambda value: value.update(a=2)),
+    ({1, 2}, lambda value: value.add(3)),
+]
+
+
+@pytest.mark.parametrize(("value", "change"), SETTINGS)
+def test_a_setting_that_changes_in_place(
+    fake_device: Device, value: Any, change: Callable[[Any], object]
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD([{"params": list(model.parameters()), "extra": value}], lr=0.1)
+    state = StepState(fake_device, lambda batch: model(batch), (model,), (optimizer,))
+    values = FrozenValues(state)
+    assert not values.check()  # the first look
+    assert not values.check()
+    if not isinstance(value, torch.Tensor):
+        optimizer.param_groups[0]["extra"] = value = copy.deepcopy(value)
+        assert not values.check()  # another object of equal value
+    change(value)
+    assert values.check()
+    assert not values.check()
