@@ -22,6 +22,7 @@ import headrace as hr
 from headrace.device import Device
 from headrace.errors import StepError
 
+pytestmark = pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 Step = Callable[..., Any]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
@@ -549,6 +550,9 @@ def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any
         kept["numbers"] = numpy.random.RandomState(3)
         kept["draw"] = random.Random(3).random
         kept["meter"], kept["log"] = Meter(), io.StringIO()
+        rows = torch.nested.nested_tensor([torch.ones(2, 4), torch.ones(3, 4)])
+        kept["rows"] = made.modules[0].rows = rows.to(device.torch_device)  # type: ignore[assignment]
+        made.modules[0].seen = 0
         more: list[int] = []
         kept["append"] = more.append
         inner = made.step
@@ -603,6 +607,10 @@ REFUSED = {
     "an attribute of a list": (lambda kept, loss: kept["meter"].count(), "kept['meter'].steps"),
     "the order of keys": (lambda kept, loss: move_first_key(kept), "kept"),
     "a method of a list": (lambda kept, loss: kept["append"](1), "kept['append']"),
+    "a nested tensor": (
+        lambda kept, loss: kept["rows"].mul_(2),
+        "the step uses a nested tensor at ",
+    ),
     "a parameter's memory": (
         lambda kept, loss: setattr(kept["weight"], "data", kept["weight"].data * 0.9),
         "p.data.copy_(…)",
@@ -621,6 +629,17 @@ def test_a_step_that_no_graph_can_repeat_runs_as_written(
     assert expected in report.why
     assert report.why in caplog.text
     assert report.shapes == 0
+
+
+def test_an_attribute_that_only_the_loop_changes_is_named(capturing: Device) -> None:
+    def count(at: int, made: Any) -> None:
+        made.modules[0].seen += 1
+
+    make = with_change(lambda kept, loss: None)
+    assert check_equal(capturing, make, sizes=(6,)).why is None  # with a nested tensor, unused
+    report = check_equal(capturing, make, sizes=(6,), between=count)
+    assert "model.seen changes from batch to batch" in str(report.why)
+    assert "if nothing in the step reads it, keep it in a variable of the loop" in str(report.why)
 
 
 def test_a_step_may_write_to_a_file(capturing: Device) -> None:

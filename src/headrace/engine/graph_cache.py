@@ -211,6 +211,11 @@ def signature(batch: Any, device: Device) -> Hashable:
     on the device, since a graph freezes those. Raises `CaptureError` for values that cannot be
     compared.
     """
+    if isinstance(batch, torch.Tensor) and batch.is_nested:
+        raise CaptureError(
+            "a batch holds a nested tensor, whose rows may have other sizes in each batch: pad them, "
+            "and pass a mask"
+        )
     if type(batch) is torch.Tensor:
         if batch.requires_grad:
             raise CaptureError(

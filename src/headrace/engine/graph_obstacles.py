@@ -97,7 +97,7 @@ def _sparse_part(state: StepState) -> str | None:
     """A sparse parameter or buffer, or a module with sparse gradients, in words."""
     for model in state.modules:
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            if tensor.layout is not torch.strided:
+            if tensor.layout is not torch.strided and not tensor.is_nested:
                 return f"{name!r}"
         for name, module in model.named_modules():
             if isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse:
@@ -115,9 +115,9 @@ def _hooks(state: StepState) -> Iterator[tuple[str, Callable[..., Any]]]:
             for kind in _MODULE_HOOKS:
                 where = f"of module {name or type(module).__name__!r}"
                 yield from ((where, hook) for hook in getattr(module, kind).values())
-    names = {id(p): name for model in state.modules for name, p in model.named_parameters()}
+    known_as = {id(p): name for model in state.modules for name, p in model.named_parameters()}
     for at, parameter in enumerate(state.parameters()):
-        where = f"of parameter {names.get(id(parameter), at)!r}"
+        where = f"of parameter {known_as.get(id(parameter), at)!r}"
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = (getattr(parameter, kind, None) or {}).values()
             yield from ((where, hook) for hook in hooks)

@@ -85,8 +85,10 @@ def _is_tensor(value: object) -> bool:
 
 
 def _with_addresses(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Each tensor once, without those whose values are in several places, such as sparse ones."""
-    return [tensor for tensor in unique(tensors) if tensor.layout is torch.strided]
+    """Each tensor once, without those whose values are in several places, such as sparse ones, or
+    whose rows have strides of their own: nested ones."""
+    dense = (tensor for tensor in unique(tensors) if tensor.layout is torch.strided)
+    return [tensor for tensor in dense if not tensor.is_nested]
 
 
 def release_graph_state(parts: StepParts) -> None:

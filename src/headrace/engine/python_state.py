@@ -100,6 +100,8 @@ class ChangedValue:
     name: str
     line: Site | None
     has_tensors: bool
+    #: An attribute of a module that no code of the step names, as far as that was searched.
+    is_unnamed: bool = False
 
     def __str__(self) -> str:
         where = "" if self.line is None else f" ({self.line})"
@@ -109,6 +111,11 @@ class ChangedValue:
             remedy = "keep the same tensor and write to it in place, with copy_()"
         else:
             remedy = "make it a tensor on the device and write to it in place, with fill_()"
+        if self.is_unnamed:  # compared, since code of a library may read it
+            remedy += (
+                "; or, if nothing in the step reads it, keep it in a variable of the loop, and not "
+                "in an attribute of a module"
+            )
         return (
             f"{self.name} changes from batch to batch{where}, and a graph would repeat the value "
             f"it was captured with: {remedy}"
@@ -440,6 +447,7 @@ class _Search:
             self.iterator: tuple[str, Site | None] | None = None
             self._seen: set[int] = set()
             self._with_settings: set[int] = set()
+            self._of_modules: set[int] = set()  # their dicts of attributes, by `id`
             self._classes: set[type] = set()
             self._kept_alive: list[object] = []  # an `id` is unique only while its object lives
             self._follow(function, _name_of(function), 0)
@@ -647,6 +655,7 @@ class _Search:
         self.owners.modules.append(root)
         for path, module in root.named_modules():
             self._is_new(module)
+            self._of_modules.add(id(vars(module)))
             prefix = f"{name}.{path}." if path else f"{name}."
             self._note_own_graphs(module, prefix[:-1])
             self._note_own_graphs(module._compiled_call_impl, prefix[:-1])
@@ -790,8 +799,14 @@ class _Search:
     # --- lines ------------------------------------------------------------------------------------
 
     def describe(self, variable: _Variable) -> ChangedValue:
-        name = variable.name
-        return ChangedValue(name, self._line_naming(name), _has_tensors(variable.value()))
+        name, has_tensors = variable.name, _has_tensors(variable.value())
+        attribute = name.rpartition(".")[2]
+        of_module = (
+            isinstance(variable, _MappingEntries) and id(variable.mapping) in self._of_modules
+        )
+        if of_module and attribute not in self._names:
+            return ChangedValue(name, None, has_tensors, is_unnamed=True)
+        return ChangedValue(name, self._line_naming(name), has_tensors)
 
     def _line_naming(self, name: str) -> Site | None:
         """The line that changes the variable `name`, else the first line that names it."""

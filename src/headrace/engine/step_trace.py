@@ -71,6 +71,9 @@ class StepTrace:
     #: Whether the run asked if it was being captured, and the answer that it got.
     asked: bool = False
     as_captured: bool = False
+    #: The first line that used a nested tensor, and whether one did.
+    nested_at: Site | None = None
+    is_nested: bool = False
 
     def difference(self, before: StepTrace) -> str | None:
         """Why a graph of this run would be wrong for the run `before`; None if it would not."""
@@ -200,7 +203,9 @@ class StepTracer(TorchDispatchMode):
         shapes: list[Any] = []
         on_device = False
         for value in tree_iter((args, kwargs or {})):
-            if isinstance(value, torch.Tensor):
+            if isinstance(value, torch.Tensor) and value.is_nested:
+                self.trace.nested_at, self.trace.is_nested = self.trace.nested_at or line, True
+            elif isinstance(value, torch.Tensor):
                 shapes.append((value.dtype, *value.shape))
                 on_device |= self._record_read(value, line, constants)
             elif isinstance(value, _CONSTANT_TYPES):

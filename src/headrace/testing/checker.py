@@ -280,8 +280,10 @@ class Checker:
         nbytes = storage.nbytes()
         if home == "device":
             self._count(nbytes)
+        # The rows of a nested tensor differ in shape.
+        shape = torch.Size((tensor.numel(),)) if tensor.is_nested else tensor.shape
         tracked = self._storages[key] = Storage(
-            *(home, owner, site, tensor.shape, tensor.dtype, nbytes, storage.data_ptr()),
+            *(home, owner, site, shape, tensor.dtype, nbytes, storage.data_ptr()),
             pooled=pooled,
         )
         self._watch_end(storage, key)

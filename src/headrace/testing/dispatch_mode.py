@@ -30,7 +30,9 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if operators.is_composite(func):
+        if types and any(operators.dispatches_itself(kind) for kind in types):
+            return NotImplemented  # its own handler calls operators that come here
+        if operators.is_composite(func) and not operators.is_nested(args):
             # Autograd takes it apart before this mode sees it, but it is off in inference mode and
             # in the implementation of a custom operator.
             with self:
@@ -39,8 +41,6 @@ class DispatchMode(TorchDispatchMode):
                 return parts
         if FakeTensor in types:  # a shape without memory, by which PyTorch plans ahead
             return func(*args, **(kwargs or {}))
-        if types and any(operators.dispatches_itself(kind) for kind in types):
-            return NotImplemented  # its own handler calls operators that come here
         operation = Operation(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():
             inputs = operation.inputs()

@@ -26,6 +26,8 @@ class Layout(NamedTuple):
 
     @classmethod
     def of(cls, tensor: torch.Tensor) -> Layout:
+        if tensor.is_nested:
+            return cls.whole(tensor.untyped_storage().nbytes())
         itemsize = tensor.element_size()
         low = int(tensor.storage_offset()) * itemsize
         if tensor.is_contiguous():

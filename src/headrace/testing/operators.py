@@ -158,6 +158,12 @@ def is_composite(func: Any) -> bool:
     return _facts(func).is_composite
 
 
+def is_nested(args: tuple[Any, ...]) -> bool:
+    """Whether an operator's first argument is a nested tensor, for which it may have a kernel of
+    its own."""
+    return bool(args) and isinstance(args[0], torch.Tensor) and args[0].is_nested
+
+
 def _python_kernel(func: Any, name: str) -> Callable[..., Any] | None:
     """The implementation of a custom operator for CUDA, or else for the CPU, if it is Python."""
     find = getattr(torch.library, "get_kernel", None)  # PyTorch 2.9 has none
