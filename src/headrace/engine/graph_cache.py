@@ -213,8 +213,8 @@ def signature(batch: Any, device: Device) -> Hashable:
     """
     if isinstance(batch, torch.Tensor) and batch.is_nested:
         raise CaptureError(
-            "a batch holds a nested tensor, whose rows may have other sizes in each batch: pad them, "
-            "and pass a mask"
+            "a batch holds a nested tensor, whose rows may have other sizes in each batch: pad "
+            "them, and pass a mask"
         )
     if type(batch) is torch.Tensor:
         if batch.requires_grad:

@@ -98,8 +98,9 @@ class StepWatch:
         if trace.is_nested:
             where = "" if trace.nested_at is None else f" at {trace.nested_at}"
             return (
-                f"the step uses a nested tensor{where}, whose rows may have other sizes in each batch, "
-                "and a graph would repeat those that it was captured with: pad the rows and pass a mask"
+                f"the step uses a nested tensor{where}, whose rows may have other sizes in each "
+                "batch, and a graph would repeat those that it was captured with: pad the rows, "
+                "and pass a mask"
             )
         trace.read = {storage: read for storage, read in trace.read.items() if storage not in known}
         for storage, read in trace.read.items():

@@ -30,7 +30,8 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if types and any(operators.dispatches_itself(kind) for kind in types):
+        is_fake = FakeTensor in types  # a shape without memory, by which PyTorch plans ahead
+        if types and not is_fake and any(map(operators.dispatches_itself, types)):
             return NotImplemented  # its own handler calls operators that come here
         if operators.is_composite(func) and not operators.is_nested(args):
             # Autograd takes it apart before this mode sees it, but it is off in inference mode and
@@ -39,7 +40,7 @@ class DispatchMode(TorchDispatchMode):
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
-        if FakeTensor in types:  # a shape without memory, by which PyTorch plans ahead
+        if is_fake:
             return func(*args, **(kwargs or {}))
         operation = Operation(func, args, kwargs or {})
         with torch._C.DisableTorchFunction():
