@@ -642,6 +642,39 @@ def test_an_attribute_that_only_the_loop_changes_is_named(capturing: Device) -> 
     assert "if nothing in the step reads it, keep it in a variable of the loop" in str(report.why)
 
 
+class Wrapped(torch.optim.Optimizer):
+    """A wrapper that does not call its base class's constructor, as some published ones do not."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.defaults = inner, inner.param_groups, {}
+        self.state = inner.state
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.inner.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+def test_an_optimizer_without_its_base_classs_attributes(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        wrapped = Wrapped(made.optimizers[0])
+        model = made.modules[0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            wrapped.zero_grad()
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            wrapped.step()
+            return loss.detach()
+
+        return Made(step, [model], made.optimizers)
+
+    report = check_equal(capturing, make, sizes=(6,))
+    assert (report.why, report.replays > 9) == (None, True)
+
+
 def test_a_step_may_write_to_a_file(capturing: Device) -> None:
     report = check_equal(capturing, with_change(lambda kept, loss: kept["log"].write("a step")))
     assert (report.why, report.replays > 0) == (None, True)

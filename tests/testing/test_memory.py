@@ -120,6 +120,7 @@ class TestMemory:
             result.sum().backward()
             scores = torch.ones(5, 2, 4, device=device.torch_device, requires_grad=True)
             targets = torch.ones(2, 2, dtype=torch.int64, device=device.torch_device)
+            waits = len(device.hidden_waits)
             torch.nn.functional.ctc_loss(
                 scores.log_softmax(2),
                 targets,
@@ -127,6 +128,7 @@ class TestMemory:
                 target_lengths=torch.tensor([2, 2]),
             ).backward()
             assert scores.grad is not None
+            assert len(device.hidden_waits) == waits + 1
 
     def test_copies_in_one_call(self) -> None:
         with FakeDevice() as device:

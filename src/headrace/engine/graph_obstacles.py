@@ -125,7 +125,10 @@ def _hooks(state: StepState) -> Iterator[tuple[str, Callable[..., Any]]]:
             yield from ((where, hook) for hook in _accumulation_hooks(parameter))
     for optimizer in state.optimizers:
         for kind in ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"):
-            yield from (("of the optimizer", hook) for hook in getattr(optimizer, kind).values())
+            hooks = getattr(
+                optimizer, kind, {}
+            ).values()  # a wrapper's class may not have made them
+            yield from (("of the optimizer", hook) for hook in hooks)
 
 
 def _accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
+from headrace.device import host_copy
 from headrace.testing import autograd, patches
 from headrace.testing.operators import tensors
 from headrace.testing.races import calling_site
@@ -369,7 +370,8 @@ def _setitem(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwa
 
 
 def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """Pass lengths that lie on the host as lists: C++ would take them for device tensors."""
+    """Pass lengths that lie on the host as lists: C++ would take them for device tensors. A GPU's
+    kernel gets them by copies from pageable memory, which make the host wait."""
 
     def listed(value: Any) -> Any:
         on_host = isinstance(value, torch.Tensor) and not device.holds(value)
@@ -380,6 +382,8 @@ def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
             name: listed(kwargs[name]) if "lengths" in name else kwargs[name] for name in kwargs
         }
         args = (*args[:2], *map(listed, args[2:]))
+        device.note_obstacle(host_copy)
+        device.hidden_wait(device.current_stream(), "copy from pageable memory")
     return _call(device, func, args, kwargs)
 
 
