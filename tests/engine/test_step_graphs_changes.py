@@ -516,3 +516,34 @@ class Sparse(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x
+
+
+def test_pytorchs_settings_change_during_an_epoch(capturing: Device) -> None:
+    def ramped(model: nn.Module, batch: Any) -> torch.Tensor:
+        out = model(batch[0])
+        return (out.float() * torch.linspace(0, 1, 3, device=batch[0].device)).square().mean()
+
+    found = []
+    for plan in (Plan.preset("pipeline"), GRAPH):
+        model = make_model(capturing)
+        engine = Engine(model, adamw(model.parameters()), ramped, plan=plan, device=capturing)
+        kind = capturing.torch_device.type
+        autocast = torch.autocast(kind, torch.bfloat16, cache_enabled=False)
+        torch.manual_seed(5)
+        try:
+            for progress in engine.steps(data(20)):
+                if progress.batch == 5:
+                    autocast.__enter__()
+                elif progress.batch == 10:
+                    autocast.__exit__(None, None, None)
+                    torch.set_default_dtype(torch.float64)
+                elif progress.batch == 15:
+                    torch.set_default_dtype(torch.float32)
+        finally:
+            torch.set_default_dtype(torch.float32)
+        assert engine.last_result is not None
+        found.append((engine.last_result.losses, weights(engine)))
+    assert found[0][0] == found[1][0]
+    assert same(found[0][1], found[1][1])
+    assert engine.graphs is not None
+    assert (engine.graphs.why, engine.graphs.captures) == (None, 3)

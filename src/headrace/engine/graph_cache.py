@@ -211,16 +211,16 @@ def signature(batch: Any, device: Device) -> Hashable:
     on the device, since a graph freezes those. Raises `CaptureError` for values that cannot be
     compared.
     """
-    if isinstance(batch, torch.Tensor) and batch.is_nested:
-        raise CaptureError(
-            "a batch holds a nested tensor, whose rows may have other sizes in each batch: pad "
-            "them, and pass a mask"
-        )
     if type(batch) is torch.Tensor:
         if batch.requires_grad:
             raise CaptureError(
                 "a batch holds a tensor that requires a gradient, which a graph would give to a "
                 "copy of its own: call detach().requires_grad_() on it inside the step"
+            )
+        if batch.is_nested:
+            raise CaptureError(
+                "a batch holds a nested tensor, whose rows may have other sizes in each batch: pad "
+                "them, and pass a mask"
             )
         strides = None if batch.is_contiguous() else batch.stride()
         values = None if device.holds(batch) else _host_values(batch, device)

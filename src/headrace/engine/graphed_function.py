@@ -55,7 +55,7 @@ from headrace.engine.step_graphs import (
     log_rounding,
     warn_not_captured,
 )
-from headrace.engine.step_state import StepState, unique
+from headrace.engine.step_state import StepState, settings_of_pytorch, unique
 from headrace.engine.step_trace import StepTracer, Storage, storages
 from headrace.errors import CaptureError, StepError
 from headrace.parallel import parallelism_of
@@ -154,6 +154,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         if carry is not None:
             carry.in_place = device.captures
         self._name = f"the step {describe_function(step)}"
+        self._pytorch = settings_of_pytorch(device)
         self._watch = StepWatch(max(watch_after - 1, 1), watch_after)
         self._graphs: GraphCache[_Outcome] = GraphCache(
             device, max_graphs=max_graphs, capture_after=0
@@ -351,18 +352,13 @@ class GraphedFunction(Generic[Arguments, Returned]):
                     self._drop_graphs()
                     self._watch.forget()
                     self._make_capturable(self._found.state)
-            kind = self._device.torch_device.type
-            modes = (
-                torch.is_grad_enabled(),
-                torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind),
-                torch.are_deterministic_algorithms_enabled(),
-            )
+            settings = tuple(map(operator.call, self._pytorch))
             gradients = map(_GRADIENT, self._found.parameters)
             without = tuple(map(operator.is_, gradients, itertools.repeat(None)))
             if self._carry is None:
-                return (signature(call, self._device), modes, without)
+                return (signature(call, self._device), settings, without)
             self._carry.before(_batch_of(call))  # now it is in the memory that a graph would read
-            return (signature(call, self._device), modes, without, self._carry.key())
+            return (signature(call, self._device), settings, without, self._carry.key())
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None

@@ -38,6 +38,7 @@ from headrace.engine.graph_watch import StepWatch
 from headrace.engine.loss_output import LossOutput, map_tensors
 from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.step import EagerStep, StepParts
+from headrace.engine.step_state import settings_of_pytorch
 from headrace.engine.step_trace import StepTracer, storages
 from headrace.errors import CaptureError
 from headrace.plan import Plan
@@ -117,6 +118,7 @@ class StepGraphs:
         )
         self._updates: GraphCache[None] = GraphCache(device, max_graphs=1, capture_after=0)
         self._values = FrozenValues(parts.state, self._more_settings)
+        self._pytorch = settings_of_pytorch(device)
         # Parameters whose gradients only the user replaces, and those gradients at capture: of
         # parameters that the optimizer does not have, and with accumulation of all.
         self._with_fixed_gradients: list[torch.Tensor] = []
@@ -217,11 +219,11 @@ class StepGraphs:
                 replaced = MEMORY_MOVES
             if self._values.check(replaced, after_new_shape=self._was_new_shape):
                 self._drop_graphs_and_rewatch()
-            carry = self._parts.carry
+            carry, settings = self._parts.carry, tuple(map(operator.call, self._pytorch))
             if carry is None:
-                return signature(batch, self._parts.device)
+                return (signature(batch, self._parts.device), settings)
             carry.before(batch)  # now the state is in the memory that a graph would read
-            return (signature(batch, self._parts.device), carry.key())
+            return (signature(batch, self._parts.device), settings, carry.key())
         except CaptureError as problem:
             self._give_up(describe_failure(problem))
             return None

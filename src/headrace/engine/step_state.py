@@ -6,7 +6,8 @@ optimizer; a step function of the user's may have several of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -93,6 +94,32 @@ class StepState:
                 values = state.values() if isinstance(state, dict) else ()
                 found |= {id(value): value for value in values if isinstance(value, torch.Tensor)}
         return list(found.values())
+
+
+def settings_of_pytorch(device: Device) -> tuple[Callable[[], Any], ...]:
+    """Functions that return PyTorch's settings that decide which kernels a step on `device`
+    launches, and which its graph therefore freezes: autocast, the default dtype and the like."""
+    kind = device.torch_device.type
+    names = (
+        "_get_deterministic_algorithms",
+        "_get_float32_matmul_precision",
+        "_get_cudnn_enabled",
+        "_get_cudnn_allow_tf32",
+        "_get_cudnn_deterministic",
+        "_get_cublas_allow_fp16_reduced_precision_reduction",
+        "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_flash_sdp_enabled",
+        "_get_mem_efficient_sdp_enabled",
+        "_get_math_sdp_enabled",
+        "_get_cudnn_sdp_enabled",
+    )
+    return (
+        torch.is_grad_enabled,
+        torch.get_default_dtype,
+        functools.partial(torch.is_autocast_enabled, kind),
+        functools.partial(torch.get_autocast_dtype, kind),
+        *(getattr(torch._C, name) for name in names if hasattr(torch._C, name)),
+    )
 
 
 def unique(values: Iterable[Any]) -> tuple[Any, ...]:
