@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import random
 import sys
 import types
@@ -307,7 +308,27 @@ NOTICED: dict[str, tuple[Any, Any]] = {
         lambda read: read.lazy.beta,
         lambda read: setattr(read.lazy, "beta", 2.0),
     ),
+    "a property of a metaclass": (
+        lambda read: WithMeta.beta,
+        lambda read: setattr(WithMeta, "_beta", WithMeta._beta + 1),
+    ),
+    "an environment variable": (
+        lambda read: float(os.environ.get("HEADRACE_TEST_BETA", "1")),
+        lambda read: os.environ.update(HEADRACE_TEST_BETA="2"),
+    ),
 }
+
+
+class Meta(type):
+    _beta = 1.0
+
+    @property
+    def beta(cls) -> float:
+        return cls._beta
+
+
+class WithMeta(metaclass=Meta):
+    _beta = 1.0
 
 
 @pytest.mark.parametrize("name", NOTICED)
@@ -315,6 +336,7 @@ def test_what_is_noticed(read: SimpleNamespace, name: str, monkeypatch: pytest.M
     look, change = NOTICED[name]
     monkeypatch.setitem(sys.modules, IMPORTED.__name__, IMPORTED)
     monkeypatch.setattr(IMPORTED, "beta", 1.0, raising=False)
+    monkeypatch.setenv("HEADRACE_TEST_BETA", "1")
     state = state_of(lambda model, batch: look(read))
     assert state.changed() is None
     change(read)

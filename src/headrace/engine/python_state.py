@@ -23,6 +23,7 @@ import functools
 import io
 import itertools
 import operator
+import os
 import pickle
 import queue
 import random
@@ -453,6 +454,8 @@ class _Search:
             self._follow(function, _name_of(function), 0)
             for part in parts:
                 self._follow(part, type(part).__name__, 0)
+            if not self._names.isdisjoint(("environ", "getenv")):
+                self._add_getter("os.environ", lambda: dict(os.environ))
         self._kept_alive.clear()  # what only a weak reference leads to may end
         self._other_variables: list[_Variable] = []
         #: Whether an equal container has replaced one: its items are to be watched instead.
@@ -601,6 +604,9 @@ class _Search:
             if self._is_own(_file_of(one)):
                 self._class(one, name, depth)
         if isinstance(value, type):
+            for one in type(value).__mro__:  # a metaclass has properties of the class
+                if self._is_own(_file_of(one)):
+                    self._class(one, name, depth)
             return
         if (attributes := _attributes_of(value)) is not None:
             self._attributes(attributes, f"{name}.", depth, only=self._names)
