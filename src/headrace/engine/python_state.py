@@ -604,7 +604,8 @@ class _Search:
             if self._is_own(_file_of(one)):
                 self._class(one, name, depth)
         if isinstance(value, type):
-            for one in type(value).__mro__:  # a metaclass has properties of the class
+            metaclass: Any = type(value)
+            for one in metaclass.__mro__:  # it may have properties of the class
                 if self._is_own(_file_of(one)):
                     self._class(one, name, depth)
             return
