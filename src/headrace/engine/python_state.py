@@ -397,6 +397,7 @@ class _Defaults:
         self.functions: list[types.FunctionType] = []
         self.name = ""
         self._noted: list[list[Any]] = [[] for _ in self._parts]
+        self._getters = list(map(operator.attrgetter, self._parts))
 
     def add(self, function: types.FunctionType) -> None:
         self.functions.append(function)
@@ -404,11 +405,11 @@ class _Defaults:
             noted.append(getattr(function, part))
 
     def has_changed(self) -> bool:
-        for part, noted in zip(self._parts, self._noted, strict=True):
-            now = list(map(operator.attrgetter(part), self.functions))
-            if not all(map(operator.is_, now, noted)):
-                at = list(map(operator.is_, now, noted)).index(False)
-                self.name = f"{self.functions[at].__name__}.{part}"
+        functions = self.functions
+        for get, noted in zip(self._getters, self._noted):  # noqa: B905 - before every batch
+            if not all(map(operator.is_, map(get, functions), noted)):
+                at = list(map(operator.is_, map(get, functions), noted)).index(False)
+                self.name = f"{functions[at].__name__}.{self._parts[self._getters.index(get)]}"
                 return True
         return False
 
