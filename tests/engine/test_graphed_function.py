@@ -381,6 +381,61 @@ def test_what_a_step_writes_to_its_batch_is_seen_by_the_caller(capturing: Device
     assert called.report().replays == 10  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("shared", ["written as argument", "written elsewhere", "weight", "read"])
+def test_an_argument_that_shares_memory_with_the_steps_own_tensors(
+    capturing: Device, shared: str
+) -> None:
+    """A graph gets copies of its arguments, so the step may not write to such memory."""
+
+    def make(device: Device) -> Made:
+        model = network(4, 4).to(device.torch_device)
+        optimizer, table = fused(model.parameters()), torch.ones(4, 4, device=device.torch_device)
+
+        def step(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            if shared == "written as argument":
+                other.mul_(0.9)
+            elif shared == "written elsewhere":
+                table.mul_(0.9)
+            optimizer.zero_grad()
+            loss = (model(x) @ table).square().mean()
+            loss.backward()
+            optimizer.step()
+            return loss.detach() + other.mean()
+
+        made = Made(step, [model], [optimizer])
+        first: Any = model[0]
+        passed.append(first.weight.detach() if shared == "weight" else table[1:])
+        return made
+
+    passed: list[torch.Tensor] = []
+    report = check_equal(
+        capturing, make, sizes=(6,), count=9, arguments=lambda at: {"other": passed[-1]}
+    )
+    assert report.replays == (6 if shared == "read" else 0)
+    assert ("shares memory" in str(report.why)) == (shared != "read")
+
+
+def test_an_argument_that_shares_memory_later_is_not_copied(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        table, inner = torch.ones(4, device=device.torch_device), made.step
+
+        def step(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+            table.mul_(0.9)
+            return inner(x * other)  # type: ignore[no-any-return]
+
+        made.step = step
+        passed[:] = [table.clone(), table]
+        return made
+
+    passed: list[torch.Tensor] = []
+    report = check_equal(
+        capturing, make, sizes=(6,), arguments=lambda at: {"other": passed[at >= 8]}
+    )
+    assert (report.why, report.captures) == (None, 1)
+    assert 0 < report.replays < 8
+
+
 def test_a_changed_value_is_captured_again(capturing: Device) -> None:
     def make(device: Device) -> Made:
         made = make_accumulating(device)
@@ -409,9 +464,11 @@ class Trainer:
     def __init__(self, device: Device) -> None:
         self.model = network(4, 8, 1).to(device.torch_device)
         self.optimizer = fused(self.model.parameters())
+        self.rows = torch.ones(4, device=device.torch_device)
 
     def loss(self, found: torch.Tensor) -> torch.Tensor:
-        return found.square().mean() * self.weight + getattr(self, "offset", 0.0)
+        weight = self.weight * self.rows.sum()
+        return found.square().mean() * weight + getattr(self, "offset", 0.0)
 
     def step(self, x: torch.Tensor) -> torch.Tensor:
         self.optimizer.zero_grad()
@@ -430,6 +487,10 @@ REPLACED: dict[str, tuple[Callable[[Trainer], object], str | None]] = {
     "an attribute that had a default": (lambda t: setattr(t, "offset", 2.0), None),
     "a method, in the object": (lambda t: setattr(t, "loss", torch.mean), None),
     "a method, in the class": (lambda t: setattr(type(t), "loss", _other_loss), None),
+    "fewer rows, in the same memory": (
+        lambda t: setattr(t.rows, "data", t.rows.data[:2]),
+        None,
+    ),
     "a module's forward": (lambda t: setattr(t.model[2], "forward", torch.sigmoid), None),
     "a new hook": (lambda t: t.model[0].register_forward_hook(doubled), "a hook of module '0'"),
     "a hook after accumulation": (

@@ -16,7 +16,7 @@ import dataclasses
 import time
 import types
 from collections import Counter
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -44,18 +44,66 @@ _EQUAL_TO_THEMSELVES = (
 )
 
 
+class _StateInUse:
+    """Tensors that a step uses besides its batch, and which of them it writes, by address."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        dense = [one for one in tensors if one.layout is torch.strided and not one.is_nested]
+        self._versions = [(one, one._version) for one in dense if not one.is_inference()]
+        self._storages = {one.untyped_storage()._cdata for one in dense}
+        self._written_storages: set[int] = set()
+        self.used = frozenset(one.data_ptr() for one in dense) - {0}
+        self.written: frozenset[int] = frozenset()
+
+    def note_written(self, updated: Iterable[torch.Tensor]) -> None:
+        """Call after the step. `updated` are tensors that it writes in any case: PyTorch's fused
+        optimizers do not count versions."""
+        written = [one for one, version in self._versions if one._version != version]
+        written += updated
+        self._versions.clear()
+        self.written = frozenset(one.data_ptr() for one in written) - {0}
+        self._written_storages = {one.untyped_storage()._cdata for one in written}
+
+    def require_separate(self, leaves: list[torch.Tensor], written: list[int]) -> None:
+        """Raise `CaptureError` if a batch shares memory with a tensor that the step uses, and one
+        of the two is written. `written` are the positions of those of the batch."""
+        memory = [leaf.untyped_storage()._cdata for leaf in leaves]
+        shared = not self._written_storages.isdisjoint(memory)
+        if shared or any(memory[at] in self._storages for at in written):
+            raise CaptureError(
+                "a tensor of the step's batch shares memory with one that the step uses elsewhere, "
+                "and the step writes to it, while a graph gets a copy of its batch: pass a clone, "
+                "or leave the tensor out of the batch"
+            )
+
+
 class CapturedWork(Generic[Result]):
     """One graph with its inputs. `result` is what the work returned at capture; each replay
     overwrites its memory. `written` are the positions of inputs that the work changes. `uses` are
     tensors that must live as long as the graph."""
 
     def __init__(
-        self, inputs: list[torch.Tensor], written: list[int], graph: Graph, result: Result
+        self,
+        inputs: list[torch.Tensor],
+        written: list[int],
+        graph: Graph,
+        result: Result,
+        state: _StateInUse,
     ) -> None:
         self._inputs, self._written = inputs, written
         self._graph = graph
+        self._state_used, self._state_written = state.used, state.written
         self.result = result
         self.uses: list[torch.Tensor] = []
+
+    def suits(self, leaves: list[torch.Tensor]) -> bool:
+        """Whether the graph can run on a copy of this batch. It cannot if the batch shares memory
+        with a tensor that the step uses, and one of the two is written."""
+        if not self._state_written.isdisjoint(map(torch.Tensor.data_ptr, leaves)):
+            return False
+        if not self._written:
+            return True
+        return self._state_used.isdisjoint(leaves[at].data_ptr() for at in self._written)
 
     def replay(self, leaves: list[torch.Tensor]) -> Result:
         """Run the graph on the tensors of another batch, on the current stream."""
@@ -112,9 +160,15 @@ class GraphCache(Generic[Result]):
         )
 
     def capture(
-        self, key: Hashable, batch: Any, work: Callable[[Any], Result]
+        self,
+        key: Hashable,
+        batch: Any,
+        work: Callable[[Any], Result],
+        uses: Iterable[torch.Tensor] = (),
+        updates: Iterable[torch.Tensor] = (),
     ) -> CapturedWork[Result]:
         """Record `work(batch)` without running it, with copies of the batch's tensors as inputs.
+        `uses` are tensors that the work may use besides, `updates` those that it surely writes.
 
         If it raises (`CaptureError`), all graphs are closed: after a failed capture none may be
         replayed.
@@ -138,12 +192,15 @@ class GraphCache(Generic[Result]):
         if self._pool is None:
             self._pool = self._device.graph_pool()
         try:
+            state = _StateInUse(uses)
             inputs = [leaf.clone() for leaf in flatten_batch(batch)]
             own_batch = rebuild_batch(batch, inputs)
             versions = [one._version for one in inputs]
             graph, result = self._device.capture(lambda: work(own_batch), self._pool)
             written = [at for at, one in enumerate(inputs) if one._version != versions[at]]
             _require_replayable(flatten_batch(batch), inputs, written)
+            state.note_written(updates)
+            state.require_separate(flatten_batch(batch), written)
         except torch.OutOfMemoryError as problem:
             self.close()
             raise CaptureError("the device has no memory for a graph's inputs") from problem
@@ -153,7 +210,7 @@ class GraphCache(Generic[Result]):
         self.memory_bytes += max(0, self._device.memory().reserved - before)
         self.captures += 1
         self.seconds += time.perf_counter() - begun_s
-        captured = self._graphs[key] = CapturedWork(inputs, written, graph, result)
+        captured = self._graphs[key] = CapturedWork(inputs, written, graph, result, state)
         return captured
 
     def drop(self, key: Hashable) -> None:

@@ -52,8 +52,9 @@ class StateMemory:
         self._entries = SameEntries(entries, dicts)
 
     def has_moved(self) -> bool:
-        """Whether a parameter, a buffer or a part of an optimizer's state is elsewhere now, or no
-        longer requires a gradient, or a module has another mode. Call it before each batch."""
+        """Whether a parameter, a buffer or a part of an optimizer's state is elsewhere now, has
+        another shape, or no longer requires a gradient, or a module has another mode. Call it
+        before each batch."""
         held = self._holders()
         return (
             len(held) != len(self._held)
@@ -72,6 +73,7 @@ class StateMemory:
         return (
             list(map(torch.Tensor.data_ptr, self._tensors)),
             list(map(torch.Tensor.stride, self._tensors)),
+            list(map(torch.Tensor.numel, self._tensors)),
             list(map(_REQUIRES_GRAD, self._tensors)),
             list(map(_TRAINING, self._modules)),
         )

@@ -188,8 +188,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
         found = self._found
         captured = self._graph_for(found, key, call)
         self._was_new_shape = False
-        if captured is not None:
-            return self._replay(captured, call)
+        if captured is not None and captured.suits(leaves := flatten_batch(call)):
+            return self._replay(captured, leaves)
         self._one_by_one += 1
         if self._why_eager is None:
             self._graphs.find(key)  # counts the call; graphs have keys with gradients
@@ -437,9 +437,9 @@ class GraphedFunction(Generic[Arguments, Returned]):
             own += self._carry.tensors()
         return [*found.state.tensors(), *found.values.tensors(), *own]
 
-    def _replay(self, captured: CapturedWork[_Outcome], call: Any) -> Returned:
+    def _replay(self, captured: CapturedWork[_Outcome], leaves: list[torch.Tensor]) -> Returned:
         self._write_rates()
-        outcome = captured.replay(flatten_batch(call))
+        outcome = captured.replay(leaves)
         for parameter, gradient in outcome.gradients:
             parameter.grad = gradient
         if self._carry is not None:
@@ -464,7 +464,11 @@ class GraphedFunction(Generic[Arguments, Returned]):
             before = StateBeforeCapture(state, values.tensors())
             try:
                 captured = self._graphs.capture(
-                    graph_key, call, lambda own: self._work_to_capture(found, used, own)
+                    graph_key,
+                    call,
+                    lambda own: self._work_to_capture(found, used, own),
+                    self._known_tensors(found),
+                    state.updated(),
                 )
                 before.require_in_place()
                 if before.optimizer_changed():

@@ -140,13 +140,15 @@ class StepGraphs:
         batch = fetched.batch
         key = self._key_for(batch) if self._why_eager is None else None
         captured = None if key is None else self._graph_for(key, batch)
+        if key is not None and captured is not None:
+            self._was_new_shape, leaves = False, flatten_batch(batch)
+            if captured.suits(leaves):
+                self._replays += 1
+                return self._replay(key, captured, fetched, leaves)
         self._was_new_shape = key is not None and self._graphs.uses(key) == 1
-        if key is None or captured is None:
-            self._one_by_one += 1
-            watched = key is not None and self._why_eager is None and self._should_watch(key)
-            return self._run_watched(key, fetched) if watched else self._run_eagerly(key, fetched)
-        self._replays += 1
-        return self._replay(key, captured, fetched)
+        self._one_by_one += 1
+        watched = key is not None and self._why_eager is None and self._should_watch(key)
+        return self._run_watched(key, fetched) if watched else self._run_eagerly(key, fetched)
 
     def begin_epoch(self) -> None:
         """Look again whether something prevents a capture."""
@@ -309,14 +311,18 @@ class StepGraphs:
         return found + self._values.tensors()
 
     def _replay(
-        self, key: Hashable, captured: CapturedWork[LossOutput], fetched: Fetched
+        self,
+        key: Hashable,
+        captured: CapturedWork[LossOutput],
+        fetched: Fetched,
+        leaves: list[torch.Tensor],
     ) -> Launched:
         parts, group = self._parts, self._parts.group
         with self._timed(key, replay=True):
             parts.begin_batch()
             parts.update.write_rates()
             group.begin_update() if group.size == 1 else group.begin_backward()
-            loss = captured.replay(flatten_batch(fetched.batch))
+            loss = captured.replay(leaves)
             if group.size == 1:
                 updated = True
                 group.end_step()
@@ -378,7 +384,13 @@ class StepGraphs:
         with self._ready_for_capture() as undo:
             before = StateBeforeCapture(self._values.state, self._values.tensors())
             try:
-                captured = self._graphs.capture(key, batch, self._work_to_capture)
+                captured = self._graphs.capture(
+                    key,
+                    batch,
+                    self._work_to_capture,
+                    self._known_tensors(),
+                    parts.state.updated(),
+                )
                 before.require_in_place()
                 if before.optimizer_changed():
                     self._graphs.drop(key)

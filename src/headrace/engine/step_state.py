@@ -84,6 +84,10 @@ class StepState:
             add(f"parameter {at}", parameter)
         return found
 
+    def updated(self) -> list[torch.Tensor]:
+        """The parameters that the optimizers have."""
+        return [parameter for group in self.param_groups() for parameter in group["params"]]
+
     def tensors(self) -> list[torch.Tensor]:
         """Parameters, buffers and the optimizers' state, each once."""
         found = {id(tensor): tensor for tensor in self.parameters()}
