@@ -375,6 +375,7 @@ DURING_AN_EPOCH: list[tuple[Callable[[Any], None], int, str | None]] = [
     (_freeze, 3, "from some batches only"),
     *((change, 3, None) for change in (_new_memory, _load_optimizer, _clear_gradients)),
     (_replace_gradients, 3, None),
+    (_replace_state, 3, None),
 ]
 
 
@@ -451,6 +452,46 @@ class Counting(torch.optim.AdamW):
             for parameter in self.param_groups[0]["params"]:
                 parameter.mul_(0.5 if self.count % 5 == 0 else 1.0)
         return super().step(closure)
+
+
+class CountingInState(torch.optim.AdamW):
+    """Counts in the optimizer's state, and reads a factor from there."""
+
+    def step(self, closure: Any = None) -> Any:
+        result = super().step(closure)
+        with torch.no_grad():
+            for parameter in self.param_groups[0]["params"]:
+                state = self.state["common" if self.is_common else parameter]
+                state["count"] = state.get("count", 0) + self.counts
+                parameter.mul_(0.5 if state["count"] % 5 == 4 else state.get("factor", 1.0))
+        return result
+
+    is_common = False
+    counts = 1
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("is_common", [False, True])
+@pytest.mark.parametrize("counts", [1, 0])
+def test_python_numbers_in_an_optimizers_state(
+    capturing: Device, counts: int, is_common: bool, accumulate: int
+) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        kind = type("Kind", (CountingInState,), {"is_common": is_common, "counts": counts})
+        return kind(parameters, lr=0.01, fused=True)  # type: ignore[no-any-return]
+
+    def slow_down(engine: Engine) -> None:
+        optimizer = optimizer_of(engine)
+        state: Any = optimizer.state
+        first = optimizer.param_groups[0]["params"][0]
+        state["common" if is_common else first]["factor"] = 0.9
+
+    engine = both(capturing, slow_down, make=make, accumulate=accumulate)
+    assert engine.graphs is not None
+    if counts:
+        assert "Kind changes 'count'" in str(engine.graphs.why)
+    else:
+        assert (engine.graphs.why, engine.graphs.replays > 4) == (None, True)
 
 
 class Made(nn.Module):

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headrace.engine.python_state import same_value
 from headrace.engine.same_entries import SameEntries
 from headrace.engine.step import StepParts
 from headrace.engine.step_state import StepState, unique
@@ -45,9 +46,7 @@ class StateMemory:
         entries = [(one, key) for one in dicts for key in one]
         for optimizer in state.optimizers:
             own = [values for values in optimizer.state.values() if isinstance(values, dict)]
-            entries += [
-                (values, key) for values in own for key in values if _is_tensor(values[key])
-            ]
+            entries += [(values, key) for values in own for key in values]
             dicts += [optimizer.state, *own]
         self._entries = SameEntries(entries, dicts)
 
@@ -122,24 +121,32 @@ class StateBeforeCapture:
         tensors = _with_addresses((*state.parameters(), *others))
         self._memory = [(tensor, tensor.data) for tensor in tensors]
         self._optimizers = [
-            (optimizer.state, {key: dict(value) for key, value in optimizer.state.items()})
+            (type(optimizer).__name__, _StatesBefore(optimizer.state))
             for optimizer in state.optimizers
         ]
         self._modules = [
             (module, dict(module._buffers), _tensor_attributes(module))
             for module in state.all_modules()
         ]
-        self._scalers = [
-            (books, {key: dict(value) for key, value in books.items()})
-            for books in (scaler._per_optimizer_states for scaler in state.scalers)
-        ]
+        self._scalers = [_StatesBefore(scaler._per_optimizer_states) for scaler in state.scalers]
 
     def optimizer_changed(self) -> bool:
-        """Whether an optimizer has created or replaced part of its state."""
-        return any(
-            now.keys() != before.keys() or any(_differ(now[key], before[key]) for key in before)
-            for now, before in self._optimizers
-        )
+        """Whether an optimizer has created or replaced part of its state. Raises `CaptureError` if
+        it has changed a Python number there."""
+        for name, states in self._optimizers:
+            now, before = states.now, states.before
+            if now.keys() != before.keys():
+                return True
+            if any(_differ(now[key], before[key]) for key in before):
+                return True
+            for key in before:
+                if (changed := _changed_number(now[key], before[key])) is not None:
+                    raise CaptureError(
+                        f"{name} changes {changed}, a Python value in its state, at every step, "
+                        "and a graph would repeat the value it was captured with: keep it as a "
+                        "tensor on the device"
+                    )
+        return False
 
     def gradients_changed(self) -> bool:
         """Whether a parameter's gradient is another tensor now."""
@@ -171,10 +178,8 @@ class StateBeforeCapture:
                 tensor.data = memory
         for parameter, gradient in self._gradients:
             parameter.grad = gradient
-        books: list[tuple[Any, Any]] = [*self._optimizers, *self._scalers]
-        for now, before in books:
-            now.clear()
-            now.update(before)
+        for states in (*(one for _, one in self._optimizers), *self._scalers):
+            states.restore()
         for module, buffers, attributes in self._modules:
             module._buffers.clear()
             module._buffers.update(buffers)
@@ -187,7 +192,40 @@ def _tensor_attributes(module: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: value for name, value in vars(module).items() if isinstance(value, torch.Tensor)}
 
 
-def _differ(one: dict[str, Any], other: dict[str, Any]) -> bool:
+class _StatesBefore:
+    """The states of an optimizer's parameters, or of a scaler's optimizers, as they were: `before`
+    has copies of them. `restore` keeps each state the same dict, since others compare it."""
+
+    def __init__(self, now: dict[Any, Any]) -> None:
+        self.now, self._held = now, dict(now)
+        self.before = {key: dict(one) if isinstance(one, dict) else one for key, one in now.items()}
+
+    def restore(self) -> None:
+        self.now.clear()
+        self.now.update(self._held)
+        for key, one in self._held.items():
+            if isinstance(one, dict):
+                one.clear()
+                one.update(self.before[key])
+
+
+def _differ(one: Any, other: Any) -> bool:
+    """Whether a parameter's state has other entries, or another tensor in one."""
+    if not isinstance(one, dict) or not isinstance(other, dict):
+        return one is not other and (_is_tensor(one) or type(one) is not type(other))
     return one.keys() != other.keys() or any(
-        value is not other[name] for name, value in one.items() if isinstance(value, torch.Tensor)
+        value is not other[name] for name, value in one.items() if _is_tensor(value)
     )
+
+
+def _changed_number(now: Any, before: Any) -> str | None:
+    """The name of an entry, of a parameter's state, that is no tensor and has another value."""
+    if not isinstance(now, dict):
+        return None if same_value(now, before) else "a value"
+    differing = (
+        name
+        for name in now
+        if not _is_tensor(now[name]) and not same_value(now[name], before[name])
+    )
+    name = next(differing, None)
+    return None if name is None else repr(name)

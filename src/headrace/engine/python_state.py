@@ -228,7 +228,7 @@ class _MappingEntries:
         if all(map(operator.is_, now, self._values)):
             return False
         for key, one, other in zip(self.keys, now, self._values, strict=True):
-            if not _same(one, other):
+            if not same_value(one, other):
                 self._changed = key
                 return True
         self.is_replaced = any(map(_is_other_container, now, self._values))
@@ -289,12 +289,12 @@ class _Items:
         ):
             return False
         for at, (one, other) in enumerate(itertools.zip_longest(now, self._items)):
-            if not _same(one, other):
+            if not same_value(one, other):
                 self._value = other if one is None else one
                 found = keys if at < len(keys) else self._keys
                 self.name = _item_name(self._name, found[at]) if found else self._name
                 return True
-        if len(now) != len(self._items) or not all(map(_same, keys, self._keys)):
+        if len(now) != len(self._items) or not all(map(same_value, keys, self._keys)):
             return True
         self.is_replaced = any(map(_is_other_container, now, self._items))
         return False
@@ -318,7 +318,7 @@ class _Items:
             (container.extend if isinstance(container, deque) else container.update)(self._items)
 
 
-def _same(one: Any, other: Any) -> bool:
+def same_value(one: Any, other: Any) -> bool:
     """Whether two values are the same object, equal constants, or containers of the same values."""
     if one is other:
         return True
@@ -333,8 +333,10 @@ def _same(one: Any, other: Any) -> bool:
         if isinstance(one, set | frozenset):
             return bool(one == other)
         if isinstance(one, dict):
-            return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-        return all(map(_same, one, other))
+            return one.keys() == other.keys() and all(
+                same_value(one[key], other[key]) for key in one
+            )
+        return all(map(same_value, one, other))
     if isinstance(one, _COMPARED_BY_VALUE):
         return bool(one == other)
     if isinstance(one, numpy.ndarray):
@@ -363,7 +365,7 @@ class _Getter:
     name: str
     get: Callable[[], Any]
     set: Callable[[Any], object] | None = None
-    same: Callable[[Any, Any], bool] = _same
+    same: Callable[[Any, Any], bool] = same_value
     is_replaced: bool = field(init=False, default=False)
     _value: Any = field(init=False)
 
@@ -376,7 +378,7 @@ class _Getter:
             return False
         if not self.same(now, self._value):
             return True
-        self.is_replaced = self.same is _same and _is_other_container(now, self._value)
+        self.is_replaced = self.same is same_value and _is_other_container(now, self._value)
         return False
 
     def value(self) -> Any:
@@ -718,7 +720,7 @@ class _Search:
         name: str,
         get: Callable[[], Any],
         put: Callable[[Any], object] | None = None,
-        same: Callable[[Any, Any], bool] = _same,
+        same: Callable[[Any, Any], bool] = same_value,
     ) -> None:
         self.variables.append(_Getter(name, get, put, same))
 
@@ -938,7 +940,7 @@ def _gives_the_same_items(mapping: Mapping[Any, Any]) -> bool:
     try:
         if len(mapping) > _LARGE:
             return False
-        return all(map(_same, list(mapping.values()), list(mapping.values())))
+        return all(map(same_value, list(mapping.values()), list(mapping.values())))
     except Exception:  # code of the user's, or of a library
         return False
 

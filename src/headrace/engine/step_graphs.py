@@ -353,16 +353,7 @@ class StepGraphs:
         key = tuple(p.grad.data_ptr() if p.grad is not None else 0 for p in group.parameters())
         update = self._updates.find(key)
         if update is None:
-            before = StateBeforeCapture(parts.state)
-            try:
-                update = self._updates.capture(key, (), lambda _: parts.update(group))
-                if before.optimizer_changed():
-                    self._updates.drop(key)
-                    update = None
-            except CaptureError as problem:
-                self._give_up(describe_failure(problem))
-            finally:
-                before.restore()
+            update = self._capture_update(key)
         if update is None:
             parts.run_update()
         else:
@@ -371,6 +362,25 @@ class StepGraphs:
             group.end_update()
 
     # --- capture ----------------------------------------------------------------------------------
+
+    def _capture_update(self, key: Hashable) -> CapturedWork[None] | None:
+        """Capture a full group's update. Returns None if it must run eagerly."""
+        parts = self._parts
+        with self._values.restoring_host_state() as undo:
+            before = StateBeforeCapture(parts.state)
+            try:
+                update = self._updates.capture(key, (), lambda _: parts.update(parts.group))
+                if before.optimizer_changed():
+                    self._updates.drop(key)
+                    return None
+                self._values.require_unchanged()
+            except CaptureError as problem:
+                self._give_up(describe_failure(problem))
+                return None
+            finally:
+                before.restore()
+            undo.pop_all()
+        return update
 
     def _capture(self, key: Hashable, batch: Any) -> CapturedWork[LossOutput] | None:
         """Capture the step on this batch. Returns None if it must run eagerly once more, because it
