@@ -353,6 +353,12 @@ def _replace_state(engine: Any) -> None:
     state["exp_avg"] = torch.zeros_like(state["exp_avg"])
 
 
+def _swap_state(engine: Any) -> None:
+    states = optimizer_of(engine).state
+    for parameter, state in list(states.items()):
+        states[parameter] = {name: value * 2 for name, value in state.items()}
+
+
 def _hook(engine: Any) -> None:
     engine.model[0].register_forward_hook(lambda module, inputs, output: output * 2)
 
@@ -371,6 +377,7 @@ DURING_AN_EPOCH: list[tuple[Callable[[Any], None], int, str | None]] = [
     *((change, 1, None) for change in (_freeze, _new_memory, _new_parameter, _new_module)),
     *((change, 1, None) for change in (_one_module_more, _no_module)),
     *((change, 1, None) for change in (_load_optimizer, _clear_state, _replace_state)),
+    *((_swap_state, accumulate, None) for accumulate in (1, 3)),
     (_hook, 1, "would not run in a replay"),
     (_freeze, 3, "from some batches only"),
     *((change, 3, None) for change in (_new_memory, _load_optimizer, _clear_gradients)),

@@ -63,10 +63,13 @@ class StateMemory:
         )
 
     def _holders(self) -> list[Any]:
-        """The optimizers' own states, and all parameters that they have."""
-        optimizers, groups = self._state.optimizers, self._state.param_groups()
+        """The optimizers' own states, those of their parameters, and all parameters that they
+        have."""
+        states = list(map(_STATE, self._state.optimizers))
+        of_parameters = chain.from_iterable(map(_VALUES, states))
+        groups = self._state.param_groups()
         parameters = chain.from_iterable(map(operator.itemgetter("params"), groups))
-        return [*(optimizer.state for optimizer in optimizers), *parameters]
+        return [*states, *of_parameters, *parameters]
 
     def _look(self) -> tuple[list[Any], ...]:
         return (
@@ -79,6 +82,7 @@ class StateMemory:
 
 
 _REQUIRES_GRAD, _TRAINING = operator.attrgetter("requires_grad"), operator.attrgetter("training")
+_STATE, _VALUES = operator.attrgetter("state"), operator.methodcaller("values")
 
 
 def _is_tensor(value: object) -> bool:
