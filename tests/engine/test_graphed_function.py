@@ -505,6 +505,12 @@ REPLACED: dict[str, tuple[Callable[[Trainer], object], str | None]] = {
         lambda t: accumulation(t).register_hook(lambda *_: double_gradient(t.model[0].weight)),
         "a hook of parameter '0.weight'",
     ),
+    "a hook of several gradients": (
+        lambda t: torch.autograd.graph.register_multi_grad_hook(
+            tuple(t.model[0].parameters()), lambda gradients: gradients[0].mul_(2)
+        ),
+        "a hook of parameter '0.weight'",
+    ),
 }
 
 

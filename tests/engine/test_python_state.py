@@ -9,6 +9,7 @@ import sys
 import types
 import weakref
 from collections import ChainMap, OrderedDict, deque
+from os import getenv
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -315,6 +316,14 @@ NOTICED: dict[str, tuple[Any, Any]] = {
     "an environment variable": (
         lambda read: float(os.environ.get("HEADRACE_TEST_BETA", "1")),
         lambda read: os.environ.update(HEADRACE_TEST_BETA="2"),
+    ),
+    "an environment variable, by an imported name": (
+        lambda read: float(getenv("HEADRACE_TEST_GAMMA", "1")),
+        lambda read: os.environ.update(HEADRACE_TEST_GAMMA="2"),
+    ),
+    "an environment variable in a path": (
+        lambda read: float(len(os.path.expandvars("$HEADRACE_TEST_DELTA"))),
+        lambda read: os.environ.update(HEADRACE_TEST_DELTA="2"),
     ),
 }
 

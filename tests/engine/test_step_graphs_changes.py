@@ -12,6 +12,8 @@ from torch import nn
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.engine.graph_obstacles import state_obstacle
+from headrace.engine.step_state import StepState
 from headrace.errors import StepError
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
@@ -595,3 +597,45 @@ def test_pytorchs_settings_change_during_an_epoch(capturing: Device) -> None:
     assert same(found[0][1], found[1][1])
     assert engine.graphs is not None
     assert (engine.graphs.why, engine.graphs.captures) == (None, 3)
+
+
+@pytest.mark.parametrize("by", ["torch.backends", "matmul", "conv"])
+def test_float32_precisions_that_are_set_by_backend(capturing: Device, by: str) -> None:
+    """PyTorch's older functions raise then."""
+    owner: Any = {
+        "torch.backends": torch.backends,
+        "matmul": torch.backends.cuda.matmul,
+        "conv": torch.backends.cudnn.conv,
+    }[by]
+    before = owner.fp32_precision
+    model = make_model(capturing)
+    engine = Engine(model, adamw(model.parameters()), loss, plan=GRAPH, device=capturing)
+    try:
+        for progress in engine.steps(data(12)):
+            if progress.batch == 5:
+                owner.fp32_precision = "ieee" if before != "ieee" else "tf32"
+    finally:
+        owner.fp32_precision = before
+    assert engine.graphs is not None
+    assert (engine.graphs.why, engine.graphs.captures) == (None, 2)
+
+
+class WithoutViews(torch.Tensor):
+    @classmethod
+    def __torch_function__(
+        cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if function is torch.Tensor.view_as:
+            raise NotImplementedError
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def test_an_engine_is_made_where_autograd_shows_no_nodes(capturing: Device) -> None:
+    """In inference mode, with lazy modules, and with tensors without views."""
+    model = make_model(capturing)
+    with torch.inference_mode():
+        Engine(model, adamw(model.parameters()), loss, plan=GRAPH, device=capturing).close()
+    model[0].weight = nn.Parameter(model[0].weight.detach().as_subclass(WithoutViews))
+    model.append(nn.LazyLinear(2, device=capturing.torch_device))
+    state = StepState(capturing, loss, (model,), ())
+    assert state_obstacle(state) is None

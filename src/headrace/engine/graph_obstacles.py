@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
+from torch.nn.parameter import is_lazy
 from torch.optim import optimizer as torch_optimizer
 
 from headrace.engine.step import StepParts
@@ -134,7 +135,13 @@ def _hooks(state: StepState) -> Iterator[tuple[str, Callable[..., Any]]]:
 def _accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """The Python hooks of the autograd node that adds to a parameter's gradient. PyTorch shows them
     only to who adds one."""
-    node = get_gradient_edge(parameter).node
+    if is_lazy(parameter):
+        return []
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            node = get_gradient_edge(parameter).node
+    except NotImplementedError:  # a kind of tensor that has no views: nobody gets at its node
+        return []
     found: list[Callable[..., Any]] = []
     for register in (node.register_prehook, node.register_hook):
         handle: Any = register(_no_hook)
@@ -149,9 +156,10 @@ def _no_hook(*gradients: object) -> None:
 
 def _is_repeated(hook: Callable[..., Any]) -> bool:
     """Whether a hook is PyTorch's or the package's own: those (weight normalisation, say) only
-    launch kernels, which a replay repeats."""
+    launch kernels, which a replay repeats. Those of `register_multi_grad_hook` call the user's."""
     module = getattr(_function(hook), "__module__", None) or type(hook).__module__
-    return module.partition(".")[0] in ("torch", __name__.partition(".")[0])
+    is_own = module.partition(".")[0] in ("torch", __name__.partition(".")[0])
+    return is_own and module != "torch.autograd.graph"
 
 
 def _describe_hook(hook: Callable[..., Any]) -> str:

@@ -50,6 +50,8 @@ from headrace.engine.user_compiled import has_own_graphs
 from headrace.source_lines import Site, is_user_code
 
 _LARGE = 1000  # containers with more items are compared by length only
+# Names of functions and values of `os` that a step reads environment variables with.
+_OF_THE_ENVIRONMENT = frozenset(("environ", "environb", "getenv", "getenvb", "expandvars"))
 _MAX_BYTES = 64 * _LARGE  # larger arrays are not compared
 _MAX_DEPTH = 12
 _CONTAINERS = (list, tuple, set, frozenset, dict, deque)
@@ -457,7 +459,7 @@ class _Search:
             self._follow(function, _name_of(function), 0)
             for part in parts:
                 self._follow(part, type(part).__name__, 0)
-            if not self._names.isdisjoint(("environ", "getenv")):
+            if not self._names.isdisjoint(_OF_THE_ENVIRONMENT):
                 self._add_getter("os.environ", lambda: dict(os.environ))
         self._kept_alive.clear()  # what only a weak reference leads to may end
         self._other_variables: list[_Variable] = []
@@ -794,7 +796,8 @@ class _Search:
         if id(code) in self._codes:
             return
         self._codes[id(code)] = code
-        self._names |= _names_in(code).attributes
+        names = _names_in(code)
+        self._names |= names.attributes | _OF_THE_ENVIRONMENT.intersection(names.globals)
         for constant in code.co_consts:
             if isinstance(constant, types.CodeType):
                 self._read_code(constant)

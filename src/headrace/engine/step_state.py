@@ -100,18 +100,28 @@ class StepState:
         return list(found.values())
 
 
+_FLOAT32_PRECISIONS = (
+    ("generic", "all"),
+    ("cuda", "all"),
+    ("cuda", "matmul"),
+    ("cuda", "conv"),
+    ("cuda", "rnn"),
+)
+
+
 def settings_of_pytorch(device: Device) -> tuple[Callable[[], Any], ...]:
     """Functions that return PyTorch's settings that decide which kernels a step on `device`
     launches, and which its graph therefore freezes: autocast, the default dtype and the like."""
     kind = device.torch_device.type
     names = (
         "_get_deterministic_algorithms",
-        "_get_float32_matmul_precision",
         "_get_cudnn_enabled",
-        "_get_cudnn_allow_tf32",
+        "_get_cudnn_benchmark",
         "_get_cudnn_deterministic",
+        "_get_cublas_allow_fp16_accumulation",
         "_get_cublas_allow_fp16_reduced_precision_reduction",
         "_get_cublas_allow_bf16_reduced_precision_reduction",
+        "_get_math_sdp_allow_fp16_bf16_reduction",
         "_get_flash_sdp_enabled",
         "_get_mem_efficient_sdp_enabled",
         "_get_math_sdp_enabled",
@@ -122,6 +132,13 @@ def settings_of_pytorch(device: Device) -> tuple[Callable[[], Any], ...]:
         torch.get_default_dtype,
         functools.partial(torch.is_autocast_enabled, kind),
         functools.partial(torch.get_autocast_dtype, kind),
+        torch.is_autocast_cache_enabled,
+        torch.is_anomaly_enabled,
+        # Not `get_float32_matmul_precision`: it raises once a precision was set by backend.
+        *(
+            functools.partial(torch._C._get_fp32_precision_getter, backend, operation)
+            for backend, operation in _FLOAT32_PRECISIONS
+        ),
         *(getattr(torch._C, name) for name in names if hasattr(torch._C, name)),
     )
 
