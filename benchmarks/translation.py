@@ -205,15 +205,21 @@ def quality(name: str, arguments: argparse.Namespace) -> dict[str, Any]:
 
 def packed_quality(corpus: str, arguments: argparse.Namespace) -> dict[str, Any]:
     """BLEU with padded and with packed batches after as many updates, for each seed. A packed batch
-    has as many real target tokens as a padded one has in the mean. All runs are in this process:
-    later seeds use the code that the first has compiled."""
+    has as many real target tokens as a padded one has in the mean. Packed runs have no attention
+    dropout, so padded ones train with and without. All runs are in this process: later seeds use
+    the code that the first has compiled."""
     config = stored_values(ROOT / f"{corpus}.yaml")
     common = {"data": str(corpus_of(corpus, arguments)), "max_steps": arguments.updates}
     common |= {"epochs": 1000, "valid_sentences": 0, "samples": 0}
     rows: dict[str, Any] = {}
     packed: dict[str, Any] = {"packed": "on", "plan": "max", "shapes": None}
     for seed in arguments.seeds:
-        for way, choice in {"padded": {"packed": "off"}, "packed": packed}.items():
+        ways = {
+            "padded": {"packed": "off"},
+            "padded-without-attention-dropout": {"packed": "off", "attention_dropout": 0.0},
+            "packed": packed,
+        }
+        for way, choice in ways.items():
             name = f"{corpus}-{way}-{seed}"
             values = config | common | {"seed": seed} | choice | quick_values(arguments)
             rows[name] = train_here(TrainSettings.from_dict(values), name, arguments)
