@@ -52,6 +52,7 @@ def _reasons(recipe: Recipe) -> list[str]:
     if recipe.schedule == "outside":
         reasons.append("SGD's lr needs fused=True")  # else it reads its rate on the host
         reasons += [".training changes from batch to batch"] if "eval" in recipe.between else []
+        reasons += ["settings['weight'] changes from batch"] if "value" in recipe.between else []
     if recipe.losses == "grad" and recipe.zero_grad == "zeros at start":
         reasons.append("each call finds the gradients that it uses in other memory")
     return reasons
