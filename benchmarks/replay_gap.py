@@ -20,6 +20,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from engine_works import Work, transformer
@@ -41,11 +42,8 @@ def captured_by(planned: Planned, device: Device) -> Callable[[int], object]:
         graphs.append(graph)
         return graph, result
 
-    device.capture = recorded  # type: ignore[method-assign]
-    try:
+    with patch.object(device, "capture", recorded):
         planned(20)
-    finally:
-        del device.capture  # type: ignore[method-assign]
     if len(graphs) != 1:
         raise SystemExit(f"the engine captured {len(graphs)} graphs; expected 1")
     (graph,) = graphs

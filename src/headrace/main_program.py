@@ -145,8 +145,8 @@ def _is_no_end(record: logging.LogRecord) -> bool:
 
 @contextmanager
 def _quiet_ends() -> Iterator[None]:
-    """Let a thread that raises `ProgramEnded` end without a traceback. The main thread gets a
-    `KeyboardInterrupt` then: it may wait for something that the thread will never do now."""
+    """Let a thread that raises `ProgramEnded` end without a traceback, and raise
+    `KeyboardInterrupt` in the main thread, which may be waiting for work of that thread."""
     original = threading.excepthook
 
     def hook(arguments: threading.ExceptHookArgs) -> None:

@@ -14,7 +14,7 @@ from headrace.device import Kind, Span
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, Idle, breakdown, idle_times
 from headrace.diagnosis.session import Observations
 from headrace.diagnosis.trace import StepTrace, host_segments
-from headrace.diagnosis.verdict import more_steps, step_line_option, verdict_of
+from headrace.diagnosis.verdict import SMALL, more_steps, step_line_option, verdict_of
 from headrace.diagnosis.waits import Wait
 from headrace.diagnosis.what_if import (
     GRAPH,
@@ -55,8 +55,6 @@ _AROUND = 3
 _UNEVEN, _EVEN_STEPS = 5.0, 5
 #: From more tensors per batch on, receiving them is worth a note.
 _MANY_TENSORS = 8
-#: Gains below this share of a step are not worth a prediction.
-_SMALL = 0.005
 
 
 def explain(
@@ -433,7 +431,7 @@ def _uneven_steps(seen: Observations) -> list[str]:
 
 def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
     notes = [*seen.notes, *_waits_in_threads(seen), *_uneven_steps(seen)]
-    if seen.loader_workers == 0 and parts is not None and parts.input > _SMALL * parts.total:
+    if seen.loader_workers == 0 and parts is not None and parts.input > SMALL * parts.total:
         notes.append("the DataLoader has no worker processes: pass num_workers=4 or more")
     if seen.loader_pins is False and any(
         wait.form.name in ("to", "pageable copy", "accelerate copy")

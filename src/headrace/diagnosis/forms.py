@@ -380,7 +380,7 @@ def _in_logger(form: str, libraries: Sequence[tuple[str, str]]) -> str:
 
 
 def _title(functions: Sequence[tuple[str, str]]) -> str:
-    """The function of PyTorch's that the line calls, as far as it is not a detail of modules."""
+    """The PyTorch function that the line calls, in words: the outermost public one, if any."""
     public = [one for one in functions if not one[1].startswith("_")]
     stem, function = public[-1] if public else functions[-1]
     return f"{function}() in PyTorch's {stem}.py"

@@ -17,7 +17,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -79,6 +79,13 @@ def _period(calls: tuple[Hashable, ...]) -> Period:
     return Period(calls, calls[-1], calls.count(calls[-1]))
 
 
+class _Settled(NamedTuple):
+    """How many calls and steps there were when the period was settled."""
+
+    calls: int
+    steps: int
+
+
 class StepFinder:
     """Tells which calls end a step, from the calls alone.
 
@@ -93,8 +100,8 @@ class StepFinder:
         self.calls = 0
         self.is_lost = False
         self._history: list[Hashable] = []
-        self._settled_at: int | None = None
-        self._settled_steps = self._ended_at = 0
+        self._settled: _Settled | None = None
+        self._ended_at = 0
         self._at_least = 0
         self._since_last = 0
         self._others = 0
@@ -102,15 +109,15 @@ class StepFinder:
 
     def settle(self) -> None:
         """Keep the period from now on."""
-        self._settled_at = self._ended_at = self.calls
-        self._settled_steps = self.steps
+        self._settled = _Settled(self.calls, self.steps)
+        self._ended_at = self.calls
 
     @property
     def calls_per_step(self) -> int:
         """How many calls a step has: since `settle`, or else in the period."""
-        steps = self.steps - self._settled_steps
-        if self._settled_at is not None and steps > 0:
-            return round((self._ended_at - self._settled_at) / steps)
+        settled = self._settled
+        if settled is not None and self.steps > settled.steps:
+            return round((self._ended_at - settled.calls) / (self.steps - settled.steps))
         return 0 if self.period is None else len(self.period.calls)
 
     def on_call(self, key: Hashable) -> bool:
@@ -153,17 +160,17 @@ class StepFinder:
         assert self.period is not None
         if not self.period.repeats:
             return
-        if self._settled_at is None:
+        if self._settled is None:
             self._start_anew()
             return
         self._others += 1
-        is_soon = self.calls <= 2 * self._settled_at
+        is_soon = self.calls <= 2 * self._settled.calls
         has_replaced = self._others >= _ROUNDS * len(self.period.calls)
         if (is_soon or has_replaced) and self._losses < _MAX_LOSSES:
             self._losses += 1
             self.is_lost = True
             self.period, self.steps = None, 0
-            self._settled_at = None
+            self._settled = None
             self._others = self._since_last = 0
 
     def _start_anew(self) -> None:

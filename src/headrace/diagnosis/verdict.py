@@ -8,8 +8,8 @@ from headrace.diagnosis.steps import FIRST_STEP, StepLine
 from headrace.runs.records import DiagnosisResult
 from headrace.source_lines import short_path
 
-#: Gains below this share of a step are not worth a sentence.
-_SMALL = 0.005
+#: What is below this share of a step is not worth a sentence.
+SMALL = 0.005
 #: The windows by their name on the command line.
 _FLAGS = {"warmup": "warmup", "clean": "steps", "profiled": "profiled", "lines": "lines"}
 _WAITS_FOR = {
@@ -52,7 +52,7 @@ def _headroom(result: DiagnosisResult, idle_ms: float) -> str:
     if not result.predictions:
         return f"{text}."
     best = max(result.predictions, key=lambda one: one.speedup)
-    if best.speedup < 1 + _SMALL:
+    if best.speedup < 1 + SMALL:
         return f"{text}, but no change that diagnose can predict gains anything."
     return f"{text}; {best.change}, a step would take {best.step_ms:.1f} ms ({best.speedup:.2f}×)."
 

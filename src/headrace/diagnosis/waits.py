@@ -3,8 +3,7 @@
 On CUDA, PyTorch says itself when an operation synchronises (`set_sync_debug_mode`), in whichever
 thread; the frames are walked at that moment. It is silent about explicit synchronisation, about
 asynchronous copies from memory that is not pinned, and about code of Thrust's, so those calls are
-replaced by ones that tell.
-The fake device tells its hidden waits.
+replaced by ones that report it. The fake device reports its hidden waits itself.
 """
 
 from __future__ import annotations
@@ -247,7 +246,8 @@ def _telling(
 
 @contextmanager
 def _fake_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[None]:
-    """The fake device tells its hidden waits; the explicit ones are calls of its own methods."""
+    """Call `on_wait` for each wait on the fake device inside the block. The device reports hidden
+    waits itself; for explicit ones, its methods are replaced."""
     fake: Any = device
     cuda: Any = torch.get_device_module("cuda")
     synchronize, wait, empty_cache = fake.synchronize, fake.wait, cuda.empty_cache

@@ -57,11 +57,7 @@ class FrozenValues:
         self._modules: list[torch.nn.Module] = []
         self._batches_since_change = self._frequent_changes = 0
         self._hooks_checked = -1
-        # The settings of all parameter groups, which are read again only after one has changed.
-        self._groups: list[dict[str, Any]] = []
-        self._group_entries = SameEntries((), ())
-        self._group_settings: tuple[Hashable, ...] = ()
-        self._settings_are_fixed = True
+        self._group_settings = _GroupSettings()
 
     def check(self, replaced: str | None = None, *, after_new_shape: bool = False) -> bool:
         """Call before each batch. Returns whether a value differs from what graphs were captured
@@ -168,25 +164,39 @@ class FrozenValues:
 
     def _frozen_settings(self) -> tuple[Hashable, ...]:
         """The settings that a graph freezes, by name."""
-        groups = self._state.param_groups()
-        same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
-        if not (same and self._settings_are_fixed and self._group_entries.hold()):
-            self._groups = groups
-            entries = self._entries_of_groups()
-            self._group_entries = SameEntries(entries, groups)
-            values = [(name, group[name]) for group, name in entries]
-            device = self._state.device
-            self._group_settings = tuple((name, _frozen(value, device)) for name, value in values)
-            self._settings_are_fixed = all(_is_fixed(value, device) for _, value in values)
-        return (*self._more_settings(), *self._group_settings)
+        return (*self._more_settings(), *self._group_settings.read(self._state))
 
-    def _entries_of_groups(self) -> list[Entry]:
-        found: list[Entry] = []
-        for optimizer in self._state.optimizers:
-            unread = {*_NO_SETTINGS, *(["lr"] if takes_rates_as_tensors(optimizer) else [])}
-            for group in optimizer.param_groups:
-                found += [(group, name) for name in group if name not in unread]
-        return found
+
+class _GroupSettings:
+    """The settings of all parameter groups. They are read again only after one has changed."""
+
+    def __init__(self) -> None:
+        self._groups: list[dict[str, Any]] = []
+        self._entries = SameEntries((), ())
+        self._values: tuple[Hashable, ...] = ()
+        self._are_fixed = True  # whether each stays the same as long as it is the same object
+
+    def read(self, state: StepState) -> tuple[Hashable, ...]:
+        """The present settings, by name."""
+        groups = state.param_groups()
+        same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
+        if not (same and self._are_fixed and self._entries.hold()):
+            self._groups = groups
+            entries = _entries_of_groups(state)
+            self._entries = SameEntries(entries, groups)
+            values = [(name, group[name]) for group, name in entries]
+            self._values = tuple((name, _frozen(value, state.device)) for name, value in values)
+            self._are_fixed = all(_is_fixed(value, state.device) for _, value in values)
+        return self._values
+
+
+def _entries_of_groups(state: StepState) -> list[Entry]:
+    found: list[Entry] = []
+    for optimizer in state.optimizers:
+        unread = {*_NO_SETTINGS, *(["lr"] if takes_rates_as_tensors(optimizer) else [])}
+        for group in optimizer.param_groups:
+            found += [(group, name) for name in group if name not in unread]
+    return found
 
 
 def _frozen(value: Any, device: Device) -> Hashable:

@@ -352,7 +352,8 @@ def _item_name(container: str, key: Any) -> str:
 
 
 def _is_other_container(one: Any, other: Any) -> bool:
-    """Whether a value is another container than before, of equal items, that may change later."""
+    """Whether a container that can change was replaced by another one of equal items. `one` and
+    `other` are equal; each may be such a container, or a tuple of them."""
     if one is other:
         return False
     if isinstance(one, tuple):

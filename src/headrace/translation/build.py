@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -22,7 +21,7 @@ from headrace.parallel import SINGLE, Ranks, rank_device, wrap_ddp
 from headrace.plan import LoaderPlan, Plan, effective_plan, load_plan
 from headrace.translation.corpus.batches import Batching, BatchPlan, make_loader
 from headrace.translation.corpus.encoded import IdPairs
-from headrace.translation.corpus.packed import PackedPlan, packed_size
+from headrace.translation.corpus.packed import PackedPlan, packed_size, pair_sizes
 from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.loss import translation_loss
 from headrace.translation.model import Translator, new_model
@@ -270,8 +269,8 @@ def _plan_batches(
 
 def _longest(data: Prepared) -> int:
     """The tokens of the longest sentence that is trained on or validated with, on either side."""
-    lengths = np.concatenate([data.splits[split].lengths for split in ("train", "valid")])
-    return int((lengths - np.array([0, 1])).max(initial=1))
+    splits = (data.splits[name] for name in ("train", "valid"))
+    return max(int(pair_sizes(pairs.lengths).max(initial=1)) for pairs in splits)
 
 
 def _batch_tokens(settings: TrainSettings, train: IdPairs, loader: LoaderPlan) -> int:
