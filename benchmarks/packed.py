@@ -23,6 +23,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import statistics
 import tempfile
 import time
@@ -291,6 +292,8 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
         for way in plain:
             way.train(arguments.warm_up)
         print("all ways are warmed up", flush=True)
+        if arguments.pause:
+            signal.raise_signal(signal.SIGSTOP)
         for _ in range(arguments.turns):
             for way in (*ways, *plain):
                 lines[way.name] += way.train(arguments.epochs)
@@ -385,6 +388,11 @@ def main() -> None:
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--epochs", type=int, default=2, help="epochs per turn")
     parser.add_argument("--warm-up", type=int, default=3, help="epochs before the first turn")
+    parser.add_argument(
+        "--pause",
+        action="store_true",
+        help="after the warm-up, stop until SIGCONT comes: others may use the GPU until then",
+    )
     parser.add_argument("--steps", type=int, default=16, help="steps under the profiler")
     parser.add_argument("--block", type=int, default=BLOCK, help="tokens per side of a flex block")
     parser.add_argument("--layers", type=int, help="of encoder and decoder; else those of base")

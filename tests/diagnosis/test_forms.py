@@ -78,3 +78,17 @@ def test_a_copy_into_host_memory_reads_from_the_device() -> None:
         (None, "copy to pageable memory", "cpu"),
     ):
         assert form_of(operation, [], Expression(node, None, on_device)).name == form
+
+
+def test_a_test_in_a_comprehension() -> None:
+    """While it is tested, Python 3.11 gives the comprehension's place, Python 3.12 the test's."""
+    for code, form in (
+        ("[1 for _ in y if t.isnan()]", "finite check"),
+        ("{k for k in y if k}", "branch"),
+    ):
+        whole = ast.parse(code, mode="eval").body
+        assert isinstance(whole, ast.ListComp | ast.SetComp)
+        (generator,) = whole.generators
+        (test,) = generator.ifs
+        assert Expression(whole, None).form() == form
+        assert Expression(test, generator).form() == form

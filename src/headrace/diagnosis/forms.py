@@ -447,6 +447,8 @@ class Expression:
         parent = self.parent
         if isinstance(parent, _TESTS):
             return parent.test is self.node
+        if isinstance(parent, ast.comprehension):
+            return self.node in parent.ifs  # from Python 3.12 on; before, the whole comprehension
         if isinstance(parent, ast.match_case):
             return parent.guard is self.node
         is_negated = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
