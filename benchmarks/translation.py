@@ -50,6 +50,12 @@ QUICK: dict[str, Any] = {
     "preset": "tiny", "layers": 1, "vocabulary": 400, "tokens": 400, "max_steps": 4, "epochs": 2,
     "warmup": 2, "beam": 1, "valid_sentences": 4, "plan": "pipeline",
 }  # fmt: skip
+#: What `packed-quality` compares. Packed batches get as many tokens as the padded ones before them.
+QUALITY_WAYS: dict[str, dict[str, Any]] = {
+    "padded": {"packed": "off"},
+    "padded-without-attention-dropout": {"packed": "off", "attention_dropout": 0.0},
+    "packed": {"packed": "on", "plan": "max", "shapes": None},
+}
 SPEED = "--preset base --vocabulary 32000 --src en --trg de --valid-sentences 0 --beam 1"
 
 
@@ -212,20 +218,16 @@ def packed_quality(corpus: str, arguments: argparse.Namespace) -> dict[str, Any]
     common = {"data": str(corpus_of(corpus, arguments)), "max_steps": arguments.updates}
     common |= {"epochs": 1000, "valid_sentences": 0, "samples": 0}
     rows: dict[str, Any] = {}
-    packed: dict[str, Any] = {"packed": "on", "plan": "max", "shapes": None}
+    tokens: dict[str, int] = {}
     for seed in arguments.seeds:
-        ways = {
-            "padded": {"packed": "off"},
-            "padded-without-attention-dropout": {"packed": "off", "attention_dropout": 0.0},
-            "packed": packed,
-        }
-        for way, choice in ways.items():
+        for way in (way for way in QUALITY_WAYS if way in arguments.ways):
             name = f"{corpus}-{way}-{seed}"
+            choice = QUALITY_WAYS[way] | (tokens if way == "packed" else {})
             values = config | common | {"seed": seed} | choice | quick_values(arguments)
             rows[name] = train_here(TrainSettings.from_dict(values), name, arguments)
-            if way == "padded" and "tokens" not in packed:
-                tokens = rows[name]["target tokens"] / rows[name]["batches"]
-                packed["tokens"] = 8 * math.ceil((1.004 * tokens + 4) / 8)
+            if way != "packed":
+                mean = rows[name]["target tokens"] / rows[name]["batches"]
+                tokens["tokens"] = 8 * math.ceil((1.004 * mean + 4) / 8)
     return rows
 
 
@@ -346,12 +348,21 @@ def main() -> None:
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2], help="of packed-quality")
     parser.add_argument(
+        "--ways",
+        nargs="+",
+        choices=QUALITY_WAYS,
+        default=list(QUALITY_WAYS),
+        help="of packed-quality",
+    )
+    parser.add_argument(
         "--updates", type=int, default=3000, help="of packed-quality and time-to-bleu"
     )
     parser.add_argument("--bleu", type=float, default=40.0, help="of time-to-bleu")
     parser.add_argument("--quick", action="store_true", help="tiny models, a few pairs and updates")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
+    if arguments.ways == ["packed"]:
+        parser.error("--ways packed: expected a padded way, too; packed batches get its tokens")
     result: dict[str, Any] = header("translation.py")
     for part in arguments.parts:
         if part == "decode":
