@@ -47,7 +47,7 @@ from headrace.device import Timeline
 from headrace.parallel import SINGLE
 from headrace.runs import BusyWindow, MetricsLog, RunFolder, StopRequests, read_metrics
 from headrace.translation import ModelSettings, Prepared, TrainSettings, attention, prepared_for
-from headrace.translation.build import build_run
+from headrace.translation.build import RunParts, build_run
 from headrace.translation.model import sinusoids
 from headrace.translation.observers import (
     EpochGauges,
@@ -97,13 +97,13 @@ class PlainWay:
     """A loop as tutorials have it, with `nn.Transformer` and the batches of the padded way: copy,
     forward, backward, clip, step, and read the loss."""
 
-    def __init__(self, name: str, padded: Way) -> None:
-        self.name, self.parts, self.device = name, padded.parts, padded.device
+    def __init__(self, name: str, padded: RunParts) -> None:
+        self.name, self.parts, self.device = name, padded, padded.device
         self._on, self._epochs = padded.device.torch_device, 0
-        self._bf16 = padded.parts.plan.precision == "bf16"
+        self._bf16 = padded.plan.precision == "bf16"
         torch.manual_seed(0)
-        settings = padded.parts.model.settings
-        self._model = _NnTransformer(settings, *map(len, padded.parts.data.vocabularies))
+        settings = padded.model.settings
+        self._model = _NnTransformer(settings, *map(len, padded.data.vocabularies))
         self._model.to(self._on)
         self._call = torch.compile(self._model) if name == "plain compiled" else self._model
         self._optimizer = torch.optim.AdamW(self._model.parameters(), lr=7e-4, betas=(0.9, 0.98))
@@ -265,7 +265,7 @@ def rate(lines: list[dict[str, Any]], way: Way | PlainWay) -> dict[str, Any]:
 
 
 def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace) -> dict[str, Any]:
-    common = _settings(corpus, arguments)
+    common, quick = _settings(corpus, arguments), QUICK if arguments.quick else {}
     rows: dict[str, dict[str, Any]] = {}
     details: dict[str, Any] = {}
     with ExitStack() as stack:
@@ -273,7 +273,7 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
         for name, choice in WAYS.items():
             if name not in ("packed", *arguments.beside):
                 continue
-            settings = TrainSettings.from_dict(common | choice | (QUICK if arguments.quick else {}))
+            settings = TrainSettings.from_dict(common | choice | quick)
             data = prepared_for(settings, cache)
             before, begun = _allocated(ways), time.perf_counter()
             way = Way(name, settings, data, runs, stack)
@@ -288,7 +288,12 @@ def measure(corpus: Path, cache: Path, runs: Path, arguments: argparse.Namespace
                 "graphs": None if graphs is None else asdict(graphs),
             }
             print(name, details[name], flush=True)
-        plain = [PlainWay(name, ways[-1]) for name in arguments.beside if name != "padded"]
+        if "padded" in arguments.beside:
+            padded = ways[-1].parts
+        else:
+            padded = build_run(TrainSettings.from_dict(common | WAYS["padded"] | quick), data)
+            stack.callback(padded.engine.close)
+        plain = [PlainWay(name, padded) for name in arguments.beside if name != "padded"]
         for way in plain:
             way.train(arguments.warm_up)
         print("all ways are warmed up", flush=True)
