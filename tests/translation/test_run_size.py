@@ -9,6 +9,7 @@ import yaml
 
 from headrace.device import open_device
 from headrace.errors import TranslationError
+from headrace.plan import Plan
 from headrace.testing import FakeDevice
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
@@ -19,6 +20,7 @@ from headrace.translation.run_size import (
     cpu_batch_seconds,
     estimated_seconds,
     preset_of_weights,
+    training_seconds,
     warmup_warning,
 )
 from headrace.translation.settings import time_text
@@ -42,7 +44,9 @@ def test_a_run_says_its_preset_and_stores_it(
     trainer.run()
     said = " ".join(capfd.readouterr().err.split())
     assert "CPU and 196 pairs: preset tiny, 0.0 M parameters; about 1 second for 2 epochs" in said
-    assert yaml.safe_load(trainer.folder.config.read_text())["preset"] == "tiny"
+    stored = yaml.safe_load(trainer.folder.config.read_text())
+    assert (stored["preset"], stored["plan"]) == ("tiny", "pipeline")
+    assert "captures no graphs" not in said  # a CPU leaves no choice of plans
 
 
 def test_weights_to_start_from_bring_their_preset(tmp_path: Path) -> None:
@@ -61,7 +65,7 @@ def test_a_model_needs_a_chosen_preset() -> None:
 
 def test_the_estimate_grows_with_epochs_and_ends_with_max_steps(corpus: Path) -> None:
     def seconds(**changes: object) -> float:
-        values = SMALL | {"data": str(corpus / "pairs.tsv"), **changes}
+        values = SMALL | {"data": str(corpus / "pairs.tsv"), "plan": "pipeline", **changes}
         settings = TrainSettings.from_dict(values)
         return estimated_seconds(build_run(settings, prepared_for(settings, corpus / "cache")))
 
@@ -78,9 +82,24 @@ def test_the_estimate_for_a_cpu_is_near_the_recorded_demo() -> None:
     assert found == pytest.approx(recorded_s, rel=0.2)
 
 
+@pytest.mark.parametrize(
+    ("preset", "millions", "tokens", "recorded_s"),
+    [("base", 60, 390, 0.0062), ("base", 60, 16_384, 0.0423), ("small", 9.4, 3345, 0.0061)],
+)
+def test_the_estimate_under_graph_is_near_what_was_recorded(
+    preset: str, millions: float, tokens: int, recorded_s: float
+) -> None:
+    """2026-11-15-h200-graphs.json and -translation.json."""
+    settings, plan = TrainSettings.from_dict({"preset": preset, "epochs": 1}), Plan.preset("graph")
+    with FakeDevice() as device:
+        found = training_seconds(settings, device, plan, 1, tokens, int(millions * 1e6))
+    assert found == pytest.approx(recorded_s, rel=0.2)
+
+
 def test_a_run_that_ends_within_its_warmup_is_warned_about(corpus: Path) -> None:
     def warning(**changes: object) -> str | None:
-        values = SMALL | {"data": str(corpus / "pairs.tsv"), "warmup": 26, **changes}
+        values = SMALL | {"data": str(corpus / "pairs.tsv"), "plan": "pipeline", "warmup": 26}
+        values |= changes
         settings = TrainSettings.from_dict(values)
         return warmup_warning(build_run(settings, prepared_for(settings, corpus / "cache")))
 
