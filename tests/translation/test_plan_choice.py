@@ -82,6 +82,8 @@ def test_the_plan_follows_device_settings_and_length(
         assert chosen(device, SimpleNamespace(group="nccl", several=True))[0] == "pipeline"
         missing = "Triton"
         assert chosen(device)[0] == captured
+        monkeypatch.setattr("torch.version.hip", "7.0")
+        assert chosen(device)[0] == "pipeline"
     assert chosen(open_device("cpu")) == ("pipeline", "CPU captures no graphs")
 
 

@@ -8,6 +8,8 @@ import os
 import shutil
 from dataclasses import dataclass
 
+import torch
+
 from headrace.device import Device
 from headrace.parallel import Ranks
 from headrace.plan import LoaderPlan, Plan
@@ -60,6 +62,8 @@ def _why_eager(settings: TrainSettings, ranks: Ranks, device: Device) -> str | N
     """Why the step is better not captured as a graph; None if it should be."""
     if not device.captures:
         return f"{device.description()} captures no graphs"
+    if torch.version.hip is not None:
+        return "graphs were not measured with ROCm (--plan graph, to try them)"
     if ranks.group is not None:
         # Captured on one GPU with DDP; not tried on several. FSDP2 cannot be captured.
         return "under torchrun, graphs are left to you (--plan graph, with --parallel ddp)"
