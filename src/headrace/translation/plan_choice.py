@@ -63,10 +63,10 @@ def _why_eager(settings: TrainSettings, ranks: Ranks, device: Device) -> str | N
     if not device.captures:
         return f"{device.description()} captures no graphs"
     if torch.version.hip is not None:
-        return "graphs were not measured with ROCm (--plan graph, to try them)"
+        return "graphs were never measured with ROCm (--plan graph tries them)"
     if ranks.group is not None:
-        # Captured on one GPU with DDP; not tried on several. FSDP2 cannot be captured.
-        return "under torchrun, graphs are left to you (--plan graph, with --parallel ddp)"
+        # DDP's step was captured on one GPU, and never tried on several. FSDP2's cannot be.
+        return "graphs were never measured on several GPUs (--plan graph tries them, with ddp)"
     if settings.on_oom == "halve":
         return "on_oom = halve, and graphs would keep their memory"
     if settings.shapes == 0 and settings.packed != "on":
@@ -88,8 +88,8 @@ def _why_uncompiled(settings: TrainSettings, device: Device) -> str | None:
 
 
 def _missing_for_triton() -> str | None:
-    """What PyTorch's compiler lacks to make kernels for a GPU: Triton, or the C compiler that it
-    calls. Without them, packed batches would run with slow attention."""
+    """What PyTorch's compiler lacks to make kernels for a GPU: Triton, or the C compiler that
+    Triton calls. Compiling would fail, and packed batches would train with slow attention."""
     if importlib.util.find_spec("triton") is None:
         return "Triton"
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
@@ -98,8 +98,7 @@ def _missing_for_triton() -> str | None:
 
 
 def _seconds_under_graph(settings: TrainSettings, data: Prepared, device: Device) -> float:
-    """Roughly how long the run takes without compiling, with all its epochs: `patience` may end it
-    earlier, which nobody knows before."""
+    """Roughly how long the run takes without compiling, if `patience` does not end it earlier."""
     train = data.splits["train"]
     tokens = train.tokens[1]
     batches = math.ceil(tokens / batch_tokens(settings, train, LoaderPlan()))

@@ -49,8 +49,7 @@ class Compiling:
     speedup: float
 
 
-# Measured on an H200, base with 26,000 target tokens per batch. Padded batches are compiled twice,
-# the second time with dynamic sizes (2026-11-16-h200-compiled-shapes.json).
+# Measured on an H200: base with 26,000 target tokens per batch; padded ones of several shapes.
 _COMPILING_PACKED, _COMPILING_PADDED = Compiling(40.0, 1.8), Compiling(180.0, 1.45)
 
 
