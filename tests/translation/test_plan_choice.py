@@ -112,6 +112,7 @@ def test_a_run_needs_a_settled_plan(corpus: Path) -> None:
     assert planned_parameters(settings, data) == parameter_count(parts)
 
 
+@pytest.mark.filterwarnings("ignore:'pin_memory' argument")  # there is no GPU to pin for
 def test_a_run_says_its_plan(
     corpus: Path,
     tmp_path: Path,
