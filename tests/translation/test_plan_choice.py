@@ -20,7 +20,7 @@ from headrace.translation.run_size import parameter_count, planned_parameters
 from support.id_pairs import random_pairs
 from support.trainers import SMALL, new
 
-# Under `graph`, a batch takes an estimated 25 ms: packed batches pay for compiling from 90 s on,
+# Under `graph`, a batch takes an estimated 14 ms: packed batches pay for compiling from 90 s on,
 # padded ones from 580 s on.
 BASE: dict[str, Any] = {"preset": "base", "tokens": 10_000, "epochs": 10**8}
 TOO_SHORT = "more than it saves"
@@ -42,11 +42,11 @@ def data(tmp_path: Path) -> Any:
         # Packed batches pay for compiling earlier than padded ones, and large models than small.
         ({"max_steps": 10}, "graph", "the run takes about 1 second; compiling takes about 40"),
         ({"max_steps": 2000}, "graph", TOO_SHORT),
-        ({"max_steps": 5000}, "max", "compiling takes about 40 seconds"),
-        ({"max_steps": 5000, "packed": "off"}, "graph", TOO_SHORT),
-        ({"max_steps": 5000, "shapes": 8}, "graph", TOO_SHORT),
-        ({"max_steps": 5000, "preset": "tiny"}, "graph", TOO_SHORT),
-        ({"max_steps": 1000, "accumulate": 5}, "max", "compiling takes about 40 seconds"),
+        ({"max_steps": 10_000}, "max", "compiling takes about 40 seconds"),
+        ({"max_steps": 10_000, "packed": "off"}, "graph", TOO_SHORT),
+        ({"max_steps": 10_000, "shapes": 8}, "graph", TOO_SHORT),
+        ({"max_steps": 10_000, "preset": "tiny"}, "graph", TOO_SHORT),
+        ({"max_steps": 2000, "accumulate": 5}, "max", "compiling takes about 40 seconds"),
         ({"epochs": 1}, "graph", TOO_SHORT),
         ({"time_limit": 60.0}, "graph", "the run takes about 60 seconds; compiling takes about"),
         ({"time_limit": 600.0}, "max", "without it the run takes about 10 minutes (--plan graph)"),

@@ -31,13 +31,12 @@ class _Rates:
 
 # From benchmarks/results/: 2026-11-16-cpu-demo.txt, on two quiet cores; six models from 1.2 to
 # 11 M parameters took CPU time in proportion, within a quarter.
-# 2026-11-15-h200-bench-30x60-bf16.json (launches) and -256x64-bf16.json (compute, under `graph`).
+# Launches: 2026-11-15-h200-bench-30x60-bf16.json.
 _CPU, _CPU_THREADS = _Rates(4e-3, 5.7e-5), 2
-_GPU = _Rates(5e-3, 44e-9)
-# A layer of a replayed graph takes this long even in a small batch, whose kernels do not fill the
-# GPU. 2026-11-15-h200-graphs.json and -translation.json: base with batches of 30 sentences, small
-# with 4,096 tokens.
-_GPU_REPLAY_S = 0.45e-3
+_GPU = _Rates(5e-3, 30e-9)
+# A layer takes this long even in a small batch, whose kernels do not fill the GPU. This and the
+# compute above are a line through the two `graph` rows, in bf16, of 2026-11-15-h200-graphs.json.
+_GPU_LAYER_S = 0.38e-3
 
 
 @dataclass(frozen=True)
@@ -105,11 +104,9 @@ def training_seconds(
     if not device.asynchronous:
         batch_s = cpu_batch_seconds(tokens, millions, layers, torch.get_num_threads())
     else:
-        batch_s = _GPU.compute_s * tokens * millions
+        batch_s = _GPU_LAYER_S * layers + _GPU.compute_s * tokens * millions
         if plan.graphs == "off":  # the GPU computes while the host launches
             batch_s = max(_GPU.launch_s * layers, batch_s)
-        else:
-            batch_s += _GPU_REPLAY_S * layers
     total = batches * settings.epochs
     if settings.max_steps is not None:
         total = min(total, settings.max_steps * settings.accumulate)
