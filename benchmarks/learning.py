@@ -447,7 +447,8 @@ def main() -> None:
     about = header("learning.py") | {"threads": arguments.threads}
     about["command"] = about["command"].replace(str(arguments.data), arguments.data.name)
     with tempfile.TemporaryDirectory(prefix="headrace-learning-") as work:
-        values = stored_values(arguments.config)
+        # Named, since `Contest.parts` builds a run without the trainer, which would choose it.
+        values = {"plan": "pipeline"} | stored_values(arguments.config)
         settings = TrainSettings.from_dict(values | {"data": str(arguments.data.absolute())})
         if arguments.epochs is not None:
             settings = settings.replace(epochs=arguments.epochs)

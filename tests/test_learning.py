@@ -27,7 +27,7 @@ def learning() -> Iterator[ModuleType]:
 
 @pytest.fixture
 def contest(learning: ModuleType, corpus: Path, tmp_path: Path) -> Any:
-    changes = {"data": str(corpus / "pairs.tsv"), "monitor": False}
+    changes = {"data": str(corpus / "pairs.tsv"), "monitor": False, "plan": "pipeline"}
     return learning.Contest(TrainSettings.from_dict({**SMALL, **changes}), tmp_path, quiet=True)
 
 

@@ -105,7 +105,7 @@ def test_help_shows_the_defaults_of_settings() -> None:
     shown = " ".join(
         CliRunner().invoke(app, ["train", "--help"], env={"COLUMNS": "200"}).stdout.split()
     )
-    for default in ("runs/train", "0.0007", "no-joint", "(set by --preset)", "pipeline"):
+    for default in ("runs/train", "0.0007", "no-joint", "(set by --preset)", "auto"):
         assert f"[default: {default}]" in shown
     for panel in SECTIONS:
         assert f" {panel} ─" in shown

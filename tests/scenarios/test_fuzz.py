@@ -36,7 +36,7 @@ from headrace.checkpoint import (
 )
 from headrace.device import open_device
 from headrace.errors import HeadraceError
-from headrace.plan import Plan, load_plan
+from headrace.plan import load_plan
 from headrace.runs import MetricsLog, RunFolder, read_metrics
 from headrace.translation import Trainer, TrainSettings, read_corpus, read_pairs
 from headrace.translation.build import check_policies
@@ -138,7 +138,7 @@ def test_settings(how: list[Any]) -> None:
         found = read_or_refused(lambda: TrainSettings.read(file))
         if found is not None:
             read_or_refused(found.model)
-            read_or_refused(lambda: check_policies(found, Plan.of(found.plan)))
+            read_or_refused(lambda: check_policies(found))
             assert TrainSettings.from_dict(yaml.safe_load(yaml.safe_dump(found.to_dict()))) == found
 
 

@@ -38,13 +38,14 @@ def test_packed_where_it_pays(
     data: Any = SimpleNamespace(splits={"train": pairs, "valid": pairs})
     settings = TrainSettings(**(LARGE | changes))
     with FakeDevice() as device:
-        monkeypatch.setattr(build, "open_device", lambda name: device)
-        assert "flex_attention does not run on" in str(build.why_padded(settings, data, SINGLE))
+        found = build.why_padded(settings, data, SINGLE, device)
+        assert "flex_attention does not run on" in str(found)
         monkeypatch.setattr(device, "compiles", True)
-        found = build.why_padded(settings, data, SINGLE)
+        found = build.why_padded(settings, data, SINGLE, device)
         assert found is None if why is None else str(found).startswith(why)
         two: Any = SimpleNamespace(several=True)
-        assert build.why_padded(settings, data, two) is not None
+        found = build.why_padded(settings, data, two, device)
+        assert found == "several ranks: only --packed on packs" if why is None else found
 
 
 def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
@@ -62,7 +63,7 @@ def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
     def lengths(**values: Any) -> tuple[int, int]:
         settings = TrainSettings(packed="on", plan="pipeline", max_length=500, **values)
         device = open_device("cpu")
-        plan, loader = build._choose_plans(settings, device)
+        plan, loader = build._resolve_plans(settings, device)
         return build._plan_batches(settings, data, plan, loader, device).epoch(0)[0].lengths
 
     message = (

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
 from headrace.device import open_device
 from headrace.errors import TranslationError
+from headrace.plan import Plan
 from headrace.testing import FakeDevice
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
@@ -18,10 +22,13 @@ from headrace.translation.run_size import (
     choose_preset,
     cpu_batch_seconds,
     estimated_seconds,
+    planned_parameters,
     preset_of_weights,
+    training_seconds,
     warmup_warning,
 )
 from headrace.translation.settings import time_text
+from support.paths import BENCHMARKS
 from support.trainers import SMALL
 
 
@@ -42,7 +49,9 @@ def test_a_run_says_its_preset_and_stores_it(
     trainer.run()
     said = " ".join(capfd.readouterr().err.split())
     assert "CPU and 196 pairs: preset tiny, 0.0 M parameters; about 1 second for 2 epochs" in said
-    assert yaml.safe_load(trainer.folder.config.read_text())["preset"] == "tiny"
+    stored = yaml.safe_load(trainer.folder.config.read_text())
+    assert (stored["preset"], stored["plan"]) == ("tiny", "pipeline")
+    assert "captures no graphs" not in said  # a CPU leaves no choice of plans
 
 
 def test_weights_to_start_from_bring_their_preset(tmp_path: Path) -> None:
@@ -61,7 +70,7 @@ def test_a_model_needs_a_chosen_preset() -> None:
 
 def test_the_estimate_grows_with_epochs_and_ends_with_max_steps(corpus: Path) -> None:
     def seconds(**changes: object) -> float:
-        values = SMALL | {"data": str(corpus / "pairs.tsv"), **changes}
+        values = SMALL | {"data": str(corpus / "pairs.tsv"), "plan": "pipeline", **changes}
         settings = TrainSettings.from_dict(values)
         return estimated_seconds(build_run(settings, prepared_for(settings, corpus / "cache")))
 
@@ -78,9 +87,38 @@ def test_the_estimate_for_a_cpu_is_near_the_recorded_demo() -> None:
     assert found == pytest.approx(recorded_s, rel=0.2)
 
 
+def test_the_estimate_under_graph_is_near_what_was_recorded() -> None:
+    """The rates were fitted to the first two rows, and to none of the others. `base` has 32,000
+    words on each side there."""
+    graphs = stored("2026-11-15-h200-graphs.json")
+    shapes = stored("2026-11-16-h200-compiled-shapes.json")["rows"]
+    fitted = [(1800, graphs["30x60-bf16"]["rows"]["graph"]["ms"])]
+    fitted += [(16_384, graphs["256x64-bf16"]["rows"]["graph"]["ms"])]
+    others = [(row["tokens"], row["graph ms"]) for row in shapes.values()]
+    for corpus in ("multi30k", "3am"):  # tokens of both sides
+        row = graphs[corpus]
+        others.append((row["real tokens a timed batch"] / 2, row["rows"]["graph"]["ms"]))
+    settings = TrainSettings(preset="base", epochs=1)
+    words: Any = SimpleNamespace(vocabularies=(range(32_000), range(32_000)))
+    parameters = planned_parameters(settings, words)
+    assert parameters == 76_908_544
+    with FakeDevice() as device:
+        for rows, tolerance in ((fitted, 0.02), (others, 0.25)):
+            for tokens, recorded_ms in rows:
+                found = training_seconds(
+                    settings, device, Plan.preset("graph"), 1, tokens, parameters
+                )
+                assert 1e3 * found == pytest.approx(recorded_ms, rel=tolerance)
+
+
+def stored(name: str) -> Any:
+    return json.loads((BENCHMARKS / "results" / name).read_text(encoding="utf-8"))
+
+
 def test_a_run_that_ends_within_its_warmup_is_warned_about(corpus: Path) -> None:
     def warning(**changes: object) -> str | None:
-        values = SMALL | {"data": str(corpus / "pairs.tsv"), "warmup": 26, **changes}
+        values = SMALL | {"data": str(corpus / "pairs.tsv"), "plan": "pipeline", "warmup": 26}
+        values |= changes
         settings = TrainSettings.from_dict(values)
         return warmup_warning(build_run(settings, prepared_for(settings, corpus / "cache")))
 

@@ -417,6 +417,17 @@ class TestSettings:
         with pytest.raises(TranslationError, match=f"packed = on with {message}"):
             new(corpus, tmp_path, "none", packed="on", **values)
 
+    def test_a_new_run_that_its_corpus_refuses_is_removed(
+        self, corpus: Path, tmp_path: Path
+    ) -> None:
+        """Resuming it in vain removes nothing: its folder may have more than this run's files."""
+        made = new(corpus, tmp_path, "run", packed="on", tokens=2)
+        again = Trainer.resume(made.folder.path, cache=corpus / "cache", quiet=True)
+        for run, is_left in ((again, True), (made, False)):
+            with pytest.raises(TranslationError, match="tokens = 2 with packed = on: the longest"):
+                run.run()
+            assert made.folder.path.exists() is is_left
+
     def test_yaml_takes_some_numbers_for_text(self) -> None:
         assert TrainSettings.from_dict(yaml.safe_load("lr: 1e-3")).lr == 0.001
         with pytest.raises(TranslationError, match="lr = 'fast': expected a number"):

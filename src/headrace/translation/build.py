@@ -57,7 +57,7 @@ class RunParts:
 def check_settings(settings: TrainSettings) -> None:
     """Raise the errors of `build_run` that can be found without the corpus."""
     (settings.replace(preset="tiny") if settings.preset == "auto" else settings).model()
-    check_policies(settings, effective_plan(Plan.of(settings.plan)))
+    check_policies(settings)
     check_packed(settings)
     open_device(rank_device(settings.device))
     if settings.weights is not None and not Path(settings.weights).exists():
@@ -67,9 +67,11 @@ def check_settings(settings: TrainSettings) -> None:
         )
 
 
-def check_policies(settings: TrainSettings, plan: Plan) -> None:
-    """Raise if `on_nonfinite` is unknown, or `on_oom` does not work under this plan."""
+def check_policies(settings: TrainSettings) -> None:
+    """Raise if `on_nonfinite` or the plan is unknown, or `on_oom` does not work under this plan."""
     NonFinitePolicy.of(settings.on_nonfinite)
+    # With `on_oom = halve`, `plan = auto` chooses this one.
+    plan = effective_plan(Plan.of("pipeline" if settings.plan == "auto" else settings.plan))
     if settings.on_oom == "halve" and plan.graphs != "off":
         raise TranslationError(
             f"on_oom = halve: plan {plan.name} captures CUDA graphs, which keep their memory; "
@@ -95,21 +97,20 @@ def _packed_obstacle(settings: TrainSettings) -> str | None:
     return None
 
 
-def why_padded(settings: TrainSettings, data: Prepared, ranks: Ranks) -> str | None:
+def why_padded(settings: TrainSettings, data: Prepared, ranks: Ranks, device: Device) -> str | None:
     """Why `packed = auto` takes padded batches; None if it takes packed ones.
 
     Packed batches need `flex_attention`, which only compiled code on a CUDA GPU has. With a mask of
     all queries × keys they would be slower than padded ones.
     """
-    device = open_device(rank_device(settings.device))
-    plan, loader = _choose_plans(settings, device)
+    plan, loader = _resolve_plans(settings, device)
     if not device.compiles:
         return f"flex_attention does not run on {device.description()}"
     if not plan.compile:
         return f"plan {plan.name} does not compile"
     if ranks.several:
-        return "several ranks: not measured yet"
-    tokens = _batch_tokens(settings, data.splits["train"], loader)
+        return "several ranks: only --packed on packs"
+    tokens = batch_tokens(settings, data.splits["train"], loader)
     if tokens < _PACKED_FROM_TOKENS:
         return f"{tokens:,} target tokens per batch, less than {_PACKED_FROM_TOKENS:,}"
     if tokens < (longest := _longest(data)):
@@ -129,7 +130,7 @@ def build_run(
     `on_error` is passed to the engine.
     """
     device = open_device(rank_device(settings.device))
-    plan, loader = _choose_plans(settings, device)
+    plan, loader = _resolve_plans(settings, device)
     batches = _plan_batches(settings, data, plan, loader, device)
     torch.manual_seed(settings.seed)
     model = new_model(settings.model(), data.vocabularies)
@@ -212,8 +213,13 @@ def _rank_seed(seed: int, rank: int) -> int:
     return int.from_bytes(digest[:8], "little") >> 1
 
 
-def _choose_plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
+def _resolve_plans(settings: TrainSettings, device: Device) -> tuple[Plan, LoaderPlan]:
     loader = LoaderPlan()
+    if settings.plan == "auto":
+        raise TranslationError(
+            "plan = auto: is chosen when a run starts, and this one has not; expected a preset's "
+            "name or a plan.yaml"
+        )
     if is_plan_file(settings.plan):
         stored = load_plan(settings.plan)
         plan, loader = stored.plan, stored.loader
@@ -246,7 +252,7 @@ def _plan_batches(
 ) -> Batching:
     train, shapes = data.splits["train"], settings.shapes
     if settings.packed == "on":
-        tokens = _batch_tokens(settings, train, loader)
+        tokens = batch_tokens(settings, train, loader)
         longest = _longest(data)
         if settings.tokens is not None and settings.tokens < longest:
             raise TranslationError(
@@ -273,7 +279,7 @@ def _longest(data: Prepared) -> int:
     return max(int(pair_sizes(pairs.lengths).max(initial=1)) for pairs in splits)
 
 
-def _batch_tokens(settings: TrainSettings, train: IdPairs, loader: LoaderPlan) -> int:
+def batch_tokens(settings: TrainSettings, train: IdPairs, loader: LoaderPlan) -> int:
     """Target tokens per batch, without padding: as set, or those of so many mean sentences."""
     if settings.tokens is not None:
         return settings.tokens

@@ -9,7 +9,10 @@ from pathlib import Path
 import torch
 
 from headrace.device import Device
+from headrace.plan import Plan
 from headrace.translation.build import RunParts
+from headrace.translation.corpus.prepared import Prepared
+from headrace.translation.model import new_model
 from headrace.translation.settings import TrainSettings
 
 # On a GPU: the smallest preset whose corpora are at least this large wins. A larger model learns
@@ -28,9 +31,30 @@ class _Rates:
 
 # From benchmarks/results/: 2026-11-16-cpu-demo.txt, on two quiet cores; six models from 1.2 to
 # 11 M parameters took CPU time in proportion, within a quarter.
-# 2026-11-15-h200-bench-30x60-bf16.json (launches) and -256x64-bf16.json (compute, under `graph`).
+# Launches: 2026-11-15-h200-bench-30x60-bf16.json.
 _CPU, _CPU_THREADS = _Rates(4e-3, 5.7e-5), 2
-_GPU = _Rates(5e-3, 44e-9)
+_GPU = _Rates(5e-3, 30e-9)
+# A layer takes this long even in a small batch, whose kernels do not fill the GPU. This and the
+# compute above are a line through the two `graph` rows, in bf16, of 2026-11-15-h200-graphs.json.
+_GPU_LAYER_S = 0.38e-3
+
+
+@dataclass(frozen=True)
+class Compiling:
+    """What plan `max` costs and gains, compared with `graph`: seconds to compile with an empty
+    cache, and how many times as fast the steps are then."""
+
+    seconds: float
+    speedup: float
+
+
+# Measured on an H200: base with 26,000 target tokens per batch; padded ones of several shapes.
+_COMPILING_PACKED, _COMPILING_PADDED = Compiling(40.0, 1.8), Compiling(180.0, 1.45)
+
+
+def compiling(*, packed: bool) -> Compiling:
+    """What compiling costs and gains with packed or padded batches."""
+    return _COMPILING_PACKED if packed else _COMPILING_PADDED
 
 
 def choose_preset(device: Device, pairs: int) -> str:
@@ -54,16 +78,35 @@ def preset_of_weights(weights: str | None) -> str | None:
 
 def estimated_seconds(parts: RunParts) -> float:
     """Roughly how long the run trains, from rates that were measured on other machines."""
-    settings, model = parts.settings, parts.settings.model()
     batches = len(parts.loader.sampler.batches)
     tokens = parts.data.splits["train"].tokens[1] / max(1, batches) / parts.ranks.size
-    millions = parameter_count(parts) / 1e6
+    total_s = training_seconds(
+        parts.settings, parts.device, parts.plan, batches, tokens, parameter_count(parts)
+    )
+    if not (parts.plan.compile and parts.device.compiles):
+        return total_s
+    compiled = compiling(packed=parts.settings.packed == "on")
+    return compiled.seconds + total_s / compiled.speedup
+
+
+def training_seconds(
+    settings: TrainSettings,
+    device: Device,
+    plan: Plan,
+    batches: int,
+    tokens: float,
+    parameters: int,
+) -> float:
+    """Roughly how long the run trains, uncompiled, with so many batches per epoch, target tokens
+    per batch and parameters."""
+    model, millions = settings.model(), parameters / 1e6
     layers = model.encoder_layers + model.decoder_layers
-    if parts.device.asynchronous:  # computes while the host launches
-        launch_s = _GPU.launch_s * layers if parts.plan.graphs == "off" else 0.0
-        batch_s = max(launch_s, _GPU.compute_s * tokens * millions)
-    else:
+    if not device.asynchronous:
         batch_s = cpu_batch_seconds(tokens, millions, layers, torch.get_num_threads())
+    else:
+        batch_s = _GPU_LAYER_S * layers + _GPU.compute_s * tokens * millions
+        if plan.graphs == "off":  # the GPU computes while the host launches
+            batch_s = max(_GPU.launch_s * layers, batch_s)
     total = batches * settings.epochs
     if settings.max_steps is not None:
         total = min(total, settings.max_steps * settings.accumulate)
@@ -92,7 +135,17 @@ def warmup_warning(parts: RunParts) -> str | None:
 
 
 def parameter_count(parts: RunParts) -> int:
-    return sum(p.numel() for p in parts.model.parameters())
+    return _count(parts.model)
+
+
+def planned_parameters(settings: TrainSettings, data: Prepared) -> int:
+    """How many parameters the run's model will have."""
+    with torch.device("meta"):  # takes no memory and draws no random numbers
+        return _count(new_model(settings.model(), data.vocabularies))
+
+
+def _count(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters())
 
 
 def about(seconds: float) -> str:

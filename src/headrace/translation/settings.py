@@ -155,7 +155,11 @@ class TrainSettings(Checked):
         0, 0, 1000, "Average the weights of this many last epochs; 0 disables averaging."
     )
     # --- execution
-    plan: str = choice("pipeline", "Execution plan: a preset (see `headrace plan`) or a plan.yaml.")
+    plan: str = choice(
+        "auto",
+        "Execution plan: a preset (see `headrace plan`), a plan.yaml, or auto: chosen by device "
+        "and length of the run.",
+    )
     precision: Literal["auto", "fp32", "tf32", "bf16", "fp16"] = choice(
         "auto", "fp32, tf32, bf16, fp16, or auto: bf16 on a GPU that is fast at it, else fp32."
     )

@@ -6,9 +6,9 @@
 A run depends only on its settings, which include the seed. It may be killed at any moment:
 `Trainer.resume(folder).run()` continues with the batch after the last checkpoint.
 
-Read this file from top to bottom. `Trainer.run` prepares the corpus, chooses a preset if none was
-given, builds the run (`build.py`), opens observers and the checkpoint writer, restores the last
-checkpoint, trains with a `TrainingLoop`, and scores the best weights.
+Read this file from top to bottom. `Trainer.run` prepares the corpus, chooses a preset and a plan if
+none were given, builds the run (`build.py`), opens observers and the checkpoint writer, restores
+the last checkpoint, trains with a `TrainingLoop`, and scores the best weights.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -28,7 +29,7 @@ from typing import Any
 from headrace.atomic_files import replace_file
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
 from headrace.data import end_workers, loader_error
-from headrace.device import Ledger, open_device
+from headrace.device import Device, Ledger, open_device
 from headrace.engine import DeferredValues, Engine, EpochResult
 from headrace.errors import (
     CheckpointError,
@@ -73,6 +74,7 @@ from headrace.translation.observers import (
     new_progress,
     new_watchdog,
 )
+from headrace.translation.plan_choice import choose_plan
 from headrace.translation.result import TrainResult, remove_result, stored_result
 from headrace.translation.run_size import (
     FirstBatches,
@@ -123,10 +125,12 @@ class Trainer:
         quiet: bool = False,
         ranks: Ranks = SINGLE,
         is_changed: bool = False,
+        is_new: bool = False,
     ) -> None:
         self.settings, self.folder = settings, folder
         self._cache, self._quiet, self._ranks = cache, quiet, ranks
         self._is_changed = is_changed  # `config.yaml` has other settings
+        self._is_new = is_new  # `create` made the folder, and nothing was built yet
 
     @classmethod
     def create(
@@ -147,7 +151,7 @@ class Trainer:
         check_data(settings)
         folder = _new_folder(settings, ranks, project, name)
         settings = TrainSettings.read(folder.config)
-        return cls(settings, folder, cache=cache, quiet=quiet, ranks=ranks)
+        return cls(settings, folder, cache=cache, quiet=quiet, ranks=ranks, is_new=True)
 
     @classmethod
     def resume(
@@ -175,7 +179,8 @@ class Trainer:
 
     def run(self) -> TrainResult:
         """Train to the end, until a signal asks to stop, or until the time limit or the patience
-        is over. Does nothing if the run is finished."""
+        is over. Does nothing if the run is finished. If the corpus cannot be used, or the settings
+        do not fit it, a new run is removed."""
         folder, ranks = self.folder, self._ranks
         limit_s = self.settings.time_limit
         ends_at_s = time.monotonic() + limit_s if limit_s else None
@@ -190,6 +195,7 @@ class Trainer:
         gauges, losses = EpochGauges(), EpochLoss()
         checkpoints: Checkpoints  # made below; the engine uses it when a step fails
         with (
+            self._removed_if_refused(),
             folder.locked() if ranks.is_first else nullcontext(),
             new_progress(self.settings, ranks, self._quiet, gauges, ends_at_s) as progress,
         ):
@@ -197,24 +203,29 @@ class Trainer:
             begun_s = time.monotonic()
             data = self._prepare(progress)
             prepared_s = time.monotonic()
-            is_automatic = self.settings.preset == "auto"
-            if is_automatic:
+            is_preset_chosen, why_plan = self.settings.preset == "auto", None
+            if is_preset_chosen:
                 self._choose_preset(data)
+            if self.settings.plan == "auto":
+                why_plan = self._choose_plan(data)
             if self.settings.packed == "auto":
                 self._choose_packed(data)
             settings = self.settings
+            parts = build_run(
+                settings, data, ranks, on_error=lambda error: checkpoints.rescue(error)
+            )
+            self._is_new = False
+            start_up = StartUp(prepared_s - begun_s, time.monotonic() - prepared_s)
+            engine, device = parts.engine, parts.device
+            if is_preset_chosen:
+                progress.message(_choice(parts))
+            if why_plan is not None:
+                progress.message(f"plan {settings.plan}: {why_plan}")
             if settings.packed == "on":
                 progress.message(
                     "batches are packed, and attention has no dropout (--packed off: padded "
                     "batches)"
                 )
-            parts = build_run(
-                settings, data, ranks, on_error=lambda error: checkpoints.rescue(error)
-            )
-            start_up = StartUp(prepared_s - begun_s, time.monotonic() - prepared_s)
-            engine, device = parts.engine, parts.device
-            if is_automatic:
-                progress.message(_choice(parts))
             progress.message(f"{_description(parts)}; {folder.path}")
             if (warning := warmup_warning(parts)) is not None and ranks.is_first:
                 log.warning("%s", warning)
@@ -288,14 +299,20 @@ class Trainer:
 
     def _choose_preset(self, data: Prepared) -> None:
         """Set the preset of the weights to start from, or else one for this device and corpus."""
-        device = open_device(rank_device(self.settings.device))
         preset = preset_of_weights(self.settings.weights)
-        preset = preset or choose_preset(device, len(data.splits["train"]))
+        preset = preset or choose_preset(self._open_device(), len(data.splits["train"]))
         self._choose(preset=self._ranks.broadcast(preset, Ledger()))
+
+    def _choose_plan(self, data: Prepared) -> str | None:
+        """Set the plan for this device and corpus. Returns why, if the device had a choice."""
+        device = self._open_device()
+        choice = choose_plan(self.settings, data, self._ranks, device)
+        self._choose(plan=self._ranks.broadcast(choice.plan, Ledger()))
+        return choice.why if device.captures else None
 
     def _choose_packed(self, data: Prepared) -> None:
         """Set `packed` to on where it pays, else to off."""
-        why = why_padded(self.settings, data, self._ranks)
+        why = why_padded(self.settings, data, self._ranks, self._open_device())
         self._choose(packed=self._ranks.broadcast("on" if why is None else "off", Ledger()))
         if why is not None:
             log.debug("batches are padded: %s", why)
@@ -305,6 +322,21 @@ class Trainer:
         wherever it is resumed."""
         self.settings = self.settings.replace(**choice)
         self._write_config(self.settings)
+
+    def _open_device(self) -> Device:
+        return open_device(rank_device(self.settings.device))
+
+    @contextmanager
+    def _removed_if_refused(self) -> Iterator[None]:
+        """Remove a new run's folder if the corpus or the settings are wrong: the corrected command
+        may then have its name. Most such errors are found before there is a folder, but not those
+        that need the prepared corpus."""
+        try:
+            yield
+        except TranslationError:
+            if self._is_new and self._ranks.is_first:
+                shutil.rmtree(self.folder.path, ignore_errors=True)
+            raise
 
     def _write_config(self, settings: TrainSettings) -> None:
         if self._ranks.is_first:
