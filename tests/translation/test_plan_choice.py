@@ -36,9 +36,9 @@ def data(tmp_path: Path) -> Any:
 @pytest.mark.parametrize(
     ("changes", "plan", "why"),
     [
-        ({}, "max", "compiling takes about 40 seconds, then steps are about 1.8 times as fast"),
-        ({"sentences": 30, "tokens": None}, "max", "compiling takes about 3 minutes, then steps"),
-        ({"packed": "off"}, "max", "compiling takes about 3 minutes, then steps are about 1.45"),
+        ({}, "max", "compiling takes about 40 seconds, then steps are about 2 times as fast"),
+        ({"sentences": 30, "tokens": None}, "max", "compiling takes about 2 minutes, then steps"),
+        ({"packed": "off"}, "max", "compiling takes about 2 minutes, then steps are about 1.4"),
         # Packed batches pay for compiling earlier than padded ones, and large models than small.
         ({"max_steps": 10}, "graph", "the run takes about 1 second; compiling takes about 40"),
         ({"max_steps": 2000}, "graph", TOO_SHORT),
