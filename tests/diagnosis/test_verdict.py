@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.diagnosis.explanation import explain
-from headrace.diagnosis.session import Observations, Settings
+from headrace.diagnosis.session import Measurements, Observations, Settings
 from headrace.diagnosis.steps import Period
 from headrace.diagnosis.verdict import windows_for
 from headrace.runs.records import Environment
@@ -48,9 +48,7 @@ def test_a_script_that_ends_in_the_clean_window_is_told_what_it_takes() -> None:
         steps=24,
         calls=24,
         period=Period((0,), 0, 1),
-        clean_ns=[5 * MS] * 14,
-        clean_total_ns=70 * MS,
-        window="clean",
+        measured=Measurements(window="clean", clean_ns=[5 * MS] * 14, clean_total_ns=70 * MS),
     )
     assert sentences(seen) == (
         "A step takes 5.0 ms. The script ended after 24 steps, before the GPU's work was traced.\n"

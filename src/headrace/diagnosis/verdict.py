@@ -136,7 +136,7 @@ def _never_ran(line: StepLine, ran: set[int]) -> str:
 
 
 def _untraced(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
-    if seen.is_complete or seen.missing or result.step_ms is None:
+    if seen.measured.is_complete or seen.measured.missing or result.step_ms is None:
         return ("The GPU's work could not be traced: only lines and step times are known.",)
     return (
         f"A step takes {result.step_ms:.1f} ms. {_ending(result, seen)} after {_steps(seen)}, "
