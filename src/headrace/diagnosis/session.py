@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -27,7 +27,14 @@ from headrace.device import Device, chrome_trace, is_profiling, open_device
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
 from headrace.diagnosis.replacing import replaced
-from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
+from headrace.diagnosis.steps import (
+    Period,
+    StepFinder,
+    StepLine,
+    watch_backward,
+    watch_line,
+    watch_steps,
+)
 from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
@@ -161,6 +168,9 @@ class Session:
         self._has_raised = False
         self._windows: Generator[None, None, None] | None = self._run_windows()
         self._optimizers: Any = {}
+        #: A script without optimizers may update its weights itself.
+        self._may_lack_optimizers = self.settings.step_line is None
+        self._backwards = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
@@ -172,8 +182,9 @@ class Session:
             watched = watch_line(step_line, self._on_call)
             self.seen.lines_that_ran = self._stack.enter_context(watched)
         else:
-            watched_steps = watch_steps(self._on_call, self._on_backward)
+            watched_steps = watch_steps(self._on_call, self._before_call)
             self._optimizers = self._stack.enter_context(watched_steps)
+        self._stack.enter_context(watch_backward(self._on_backward))
         self._stack.enter_context(self._watched_loaders())
         return self
 
@@ -210,6 +221,9 @@ class Session:
             self._note_steps()
             self._complete()
 
+    def _before_call(self) -> None:
+        self._may_lack_optimizers = False
+
     def _complete(self) -> None:
         self._has_raised = True
         self._on_complete()
@@ -234,7 +248,9 @@ class Session:
                 )
 
     def _on_backward(self) -> None:
-        """A script without optimizers may update its weights itself."""
+        self._backwards += 1
+        if not self._may_lack_optimizers:
+            return
         seen = self.seen
         seen.backwards_alone += 1
         if seen.backwards_alone == 1:
@@ -360,13 +376,15 @@ class Session:
             current.append(replace(wait, in_other_thread=_is_other_thread(trains)))
 
         start_ns = time.perf_counter_ns()
-        with watch_waits(device, note), self._counted_backwards():
+        backwards = self._backwards
+        with watch_waits(device, note), self._watched_zeroing():
             for _ in self._steps(self.settings.lines):
                 yield
                 # A new list: a thread may still add to the old one.
                 measured.waits.append(current)
                 current = []
                 measured.watched_total_ns = time.perf_counter_ns() - start_ns
+                measured.backwards = self._backwards - backwards
 
     def _steps(self, count: int) -> Iterator[int]:
         start_s = time.monotonic()
@@ -438,38 +456,22 @@ class Session:
 
         return replaced(iterators, "__next__", next_batch)
 
-    @contextmanager
-    def _counted_backwards(self) -> Iterator[None]:
-        """Count backward passes, and note the lines at which `zero_grad` writes zeros."""
-        tensors: Any = torch.Tensor
+    def _watched_zeroing(self) -> AbstractContextManager[None]:
+        """Note the lines at which `zero_grad` writes zeros."""
         optimizers: Any = torch.optim.Optimizer
-        backward, zero_grad = tensors.backward, optimizers.zero_grad
-        seen = self.seen
-
-        inside = threading.local()
-
-        def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(inside, "backward", False):  # PyTorch calls it again in a function mode
-                return backward(tensor, *args, **kwargs)
-            seen.measured.backwards += 1
-            inside.backward = True
-            try:
-                return backward(tensor, *args, **kwargs)
-            finally:
-                inside.backward = False
+        zero_grad = optimizers.zero_grad
 
         def zeroing(optimizer: Any, set_to_none: bool = True) -> Any:
             if not set_to_none:
                 line = wait_at(sys._getframe(1)).line
                 where = f" ({short_path(line.file)}:{line.line})" if line is not None else ""
-                seen.note(
+                self.seen.note(
                     f"zero_grad(set_to_none=False){where} writes zeros to every gradient: leave "
                     "the argument out",
                 )
             return zero_grad(optimizer, set_to_none)
 
-        with replaced(tensors, "backward", counted), replaced(optimizers, "zero_grad", zeroing):
-            yield
+        return replaced(optimizers, "zero_grad", zeroing)
 
     def _note_blocking_launches(self) -> None:
         if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):
