@@ -173,6 +173,11 @@ def test_the_screen_and_the_page_show_it() -> None:
     assert "synchronisation: /home/ada/train.py:42 line 42" in page
     assert "<code>headrace.DeferredScalars</code>" in page
     assert "Where the time goes" in page
+    assert "blocked ms" in page
+    untimed = replace(read.lines[0], blocked_ms=None, idle_ms=None, gain_ms=None)
+    page = diagnosis_page(replace(read, lines=(untimed,)), "diagnosis.json")
+    assert "those with the most waits first" in page
+    assert "blocked ms" not in page
 
 
 def test_uneven_steps_and_waits_of_other_threads_are_told() -> None:

@@ -172,6 +172,16 @@ def test_a_block_is_diagnosed_and_its_result_printed(on_gpu: list[str]) -> None:
     assert str(diagnosis).startswith("A step takes ")
 
 
+def test_a_block_inside_another_is_refused(on_gpu: list[str]) -> None:
+    with headrace.diagnose() as diagnosis:
+        with pytest.raises(ProgramError, match="being diagnosed already"), headrace.diagnose():
+            pass
+        trained(2)
+    assert diagnosis.result.steps == 2
+    with Session(FAST):
+        pass
+
+
 def test_a_line_of_the_blocks_own_code_may_be_the_step(on_gpu: list[str]) -> None:
     line = inspect.currentframe().f_lineno + 3  # type: ignore[union-attr]
     with headrace.diagnose(warmup=3, clean=4, step_line=f"{__file__}:{line}") as diagnosis:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable
 from pathlib import Path
 
@@ -134,6 +135,25 @@ def test_optimizer_steps_are_seen() -> None:
             other.step()
     one.step()
     assert seen == [0, 1, 0, 1]
+
+
+def test_an_optimizer_that_replaces_another_has_its_number() -> None:
+    def fold(size: int) -> None:
+        weight = torch.nn.Parameter(torch.ones(size))
+        weight.grad = torch.ones(size)
+        optimizer, other = torch.optim.SGD([weight], lr=0.1), torch.optim.SGD([weight], lr=0.1)
+        for one in (optimizer, other, optimizer):
+            one.step()
+        del optimizer, other, one
+
+    seen: list[Hashable] = []
+    with watch_steps(seen.append):
+        for size in (2, 2, 3):
+            fold(size)
+            gc.collect()  # the first exception of a process may keep the first optimizer
+    assert seen[:3] == [0, 1, 0]
+    assert set(seen[3:6]) == {0, 1}
+    assert seen[6:] == [2, 3, 2]
 
 
 def test_steps_and_backward_passes_are_told_in_order() -> None:

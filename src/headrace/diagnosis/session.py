@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -38,6 +38,7 @@ from headrace.diagnosis.steps import (
 from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.errors import ProgramError
 from headrace.parallel import is_launched
 from headrace.runs.records import LineRecord
 from headrace.source_lines import short_path
@@ -150,6 +151,9 @@ class Session:
     to end the script. If it has raised, the next step calls it again.
     """
 
+    #: The session that runs in this process: two would measure each other.
+    _running: ClassVar[Session | None] = None
+
     def __init__(
         self,
         settings: Settings | None = None,
@@ -174,6 +178,13 @@ class Session:
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
+        other = Session._running
+        if other is not None and other._process == os.getpid():
+            raise ProgramError(
+                "this code is being diagnosed already: run the script without `headrace diagnose`, "
+                "or without its headrace.diagnose() block"
+            )
+        Session._running = self
         next(self._windows or iter(()), None)
         # Before the steps are watched: a step's optimizer has ended when the step ends.
         self._stack.enter_context(self._torch_calls.watching_optimizers())
@@ -192,6 +203,7 @@ class Session:
         self._close_windows()  # first: they have replaced functions that the stack also has
         self._stack.close()
         self._note_steps()
+        Session._running = None
 
     def _on_call(self, key: Hashable) -> None:
         windows = self._windows

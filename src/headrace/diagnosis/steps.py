@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 import traceback
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -186,16 +188,24 @@ def watch_steps(
 ) -> Iterator[WeakKeyDictionary[Any, int]]:
     """Call `on_call` after each optimizer step and graph replay inside the block, with a number for
     the optimizer or graph, and `before_call` before it. After those inside a capture, which run
-    nothing, `on_call` is not called. Yields the optimizers and graphs with their numbers."""
+    nothing, `on_call` is not called. Yields the optimizers and graphs with their numbers.
+
+    An optimizer that takes the place of one that is gone, in the next fold of a cross-validation
+    say, gets its number.
+    """
     numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     unused = itertools.count()
+    #: The numbers of optimizers and graphs that are gone, by kind.
+    free: defaultdict[Hashable, list[int]] = defaultdict(list)
     cuda: Any = torch.get_device_module("cuda")
     graph = cuda.CUDAGraph
     replay = graph.replay
 
     def number(one: object) -> int:
         if one not in numbers:
-            numbers[one] = next(unused)
+            same_kind = free[_kind(one)]
+            numbers[one] = same_kind.pop() if same_kind else next(unused)
+            weakref.finalize(one, same_kind.append, numbers[one]).atexit = False
         return numbers[one]
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -223,6 +233,12 @@ def watch_steps(
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _kind(one: Any) -> Hashable:
+    """The class of an optimizer or graph, and the shapes of an optimizer's weights."""
+    groups = getattr(one, "param_groups", ())
+    return type(one), tuple(tuple(weight.shape for weight in group["params"]) for group in groups)
 
 
 @contextmanager

@@ -67,7 +67,8 @@ def wait_at(frame: FrameType | None, operation: str = "", fake: Device | None = 
     functions: list[tuple[str, str]] = []
     while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
         file = frame.f_code.co_filename
-        if file.startswith(_TORCH) and Path(file).stem not in _MACHINERY:
+        is_wrapper = "<locals>" in frame.f_code.co_qualname
+        if file.startswith(_TORCH) and not is_wrapper and Path(file).stem not in _MACHINERY:
             functions.append((Path(file).stem, frame.f_code.co_name))
         frame = frame.f_back
     if innermost is None:
