@@ -97,6 +97,9 @@ class FunctionMode(TorchFunctionMode):
         device, name = self._device, getattr(func, "__name__", "")
         if name == "_parse_to":
             return func(*args, **kwargs)  # `Module.to` asks what its arguments mean
+        if func is torch.unravel_index:  # it makes tensors on the device that it asks for
+            with self:
+                return torch.functional._unravel_index(*args, **kwargs).unbind(-1)
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if tensor is not None:
             if name == "__get__":
