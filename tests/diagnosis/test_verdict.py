@@ -64,7 +64,7 @@ def test_windows_that_are_short_enough_are_not_advised_again() -> None:
 
 def test_optimizers_without_an_order_need_a_line() -> None:
     assert sentences(Observations(calls=7)) == (
-        "The script made 7 optimizer steps and graph replays, in no order that came three times in "
-        "a row: it is not known what a step is.\n"
+        "The script made 7 optimizer steps and graph replays, and no sequence of them repeats for "
+        "long enough: it is not known what a step is.\n"
         "Let it train for longer, or name a line that runs once per step: --step-line FILE:LINE."
     )

@@ -184,7 +184,6 @@ class Session:
                 "this code is being diagnosed already: run the script without `headrace diagnose`, "
                 "or without its headrace.diagnose() block"
             )
-        Session._running = self
         next(self._windows or iter(()), None)
         # Before the steps are watched: a step's optimizer has ended when the step ends.
         self._stack.enter_context(self._torch_calls.watching_optimizers())
@@ -197,13 +196,14 @@ class Session:
             self._optimizers = self._stack.enter_context(watched_steps)
         self._stack.enter_context(watch_backward(self._on_backward))
         self._stack.enter_context(self._watched_loaders())
+        Session._running = self
         return self
 
     def __exit__(self, *exception: object) -> None:
+        Session._running = None
         self._close_windows()  # first: they have replaced functions that the stack also has
         self._stack.close()
         self._note_steps()
-        Session._running = None
 
     def _on_call(self, key: Hashable) -> None:
         windows = self._windows

@@ -117,8 +117,8 @@ def _too_few_steps(result: DiagnosisResult, seen: Observations) -> tuple[str, ..
         )
     if not seen.steps:
         return (
-            f"{subject} made {seen.calls} optimizer steps and graph replays, in no order that "
-            "came three times in a row: it is not known what a step is.",
+            f"{subject} made {seen.calls} optimizer steps and graph replays, and no sequence of "
+            "them repeats for long enough: it is not known what a step is.",
             f"Let it train for longer, or {name_a_line}.",
         )
     return f"{_ending(result, seen)} after {_steps(seen)}, too few to measure.", more_steps(
