@@ -56,6 +56,15 @@ def test_a_script_that_ends_in_the_clean_window_is_told_what_it_takes() -> None:
     )
 
 
+def test_too_few_steps_of_several_optimizer_steps_say_so() -> None:
+    period = Period((0,) * 8 + (1,) * 8, 1, 8)
+    text = sentences(Observations(steps=6, calls=96, period=period, calls_per_step=16))
+    assert text.startswith("The script ended after 6 steps of 16 optimizer steps, too few")
+    assert text.endswith(
+        "less than that, name a line that runs once per step: --step-line FILE:LINE."
+    )
+
+
 def test_windows_that_are_short_enough_are_not_advised_again() -> None:
     settings = Settings(warmup=4, clean=2, profiled=1, lines=1)
     seen = Observations(steps=8, calls=8, period=Period((0,), 0, 1), settings=settings)
