@@ -38,6 +38,7 @@ FORMS = [
     ("number", "float(a.loss)"),
     ("number", "int(a.n)"),
     ("number", "math.sqrt(a.loss)"),
+    ("number", "list(map(float, a.x))"),
     ("branch", "bool(a.loss)"),
     ("branch", "if a.loss > 0: pass"),
     ("branch", "while a.loss < 0: pass"),

@@ -504,7 +504,7 @@ class Expression:
             return "finite check"
         if _owner(node) == "math":
             return "finite check" if name in _FINITE else "number"
-        found = _CALLS.get(name)
+        found = _CALLS.get(name) or _CALLS.get(_mapped(node))
         if name == "asarray" and _owner(node) == "torch":
             found = "new tensor"
         if found == "new tensor" and self.of_tensors:
@@ -523,6 +523,14 @@ def _called(node: ast.AST) -> str:
         return ""
     function = node.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _mapped(node: ast.Call) -> str:
+    """`float` of `list(map(float, values))`, which waits in `list`."""
+    for one in node.args:
+        if isinstance(one, ast.Call) and _called(one) == "map" and one.args:
+            return getattr(one.args[0], "id", "")
+    return ""
 
 
 def _owner(node: ast.Call) -> str:
