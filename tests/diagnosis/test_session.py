@@ -19,6 +19,7 @@ from headrace.device import Device, open_device
 from headrace.diagnosis import session as session_module
 from headrace.diagnosis.session import Session, Settings
 from headrace.errors import ProgramError
+from headrace.testing import fake_cuda
 from support.made_traces import Loop
 
 FAST = Settings(warmup=3, clean=4, profiled=3, lines=2)
@@ -170,6 +171,20 @@ def test_a_block_is_diagnosed_and_its_result_printed(on_gpu: list[str]) -> None:
         trained(20)
     assert diagnosis.result.outcome == "complete"
     assert str(diagnosis).startswith("A step takes ")
+
+
+def test_a_block_on_the_fake_device_has_waits_and_no_times() -> None:
+    with fake_cuda(), headrace.diagnose(warmup=3, lines=2) as diagnosis:
+        weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            loss.item()
+    assert (diagnosis.result.outcome, diagnosis.result.races) == ("lines only", 0)
+    assert str(diagnosis).startswith("The host waits for the device 1.0 times a step, at 1 line.")
 
 
 def test_a_block_inside_another_is_refused(on_gpu: list[str]) -> None:
