@@ -195,7 +195,7 @@ def watch_steps(
     """
     numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     unused = itertools.count()
-    #: The numbers of optimizers and graphs that are gone, by kind.
+    # The numbers of optimizers and graphs that are gone, by kind.
     free: defaultdict[Hashable, list[int]] = defaultdict(list)
     cuda: Any = torch.get_device_module("cuda")
     graph = cuda.CUDAGraph

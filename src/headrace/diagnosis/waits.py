@@ -220,7 +220,7 @@ def _explicit_waits(on_wait: Callable[[Wait], object], in_call: threading.local)
             if hasattr(owner, name):  # PyTorch for the CPU lacks some
                 call = _telling(getattr(owner, name), operation, on_wait, in_call)
                 stack.enter_context(replaced(owner, name, call))
-        generic: Any = torch.Event
+        generic: Any = torch.Event  # whatever the device; it is written in C
         call = _telling(generic.synchronize, "Event.synchronize", on_wait, in_call)
         stack.enter_context(replaced_in_c(generic, "synchronize", call))
         yield
