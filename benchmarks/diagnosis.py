@@ -126,12 +126,12 @@ def _observe(name: str, steps: Iterator[Any], traces: Path | None) -> DiagnosisR
     with Session(WINDOWS) as session:
         for _ in islice(steps, 60):
             pass
-    seen = session.seen
-    if traces is not None and seen.trace is not None:
+    trace = session.seen.measured.trace
+    if traces is not None and trace is not None:
         traces.mkdir(parents=True, exist_ok=True)
         with gzip.open(traces / f"{name}.json.gz", "wt", encoding="utf-8") as file:
-            json.dump(dataclasses.asdict(seen.trace), file)
-    return explain(seen, name, None, Environment())
+            json.dump(dataclasses.asdict(trace), file)
+    return explain(session.seen, name, None, Environment())
 
 
 # --- slow scripts ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.forms import FORMS
 from headrace.diagnosis.python_lines import LineTime
 from headrace.diagnosis.script import Limit, exit_code_of, parse_limits
-from headrace.diagnosis.session import Observations
+from headrace.diagnosis.session import Measurements, Observations
 from headrace.diagnosis.steps import Period
 from headrace.diagnosis.text import text_of
 from headrace.diagnosis.trace import Call
@@ -35,13 +35,15 @@ def seen(loop: Loop, waits: list[list[Wait]], clean_ms: float | None = None) -> 
         calls=50,
         period=Period((0,), 0, 1),
         calls_per_step=1,
-        clean_ns=[ns] * 10,
-        clean_total_ns=10 * ns,
-        trace=trace,
-        profiled_steps=trace.steps,
-        profiled_total_ns=trace.end_ns,
-        waits=waits,
-        is_complete=True,
+        measured=Measurements(
+            clean_ns=[ns] * 10,
+            clean_total_ns=10 * ns,
+            trace=trace,
+            profiled_steps=trace.steps,
+            profiled_total_ns=trace.end_ns,
+            waits=waits,
+            is_complete=True,
+        ),
     )
 
 
@@ -97,13 +99,13 @@ def test_steps_with_another_number_of_waits_are_not_joined() -> None:
 
 def test_a_copy_to_the_host_and_a_synchronisation_after_it_are_two_waits() -> None:
     observed = seen(Loop(), [[wait(41, "cpu"), wait(42, "device synchronize")]] * 3)
-    assert observed.trace is not None
+    assert observed.measured.trace is not None
     added = []
-    for mark in observed.trace.marks:
+    for mark in observed.measured.trace.marks:
         added += [Call(mark - 20, mark - 10, "wait", "cudaMemcpyAsync")]
         added += [Call(mark - 9, mark - 1, "wait", "cudaDeviceSynchronize")]
-    calls = sorted((*observed.trace.calls, *added), key=lambda one: one.start_ns)
-    observed.trace = replace(observed.trace, calls=tuple(calls), work=())
+    calls = sorted((*observed.measured.trace.calls, *added), key=lambda one: one.start_ns)
+    observed.measured.trace = replace(observed.measured.trace, calls=tuple(calls), work=())
     result = result_of(observed)
     assert result.waits_in_trace == 2
     assert all(one.blocked_ms is not None for one in result.lines)
@@ -111,14 +113,16 @@ def test_a_copy_to_the_host_and_a_synchronisation_after_it_are_two_waits() -> No
 
 def test_a_step_that_waits_much_more_often_is_told() -> None:
     observed = seen(Loop(reads=1), [[wait(42)]] * 3)
-    assert observed.trace is not None
-    last = observed.trace.marks[-2]  # the last step saves a checkpoint
+    assert observed.measured.trace is not None
+    last = observed.measured.trace.marks[-2]  # the last step saves a checkpoint
     saved = tuple(Call(last + at, last + at, "wait") for at in range(30))
-    calls = observed.trace.calls
-    observed.trace = replace(observed.trace, calls=(*calls, *saved))
-    sentence = f"1 of {observed.trace.steps} profiled steps waited up to 31 times instead of 1"
+    calls = observed.measured.trace.calls
+    observed.measured.trace = replace(observed.measured.trace, calls=(*calls, *saved))
+    sentence = (
+        f"1 of {observed.measured.trace.steps} profiled steps waited up to 31 times instead of 1"
+    )
     assert any(sentence in text for text in result_of(observed).missing)
-    observed.waits.append([wait(42)] * 31)
+    observed.measured.waits.append([wait(42)] * 31)
     assert not any(sentence in text for text in result_of(observed).missing)
 
 
@@ -141,14 +145,14 @@ def test_the_verdict_names_the_cause(loop: Loop, sentence: str) -> None:
 @pytest.mark.parametrize(("workers", "tensors"), [(2, 8), (0, 30), (2, 9)])
 def test_many_tensors_per_batch_are_worth_a_note(workers: int, tensors: int) -> None:
     observed = seen(Loop(), [[]] * 3)
-    observed.loader_workers, observed.batch_tensors = workers, tensors
+    observed.measured.loader_workers, observed.measured.batch_tensors = workers, tensors
     found = [note for note in result_of(observed).notes if "a batch has" in note]
     assert len(found) == ((workers, tensors) == (2, 9))
 
 
 def test_the_screen_and_the_page_show_it() -> None:
     observed = seen(Loop(reads=1, kernel=20 * US, load=3 * MS), [[wait(42)]] * 3)
-    observed.loader_workers = 0
+    observed.measured.loader_workers = 0
     result = result_of(observed)
     text = text_of(result)
     assert max(map(len, text.splitlines()[:12])) <= 120
@@ -169,12 +173,17 @@ def test_the_screen_and_the_page_show_it() -> None:
     assert "synchronisation: /home/ada/train.py:42 line 42" in page
     assert "<code>headrace.DeferredScalars</code>" in page
     assert "Where the time goes" in page
+    assert "blocked ms" in page
+    untimed = replace(read.lines[0], blocked_ms=None, idle_ms=None, gain_ms=None)
+    page = diagnosis_page(replace(read, lines=(untimed,)), "diagnosis.json")
+    assert "those with the most waits first" in page
+    assert "blocked ms" not in page
 
 
 def test_uneven_steps_and_waits_of_other_threads_are_told() -> None:
     logger = replace(wait(57), in_other_thread=True)
     observed = seen(Loop(reads=1), [[wait(42), logger]] * 3)
-    observed.clean_ns[3] = 138 * MS
+    observed.measured.clean_ns[3] = 138 * MS
     result = result_of(observed)
     assert any("/home/ada/train.py:57 waits in a thread of its own" in one for one in result.notes)
     assert any("the longest of 10 steps took 138.0 ms" in one for one in result.notes)
@@ -212,7 +221,7 @@ def test_the_page_has_the_code_around_each_line() -> None:
     code = Path(here).read_text(encoding="utf-8").splitlines()
     line = LineRecord(here, code.index(text) + 1, "", text)
     observed = seen(Loop(logging=9 * MS), [[Wait(FORMS["item"], line)]] * 3)
-    observed.python_lines = [LineTime(line, None, 9.0, 0.5)]
+    observed.measured.python_lines = [LineTime(line, None, 9.0, 0.5)]
     result = result_of(observed)
     for one in (*result.lines, *result.python_lines):
         assert one.excerpt is not None
@@ -224,9 +233,11 @@ def test_the_page_has_the_code_around_each_line() -> None:
     assert python.gain_ms is not None
     assert 0 < python.gain_ms <= result.parts.host
     assert "line of Python between launches" in text_of(result)
-    observed.python_lines = [LineTime(line, None, 0.25, 0.5)]  # in other steps than were profiled
+    observed.measured.python_lines = [
+        LineTime(line, None, 0.25, 0.5)
+    ]  # in other steps than were profiled
     assert [one.idle_ms for one in result_of(observed).python_lines] == [0.25]
-    observed.python_lines = [LineTime(line, None, 2.5, 0.4)]  # most of it was not sampled
+    observed.measured.python_lines = [LineTime(line, None, 2.5, 0.4)]  # most of it was not sampled
     assert result_of(observed).python_lines == ()
     assert "spread over many short stretches" in result_of(observed).missing[0]
     page = diagnosis_page(result, "diagnosis.json")
@@ -250,12 +261,12 @@ def test_limits_end_with_3() -> None:
 
 def test_a_trace_that_cannot_be_replayed_predicts_nothing() -> None:
     observed = seen(Loop(reads=1), [[wait(42)]] * 3)
-    assert observed.trace is not None
+    assert observed.measured.trace is not None
     work = tuple(
         replace(one, call=None) if at % 5 == 0 else one
-        for at, one in enumerate(observed.trace.work)
+        for at, one in enumerate(observed.measured.trace.work)
     )
-    observed.trace = replace(observed.trace, work=work)
+    observed.measured.trace = replace(observed.measured.trace, work=work)
     result = result_of(observed)
     assert result.predictions == ()
     assert result.lines[0].gain_ms is None

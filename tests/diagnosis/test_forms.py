@@ -40,6 +40,8 @@ def test_every_form_has_advice_and_every_table_names_a_form() -> None:
         ([("_tensor", "__repr__")], [("tqdm/std.py", "set_postfix")], "progress bar"),
         ([], [("transformers/trainer.py", "training_step")], "item"),
         ([], [("timm/utils/metrics.py", "update")], "item"),
+        ([], [("torchmetrics/aggregation.py", "_cast_and_nan_check_input")], "metric"),
+        ([], [("torchmetrics/metric.py", "compute")], "item"),
     ],
 )
 def test_forms_of_libraries(

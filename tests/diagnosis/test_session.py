@@ -19,6 +19,7 @@ from headrace.device import Device, open_device
 from headrace.diagnosis import session as session_module
 from headrace.diagnosis.session import Session, Settings
 from headrace.errors import ProgramError
+from headrace.testing import fake_cuda
 from support.made_traces import Loop
 
 FAST = Settings(warmup=3, clean=4, profiled=3, lines=2)
@@ -67,15 +68,15 @@ def test_the_windows_follow_each_other(on_gpu: list[str]) -> None:
     session = Session(FAST, on_complete=lambda: completed.append(1))
     with session:
         trained(20, lambda step: completed.append(0) if not completed else None)
-    seen = session.seen
+    measured = session.seen.measured
     kinds = {"optimizer": 6, "backward": 3}  # `zero_grad` counts, too
     assert on_gpu == ["profiled", f"3 steps, 3 batches, {kinds}", "lines"]
-    assert (len(seen.clean_ns), seen.profiled_steps, len(seen.waits)) == (4, 3, 2)
-    assert seen.is_complete
+    assert (len(measured.clean_ns), measured.profiled_steps, len(measured.waits)) == (4, 3, 2)
+    assert measured.is_complete
     assert completed.count(1) == 1
-    assert seen.clean_total_ns >= sum(seen.clean_ns)
-    assert (seen.backwards, seen.loader_workers, seen.loader_pins) == (2, 0, False)
-    assert seen.batch_tensors == 1
+    assert measured.clean_total_ns >= sum(measured.clean_ns)
+    assert (measured.backwards, measured.loader_workers, measured.loader_pins) == (2, 0, False)
+    assert measured.batch_tensors == 1
 
 
 @pytest.mark.parametrize(
@@ -87,9 +88,13 @@ def test_a_script_that_ends_early_leaves_what_is_known(
     session = Session(FAST)
     with session:
         trained(steps)
-    seen = session.seen
-    assert (len(seen.clean_ns), seen.profiled_steps, len(seen.waits)) == (clean, profiled, lines)
-    assert not seen.is_complete
+    measured = session.seen.measured
+    assert (len(measured.clean_ns), measured.profiled_steps, len(measured.waits)) == (
+        clean,
+        profiled,
+        lines,
+    )
+    assert not measured.is_complete
 
 
 def test_a_profiler_of_the_scripts_own_leaves_the_breakdown_out(on_gpu: list[str]) -> None:
@@ -97,7 +102,7 @@ def test_a_profiler_of_the_scripts_own_leaves_the_breakdown_out(on_gpu: list[str
     with session, torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         trained(20)
     assert on_gpu == ["lines"]
-    assert "the script runs a profiler of its own" in session.seen.missing[0]
+    assert "the script runs a profiler of its own" in session.seen.measured.missing[0]
 
 
 def test_a_window_that_fails_does_not_fail_the_script(
@@ -111,22 +116,22 @@ def test_a_window_that_fails_does_not_fail_the_script(
     with session:
         trained(20, done.append)
     assert len(done) == 20
-    assert session.seen.missing == [
+    assert session.seen.measured.missing == [
         "diagnose itself failed in the profiled window: RuntimeError: CUPTI is busy"
     ]
-    assert not session.seen.is_complete
+    assert not session.seen.measured.is_complete
 
 
 def test_the_windows_begin_again_when_other_steps_follow(on_gpu: list[str]) -> None:
     session = Session(FAST)
     with session:
         trained(9)
-        assert len(session.seen.clean_ns) == 4
+        assert len(session.seen.measured.clean_ns) == 4
         trained(30)
-    seen = session.seen
+    measured = session.seen.measured
     assert [one[:18] for one in on_gpu[-3:]] == ["profiled", "3 steps, 3 batches", "lines"]
-    assert (len(seen.clean_ns), seen.profiled_steps, len(seen.waits)) == (4, 3, 2)
-    assert seen.is_complete
+    assert (len(measured.clean_ns), measured.profiled_steps, len(measured.waits)) == (4, 3, 2)
+    assert measured.is_complete
 
 
 def test_gradients_that_are_accumulated_are_seen(on_gpu: list[str]) -> None:
@@ -166,6 +171,30 @@ def test_a_block_is_diagnosed_and_its_result_printed(on_gpu: list[str]) -> None:
         trained(20)
     assert diagnosis.result.outcome == "complete"
     assert str(diagnosis).startswith("A step takes ")
+
+
+def test_a_block_on_the_fake_device_has_waits_and_no_times() -> None:
+    with fake_cuda(), headrace.diagnose(warmup=3, lines=2) as diagnosis:
+        weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(8):
+            optimizer.zero_grad()
+            loss = weight.square().sum()
+            loss.backward()
+            optimizer.step()
+            loss.item()
+    assert (diagnosis.result.outcome, diagnosis.result.races) == ("lines only", 0)
+    assert str(diagnosis).startswith("The host waits for the device 1.0 times a step, at 1 line.")
+
+
+def test_a_block_inside_another_is_refused(on_gpu: list[str]) -> None:
+    with headrace.diagnose() as diagnosis:
+        with pytest.raises(ProgramError, match="being diagnosed already"), headrace.diagnose():
+            pass
+        trained(2)
+    assert diagnosis.result.steps == 2
+    with Session(FAST):
+        pass
 
 
 def test_a_line_of_the_blocks_own_code_may_be_the_step(on_gpu: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Hashable
 from pathlib import Path
 
@@ -9,8 +10,16 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
-from headrace.diagnosis.steps import StepFinder, StepLine, find_period, watch_line, watch_steps
+from headrace.diagnosis.steps import (
+    StepFinder,
+    StepLine,
+    find_period,
+    watch_backward,
+    watch_line,
+    watch_steps,
+)
 from headrace.errors import ProgramError
 from headrace.main_program import run_as_main
 
@@ -128,22 +137,46 @@ def test_optimizer_steps_are_seen() -> None:
     assert seen == [0, 1, 0, 1]
 
 
-def test_backward_passes_count_until_an_optimizer_begins() -> None:
+def test_an_optimizer_that_replaces_another_has_its_number() -> None:
+    def fold(size: int) -> None:
+        weight = torch.nn.Parameter(torch.ones(size))
+        weight.grad = torch.ones(size)
+        optimizer, other = torch.optim.SGD([weight], lr=0.1), torch.optim.SGD([weight], lr=0.1)
+        for one in (optimizer, other, optimizer):
+            one.step()
+        del optimizer, other, one
+
+    seen: list[Hashable] = []
+    with watch_steps(seen.append):
+        for size in (2, 2, 3):
+            fold(size)
+            gc.collect()  # the first exception of a process may keep the first optimizer
+    assert seen[:3] == [0, 1, 0]
+    assert set(seen[3:6]) == {0, 1}
+    assert seen[6:] == [2, 3, 2]
+
+
+def test_steps_and_backward_passes_are_told_in_order() -> None:
     weight = torch.nn.Parameter(torch.ones(2))
-    optimizer = torch.optim.LBFGS([weight], max_iter=3)
+    optimizer = torch.optim.LBFGS([weight], max_iter=2)
     seen: list[Hashable] = []
 
     def closure() -> torch.Tensor:
         optimizer.zero_grad()
-        loss = weight.square().sum()
+        # A checkpoint's backward pass has another one inside.
+        loss = checkpoint(torch.square, weight, use_reentrant=True).sum()
         loss.backward()
         return loss
 
-    with watch_steps(seen.append, lambda: seen.append("backward")):
-        closure()
+    with (
+        watch_steps(seen.append, lambda: seen.append("before")),
+        watch_backward(lambda: seen.append("backward")),
+    ):
+        torch.autograd.backward(weight.sum())
         optimizer.step(closure)  # type: ignore[arg-type]
         closure()
-    assert seen == ["backward", 0]
+    closure()
+    assert seen == ["backward", "before", "backward", "backward", 0, "backward"]
 
 
 def test_a_line_of_the_script_is_a_step(tmp_path: Path) -> None:

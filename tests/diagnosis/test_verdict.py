@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from headrace.diagnosis.explanation import explain
-from headrace.diagnosis.session import Observations, Settings
+from headrace.diagnosis.session import Measurements, Observations, Settings
 from headrace.diagnosis.steps import Period
 from headrace.diagnosis.verdict import windows_for
 from headrace.runs.records import Environment
@@ -48,13 +48,20 @@ def test_a_script_that_ends_in_the_clean_window_is_told_what_it_takes() -> None:
         steps=24,
         calls=24,
         period=Period((0,), 0, 1),
-        clean_ns=[5 * MS] * 14,
-        clean_total_ns=70 * MS,
-        window="clean",
+        measured=Measurements(window="clean", clean_ns=[5 * MS] * 14, clean_total_ns=70 * MS),
     )
     assert sentences(seen) == (
         "A step takes 5.0 ms. The script ended after 24 steps, before the GPU's work was traced.\n"
         "Let it train for at least 48 steps, or pass --warmup 6 --steps 10 --profiled 4 --lines 2."
+    )
+
+
+def test_too_few_steps_of_several_optimizer_steps_say_so() -> None:
+    period = Period((0,) * 8 + (1,) * 8, 1, 8)
+    text = sentences(Observations(steps=6, calls=96, period=period, calls_per_step=16))
+    assert text.startswith("The script ended after 6 steps of 16 optimizer steps, too few")
+    assert text.endswith(
+        "less than that, name a line that runs once per step: --step-line FILE:LINE."
     )
 
 
@@ -66,7 +73,7 @@ def test_windows_that_are_short_enough_are_not_advised_again() -> None:
 
 def test_optimizers_without_an_order_need_a_line() -> None:
     assert sentences(Observations(calls=7)) == (
-        "The script made 7 optimizer steps and graph replays, in no order that came three times in "
-        "a row: it is not known what a step is.\n"
+        "The script made 7 optimizer steps and graph replays, and no sequence of them repeats for "
+        "long enough: it is not known what a step is.\n"
         "Let it train for longer, or name a line that runs once per step: --step-line FILE:LINE."
     )

@@ -185,6 +185,46 @@ def test_a_stream_that_pytorch_reports_too_is_one_wait(monkeypatch: pytest.Monke
     assert [wait.form.name for wait in waits] == ["stream synchronize"] * 2
 
 
+def test_an_event_of_any_device_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    waits: list[Wait] = []
+    before, event = torch.Event.synchronize, torch.Event()
+    with watch_waits(open_device("cpu"), waits.append):
+        event.synchronize()
+    assert [wait.form.name for wait in waits] == ["event synchronize"]
+    assert torch.Event.synchronize is before
+    event.synchronize()
+    assert len(waits) == 1
+
+
+def test_what_thrust_waits_for_is_told() -> None:
+    class Tensors:
+        is_cuda = True
+
+        def is_coalesced(self) -> bool:
+            return not self.is_cuda
+
+        def coalesce(self) -> Tensors:
+            return self
+
+        def unique(self, dim: int | None = None) -> Tensors:
+            return self
+
+    told: list[Wait] = []
+    rows, sums = (
+        waits_module._telling_of_thrust(Tensors, name, operation, told.append)
+        for name, operation in (("unique", "aten::unique_dim"), ("coalesce", "aten::_coalesce"))
+    )
+    with rows, sums:
+        Tensors().unique()
+        Tensors().unique(dim=0)
+        Tensors().coalesce()
+        Tensors.is_cuda = False
+        Tensors().coalesce()
+    assert [wait.form.name for wait in told] == ["unique", "sparse"]
+
+
 def is_tensor_or(value: object, kind: Any) -> bool:
     """`isinstance`, with stand-ins for tensors."""
     return kind is torch.Tensor or isinstance(value, kind)
@@ -222,6 +262,16 @@ def test_each_copy_of_a_list_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         torch._foreach_copy_(targets, sources, non_blocking=True)
     assert [wait.form.name for wait in told] == ["pageable copy"] * 2
     assert all(target.tolist() == [1, 1] for target in targets)
+
+
+def test_each_copy_of_a_scatter_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waits_module, "_pageable_copy", lambda *_: "copy from pageable memory")
+    monkeypatch.setattr(torch._C, "_scatter", lambda source, devices: [source] * 2, raising=False)
+    told: list[Wait] = []
+    scatter: Any = torch._C
+    with waits_module._telling_if_scattered(told.append):
+        assert len(scatter._scatter(torch.ones(2), [0, 1])) == 2
+    assert [wait.operation for wait in told] == ["copy from pageable memory"] * 2
 
 
 @pytest.mark.parametrize(

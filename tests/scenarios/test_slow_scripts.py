@@ -44,8 +44,8 @@ def test_a_slow_script_is_blamed_for_its_line_and_a_mended_one_is_not() -> None:
                 steps = scripts.train(name, torch.device("cuda"), mended=mended, tiny=True)
                 for _ in islice(steps, 8):
                     pass
-            lines = [wait.line for waits in session.seen.waits for wait in waits]
-            assert len(session.seen.waits) == 2, name
+            lines = [wait.line for waits in session.seen.measured.waits for wait in waits]
+            assert len(session.seen.measured.waits) == 2, name
             found.append(any(line is not None and "# slow" in line.text for line in lines))
         blamed[name] = found[0], found[1]
     waits = {name for name, case in scripts.CASES.items() if case.change == "line"}

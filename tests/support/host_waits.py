@@ -7,6 +7,7 @@ does not see.
 
 from __future__ import annotations
 
+import copy
 import io
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -67,7 +68,7 @@ class Case:
         return self.code
 
 
-_NAMES = {"torch": torch, "F": functional, "rnn": rnn, "io": io}
+_NAMES = {"torch": torch, "F": functional, "rnn": rnn, "io": io, "copy": copy}
 
 _WAITS = """
 a.x.sum().item()
@@ -124,6 +125,8 @@ torch.tensor([a.s, a.s])
 a.x.numpy(force=True)
 torch.as_tensor([1.0, 2.0], device=a.device)
 a.x.new_tensor([1.0, 2.0])
+torch.as_tensor(a.x, device="cpu")
+torch.as_tensor(a.host, device=a.device)
 a.x.copy_(a.host)
 a.x.copy_(a.pinned)
 a.host.copy_(a.x)
@@ -137,6 +140,9 @@ torch.linalg.solve(a.m, a.m)
 torch.linalg.eigh(a.spd)
 torch.linalg.svd(a.m)
 torch.linalg.lu_factor(a.m)
+torch.linalg.lstsq(a.m, a.m)
+torch.linalg.pinv(a.m)
+torch.cholesky_inverse(a.spd)
 torch.normal(a.x, a.p)
 torch.save(a.x, io.BytesIO())
 a.p.split(a.i.tolist())
@@ -144,7 +150,9 @@ torch.nn.utils.clip_grad_norm_([a.weight], 1.0, error_if_nonfinite=True)
 torch.distributions.Normal(a.x, a.p, validate_args=True)
 a.scaler.step(torch.optim.SGD([a.weight], lr=0.1))
 torch.combinations(a.x)
+torch.unravel_index(a.i, (2, 3))
 a.x.to_sparse()
+a.m.to_sparse_csr()
 a.sparse.coalesce()
 a.layer.weight.isnan().any().item()
 """
@@ -234,6 +242,8 @@ a.pinned.copy_(a.x, non_blocking=True)
 a.pinned.to(a.device, non_blocking=True)
 a.x.to(torch.float64)
 a.x.clone()
+copy.copy(a.x)
+copy.deepcopy(a.x)
 a.x.resize_(3)
 torch.linalg.cholesky_ex(a.spd)
 torch.linalg.inv_ex(a.m)

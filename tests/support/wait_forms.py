@@ -13,7 +13,7 @@ from pathlib import Path
 from types import ModuleType
 
 HEADER = """\
-import asyncio, contextlib, functools, io, math, threading
+import asyncio, contextlib, copy, functools, heapq, io, logging, math, threading
 import torch
 from torch.cuda import synchronize
 from torch.nn import functional as F
@@ -24,6 +24,10 @@ def decorated(function):
     def wrapper(*args):
         return function(*args)
     return wrapper
+
+
+LOG = logging.Logger("waits")
+LOG.addHandler(logging.StreamHandler(io.StringIO()))
 """
 
 #: The form's name in `diagnosis.forms`, and the code.
@@ -34,6 +38,7 @@ FORMS = [
     ("number", "float(a.loss)"),
     ("number", "int(a.n)"),
     ("number", "math.sqrt(a.loss)"),
+    ("number", "list(map(float, a.x))"),
     ("branch", "bool(a.loss)"),
     ("branch", "if a.loss > 0: pass"),
     ("branch", "while a.loss < 0: pass"),
@@ -41,6 +46,8 @@ FORMS = [
     ("branch", "1 if a.loss > 0 else 0"),
     ("branch", "a.loss and 1"),
     ("branch", "not a.loss"),
+    ("branch", "0 < a.loss < 9"),
+    ("branch", "[x for x in a.x if x > 0]"),
     ("finite check", "if torch.isnan(a.loss): pass"),
     ("finite check", "if a.x.isinf().any(): pass"),
     ("finite check", "torch.isfinite(a.x).all().item()"),
@@ -54,11 +61,14 @@ FORMS = [
     ("format", "f'{a.loss:.3f}'"),
     ("format", "'{:.3f}'.format(a.loss)"),
     ("format", "'%.3f' % a.loss"),
+    ("format", "LOG.info('loss %.3f', a.loss)"),
     ("tolist", "a.x.tolist()"),
     ("cpu", "a.x.cpu()"),
     ("cpu", "a.x.to('cpu')"),
     ("cpu", "a.x.detach().to(device='cpu')"),
     ("cpu", "a.x.cpu().numpy()"),
+    ("cpu", "torch.as_tensor(a.x, device='cpu')"),
+    ("cpu", "torch.asarray(a.x, device='cpu')"),
     ("cpu", "a.host.copy_(a.x)"),
     ("cpu", "a.host.copy_(a.x, non_blocking=True)"),
     ("to", "a.host.to(a.device)"),
@@ -72,6 +82,9 @@ FORMS = [
     ("new tensor", "torch.tensor([1.0, 2.0], device=a.device)"),
     ("new tensor", "torch.as_tensor([1.0], device=a.device)"),
     ("new tensor", "a.x.new_tensor([1.0, 2.0])"),
+    ("new tensor", "torch.asarray([1.0], device=a.device)"),
+    ("new tensor", "torch.distributions.Normal(a.x, 1.0, validate_args=False)"),
+    ("scatter", "a.parallel(a.host)"),
     ("list of tensors", "torch.tensor([a.loss, a.loss])"),
     ("list of tensors", "torch.as_tensor(a.losses)"),
     ("mask", "a.x[a.mask]"),
@@ -88,6 +101,7 @@ FORMS = [
     ("unique", "torch.unique(a.i, return_counts=True)"),
     ("unique", "torch.unique(a.matrix, dim=0)"),
     ("unique", "a.matrix.unique(dim=0)"),
+    ("unique", "a.i.unique_consecutive()"),
     ("repeat_interleave", "a.x.repeat_interleave(a.i)"),
     ("bincount", "a.i.bincount()"),
     ("histc", "a.x.histc(4)"),
@@ -98,17 +112,30 @@ FORMS = [
     ("range", "torch.arange(a.n)"),
     ("size", "torch.zeros(a.n)"),
     ("size", "a.x.view(a.n, -1)"),
+    ("size", "torch.full_like(a.x, a.loss)"),
+    ("size", "torch.randint(a.n, (2,))"),
+    ("size", "a.x.add(a.x, alpha=a.loss)"),
+    ("size", "a.x.index_fill(0, a.i, a.loss)"),
+    ("size", "[0] * a.n"),
     ("masked_fill", "a.x.masked_fill(a.mask, a.loss)"),
     ("numpy", "a.x.numpy(force=True)"),
     ("normal", "torch.normal(a.x, a.x.abs())"),
     ("normal", "torch.distributions.Normal(a.x, a.y.abs(), validate_args=False).sample()"),
     ("decomposition", "torch.linalg.eigh(a.matrix)"),
+    ("decomposition", "torch.linalg.lstsq(a.matrix, a.matrix)"),
+    ("decomposition", "torch.linalg.pinv(a.matrix)"),
+    ("decomposition", "torch.cholesky_inverse(a.matrix)"),
     ("compare", "max(a.x[0], a.x[1])"),
     ("compare", "a.loss in [a.n, a.loss]"),
+    ("compare", "[a.loss] == [a.y[0]]"),
+    ("compare", "[a.loss].count(a.y[0])"),
+    ("compare", "heapq.nlargest(1, list(a.x))"),
     ("linalg", "torch.linalg.cholesky(a.matrix)"),
     ("linalg", "torch.linalg.inv(a.matrix)"),
     ("distribution", "torch.distributions.Normal(a.x, a.x.abs() + 1, validate_args=True)"),
     ("sparse", "a.x.to_sparse()"),
+    ("sparse", "(a.sparse + a.sparse).coalesce()"),
+    ("inside PyTorch", "F.ctc_loss(a.speech, a.i[None] + 1, a.n[None], a.n[None])"),
     ("save", "torch.save(a.x, io.BytesIO())"),
     ("clip_grad_norm_", "torch.nn.utils.clip_grad_norm_([a.w], 1.0, error_if_nonfinite=True)"),
     ("device synchronize", "torch.cuda.synchronize()"),
@@ -117,6 +144,7 @@ FORMS = [
     ("stream synchronize", "torch.cuda.current_stream().synchronize()"),
     ("stream synchronize", "torch.accelerator.current_stream().synchronize()"),
     ("event synchronize", "a.event.synchronize()"),
+    ("event synchronize", "a.generic_event.synchronize()"),
     ("empty_cache", "torch.cuda.empty_cache()"),
 ]
 NESTINGS = (
@@ -164,8 +192,12 @@ class Inputs:
         self.pinned = torch.ones(4).pin_memory()
         self.w = torch.ones(4).to(self.device).requires_grad_()
         self.w.grad = torch.ones_like(self.w)
-        self.event = torch.cuda.Event()
+        self.event, self.generic_event = torch.cuda.Event(), torch.Event("cuda")
         self.event.record()
+        self.generic_event.record()
+        self.parallel = torch.nn.DataParallel(torch.nn.Identity(), [0])
+        self.sparse = torch.sparse_coo_tensor(self.i[None], self.x, (4,), check_invariants=False)
+        self.speech = torch.zeros(4, 1, 4).log_softmax(2).to(self.device)
 
 
 def _nested(name: str, code: str, nesting: str) -> tuple[list[str], int]:
@@ -288,6 +320,17 @@ a.x.isnan().any()
 F.one_hot(a.i, num_classes=3)
 torch.nn.utils.clip_grad_norm_([a.w], 1.0)
 torch.cuda.current_stream().wait_event(a.event)
+a.generic_event.wait()
+a.x.to('cpu', non_blocking=True)
+torch.as_tensor(a.x)
+copy.copy(a.x)
+copy.deepcopy(a.x)
+a.x.clamp(max=a.loss)
+a.x.fill_(a.loss)
+a.x.histc(4, 0, 1)
+torch.multinomial(a.x.abs(), 2)
+a.parallel(a.x)
+[a.loss] == [a.loss]
 """.strip().splitlines()
 
 

@@ -13,6 +13,7 @@ from headrace.testing import FakeDevice, fake_cuda
 from support.host_waits import CASES, Case, Inputs
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support is in beta")
 @pytest.mark.parametrize("inference", [False, True])
 def test_the_fake_device_waits_where_cuda_waits(inference: bool) -> None:
     differences = []

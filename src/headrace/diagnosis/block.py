@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
+
+import torch
 
 from headrace.bench import environment_of
 from headrace.device import open_device
@@ -50,15 +54,26 @@ def diagnose(
     The numbers are the steps of the warm-up and of each window. The block should train for at least
     their sum, and `lines` more if the GPU waits for Python; what is known after fewer is shown.
     `step_line` names a line that runs once per step, as in "train.py:120", if no optimizer says
-    what a step is.
+    what a step is. Inside a `fake_cuda()` block, waits and races are found, without times.
     """
     line = StepLine.parse(step_line) if step_line is not None else None
-    diagnosis, session = Diagnosis(), Session(Settings(warmup, clean, profiled, lines, line))
+    settings, fake = Settings(warmup, clean, profiled, lines, line), _fake_device()
+    diagnosis, session = Diagnosis(), Session(settings, fake)
     session.seen.is_block = True
     try:
         with session:
             yield diagnosis
     finally:
         seen = session.seen
-        environment = environment_of(seen.device or open_device("cpu"), "")
-        diagnosis._result = explain(seen, "", None, environment)
+        races = len(fake.findings()) if fake is not None else None
+        with torch._C.DisableTorchFunction():
+            environment = environment_of(seen.device or open_device("cpu"), "")
+        diagnosis._result = explain(seen, "", None, environment, races)
+
+
+def _fake_device() -> Any:
+    if "headrace.testing.cuda" not in sys.modules:  # then it has not been used
+        return None
+    from headrace.testing import FakeCuda
+
+    return FakeCuda.in_use()

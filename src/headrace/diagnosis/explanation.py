@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from headrace.device import Kind, Span
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, Idle, breakdown, idle_times
-from headrace.diagnosis.session import Observations
+from headrace.diagnosis.session import Measurements, Observations
 from headrace.diagnosis.trace import StepTrace, host_segments
 from headrace.diagnosis.verdict import SMALL, more_steps, step_line_option, verdict_of
 from headrace.diagnosis.waits import Wait
@@ -65,40 +65,40 @@ def explain(
     races: int | None = None,
 ) -> DiagnosisResult:
     """Turn what the windows saw into the result that is shown and stored."""
-    step_ms = seen.clean_total_ns / len(seen.clean_ns) / 1e6 if seen.clean_ns else None
-    parts, replay, lines = None, None, _Lines(seen.waits)
-    trace = seen.trace
+    measured = seen.measured
+    step_ms, trace = measured.step_ms, measured.trace
+    parts, replay, lines = None, None, _Lines(measured.waits)
     if trace is not None and step_ms is not None:
         divided = breakdown(trace)
         parts = _parts(divided, step_ms)
         replay = Replay(trace, step_ms)
         lines.join(trace, divided, replay, step_ms)
     known = lines.diagnosed()
-    watched = len(seen.waits)
+    watched = len(measured.waits)
     result = DiagnosisResult(
         program=program,
         exit_code=exit_code,
         outcome=_outcome(seen, races is not None),
         steps=seen.steps,
         calls_per_step=seen.calls_per_step,
-        backwards_per_step=seen.backwards / watched if watched and seen.backwards else None,
+        backwards_per_step=measured.backwards / watched if watched and measured.backwards else None,
         step_ms=step_ms,
-        low_ms=min(seen.clean_ns) / 1e6 if seen.clean_ns else None,
-        high_ms=max(seen.clean_ns) / 1e6 if seen.clean_ns else None,
-        nvml_share=seen.nvml_share,
-        profiled_ms=seen.profiled_total_ns / seen.profiled_steps / 1e6
-        if seen.profiled_steps
+        low_ms=min(measured.clean_ns) / 1e6 if measured.clean_ns else None,
+        high_ms=max(measured.clean_ns) / 1e6 if measured.clean_ns else None,
+        nvml_share=measured.nvml_share,
+        profiled_ms=measured.profiled_total_ns / measured.profiled_steps / 1e6
+        if measured.profiled_steps
         else None,
-        watched_ms=seen.watched_total_ns / watched / 1e6 if watched and races is None else None,
+        watched_ms=measured.watched_total_ns / watched / 1e6 if watched and races is None else None,
         parts=parts,
         idle_share=1 - parts.computing / step_ms if parts is not None and step_ms else None,
         launches_per_step=trace.launches_per_step() if trace is not None else None,
-        waits_per_step=_waits_by_line(seen) if watched else None,
+        waits_per_step=measured.waits_per_step if watched else None,
         waits_in_trace=_waits_in(trace) if trace is not None else None,
         lines=known,
-        python_lines=tuple(_python_lines(seen, parts, replay, step_ms)),
+        python_lines=tuple(_python_lines(measured, parts, replay, step_ms)),
         replay_error=replay.error if replay is not None else None,
-        predictions=_predictions(seen, replay, step_ms),
+        predictions=_predictions(measured, replay, step_ms),
         races=races,
         notes=tuple(_notes(seen, parts)),
         missing=tuple(_missing(seen, replay, lines)),
@@ -113,22 +113,19 @@ def _outcome(seen: Observations, is_fake: bool) -> Outcome:
         return "no step"
     if seen.calls == 1:
         return "one step"
-    if seen.on_cpu and (seen.clean_ns or is_fake):
+    measured = seen.measured
+    if seen.on_cpu and (measured.clean_ns or is_fake):
         return "on the CPU"
-    if not seen.clean_ns and not seen.waits:
+    if not measured.clean_ns and not measured.waits:
         return "too few steps"
     if is_fake:
         return "lines only"
-    return "complete" if seen.is_complete and seen.trace is not None else "partial"
+    return "complete" if measured.is_complete and measured.trace is not None else "partial"
 
 
 def _parts(divided: Breakdown, step_ms: float) -> StepParts:
     scaled = divided.scaled_to(step_ms)
     return StepParts(**{cause.replace(" ", "_"): scaled[cause] for cause in CAUSES})
-
-
-def _waits_by_line(seen: Observations) -> float:
-    return sum(map(len, seen.waits)) / len(seen.waits) if seen.waits else 0.0
 
 
 def _waits_in(trace: StepTrace) -> float:
@@ -252,16 +249,16 @@ def _excerpt(line: LineRecord | None) -> Excerpt | None:
 
 
 def _python_lines(
-    seen: Observations, parts: StepParts | None, replay: Replay | None, step_ms: float | None
+    measured: Measurements, parts: StepParts | None, replay: Replay | None, step_ms: float | None
 ) -> Iterator[PythonLine]:
     """The lines of Python between launches. What they would gain together is divided as the idle
     time is."""
-    if parts is None or step_ms is None or not _has_python_lines(seen):
+    if parts is None or step_ms is None or not _has_python_lines(measured):
         return
     gain_ms = None
     if replay is not None and replay.holds:
         gain_ms = step_ms * (1 - 1 / replay.speedup(NO_PYTHON))
-    for one in seen.python_lines[:_MAX_PREDICTED]:
+    for one in measured.python_lines[:_MAX_PREDICTED]:
         yield PythonLine(
             line=replace(one.line, file=short_path(one.line.file)),
             called_from=_shortened(one.called_from),
@@ -273,9 +270,9 @@ def _python_lines(
         )
 
 
-def _has_python_lines(seen: Observations) -> bool:
+def _has_python_lines(measured: Measurements) -> bool:
     """Whether the samples cover most of the idle time: else they would name lines by chance."""
-    return sum(one.idle_share for one in seen.python_lines) >= _MIN_SAMPLED
+    return sum(one.idle_share for one in measured.python_lines) >= _MIN_SAMPLED
 
 
 def key_of(wait: Wait) -> LineKey:
@@ -369,7 +366,7 @@ def _title(wait: Wait) -> str:
 
 
 def _predictions(
-    seen: Observations, replay: Replay | None, step_ms: float | None
+    measured: Measurements, replay: Replay | None, step_ms: float | None
 ) -> tuple[Prediction, ...]:
     if replay is None or step_ms is None or not replay.holds:
         return ()
@@ -380,7 +377,7 @@ def _predictions(
         "with a loader that is always ready": replay.speedup(INSTANT_LOADER),
         "without Python between launches": replay.speedup(NO_PYTHON),
     }
-    if seen.loader_workers == 0:
+    if measured.loader_workers == 0:
         speedups[f"with {_WORKERS} loader processes"] = replay.speedup_with_workers(_WORKERS)
     return tuple(
         Prediction(change, step_ms / speedup, speedup) for change, speedup in speedups.items()
@@ -403,8 +400,8 @@ def _unusual_steps(trace: StepTrace, watched: Sequence[Sequence[Wait]]) -> list[
     ]
 
 
-def _waits_in_threads(seen: Observations) -> list[str]:
-    waits = [wait for waits in seen.waits for wait in waits if wait.in_other_thread]
+def _waits_in_threads(measured: Measurements) -> list[str]:
+    waits = [wait for waits in measured.waits for wait in waits if wait.in_other_thread]
     places = dict.fromkeys(
         f"{short_path(one.line.file)}:{one.line.line}" for one in waits if one.line
     )
@@ -417,33 +414,35 @@ def _waits_in_threads(seen: Observations) -> list[str]:
 
 def _uneven_steps(seen: Observations) -> list[str]:
     """One step of many may do more than the others, which a mean hides."""
-    if len(seen.clean_ns) < _EVEN_STEPS:
+    clean_ns = seen.measured.clean_ns
+    if len(clean_ns) < _EVEN_STEPS:
         return []
-    usual, longest = statistics.median(seen.clean_ns), max(seen.clean_ns)
+    usual, longest = statistics.median(clean_ns), max(clean_ns)
     if longest < _UNEVEN * usual:
         return []
     return [
-        f"the longest of {len(seen.clean_ns)} steps took {longest / 1e6:.1f} ms, the median "
+        f"the longest of {len(clean_ns)} steps took {longest / 1e6:.1f} ms, the median "
         f"{usual / 1e6:.1f} ms: a part of the loop runs in some steps only, such as an evaluation "
         f"or the start of an epoch; to measure whole rounds, pass {step_line_option(seen)}"
     ]
 
 
 def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
-    notes = [*seen.notes, *_waits_in_threads(seen), *_uneven_steps(seen)]
-    if seen.loader_workers == 0 and parts is not None and parts.input > SMALL * parts.total:
+    measured = seen.measured
+    notes = [*seen.notes, *_waits_in_threads(measured), *_uneven_steps(seen)]
+    if measured.loader_workers == 0 and parts is not None and parts.input > SMALL * parts.total:
         notes.append("the DataLoader has no worker processes: pass num_workers=4 or more")
-    if seen.loader_pins is False and any(
+    if measured.loader_pins is False and any(
         wait.form.name in ("to", "pageable copy", "accelerate copy")
-        for waits in seen.waits
+        for waits in measured.waits
         for wait in waits
     ):
         notes.append("the DataLoader does not pin its batches: pass pin_memory=True")
-    if seen.loader_workers and (seen.batch_tensors or 0) > _MANY_TENSORS:
+    if measured.loader_workers and (measured.batch_tensors or 0) > _MANY_TENSORS:
         notes.append(
-            f"a batch has {seen.batch_tensors} tensors. Loader processes send each one on its own, "
-            "and receiving one takes the training process about 0.3 ms: stack them, or join them "
-            "into one tensor and split it on the device"
+            f"a batch has {measured.batch_tensors} tensors. Loader processes send each one on its "
+            "own, and receiving one takes the training process about 0.3 ms: stack them, or join "
+            "them into one tensor and split it on the device"
         )
     if seen.period is not None and not seen.period.repeats:
         notes.append(
@@ -454,10 +453,16 @@ def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
 
 
 def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[str]:
-    missing = list(seen.missing)
-    if seen.trace is not None:
-        missing += _unusual_steps(seen.trace, seen.waits)
-    if seen.trace is not None and not seen.waits and not seen.is_complete and not seen.missing:
+    measured, trace = seen.measured, seen.measured.trace
+    missing = list(measured.missing)
+    if trace is not None:
+        missing += _unusual_steps(trace, measured.waits)
+    if (
+        trace is not None
+        and not measured.waits
+        and not measured.is_complete
+        and not measured.missing
+    ):
         missing.append(
             "no waits by line: the steps came to an end before they were looked for. "
             f"{more_steps(seen, is_fake=False)}"
@@ -467,14 +472,14 @@ def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[s
             f"no predictions: a replay of the trace differs from the trace by {replay.error:.0%}, "
             f"more than {MAX_ERROR:.0%}"
         )
-    if seen.python_lines and not _has_python_lines(seen):
+    if measured.python_lines and not _has_python_lines(measured):
         missing.append(
             "no lines for Python between launches: it is spread over many short stretches"
         )
     is_joined = lines.joined_share is None or lines.joined_share >= 0.5
-    if seen.trace is not None and lines.known and not is_joined:
+    if trace is not None and lines.known and not is_joined:
         missing.append(
-            f"no times for the lines: the profiler saw {_waits_in(seen.trace):.1f} waits per step, "
-            f"but {_waits_by_line(seen):.1f} were found by line"
+            f"no times for the lines: the profiler saw {_waits_in(trace):.1f} waits per step, "
+            f"but {measured.waits_per_step:.1f} were found by line"
         )
     return missing

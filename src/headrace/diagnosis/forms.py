@@ -90,6 +90,12 @@ _FORMS = (
         "Pin the source (`pin_memory=True` in the DataLoader): without it, `non_blocking=True` "
         "still blocks.",
     ),
+    Form(
+        "scatter",
+        "nn.DataParallel's copy of a batch",
+        "Pass `pin_memory=True` to the DataLoader. One process per GPU with "
+        "`DistributedDataParallel` is faster still.",
+    ),
     Form("new tensor", "torch.tensor(…, device=…)", _ON_DEVICE),
     Form(
         "list of tensors",
@@ -156,7 +162,7 @@ _FORMS = (
     Form(
         "normal", "torch.normal(), Normal.sample()", "Write `mean + std * torch.randn_like(std)`."
     ),
-    Form("sparse", "to_sparse()", "Build the sparse tensor from known indices."),
+    Form("sparse", "to_sparse(), coalesce()", "Build the sparse tensor from known indices."),
     Form(
         "clip_grad_norm_",
         "clip_grad_norm_(error_if_nonfinite=True)",
@@ -209,6 +215,12 @@ _FORMS = (
         "`self.log`, pass tensors, without `prog_bar=True`.",
     ),
     Form(
+        "metric",
+        "a metric of TorchMetrics that checks its input",
+        "Pass `validate_args=False` to the metric, or `nan_strategy='disable'` to one such as "
+        "`MeanMetric`.",
+    ),
+    Form(
         "nan filter",
         "the Trainer's test for NaN",
         "Pass `logging_nan_inf_filter=False` to `TrainingArguments`.",
@@ -248,6 +260,8 @@ _FUNCTIONS = {
     ("", "__repr__"): "print",
     ("serialization", ""): "save",
     ("distribution", ""): "distribution",
+    ("utils", "broadcast_all"): "new tensor",  # of a distribution with a Python number
+    ("comm", "scatter"): "scatter",
     ("", "barrier"): "barrier",
     ("", "_detect_is_causal_mask"): "causal mask",
     ("normal", "sample"): "normal",
@@ -260,7 +274,11 @@ _CALLS = {
     "is_nonzero": "branch",
     **dict.fromkeys(("print", "str", "repr"), "print"),
     "format": "format",
+    "filter": "branch",
+    **dict.fromkeys(("debug", "info", "warning", "error", "log"), "format"),  # of a logger
     **dict.fromkeys(("max", "min", "sorted", "sort", "index", "any", "all"), "compare"),
+    **dict.fromkeys(("count", "remove", "nlargest", "nsmallest"), "compare"),
+    **dict.fromkeys(("heappush", "heappop", "bisect", "bisect_left", "bisect_right"), "compare"),
     **dict.fromkeys(("numpy", "asarray", "array"), "numpy"),
     **dict.fromkeys(("tensor", "as_tensor", "new_tensor", "from_numpy"), "new tensor"),
     **dict.fromkeys(("to", "cuda", "type"), "to"),
@@ -270,15 +288,21 @@ _CALLS = {
     **dict.fromkeys(("equal", "allclose"), "equal"),
     **dict.fromkeys(("range", "arange", "combinations"), "range"),
     **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn", "linspace"), "size"),
+    **dict.fromkeys(("eye", "randint", "randperm", "full_like"), "size"),
+    **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), "size"),
     **dict.fromkeys(("view", "reshape", "expand", "repeat", "narrow", "split", "topk"), "size"),
+    **dict.fromkeys(("chunk", "roll", "unsqueeze", "clamp", "clamp_"), "size"),
+    **dict.fromkeys(("add", "add_", "sub", "sub_", "addcmul", "addcdiv"), "size"),
+    **dict.fromkeys(("index_fill", "index_fill_"), "size"),
     **dict.fromkeys(("masked_fill", "masked_fill_"), "masked_fill"),
-    **dict.fromkeys(("cholesky", "inv", "inverse", "solve", "lu_factor"), "linalg"),
+    **dict.fromkeys(("cholesky", "inv", "inverse", "solve", "lu_factor", "ldl_factor"), "linalg"),
+    "cholesky_inverse": "decomposition",
     **dict.fromkeys(("eigh", "svd", "eig", "lu", "eigvals", "eigvalsh"), "decomposition"),
-    **dict.fromkeys(("matrix_rank", "pinv", "lstsq"), "decomposition"),
+    **dict.fromkeys(("matrix_rank", "pinv", "pinverse", "lstsq", "matrix_exp"), "decomposition"),
     **dict.fromkeys(("Normal", "Categorical", "Bernoulli", "log_prob"), "distribution"),
     "synchronize": "stream synchronize",  # of those, PyTorch reports streams only
     "normal": "normal",
-    "to_sparse": "sparse",
+    **dict.fromkeys(("to_sparse", "to_sparse_csr", "coalesce"), "sparse"),
     "save": "save",
     "clip_grad_norm_": "clip_grad_norm_",
     "barrier": "barrier",
@@ -313,6 +337,7 @@ _OPERATIONS = {
     "aten::repeat_interleave": "repeat_interleave",
     "aten::_linalg_check_errors": "linalg",
     "aten::_to_sparse": "sparse",
+    "aten::_coalesce": "sparse",
     "aten::normal": "normal",
     **dict.fromkeys(("aten::_linalg_svd", "aten::_linalg_eigh"), "decomposition"),
     **dict.fromkeys(("aten::linalg_eig", "aten::_linalg_eigvals"), "decomposition"),
@@ -330,6 +355,8 @@ _TESTS = (ast.If, ast.While, ast.Assert, ast.IfExp)
 _LOGGERS = ("lightning", "pytorch_lightning", "transformers", "tqdm", "wandb", "tensorboard")
 #: What loggers do with values on the device.
 _READ_FOR_LOGS = ("item", "number", "tolist", "print", "format", "cpu", "numpy", "other")
+#: In the names of functions in which TorchMetrics tests values.
+_CHECKING = ("validation", "nan_check")
 _LOGGING = ("log", "progress", "callback", "print", "metric")
 
 
@@ -349,7 +376,7 @@ def form_of(
             if key in _FUNCTIONS:
                 return FORMS[_in_logger(_FUNCTIONS[key], libraries)]
     found = expression.form() if expression is not None else None
-    if found in ("to", "pageable copy") and operation == "copy to pageable memory":
+    if found in ("to", "pageable copy", "new tensor") and operation == "copy to pageable memory":
         found = "cpu"
     elif found == "pageable copy" and operation in ("", "blocking copy") and expression:
         if expression.on_device is False:
@@ -362,12 +389,16 @@ def form_of(
         found = "index"
     if found is None and any(stem != "_tensor" for stem, _ in functions):
         found = "inside PyTorch"
+    if found is None and operation == "aten::_local_scalar_dense" and expression is not None:
+        found = "other"  # the line says what reads the number, and it is not `.item()`
     found = found or _OPERATIONS.get(operation, "other")
     package = _package(libraries[0][0])[0] if libraries else ""
     if found == "finite check" and package == "transformers":
         found = "nan filter"
     elif found in ("to", "pinned copy") and package == "accelerate":
         found = "accelerate copy"
+    elif package == "torchmetrics" and any(word in libraries[0][1] for word in _CHECKING):
+        found = "metric"
     if found == "inside PyTorch":
         return replace(FORMS[found], title=_title(functions))
     return FORMS[_in_logger(found, libraries)]
@@ -431,13 +462,16 @@ class Expression:
             return self._test_form(tests[0]) if tests else None
         if isinstance(node, ast.FormattedValue | ast.JoinedStr) or _is_percent_format(node):
             return "format"
-        if isinstance(node, ast.Compare) and any(
-            isinstance(op, ast.In | ast.NotIn) for op in node.ops
-        ):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
             return "compare"
-        is_test = self._is_test() or isinstance(node, ast.BoolOp)
+        is_chain = isinstance(node, ast.Compare) and len(node.ops) > 1  # `0 < t < 1`
+        is_test = self._is_test() or is_chain or isinstance(node, ast.BoolOp)
         if is_test or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
             return self._test_form(node)
+        if isinstance(node, ast.Compare):  # of lists, whose items it compares
+            return "compare"
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # `[0] * t`
+            return "size"
         return None
 
     def _is_test(self) -> bool:
@@ -451,6 +485,8 @@ class Expression:
             return self.node in parent.ifs  # from Python 3.12 on; before, the whole comprehension
         if isinstance(parent, ast.match_case):
             return parent.guard is self.node
+        if isinstance(parent, ast.comprehension):
+            return self.node in parent.ifs
         is_negated = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
         return is_negated or isinstance(parent, ast.BoolOp)
 
@@ -466,11 +502,15 @@ class Expression:
         inside = [*ast.walk(node.func), *around] if name in _READING else []
         if any(_called(one) in _FINITE for one in inside):
             return "finite check"
-        if _is_math(node):
+        if _owner(node) == "math":
             return "finite check" if name in _FINITE else "number"
-        found = _CALLS.get(name)
+        found = _CALLS.get(name) or _CALLS.get(_mapped(node))
+        if name == "asarray" and _owner(node) == "torch":
+            found = "new tensor"
         if found == "new tensor" and self.of_tensors:
             return "list of tensors"
+        if found == "new tensor" and _names_cpu(node):
+            return "cpu"
         if found == "to" and (self.on_device or _names_cpu(node)):
             return "cpu"
         if found == "to" and self.is_pinned:
@@ -485,9 +525,18 @@ def _called(node: ast.AST) -> str:
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
 
 
-def _is_math(node: ast.Call) -> bool:
+def _mapped(node: ast.Call) -> str:
+    """`float` of `list(map(float, values))`, which waits in `list`."""
+    for one in node.args:
+        if isinstance(one, ast.Call) and _called(one) == "map" and one.args:
+            return getattr(one.args[0], "id", "")
+    return ""
+
+
+def _owner(node: ast.Call) -> str:
+    """`torch` of `torch.asarray(…)`."""
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
-    return isinstance(owner, ast.Name) and owner.id == "math"
+    return owner.id if isinstance(owner, ast.Name) else ""
 
 
 def _is_percent_format(node: ast.AST) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,3 +25,19 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
             setattr(owner, name, original)
         else:
             delattr(owner, name)
+
+
+@contextmanager
+def replaced_in_c(owner: type, name: str, value: Any) -> Iterator[None]:
+    """As `replaced`, for a class that is written in C. Python lets nobody set its attributes, so
+    this changes the dictionary behind them, and makes Python look again."""
+    attributes = gc.get_referents(owner.__dict__)[0]
+    look_again = ctypes.pythonapi.PyType_Modified
+    original = attributes[name]
+    attributes[name] = value
+    look_again(ctypes.py_object(owner))
+    try:
+        yield
+    finally:
+        attributes[name] = original
+        look_again(ctypes.py_object(owner))

@@ -185,5 +185,5 @@ def exit_code_of(result: DiagnosisResult, limits: Sequence[Limit]) -> int:
     for limit in exceeded:
         print(f"--fail-on: {limit.describe(result)}", file=sys.stderr)  # noqa: T201
     for limit in unknown:
-        print(f"--fail-on: {limit.name} was not measured in this run", file=sys.stderr)  # noqa: T201
+        print(f"--fail-on: {limit.name} could not be measured in this run", file=sys.stderr)  # noqa: T201
     return 3 if exceeded or unknown else result.exit_code or 0

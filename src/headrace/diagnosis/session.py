@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch.utils._pytree import tree_leaves
@@ -27,10 +27,18 @@ from headrace.device import Device, chrome_trace, is_profiling, open_device
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
 from headrace.diagnosis.replacing import replaced
-from headrace.diagnosis.steps import Period, StepFinder, StepLine, watch_line, watch_steps
+from headrace.diagnosis.steps import (
+    Period,
+    StepFinder,
+    StepLine,
+    watch_backward,
+    watch_line,
+    watch_steps,
+)
 from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.errors import ProgramError
 from headrace.parallel import is_launched
 from headrace.runs.records import LineRecord
 from headrace.source_lines import short_path
@@ -62,14 +70,12 @@ Window = Literal["warm-up", "clean", "profiled", "lines"]
 
 
 @dataclass(slots=True)
-class Observations:
-    """What the windows saw. Each is complete, shorter, or empty if the script ended before."""
+class Measurements:
+    """What one round of windows saw. Each window is complete, shorter, or empty if the script ended
+    before."""
 
-    steps: int = 0
-    calls: int = 0
-    period: Period | None = None
-    calls_per_step: int = 0
-    on_cpu: bool = False
+    #: The window that was begun last.
+    window: Window = "warm-up"
     #: Nanoseconds of each clean step, and from an idle device to an idle one over all of them.
     clean_ns: list[int] = field(default_factory=list)
     clean_total_ns: int = 0
@@ -77,21 +83,41 @@ class Observations:
     trace: StepTrace | None = None
     profiled_steps: int = 0
     profiled_total_ns: int = 0
+    loader_workers: int | None = None
+    loader_pins: bool | None = None
+    batch_tensors: int | None = None
     python_lines: list[LineTime] = field(default_factory=list)
     #: The waits of each step in the third window.
     waits: list[list[Wait]] = field(default_factory=list)
     watched_total_ns: int = 0
     backwards: int = 0
-    loader_workers: int | None = None
-    loader_pins: bool | None = None
-    batch_tensors: int | None = None
-    notes: list[str] = field(default_factory=list)
+    #: What could not be measured, and why.
     missing: list[str] = field(default_factory=list)
     is_complete: bool = False
+
+    @property
+    def step_ms(self) -> float | None:
+        """Milliseconds of a clean step."""
+        return self.clean_total_ns / len(self.clean_ns) / 1e6 if self.clean_ns else None
+
+    @property
+    def waits_per_step(self) -> float:
+        return sum(map(len, self.waits)) / len(self.waits) if self.waits else 0.0
+
+
+@dataclass(slots=True)
+class Observations:
+    """What is known of the script: its steps, how it ended, and the windows' measurements."""
+
+    steps: int = 0
+    calls: int = 0
+    period: Period | None = None
+    calls_per_step: int = 0
+    on_cpu: bool = False
     device: Device | None = None
     settings: Settings = field(default_factory=Settings)
-    #: The window that was begun last.
-    window: Window = "warm-up"
+    measured: Measurements = field(default_factory=Measurements)
+    notes: list[str] = field(default_factory=list)
     #: The lines of the step line's file that ran before it did.
     lines_that_ran: set[int] = field(default_factory=set)
     #: How many backward passes came before any optimizer step, and the line of the first.
@@ -125,6 +151,9 @@ class Session:
     to end the script. If it has raised, the next step calls it again.
     """
 
+    #: The session that runs in this process: two would measure each other.
+    _running: ClassVar[Session | None] = None
+
     def __init__(
         self,
         settings: Settings | None = None,
@@ -143,9 +172,18 @@ class Session:
         self._has_raised = False
         self._windows: Generator[None, None, None] | None = self._run_windows()
         self._optimizers: Any = {}
+        #: A script without optimizers may update its weights itself.
+        self._may_lack_optimizers = self.settings.step_line is None
+        self._backwards = 0
         self._stack = ExitStack()
 
     def __enter__(self) -> Session:
+        other = Session._running
+        if other is not None and other._process == os.getpid():
+            raise ProgramError(
+                "this code is being diagnosed already: run the script without `headrace diagnose`, "
+                "or without its headrace.diagnose() block"
+            )
         next(self._windows or iter(()), None)
         # Before the steps are watched: a step's optimizer has ended when the step ends.
         self._stack.enter_context(self._torch_calls.watching_optimizers())
@@ -154,12 +192,15 @@ class Session:
             watched = watch_line(step_line, self._on_call)
             self.seen.lines_that_ran = self._stack.enter_context(watched)
         else:
-            watched_steps = watch_steps(self._on_call, self._on_backward)
+            watched_steps = watch_steps(self._on_call, self._before_call)
             self._optimizers = self._stack.enter_context(watched_steps)
+        self._stack.enter_context(watch_backward(self._on_backward))
         self._stack.enter_context(self._watched_loaders())
+        Session._running = self
         return self
 
     def __exit__(self, *exception: object) -> None:
+        Session._running = None
         self._close_windows()  # first: they have replaced functions that the stack also has
         self._stack.close()
         self._note_steps()
@@ -179,17 +220,21 @@ class Session:
             return
         with self._lock:
             try:
-                ended = self.seen.is_complete = next(windows, self) is self
+                ended = self.seen.measured.is_complete = next(windows, self) is self
             except Exception as problem:  # ours: the script must not fail for it
                 ended = True
-                self.seen.missing.append(
-                    f"diagnose itself failed in the {self.seen.window} window: "
+                measured = self.seen.measured
+                measured.missing.append(
+                    f"diagnose itself failed in the {measured.window} window: "
                     f"{type(problem).__name__}: {problem}"
                 )
         if ended:
             self._windows = None
             self._note_steps()
             self._complete()
+
+    def _before_call(self) -> None:
+        self._may_lack_optimizers = False
 
     def _complete(self) -> None:
         self._has_raised = True
@@ -200,20 +245,6 @@ class Session:
         """Forget the windows: the script has gone over to other steps."""
         with self._lock:
             self._close_windows()
-            self.seen = replace(
-                self.seen,
-                clean_ns=[],
-                clean_total_ns=0,
-                trace=None,
-                profiled_steps=0,
-                profiled_total_ns=0,
-                python_lines=[],
-                waits=[],
-                watched_total_ns=0,
-                backwards=0,
-                missing=[],
-                window="warm-up",
-            )
             self._windows = self._run_windows()
             next(self._windows)
 
@@ -223,12 +254,15 @@ class Session:
             try:
                 windows.close()
             except RuntimeError as problem:  # the device may be unusable after the script's error
-                self.seen.missing.append(
-                    f"the {self.seen.window} window could not be ended: {problem}"
+                measured = self.seen.measured
+                measured.missing.append(
+                    f"the {measured.window} window could not be ended: {problem}"
                 )
 
     def _on_backward(self) -> None:
-        """A script without optimizers may update its weights itself."""
+        self._backwards += 1
+        if not self._may_lack_optimizers:
+            return
         seen = self.seen
         seen.backwards_alone += 1
         if seen.backwards_alone == 1:
@@ -245,11 +279,12 @@ class Session:
     # --- windows: each `yield` waits for the end of a step --------------------------------------
 
     def _run_windows(self) -> Generator[None, None, None]:
+        seen = self.seen
+        measured = seen.measured = Measurements()
         yield
         while self._finder.steps < self.settings.warmup:
             yield
         self._finder.settle()
-        seen = self.seen
         if self._is_fake:
             seen.on_cpu = not self._uses_fake()
         else:
@@ -259,8 +294,8 @@ class Session:
             yield from self._clean_window()
             if seen.device is not None:
                 yield from self._profiled_window(seen.device)
-                if seen.trace is not None:
-                    yield from self._python_window(seen.device, seen.trace)
+                if measured.trace is not None:
+                    yield from self._python_window(seen.device, measured.trace)
         if seen.device is not None and not seen.on_cpu:
             try:
                 yield from self._lines_window(seen.device)
@@ -269,35 +304,36 @@ class Session:
                 self._note_blocking_launches()
 
     def _clean_window(self) -> Iterator[None]:
-        self.seen.window = "clean"
+        measured, device = self.seen.measured, self.seen.device
+        measured.window = "clean"
         self._synchronize()
         start_ns = before_ns = time.perf_counter_ns()
         for _ in self._steps(self.settings.clean):
             yield
             now_ns = time.perf_counter_ns()
-            self.seen.clean_ns.append(now_ns - before_ns)
+            measured.clean_ns.append(now_ns - before_ns)
             before_ns = now_ns
             # The script may end before the next step: what it does then is no part of a step.
-            self.seen.clean_total_ns = now_ns - start_ns
+            measured.clean_total_ns = now_ns - start_ns
         self._synchronize()
-        self.seen.clean_total_ns = time.perf_counter_ns() - start_ns
-        if self.seen.device is not None:
-            self.seen.nvml_share = self.seen.device.use_share()
+        measured.clean_total_ns = time.perf_counter_ns() - start_ns
+        if device is not None:
+            measured.nvml_share = device.use_share()
 
     def _profiled_window(self, device: Device) -> Iterator[None]:
+        measured = self.seen.measured
         if is_profiling():
-            self.seen.missing.append(
+            measured.missing.append(
                 "the script runs a profiler of its own, and there can be only one: no breakdown"
             )
             return
-        seen = self.seen
-        seen.window = "profiled"
+        measured.window = "profiled"
 
         def keep(traced: _Traced) -> None:
-            seen.profiled_steps, seen.profiled_total_ns = traced.steps, traced.total_ns
-            seen.trace = traced.trace
-            if seen.trace is None:
-                seen.missing.append(
+            measured.profiled_steps, measured.profiled_total_ns = traced.steps, traced.total_ns
+            measured.trace = traced.trace
+            if measured.trace is None:
+                measured.missing.append(
                     "PyTorch's profiler recorded no kernel (does CUPTI work here?): no breakdown"
                 )
 
@@ -311,7 +347,7 @@ class Session:
 
         def keep(traced: _Traced) -> None:
             if traced.trace is not None:
-                self.seen.python_lines = python_lines(traced.trace, samples)
+                self.seen.measured.python_lines = python_lines(traced.trace, samples)
 
         with sampled_lines() as samples:
             yield from self._traced_steps(device, self.settings.lines, keep)
@@ -343,7 +379,8 @@ class Session:
             keep(_Traced(len(marks), total_ns, trace))
 
     def _lines_window(self, device: Device) -> Iterator[None]:
-        self.seen.window = "lines"
+        measured = self.seen.measured
+        measured.window = "lines"
         current: list[Wait] = []
         trains = threading.get_ident()
 
@@ -351,13 +388,15 @@ class Session:
             current.append(replace(wait, in_other_thread=_is_other_thread(trains)))
 
         start_ns = time.perf_counter_ns()
-        with watch_waits(device, note), self._counted_backwards():
+        backwards = self._backwards
+        with watch_waits(device, note), self._watched_zeroing():
             for _ in self._steps(self.settings.lines):
                 yield
                 # A new list: a thread may still add to the old one.
-                self.seen.waits.append(current)
+                measured.waits.append(current)
                 current = []
-                self.seen.watched_total_ns = time.perf_counter_ns() - start_ns
+                measured.watched_total_ns = time.perf_counter_ns() - start_ns
+                measured.backwards = self._backwards - backwards
 
     def _steps(self, count: int) -> Iterator[int]:
         start_s = time.monotonic()
@@ -418,48 +457,33 @@ class Session:
                 batch = original(iterator)
             finally:
                 inputs.append((start_ns, time.perf_counter_ns()))
-                self.seen.loader_workers = iterator._num_workers
-                self.seen.loader_pins = bool(iterator._pin_memory)
-            if self.seen.batch_tensors is None:
-                self.seen.batch_tensors = sum(
+                measured = self.seen.measured
+                measured.loader_workers = iterator._num_workers
+                measured.loader_pins = bool(iterator._pin_memory)
+            if measured.batch_tensors is None:
+                measured.batch_tensors = sum(
                     isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)
                 )
             return batch
 
         return replaced(iterators, "__next__", next_batch)
 
-    @contextmanager
-    def _counted_backwards(self) -> Iterator[None]:
-        """Count backward passes, and note the lines at which `zero_grad` writes zeros."""
-        tensors: Any = torch.Tensor
+    def _watched_zeroing(self) -> AbstractContextManager[None]:
+        """Note the lines at which `zero_grad` writes zeros."""
         optimizers: Any = torch.optim.Optimizer
-        backward, zero_grad = tensors.backward, optimizers.zero_grad
-        seen = self.seen
-
-        inside = threading.local()
-
-        def counted(tensor: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(inside, "backward", False):  # PyTorch calls it again in a function mode
-                return backward(tensor, *args, **kwargs)
-            seen.backwards += 1
-            inside.backward = True
-            try:
-                return backward(tensor, *args, **kwargs)
-            finally:
-                inside.backward = False
+        zero_grad = optimizers.zero_grad
 
         def zeroing(optimizer: Any, set_to_none: bool = True) -> Any:
             if not set_to_none:
                 line = wait_at(sys._getframe(1)).line
                 where = f" ({short_path(line.file)}:{line.line})" if line is not None else ""
-                seen.note(
+                self.seen.note(
                     f"zero_grad(set_to_none=False){where} writes zeros to every gradient: leave "
                     "the argument out",
                 )
             return zero_grad(optimizer, set_to_none)
 
-        with replaced(tensors, "backward", counted), replaced(optimizers, "zero_grad", zeroing):
-            yield
+        return replaced(optimizers, "zero_grad", zeroing)
 
     def _note_blocking_launches(self) -> None:
         if os.environ.get("CUDA_LAUNCH_BLOCKING", "0") not in ("", "0"):

@@ -12,6 +12,8 @@ import os
 import sys
 import threading
 import traceback
+import weakref
+from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -182,44 +184,39 @@ class StepFinder:
 
 @contextmanager
 def watch_steps(
-    on_call: Callable[[Hashable], object],
-    on_backward: Callable[[], object] = lambda: None,
+    on_call: Callable[[Hashable], object], before_call: Callable[[], object] = lambda: None
 ) -> Iterator[WeakKeyDictionary[Any, int]]:
     """Call `on_call` after each optimizer step and graph replay inside the block, with a number for
-    the optimizer or graph. Calls inside a capture do not count: they run nothing. Until the first
-    of them begins, call `on_backward` after each backward pass, in the frame that called it. Yields
-    the optimizers and graphs with their numbers."""
+    the optimizer or graph, and `before_call` before it. After those inside a capture, which run
+    nothing, `on_call` is not called. Yields the optimizers and graphs with their numbers.
+
+    An optimizer that takes the place of one that is gone, in the next fold of a cross-validation
+    say, gets its number.
+    """
     numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     unused = itertools.count()
+    # The numbers of optimizers and graphs that are gone, by kind.
+    free: defaultdict[Hashable, list[int]] = defaultdict(list)
     cuda: Any = torch.get_device_module("cuda")
     graph = cuda.CUDAGraph
     replay = graph.replay
-    autograd: Any = torch.autograd
-    backward = autograd.backward
-    has_begun = False
 
     def number(one: object) -> int:
         if one not in numbers:
-            numbers[one] = next(unused)
+            same_kind = free[_kind(one)]
+            numbers[one] = same_kind.pop() if same_kind else next(unused)
+            weakref.finalize(one, same_kind.append, numbers[one]).atexit = False
         return numbers[one]
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
-        nonlocal has_begun
-        has_begun = True
-
-    def backward_and_tell(*args: Any, **kwargs: Any) -> Any:
-        result = backward(*args, **kwargs)
-        if not has_begun:
-            on_backward()
-        return result
+        before_call()
 
     def after_step(optimizer: Any, args: Any, kwargs: Any) -> None:
         if not is_capturing():
             on_call(number(optimizer))
 
     def replay_and_tell(self: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal has_begun
-        has_begun = True
+        before_call()
         result = replay(self, *args, **kwargs)
         if not is_capturing():
             on_call(number(self))
@@ -231,14 +228,41 @@ def watch_steps(
         register_optimizer_step_post_hook(torch.compiler.disable(after_step)),
     )
     try:
-        with (
-            replaced(graph, "replay", replay_and_tell),
-            replaced(autograd, "backward", backward_and_tell),
-        ):
+        with replaced(graph, "replay", replay_and_tell):
             yield numbers
     finally:
         for hook in hooks:
             hook.remove()
+
+
+def _kind(one: Any) -> Hashable:
+    """The class of an optimizer or graph, and the shapes of an optimizer's weights."""
+    groups = getattr(one, "param_groups", ())
+    return type(one), tuple(tuple(weight.shape for weight in group["params"]) for group in groups)
+
+
+@contextmanager
+def watch_backward(on_backward: Callable[[], object]) -> Iterator[None]:
+    """Call `on_backward` after each backward pass inside the block, in the frame that called it. A
+    pass inside another one, as checkpointing makes them, is a part of that one."""
+    autograd: Any = torch.autograd
+    backward = autograd.backward
+    is_inside = False  # of any thread: on CUDA, the inner pass runs in one of autograd's
+
+    def backward_and_tell(*args: Any, **kwargs: Any) -> Any:
+        nonlocal is_inside
+        if is_inside:
+            return backward(*args, **kwargs)
+        is_inside = True
+        try:
+            result = backward(*args, **kwargs)
+        finally:
+            is_inside = False
+        on_backward()
+        return result
+
+    with replaced(autograd, "backward", backward_and_tell):
+        yield
 
 
 def is_capturing() -> bool:

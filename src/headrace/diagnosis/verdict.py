@@ -24,7 +24,7 @@ _WAITS_FOR = {
 
 
 def verdict_of(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
-    """At most two sentences."""
+    """What was found or went wrong, and what to do about it."""
     if result.outcome in ("no step", "one step", "too few steps"):
         return _too_few_steps(result, seen)
     if result.outcome == "on the CPU":
@@ -117,13 +117,14 @@ def _too_few_steps(result: DiagnosisResult, seen: Observations) -> tuple[str, ..
         )
     if not seen.steps:
         return (
-            f"{subject} made {seen.calls} optimizer steps and graph replays, in no order that "
-            "came three times in a row: it is not known what a step is.",
+            f"{subject} made {seen.calls} optimizer steps and graph replays, and no sequence of "
+            "them repeats for long enough: it is not known what a step is.",
             f"Let it train for longer, or {name_a_line}.",
         )
-    return f"{_ending(result, seen)} after {_steps(seen)}, too few to measure.", more_steps(
-        seen, is_fake=result.races is not None
-    )
+    advice = more_steps(seen, is_fake=result.races is not None)
+    if seen.calls_per_step > 1:
+        advice += f" If a step is less than that, {name_a_line}."
+    return f"{_ending(result, seen)} after {_steps(seen)}, too few to measure.", advice
 
 
 def _never_ran(line: StepLine, ran: set[int]) -> str:
@@ -136,7 +137,7 @@ def _never_ran(line: StepLine, ran: set[int]) -> str:
 
 
 def _untraced(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
-    if seen.is_complete or seen.missing or result.step_ms is None:
+    if seen.measured.is_complete or seen.measured.missing or result.step_ms is None:
         return ("The GPU's work could not be traced: only lines and step times are known.",)
     return (
         f"A step takes {result.step_ms:.1f} ms. {_ending(result, seen)} after {_steps(seen)}, "
@@ -203,7 +204,8 @@ def _ending(result: DiagnosisResult, seen: Observations) -> str:
 
 def _steps(seen: Observations) -> str:
     if seen.steps:
-        return f"{seen.steps} step{'s' if seen.steps > 1 else ''}"
+        each = f" of {seen.calls_per_step} optimizer steps" if seen.calls_per_step > 1 else ""
+        return f"{seen.steps} step{'s' if seen.steps > 1 else ''}{each}"
     return f"{seen.calls} optimizer steps and graph replays"
 
 

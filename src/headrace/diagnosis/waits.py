@@ -25,7 +25,7 @@ import torch
 from headrace import main_program
 from headrace.device import Device
 from headrace.diagnosis.forms import FORMS, Expression, Form, form_of, running_expression
-from headrace.diagnosis.replacing import replaced
+from headrace.diagnosis.replacing import replaced, replaced_in_c
 from headrace.runs.records import LineRecord
 from headrace.source_lines import is_user_code
 
@@ -67,7 +67,8 @@ def wait_at(frame: FrameType | None, operation: str = "", fake: Device | None = 
     functions: list[tuple[str, str]] = []
     while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
         file = frame.f_code.co_filename
-        if file.startswith(_TORCH) and Path(file).stem not in _MACHINERY:
+        is_wrapper = "<locals>" in frame.f_code.co_qualname
+        if file.startswith(_TORCH) and not is_wrapper and Path(file).stem not in _MACHINERY:
             functions.append((Path(file).stem, frame.f_code.co_name))
         frame = frame.f_back
     if innermost is None:
@@ -196,8 +197,7 @@ def watch_waits(device: Device, on_wait: Callable[[Wait], object]) -> Iterator[N
             stack.enter_context(_explicit_waits(on_wait, in_call))
             stack.enter_context(_cuda_waits(on_wait, in_call))
             stack.enter_context(_pageable_copies(on_wait))
-            for name in ("unique", "unique_consecutive"):
-                stack.enter_context(_telling_if_by_rows(name, on_wait))
+            stack.enter_context(_thrust_waits(on_wait))
         yield
 
 
@@ -218,19 +218,21 @@ def _explicit_waits(on_wait: Callable[[Wait], object], in_call: threading.local)
             (cuda.Event, "synchronize", "Event.synchronize"),
         ):
             if hasattr(owner, name):  # PyTorch for the CPU lacks some
-                stack.enter_context(_telling(owner, name, operation, on_wait, in_call))
+                call = _telling(getattr(owner, name), operation, on_wait, in_call)
+                stack.enter_context(replaced(owner, name, call))
+        generic: Any = torch.Event  # whatever the device; it is written in C
+        call = _telling(generic.synchronize, "Event.synchronize", on_wait, in_call)
+        stack.enter_context(replaced_in_c(generic, "synchronize", call))
         yield
 
 
 def _telling(
-    owner: Any,
-    name: str,
+    original: Callable[..., Any],
     operation: str,
     on_wait: Callable[[Wait], object],
     in_call: threading.local,
-) -> AbstractContextManager[None]:
-    """Replace `owner.name` by a function that tells, inside the block."""
-    original = getattr(owner, name)
+) -> Callable[..., Any]:
+    """The function, which also tells that it waits."""
 
     def call(*args: Any, **kwargs: Any) -> Any:
         in_call.waits = True
@@ -241,7 +243,7 @@ def _telling(
         on_wait(wait_at(sys._getframe(1), operation))
         return result
 
-    return replaced(owner, name, call)
+    return call
 
 
 @contextmanager
@@ -327,20 +329,38 @@ def _is_ours(message: Any) -> bool:
     return bool(getattr(message, "pattern", message) == _SYNCHRONISING)
 
 
-def _telling_if_by_rows(
-    name: str, on_wait: Callable[[Wait], object]
+@contextmanager
+def _thrust_waits(on_wait: Callable[[Wait], object]) -> Iterator[None]:
+    """`unique` with `dim`, and `coalesce`: they run code of Thrust's, whose waits PyTorch does not
+    see."""
+    with ExitStack() as stack:
+        for owner, name, operation in (
+            (torch, "unique", "aten::unique_dim"),
+            (torch, "unique_consecutive", "aten::unique_dim"),
+            (torch.Tensor, "coalesce", "aten::_coalesce"),
+        ):
+            stack.enter_context(_telling_of_thrust(owner, name, operation, on_wait))
+        yield
+
+
+def _telling_of_thrust(
+    owner: Any, name: str, operation: str, on_wait: Callable[[Wait], object]
 ) -> AbstractContextManager[None]:
-    """With `dim`, these run code of Thrust's, whose waits PyTorch does not see."""
-    original = getattr(torch, name)
+    original = getattr(owner, name)
 
     def call(*args: Any, **kwargs: Any) -> Any:
+        source: Any = args[0] if args else kwargs.get("input")
+        is_cuda = getattr(source, "is_cuda", False)
+        if name == "coalesce":
+            waits = is_cuda and not source.is_coalesced()
+        else:
+            waits = is_cuda and kwargs.get("dim") is not None
         result = original(*args, **kwargs)
-        source = args[0] if args else kwargs.get("input")
-        if kwargs.get("dim") is not None and getattr(source, "is_cuda", False):
-            on_wait(wait_at(sys._getframe(1), "aten::unique_dim"))
+        if waits:
+            on_wait(wait_at(sys._getframe(1), operation))
         return result
 
-    return replaced(torch, name, call)
+    return replaced(owner, name, call)
 
 
 @contextmanager
@@ -351,6 +371,8 @@ def _pageable_copies(on_wait: Callable[[Wait], object]) -> Iterator[None]:
         for name in ("to", "cuda", "copy_"):
             stack.enter_context(_telling_if_pageable(name, on_wait))
         stack.enter_context(_telling_if_any_pageable(on_wait))
+        if hasattr(torch._C, "_scatter"):  # PyTorch for the CPU lacks it
+            stack.enter_context(_telling_if_scattered(on_wait))
         yield
 
 
@@ -385,6 +407,22 @@ def _telling_if_any_pageable(on_wait: Callable[[Wait], object]) -> AbstractConte
         return result
 
     return replaced(torch, "_foreach_copy_", call)
+
+
+def _telling_if_scattered(on_wait: Callable[[Wait], object]) -> AbstractContextManager[None]:
+    """The copies to the GPUs of `nn.DataParallel`, which C++ makes."""
+    driver: Any = torch._C
+    original = driver._scatter
+
+    def call(source: torch.Tensor, *args: Any) -> Any:
+        parts = original(source, *args)
+        for part in parts:
+            copy = _pageable_copy(source, part)
+            if copy is not None:
+                on_wait(wait_at(sys._getframe(1), copy))
+        return parts
+
+    return replaced(driver, "_scatter", call)
 
 
 def _pageable_copy(source: object, target: object) -> str | None:

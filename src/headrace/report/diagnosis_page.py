@@ -48,6 +48,7 @@ def diagnosis_page(result: DiagnosisResult, source: str) -> str:
         "fills": [(look, words(name)) for name, look in _LOOKS.items()],
         "lines": [_line(one) for one in result.lines],
         "line_table": _line_table(result),
+        "has_times": _has_times(result),
         "python_lines": [_python_line(one) for one in result.python_lines],
         "python_table": _python_table(result),
         "predictions": _predictions(result),
@@ -177,19 +178,21 @@ def _python_table(result: DiagnosisResult) -> Table | None:
 def _line_table(result: DiagnosisResult) -> Table | None:
     if not result.lines:
         return None
-    columns = ("line", "form", "waits per step", "blocked ms", "idle ms", "gain ms")
+    columns: tuple[str, ...] = ("line", "form", "waits per step")
     rows: list[Cells] = [
-        [
-            _place(one.line),
-            one.title,
-            figure(one.per_step),
-            figure(one.blocked_ms),
-            figure(one.idle_ms),
-            figure(one.gain_ms),
-        ]
-        for one in result.lines
+        [_place(one.line), one.title, figure(one.per_step)] for one in result.lines
     ]
+    if _has_times(result):
+        columns = (*columns, "blocked ms", "idle ms", "gain ms")
+        rows = [
+            [*row, figure(one.blocked_ms), figure(one.idle_ms), figure(one.gain_ms)]
+            for row, one in zip(rows, result.lines, strict=True)
+        ]
     return table("Lines that made the host wait", columns, rows)
+
+
+def _has_times(result: DiagnosisResult) -> bool:
+    return any(one.blocked_ms is not None for one in result.lines)
 
 
 def _predictions(result: DiagnosisResult) -> Table | None:

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,6 +40,7 @@ _SHARING = frozenset(("as_tensor", "asarray"))
 _TORCH = Path(torch.__file__).resolve().parent
 _OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
 _SAVE = torch.serialization._save.__code__
+_SHALLOW_COPY = copy.copy.__code__  # of a tensor, it shares the storage
 _ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
 
 
@@ -96,6 +97,9 @@ class FunctionMode(TorchFunctionMode):
         device, name = self._device, getattr(func, "__name__", "")
         if name == "_parse_to":
             return func(*args, **kwargs)  # `Module.to` asks what its arguments mean
+        if func is torch.unravel_index:  # it makes tensors on the device that it asks for
+            with self:
+                return torch.functional._unravel_index(*args, **kwargs).unbind(-1)
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         if tensor is not None:
             if name == "__get__":
@@ -254,9 +258,9 @@ def _read(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs
 
 def _pickle(tensor: torch.Tensor, protocol: int) -> Any:
     """Replaces the method that `torch.save` calls for each tensor."""
-    for device in patches.devices:
-        if not _storage_is_copied(tensor):
-            _note_read(device, tensor, "pickle")
+    is_read = not _is_inside(_SHALLOW_COPY) and not _storage_is_copied(tensor)
+    for device in patches.devices if is_read else ():
+        _note_read(device, tensor, "pickle")
     return patches.originals["_reduce_ex_internal"](tensor, protocol)
 
 
@@ -266,10 +270,13 @@ patches.patch(torch.Tensor, "_reduce_ex_internal", _pickle)
 def _storage_is_copied(tensor: torch.Tensor) -> bool:
     """Whether `torch.save` copies the tensor's storage to the host afterwards, which is seen. It
     does if the storage says that it lies elsewhere."""
-    if tensor.untyped_storage().device.type == "cpu":
-        return False
+    return tensor.untyped_storage().device.type != "cpu" and _is_inside(_SAVE)
+
+
+def _is_inside(code: CodeType) -> bool:
+    """Whether a function is running in this thread."""
     frame: FrameType | None = sys._getframe(1)
-    while frame is not None and frame.f_code is not _SAVE:
+    while frame is not None and frame.f_code is not code:
         frame = frame.f_back
     return frame is not None
 
@@ -344,6 +351,15 @@ def _as_tensor(device: FakeDevice, func: Any, args: Any, kwargs: Any) -> Any:
     return result
 
 
+def _converted(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
+    """`torch.tensor(x, device=…)`, `torch.as_tensor(x, device=…)` and such: to the host, a copy."""
+    target = kwargs.get("device")
+    if target is None or device.is_named_by(target) or not device.holds(tensor):
+        return _call(device, func, args, kwargs)
+    source = tensor.detach() if func.__name__ == "tensor" else tensor
+    return _move(device, source, "to host", False, {"dtype": kwargs.get("dtype") or tensor.dtype})
+
+
 def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     """Clone instead: PyTorch would copy the storage without the modes seeing it."""
     memo = args[1]
@@ -370,12 +386,13 @@ def _setitem(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwa
 
 
 def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """Pass lengths that lie on the host as lists: C++ would take them for device tensors. A GPU's
-    kernel gets them by copies from pageable memory, which make the host wait."""
+    """Pass lengths as lists: C++ would take those that lie on the host for device tensors. As on
+    CUDA, those on the device are read first, and copies bring them all to the kernel."""
 
     def listed(value: Any) -> Any:
-        on_host = isinstance(value, torch.Tensor) and not device.holds(value)
-        return value.tolist() if on_host else value
+        if isinstance(value, torch.Tensor):
+            return _cpu(device, torch.Tensor.cpu, value, (value,), {}).tolist()
+        return value
 
     if device.holds(tensor):
         kwargs = {
@@ -388,10 +405,13 @@ def _ctc_loss(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
 
 
 def _one_hot(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
-    """As on CUDA, do not check the classes if their number is given: that makes the host wait."""
+    """As on CUDA, do not check the classes, which makes the host wait. It waits once for their
+    number if that is not given."""
     classes = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    if not device.holds(tensor) or classes < 1 or tensor.numel() == 0:
+    if not device.holds(tensor) or classes == 0 or tensor.numel() == 0:
         return _call(device, func, args, kwargs)
+    if classes < 0:
+        classes = int(_call(device, torch.Tensor.max, (tensor,), {})) + 1
     empty = _call(device, torch.Tensor.new_zeros, (tensor, (*tensor.shape, classes)), {})
     return _call(device, torch.Tensor.scatter_, (empty, -1, tensor.unsqueeze(-1), 1), {})
 
@@ -419,6 +439,9 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
     "__array__": _numpy,
     "__deepcopy__": _deepcopy,
     "new_tensor": _new_tensor,
+    "tensor": _converted,
+    "as_tensor": _converted,
+    "asarray": _converted,
     "__setitem__": _setitem,
     "ctc_loss": _ctc_loss,
     "one_hot": _one_hot,

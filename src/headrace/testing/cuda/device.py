@@ -47,6 +47,11 @@ class FakeCuda(FakeDevice):
         self._names = Counter(["default"])
         self.checker.missing_call = partial(missing_call, self)
 
+    @staticmethod
+    def in_use() -> FakeCuda | None:
+        """The device of the `fake_cuda()` block that is running; None outside of one."""
+        return state.device() if state.in_use() else None
+
     def new_stream(
         self, name: str | None, priority: int, made_at: Site | None = None
     ) -> FakeStream:
