@@ -101,6 +101,8 @@ class TestLoader:
         trainer = new(corpus, tmp_path, "run", workers=2, loader_timeout=timeout, save_every=1e6)
         with monkeypatch.context() as patch:
             patch.setattr(PaddedBatches, "__getitem__", after(4, do))
+            # How long PyTorch waits for each worker that hangs before it kills it: 5 s.
+            patch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
             with pytest.raises(LoaderError, match=message):
                 trainer.run()
         assert "resume with: headrace train --resume" in capfd.readouterr().err
