@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
+import importlib
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 # Some virtual machines announce AMX and then refuse it, which kills the process at the first bf16
 # product. Must be set before PyTorch is loaded.
@@ -15,6 +18,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 import hypothesis
 import pytest
 
+from headrace.bench import contestants, runner
+from headrace.bench.tune import measurer
 from headrace.device import Device, open_device
 from headrace.testing import FakeDevice
 from support import torchvision_ops
@@ -27,6 +32,24 @@ hypothesis.settings.load_profile("headrace")
 
 pytest_plugins = ["headrace.testing.pytest_plugin"]
 torchvision_ops.define_missing()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_modules() -> Iterator[None]:
+    """Garbage collections pass over what was loaded before this test module.
+
+    The bench collects before each measurement, hundreds of times in a test, and unfreezes objects
+    between them. It may not here: each collection would look at all of PyTorch's modules again.
+    """
+    importlib.import_module("torch._dynamo")  # else the first optimizer loads it
+
+    gc.collect()
+    gc.freeze()
+    collector = SimpleNamespace(collect=gc.collect, freeze=lambda: None, unfreeze=lambda: None)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (contestants, measurer, runner):
+            patch.setattr(module, "gc", collector)
+        yield
 
 
 @pytest.fixture(params=["cpu", "fake", needs_cuda])

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +13,7 @@ from headrace import atomic_files
 from headrace.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 from headrace.errors import CheckpointError
 from support.checkpoints import SAVES, contents, example, flip, names, same
+from support.forked import run_python
 from support.paths import TESTS
 
 # --- crashes --------------------------------------------------------------------------------------
@@ -44,8 +43,8 @@ for name, (steps, step) in SAVES.items():
 @pytest.fixture(scope="module")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("crashed")
-    command = [sys.executable, "-c", CRASHES, TESTS, folder]
-    subprocess.run(list(map(str, command)), check=True, timeout=100)
+    done = run_python(CRASHES, TESTS, folder)
+    assert done.returncode == 0, done.stderr
     return folder
 
 

@@ -20,6 +20,7 @@ from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
 from headrace.runs import StatusLine
 from headrace.runs.records import BenchResult
+from support.forked import HEADRACE, Forked
 from support.terminals import Terminal, new_console
 
 QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]
@@ -182,26 +183,26 @@ def test_help_says_what_a_work_is() -> None:
 
 
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_prints_the_rows_so_far(tmp_path: Path, number: int, expected: int) -> None:
+def test_a_signal_prints_the_rows_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, expected: int
+) -> None:
     """In a process of its own: the signal comes once the first round is over."""
     many = ["--steps", "50", "--repeats", "100000", "--warmup", "1", "--watch", "0"]
     which = ["--work", "mlp", *SMALL, "--device", "cpu", "--plans", "baseline,pipeline"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "headrace", "bench", *which, "--out", "r.json", *many],
-        cwd=tmp_path,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    os.mkfifo(tmp_path / "stderr")
+    monkeypatch.chdir(tmp_path)
+    process = Forked(
+        HEADRACE, "bench", *which, "--out", "r.json", *many, stderr=tmp_path / "stderr"
     )
-    assert process.stderr is not None
     until = time.monotonic() + 60
-    for line in process.stderr:
-        if line.startswith("round 3 ") or time.monotonic() > until:
-            break
-    process.send_signal(number)
-    out, _ = process.communicate(timeout=60)
-    assert process.returncode == expected
+    with (tmp_path / "stderr").open() as lines:
+        for line in lines:
+            if line.startswith("round 3 ") or time.monotonic() > until:
+                break
+        process.send_signal(number)
+        lines.read()
+    assert process.wait(60) == expected
+    out = process.stdout.read_text()
     assert "interrupted: these are the results so far" in out
     assert re.search(r"^ pipeline .* identical$", out, re.MULTILINE)
     assert BenchResult.read(tmp_path / "r.json").interrupted

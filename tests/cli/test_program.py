@@ -20,6 +20,7 @@ from headrace.device import available_devices
 from headrace.plan import PRESETS
 from headrace.schema import Checked
 from headrace.translation import SECTIONS, TrainSettings
+from support.forked import HEADRACE, run_python
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -135,7 +136,7 @@ main()
 
 
 def test_doctor_says_what_is_here() -> None:
-    done = run("doctor", "--no-measure")
+    done = run_python(HEADRACE, "doctor", "--no-measure")
     assert done.returncode == 0, done.stderr
     assert "torch" in done.stdout
     for name in available_devices():
@@ -143,7 +144,7 @@ def test_doctor_says_what_is_here() -> None:
 
 
 def test_doctor_json_is_one_object_on_stdout() -> None:
-    done = run("doctor", "--json", "--no-measure")
+    done = run_python(HEADRACE, "doctor", "--json", "--no-measure")
     content = json.loads(done.stdout)
     assert [device["name"] for device in content["devices"]] == available_devices()
     assert content["healthy"] is (done.returncode == 0)

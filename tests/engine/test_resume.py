@@ -4,6 +4,7 @@ from a state taken after an error."""
 from __future__ import annotations
 
 import copy
+import functools
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -55,23 +56,34 @@ class Steps:
             self.losses += [entry.values["loss"] for entry in info.come_back]
 
 
+def without_dropout(device: Device, depth: int) -> Engine:
+    plan = Plan.preset("pipeline").replace(prefetch_depth=depth)
+    return new(device, plan, model=make_model(device, 0.0))
+
+
+@functools.cache
+def uninterrupted_losses(depth: int) -> list[float]:
+    with FakeDevice() as device:
+        return losses_of(without_dropout(device, depth), augmented(), 2)
+
+
 class TestLoaders:
     @pytest.mark.parametrize("loader", LOADERS)
     @pytest.mark.parametrize("plan", ["baseline", "pipeline", "streams4"])
-    @pytest.mark.parametrize("at", [3, 9, 10, 14])
-    def test_in_a_new_process(self, device: Device, plan: str, loader: Loaders, at: int) -> None:
+    def test_in_a_new_process(self, device: Device, plan: str, loader: Loaders) -> None:
         """Stopped within an epoch or between two. Order, noise and dropout masks (which a CPU draws
         from the same generator) are those of an uninterrupted run."""
         whole = new(device, plan)
         expected = losses_of(whole, loader(), 3)
-        seen, stored = stopped(new(device, plan), loader(), at)
-        other, again = new(device, plan), loader()
-        seeded(99)
-        other.load_state_dict(stored)
-        while other.epochs < 3:
-            seen += other.epoch(again).losses
-        assert seen == expected
-        assert same(weights(other), weights(whole))
+        for at in (3, 9, 10, 14):
+            seen, stored = stopped(new(device, plan), loader(), at)
+            other, again = new(device, plan), loader()
+            seeded(99)
+            other.load_state_dict(stored)
+            while other.epochs < 3:
+                seen += other.epoch(again).losses
+            assert seen == expected, f"stopped after {at} batches"
+            assert same(weights(other), weights(whole)), f"stopped after {at} batches"
 
     def test_what_workers_draw(self) -> None:
         """Workers are seeded when the loader begins, and load the earlier batches again."""
@@ -118,11 +130,9 @@ class TestLoaders:
         trained on. Without dropout, only the loader draws."""
 
         def made(ahead: int) -> Engine:
-            plan = Plan.preset("pipeline").replace(prefetch_depth=ahead)
-            return new(device, plan, model=make_model(device, 0.0))
+            return without_dropout(device, ahead)
 
         with FakeDevice() as device:
-            expected = losses_of(made(depth), augmented(), 2)
             seen, stored = stopped(made(depth), augmented(), at)
             between = made(other_depth)
             seeded(98)
@@ -135,7 +145,7 @@ class TestLoaders:
             last.load_state_dict(stored)
             while last.epochs < 2:
                 seen += last.epoch(augmented()).losses
-            assert seen == expected
+        assert seen == uninterrupted_losses(depth)
 
     def test_a_loader_made_for_each_epoch_keeps_its_seed(self, device: Device) -> None:
         def of(epoch: int) -> DataLoader[Any]:
@@ -353,10 +363,7 @@ class TestLoaders:
         assert engine.state_dict()["loader"] is None
 
     @pytest.mark.parametrize("plan", ["baseline", "pipeline", "streams4"])
-    @pytest.mark.parametrize("at", [3, 10, 14])
-    def test_a_loader_whose_state_dict_raises_has_no_state(
-        self, device: Device, plan: str, at: int
-    ) -> None:
+    def test_a_loader_whose_state_dict_raises_has_no_state(self, device: Device, plan: str) -> None:
         """Its batches are dropped and its generator is restored, as without the method."""
 
         def loader() -> Any:
@@ -365,14 +372,15 @@ class TestLoaders:
 
         expected = losses_of(new(device, plan), loader(), 2)
         assert expected == losses_of(new(device, plan), own_generator(), 2)
-        seen, stored = stopped(new(device, plan), loader(), at)
-        assert stored["loader"] is None
-        other, again = new(device, plan), loader()
-        seeded(99)
-        other.load_state_dict(stored)
-        while other.epochs < 2:
-            seen += other.epoch(again).losses
-        assert seen == expected
+        for at in (3, 10, 14):
+            seen, stored = stopped(new(device, plan), loader(), at)
+            assert stored["loader"] is None
+            other, again = new(device, plan), loader()
+            seeded(99)
+            other.load_state_dict(stored)
+            while other.epochs < 2:
+                seen += other.epoch(again).losses
+            assert seen == expected, f"stopped after {at} batches"
 
     def test_a_state_that_the_loader_refuses(self, device: Device) -> None:
         _, stored = stopped(new(device), OwnEpochs(), 4)

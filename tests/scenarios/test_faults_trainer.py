@@ -37,6 +37,7 @@ from headrace.translation import Trainer, TrainSettings
 from headrace.translation.corpus.batches import PaddedBatches
 from headrace.translation.loss import TranslationLoss
 from headrace.translation.trainer import EpochLoss, exit_after_grace
+from support.forked import HEADRACE, Forked, child_processes
 from support.paths import BENCHMARKS
 from support.trainers import SMALL, new, weights_of
 
@@ -59,8 +60,8 @@ def whole(corpus: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
 def nothing_is_left() -> Iterator[None]:
     """After each fault: no process of ours, and the run's lock is free."""
     yield
-    _, alive = psutil.wait_procs(psutil.Process().children(recursive=True), timeout=30)
-    assert [child for child in alive if "resource_tracker" not in " ".join(child.cmdline())] == []
+    _, alive = psutil.wait_procs(child_processes(), timeout=30)
+    assert alive == []
 
 
 def after(batches: int, do: Any) -> Any:
@@ -100,6 +101,8 @@ class TestLoader:
         trainer = new(corpus, tmp_path, "run", workers=2, loader_timeout=timeout, save_every=1e6)
         with monkeypatch.context() as patch:
             patch.setattr(PaddedBatches, "__getitem__", after(4, do))
+            # How long PyTorch waits for each worker that hangs before it kills it: 5 s.
+            patch.setattr("torch.utils.data._utils.MP_STATUS_CHECK_INTERVAL", 0.5)
             with pytest.raises(LoaderError, match=message):
                 trainer.run()
         assert "resume with: headrace train --resume" in capfd.readouterr().err
@@ -369,7 +372,7 @@ class TestStopping:
         def counted(self: EpochLoss, arrived: Any) -> None:
             seen.append(1)
             if len(seen) == 3:
-                ours = [os.getpid(), *(c.pid for c in psutil.Process().children(recursive=True))]
+                ours = [os.getpid(), *(child.pid for child in child_processes())]
                 assert len(ours) >= 3
                 code = "import os, sys; [os.kill(int(pid), 15) for pid in sys.argv[1:]]"
                 subprocess.run([sys.executable, "-c", code, *map(str, ours)], check=True)
@@ -511,8 +514,14 @@ def test_killed_at_random_moments(tmp_path: Path) -> None:
     """A short version of `benchmarks/kills.py`: SIGKILL, wherever it happens to be. Plans and
     workers in turn are killed at chosen batches in `translation/test_trainer.py`."""
     kills = kills_module()
-    killing = kills.Killing(tmp_path / "runs", kills.WAYS[1], random.Random(7))
-    tally = killing.disturb(2)
+
+    class Killing(kills.Killing):  # type: ignore[misc,name-defined]
+        def start(self, run: Path) -> Forked:
+            words = ["train", "--resume", run, "--cache", self.folder / "cache", "--quiet"]
+            return Forked(HEADRACE, *words, stderr=self.folder / "stderr")
+
+    way = {**kills.WAYS[1], "epochs": 2}
+    tally = Killing(tmp_path / "runs", way, random.Random(7)).disturb(2)
     assert tally.same == tally.runs > 0
     assert tally.kills == 2
     assert tally.left_behind == 0

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -27,6 +25,7 @@ from headrace.translation import TrainSettings
 from headrace.translation.build import _resolve_plans
 from support.devices import needs_cuda
 from support.engines import data, loss, make_model, same, weights
+from support.forked import run_python
 
 EXACT = [name for name in PRESETS if name != "max"]
 Model = Callable[[Device], nn.Module]
@@ -199,7 +198,8 @@ def test_both_of_pytorchs_ways_to_set_the_switches(way: str) -> None:
         with float32_products(tf32=False): assert "tf32" not in now(), now()
         assert now() == before, now()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(lines)], check=True)
+    done = run_python(textwrap.dedent(lines))
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("_cuda", [needs_cuda])

@@ -24,6 +24,7 @@ from headrace.errors import CheckpointError, StepError
 from headrace.parallel import SINGLE, Agreement, parallelism_of
 from support import ranks_jobs as jobs
 from support.corpora import write_corpus
+from support.forked import forkserver
 from support.id_pairs import random_pairs
 
 CLOSE = 1e-5
@@ -40,9 +41,7 @@ OPTIONS: dict[str, Any] = {"accumulate": 2, "clip_norm": 0.5, "ema_decay": 0.9}
 
 def on_ranks(size: int, folder: Path, work: list[Job]) -> list[list[Any]]:
     """Run jobs on `size` ranks, each a process; the results by job, then by rank."""
-    # Processes fork from one that has loaded PyTorch, and has done nothing with it.
-    context = torch.multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["headrace.engine", "torch.distributed.fsdp"])
+    forkserver()  # so that the ranks need not load PyTorch
     torch.multiprocessing.start_processes(
         jobs.run, (size, str(folder), jobs.many, work), nprocs=size, start_method="forkserver"
     )

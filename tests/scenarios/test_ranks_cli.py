@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +13,9 @@ import pytest
 from safetensors.torch import load_file
 
 from headrace.translation import Trainer, TrainSettings
+from support.forked import run_python
 
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+TORCHRUN = "from torch.distributed.run import main; main()"
 SMALL: dict[str, Any] = {
     "preset": "tiny",
     "width": 16,
@@ -96,14 +95,8 @@ def options(settings: dict[str, Any]) -> list[str]:
 
 
 def torchrun(ranks: int, *told: object, script: Path | None = None) -> Any:
-    program = ["-m", "headrace"] if script is None else [str(script)]
-    return subprocess.run(
-        [*TORCHRUN, str(ranks), *program, *map(str, told)],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
+    program = ["-m", "headrace"] if script is None else [script]
+    return run_python(TORCHRUN, "--standalone", "--nproc-per-node", ranks, *program, *told)
 
 
 def epochs(run: Path) -> list[dict[str, Any]]:

@@ -8,8 +8,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +27,7 @@ from headrace.translation import trainer as trainer_module
 from headrace.translation.build import build_run
 from headrace.translation.trainer import EpochLoss
 from headrace.translation.weights import load_weights
+from support.forked import run_python
 from support.trainers import SMALL, new, weights_of
 
 # Runs a trainer in a process of its own that dies, as if by SIGKILL, after so many batches.
@@ -90,11 +89,7 @@ class TestResume:
         expected = whole.run()
         killed = new(corpus, tmp_path, "killed", plan=plan, workers=workers, **options)
         for batches in deaths:
-            died = subprocess.run(
-                [sys.executable, "-c", DIES, killed.folder.path, corpus / "cache", str(batches)],
-                capture_output=True,
-                text=True,
-            )
+            died = run_python(DIES, killed.folder.path, corpus / "cache", batches)
             assert died.returncode == 9, died.stderr
         found = Trainer.resume(killed.folder.path, cache=corpus / "cache", quiet=True).run()
         assert weights_of(found.folder.path) == weights_of(expected.folder.path)

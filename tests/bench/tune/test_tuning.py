@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,6 +34,7 @@ from headrace.runs.records import Environment, WorkRecord
 from headrace.testing import Costs, FakeDevice
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
+from support.forked import run_python
 
 #: Nothing takes time but made-up kernels and copies to the device, of 2 ms each.
 FREE = Costs(
@@ -533,9 +532,7 @@ class TestCommand:
     def test_killed_and_resumed(self, here: Path) -> None:
         command = ["tune", "--work", "mine.py:make_work", *QUICK, "--plans", "baseline,pipeline"]
         for lines, arguments in ((4, command), (2, ["tune", "--resume", "runs/tune/exp"])):
-            died = subprocess.run(
-                [sys.executable, "-c", DIES, str(lines), *arguments], capture_output=True, text=True
-            )
+            died = run_python(DIES, lines, *arguments)
             assert died.returncode == 9, died.stderr
         journal = here / "runs/tune/exp/journal.jsonl"
         before = journal.read_bytes()
