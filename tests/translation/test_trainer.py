@@ -225,7 +225,7 @@ class TestEndings:
         run = one.folder.path
         unchanged = everything_in(run)
         assert self.resume(run, corpus, epochs=1) == one
-        assert "finished after 1 epochs, and --epochs 1 asks for no more" in caplog.text
+        assert "finished after 1 epoch, and --epochs 1 asks for no more" in caplog.text
         assert everything_in(run) == unchanged
         two = self.resume(run, corpus, epochs=2)
         assert weights_of(run) == weights_of(trained)
@@ -250,7 +250,7 @@ class TestEndings:
         run = short.folder.path
         assert (short.stopped, short.ended_early) == (None, "time limit")
         assert short.scores is not None
-        assert "the time limit of 0.001s is reached after 1 updates" in capfd.readouterr().err
+        assert "the time limit of 0.001s is reached after 1 update" in capfd.readouterr().err
         assert [entry["epoch"] for entry in epochs(short)] == [0]
         assert "The time limit ended it before its last epoch" in short.folder.report.read_text()
         again = self.resume(run, corpus)  # the limit counts anew

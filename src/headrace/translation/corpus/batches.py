@@ -22,6 +22,7 @@ from headrace.data import Buckets
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
 from headrace.runs import ignore_foreign_sigterm
+from headrace.text_table import counted
 from headrace.translation.corpus.encoded import IdPairs
 
 IntArray = NDArray[np.int64]
@@ -63,8 +64,8 @@ class EpochBatches:
 
     def __str__(self) -> str:
         return (
-            f"{len(self):,} batches per epoch, {self.shapes} shapes, {self.padding_share:.1%} "
-            "padding"
+            f"{counted(len(self), 'batch', 'batches')} per epoch, {counted(self.shapes, 'shape')}, "
+            f"{self.padding_share:.1%} padding"
         )
 
 

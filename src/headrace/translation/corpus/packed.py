@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headrace.errors import PlanError
+from headrace.text_table import counted
 from headrace.translation.attention import BLOCK, Packing
 from headrace.translation.corpus.batches import BatchSpec, IntArray
 from headrace.translation.corpus.encoded import IdPairs, Ints, Longs
@@ -119,7 +120,8 @@ class PackedEpoch:
     def __str__(self) -> str:
         src, trg = self.fills
         return (
-            f"{len(self):,} packed batches per epoch, {self._size}, {src:.1%} and {trg:.1%} filled"
+            f"{counted(len(self), 'packed batch', 'packed batches')} per epoch, {self._size}, "
+            f"{src:.1%} and {trg:.1%} filled"
         )
 
 
