@@ -259,7 +259,7 @@ def _plan_batches(
             raise TranslationError(
                 f"tokens = {settings.tokens} with packed = on: the longest target sentence of "
                 f"train and valid takes {longest[1]} tokens of a batch; expected at least "
-                f"{longest[1]}, or packed = off"
+                f"{longest[1]}. A smaller max_length drops long pairs"
             )
         size = packed_size(train.lengths, tokens, longest)
         return PackedPlan(train.lengths, size, seed=settings.seed)

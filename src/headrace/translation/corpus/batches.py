@@ -94,7 +94,8 @@ class BatchPlan:
         longest = int(self._lengths[:, 1].max(initial=0))
         if tokens is not None and tokens < longest:
             raise PlanError(
-                f"tokens = {tokens}: expected at least {longest}, the length of the longest target"
+                f"tokens = {tokens}: expected at least {longest}, the length of the longest "
+                "target. A smaller max_length drops long pairs"
             )
         self._sentences, self._tokens, self._seed = sentences, tokens, seed
         self._shuffle = shuffle
