@@ -412,14 +412,22 @@ class TestSettings:
         with pytest.raises(TranslationError, match=f"packed = on with {message}"):
             new(corpus, tmp_path, "none", packed="on", **values)
 
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"packed": "on", "tokens": 2}, "tokens = 2 with packed = on: the longest"),
+            ({"packed": "off", "tokens": 2}, "tokens = 2: expected at least"),
+            ({"max_length": 4}, "max_length = 4: all .* pairs of train are longer"),
+        ],
+    )
     def test_a_new_run_that_its_corpus_refuses_is_removed(
-        self, corpus: Path, tmp_path: Path
+        self, corpus: Path, tmp_path: Path, changes: dict[str, Any], message: str
     ) -> None:
         """Resuming it in vain removes nothing: its folder may have more than this run's files."""
-        made = new(corpus, tmp_path, "run", packed="on", tokens=2)
+        made = new(corpus, tmp_path, "run", **changes)
         again = Trainer.resume(made.folder.path, cache=corpus / "cache", quiet=True)
         for run, is_left in ((again, True), (made, False)):
-            with pytest.raises(TranslationError, match="tokens = 2 with packed = on: the longest"):
+            with pytest.raises(ValueError, match=message):
                 run.run()
             assert made.folder.path.exists() is is_left
 

@@ -33,10 +33,12 @@ from headrace.device import Device, Ledger, open_device
 from headrace.engine import DeferredValues, Engine, EpochResult
 from headrace.errors import (
     CheckpointError,
+    CorpusError,
     HeadraceError,
     LoaderError,
     NonFiniteError,
     OutOfMemoryError,
+    PlanError,
     RunError,
     StepError,
     TranslationError,
@@ -334,7 +336,7 @@ class Trainer:
         that need the prepared corpus."""
         try:
             yield
-        except TranslationError:
+        except (TranslationError, CorpusError, PlanError):
             if self._is_new and self._ranks.is_first:
                 shutil.rmtree(self.folder.path, ignore_errors=True)
             raise
