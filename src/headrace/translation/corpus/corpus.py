@@ -279,8 +279,8 @@ _REASONS = ("malformed", "empty", "duplicates", "overlap", "too_long")
 def _explain_empty(counts: SplitCounts) -> str:
     left = counts.read - sum(getattr(counts, name) for name in _REASONS)
     return (
-        f"leaves {left} of {counts.read:,} pairs to use{_dropped(counts)}; expected at least 2 in "
-        "train and 1 in every other split"
+        f"leaves {left} of {counts.read:,} pairs to use{_dropped(counts)}; expected at least 1 in "
+        "each split, and 2 in train if there is no valid split"
     )
 
 
