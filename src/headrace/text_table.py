@@ -1,4 +1,4 @@
-"""Plain text tables and wrapped lines, the same for every command."""
+"""Plain text tables, wrapped lines and counted nouns, the same for every command."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ import textwrap
 from collections.abc import Collection, Iterable, Sequence
 
 _WIDTH = 118
+
+
+def counted(count: int, noun: str, plural: str | None = None) -> str:
+    """1 epoch, 8 epochs. `plural` is for nouns that need more than an s."""
+    return f"{count:,} {noun}" if count == 1 else f"{count:,} {plural or noun + 's'}"
 
 
 def text_table(

@@ -307,6 +307,18 @@ def test_a_file_system_without_locks_is_a_warning(
         assert "cannot be locked (Operation not supported)" in caplog.text
 
 
+def test_a_full_disk_can_still_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.write", full)
+    with (
+        RunFolder(tmp_path).locked(),
+        pytest.raises(RunError, match="another process is training in this folder"),
+    ):
+        RunFolder(tmp_path).locked().__enter__()
+
+
 def test_a_folder_that_is_gone_cannot_be_locked(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"\.lock: cannot be opened \(No such file"):
         RunFolder(tmp_path / "gone").locked().__enter__()

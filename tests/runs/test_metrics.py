@@ -236,6 +236,19 @@ def test_tensorboard_that_is_missing_is_said_so(
         MetricsLog(path, tmp_path / "events")
 
 
+def test_events_that_cannot_be_written_are_a_warning(
+    path: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "events").write_text("no folder")
+    with MetricsLog(path, tensorboard=tmp_path / "events") as metrics:
+        for step in (1, 2):
+            metrics.write("step", step, loss=1.0)
+    assert [line["step"] for line in read_metrics(path)] == [1, 2]
+    (record,) = caplog.records
+    assert "events: TensorBoard events cannot be written (File exists)" in record.message
+
+
 def test_sample_translations_are_text_in_tensorboard(path: Path, tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     samples = [["三|四", "three or four", "three"]]

@@ -385,10 +385,11 @@ class TestLoader:
         Whenever `on_error` is called, the state is that after the batches it says."""
         device, called = hr.open_device("cpu"), 0
         options: dict[str, Any] = {"accumulate": accumulate, "deterministic": True}
+        options["lr"] = lambda update: 0.01 * 0.5**update
         whole = make_engine(device, model=make_model(device, 0.5), **options)
         torch.manual_seed(5)  # dropout's masks, too
         whole.epoch(data(7))
-        for moment in range(60, 460, 13):
+        for moment in range(60, 700, 13):
             stored = interrupted(device, moment, options)
             if stored is not None:
                 called += 1
@@ -397,6 +398,9 @@ class TestLoader:
                 other.epoch(data(7)[done:], first_batch=done)
                 assert same(weights(other), weights(whole)), moment
         assert called > 3
+
+
+_INTERRUPTED = ("/loop.py", "/step.py", "/engine.py", "/schedules.py")
 
 
 def interrupted(device: Device, moment: int, options: dict[str, Any]) -> Any | None:
@@ -409,7 +413,7 @@ def interrupted(device: Device, moment: int, options: dict[str, Any]) -> Any | N
         stored.append(copy.deepcopy(engine.state_dict()))
 
     def trace(frame: Any, event: str, _: Any) -> Any:
-        if not frame.f_code.co_filename.endswith(("/loop.py", "/step.py", "/engine.py")):
+        if not frame.f_code.co_filename.endswith(_INTERRUPTED):
             return None
         lines[0] += event == "line"
         if lines[0] == moment and event == "line":

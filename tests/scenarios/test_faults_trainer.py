@@ -181,6 +181,32 @@ class TestDisk:
         assert trainer.run().scores is not None
         assert expected in caplog.text
 
+    @pytest.mark.parametrize("name", ["trg.model", "src.model"])
+    def test_no_room_for_a_vocabulary(
+        self, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+    ) -> None:
+        """No half file is left, which would keep the run from starting over."""
+        write = atomic_files.DurableFile.write
+
+        def full(self: Any, content: Any) -> None:
+            write(self, content[:10])
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        trainer = new(corpus, tmp_path, "run", max_steps=1)
+        replace = atomic_files.replace_file
+
+        def replace_on_full(path: Path, *arguments: Any) -> None:
+            with monkeypatch.context() as patch:
+                if path.name == name:
+                    patch.setattr(atomic_files.DurableFile, "write", full)
+                replace(path, *arguments)
+
+        with monkeypatch.context() as patch:
+            patch.setattr("headrace.translation.saved_model.replace_file", replace_on_full)
+            with pytest.raises(RunError, match=rf"{name}: cannot be written \(No space left"):
+                trainer.run()
+        assert resumed(trainer.folder.path, corpus)
+
     def test_no_room_for_the_weights_ends_it_and_it_can_go_on(
         self,
         corpus: Path,

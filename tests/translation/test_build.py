@@ -56,8 +56,8 @@ def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
         "train": random_pairs(tmp_path / "train", 50, 20, 12),
         "valid": random_pairs(tmp_path / "valid", 5, 20, 30),
     }
-    longest = max(int((pairs.lengths - [0, 1]).max()) for pairs in splits.values())
-    assert longest > int(splits["train"].lengths.max())
+    longest = (splits["valid"].lengths - [0, 1]).max(axis=0).tolist()
+    assert min(longest) > splits["train"].lengths.max()
     data: Any = SimpleNamespace(splits=splits)
 
     def lengths(**values: Any) -> tuple[int, int]:
@@ -67,9 +67,10 @@ def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
         return build._plan_batches(settings, data, plan, loader, device).epoch(0)[0].lengths
 
     message = (
-        f"tokens = 9 with packed = on: the longest sentence of train and valid takes {longest}"
+        "tokens = 9 with packed = on: the longest target sentence of train and valid takes "
+        f"{longest[1]} tokens"
     )
     with pytest.raises(TranslationError, match=message):
         lengths(tokens=9)
-    assert longest <= min(lengths(tokens=longest)) < 50
-    assert longest <= min(lengths(sentences=1)) < 50
+    for found in (lengths(tokens=longest[1]), lengths(sentences=1)):
+        assert all(tokens <= size < 50 for tokens, size in zip(longest, found, strict=True))

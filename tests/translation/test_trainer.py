@@ -225,7 +225,7 @@ class TestEndings:
         run = one.folder.path
         unchanged = everything_in(run)
         assert self.resume(run, corpus, epochs=1) == one
-        assert "finished after 1 epochs, and --epochs 1 asks for no more" in caplog.text
+        assert "finished after 1 epoch, and --epochs 1 asks for no more" in caplog.text
         assert everything_in(run) == unchanged
         two = self.resume(run, corpus, epochs=2)
         assert weights_of(run) == weights_of(trained)
@@ -250,7 +250,7 @@ class TestEndings:
         run = short.folder.path
         assert (short.stopped, short.ended_early) == (None, "time limit")
         assert short.scores is not None
-        assert "the time limit of 0.001s is reached after 1 updates" in capfd.readouterr().err
+        assert "the time limit of 0.001s is reached after 1 update" in capfd.readouterr().err
         assert [entry["epoch"] for entry in epochs(short)] == [0]
         assert "The time limit ended it before its last epoch" in short.folder.report.read_text()
         again = self.resume(run, corpus)  # the limit counts anew
@@ -412,14 +412,22 @@ class TestSettings:
         with pytest.raises(TranslationError, match=f"packed = on with {message}"):
             new(corpus, tmp_path, "none", packed="on", **values)
 
+    @pytest.mark.parametrize(
+        ("changes", "message"),
+        [
+            ({"packed": "on", "tokens": 2}, "tokens = 2 with packed = on: the longest"),
+            ({"packed": "off", "tokens": 2}, "tokens = 2: expected at least"),
+            ({"max_length": 4}, "max_length = 4: all .* pairs of train are longer"),
+        ],
+    )
     def test_a_new_run_that_its_corpus_refuses_is_removed(
-        self, corpus: Path, tmp_path: Path
+        self, corpus: Path, tmp_path: Path, changes: dict[str, Any], message: str
     ) -> None:
         """Resuming it in vain removes nothing: its folder may have more than this run's files."""
-        made = new(corpus, tmp_path, "run", packed="on", tokens=2)
+        made = new(corpus, tmp_path, "run", **changes)
         again = Trainer.resume(made.folder.path, cache=corpus / "cache", quiet=True)
         for run, is_left in ((again, True), (made, False)):
-            with pytest.raises(TranslationError, match="tokens = 2 with packed = on: the longest"):
+            with pytest.raises(ValueError, match=message):
                 run.run()
             assert made.folder.path.exists() is is_left
 

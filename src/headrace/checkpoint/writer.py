@@ -15,7 +15,7 @@ from headrace.checkpoint import sharded, states
 from headrace.checkpoint.folders import require_counts, write_checkpoint
 from headrace.checkpoint.snapshot import Snapshot, reserve_staging
 from headrace.device import Device
-from headrace.errors import ClosedError
+from headrace.errors import CheckpointError, ClosedError
 from headrace.parallel import SINGLE, Ranks
 
 log = logging.getLogger("headrace")
@@ -107,11 +107,14 @@ class CheckpointWriter:
     def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         try:
             self.close()
-        except Exception:
+        except Exception as problem:
             if kind is None:
                 raise
             # The error that ended the block is more important.
-            log.warning("the last checkpoint was not written", exc_info=True)
+            if isinstance(problem, CheckpointError):
+                log.warning("%s", problem)
+            else:
+                log.warning("the last checkpoint was not written", exc_info=True)
 
     def _start(self) -> None:
         if self._thread is None:

@@ -24,7 +24,9 @@ Weights = Annotated[str, typer.Option(help="best, last, averaged, or a .safetens
 DeviceName = Annotated[str, typer.Option("--device", help="auto, cpu, cuda, cuda:1, …")]
 Beam = Annotated[
     int | None,
-    typer.Option(min=1, metavar="<int>", help="Beam size.", show_default="the run's --beam"),
+    typer.Option(
+        min=1, max=1000, metavar="<int>", help="Beam size.", show_default="the run's --beam"
+    ),
 ]
 Data = Annotated[
     list[Path] | None,

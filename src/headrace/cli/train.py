@@ -18,6 +18,7 @@ from headrace.cli.options import (
 from headrace.cli.settings import with_settings
 from headrace.errors import TranslationError, usage_errors
 from headrace.runs import RunFolder
+from headrace.text_table import counted
 from headrace.translation import CHANGED_BY_RESUME, SECTIONS, TrainSettings, stored_values
 
 EXAMPLE = """\
@@ -109,7 +110,8 @@ def train(
     assert result.scores is not None
     for source, reference, found in [] if quiet else result.examples:
         typer.echo(f"\n  {source}\n= {reference}\n> {found}")
-    typer.echo(f"\n{result.updates:,} updates; weights, metrics and state in {result.folder.path}")
+    updates = counted(result.updates, "update")
+    typer.echo(f"\n{updates}; weights, metrics and state in {result.folder.path}")
     if result.folder.report.exists():
         typer.echo(f"report {result.folder.report}")
     if result.scores.scored_on:

@@ -95,7 +95,10 @@ def _lines(content: bytes, name: str) -> list[str]:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
         number = problem.object.count(b"\n", 0, problem.start) + 1
-        raise TranslationError(f"{name}:{number}: is not UTF-8 text ({problem})") from problem
+        raise TranslationError(
+            f"{name}:{number}: is not UTF-8 text ({problem}); expected plain text, not compressed, "
+            "in UTF-8. Decompress or convert it"
+        ) from problem
     return text.removesuffix("\n").split("\n") if text else []
 
 

@@ -22,6 +22,7 @@ from headrace.engine.recorder import Recorder
 from headrace.engine.schedules import Schedule
 from headrace.engine.stages import Progress, Step
 from headrace.engine.tally import Tally
+from headrace.errors import StepError
 from headrace.parallel import Ranks
 
 
@@ -76,6 +77,7 @@ class Pass:
         self.progress = progress
         self.tally = Tally(stages.device, restored=len(stages.recorder.entries))
         self.ended = False
+        self._scheduled_updates = progress.standing.updates  # after which the scheduler was stepped
 
     def __iter__(self) -> Generator[Progress, None, None]:
         stages, lanes = self.stages, self.stages.lanes
@@ -139,7 +141,12 @@ class Pass:
         lanes = self.stages.lanes
         if observers.schedule is not None:
             with lanes.on(lanes.backward):  # a rate on the device: after the update that reads it
-                observers.schedule.after_update(updates)
+                try:
+                    observers.schedule.after_update(updates)
+                except StepError:  # it has no rate for the next update; this one is complete
+                    self._scheduled_updates = updates
+                    raise
+        self._scheduled_updates = updates
         if observers.on_update is not None and updates % observers.on_update_every == 0:
             with lanes.yielding_to_caller():
                 observers.on_update(self.progress)
@@ -192,8 +199,9 @@ class Pass:
     @contextmanager
     def _reporting_errors(self) -> Iterator[None]:
         """Call `on_error` if the state is still the one after the last batch trained on. It may not
-        be: Ctrl-C, or a loader process that dies, can interrupt a step before it is counted. With
-        several ranks it is never called, because one rank alone cannot store a state."""
+        be: Ctrl-C, or a loader process that dies, can interrupt a step before it is counted, or the
+        scheduler's step after it. With several ranks it is never called, because one rank alone
+        cannot store a state."""
         stages, on_error = self.stages, self._observers.on_error
         try:
             yield
@@ -202,10 +210,17 @@ class Pass:
         except BaseException as problem:
             with stages.lanes.on(stages.lanes.forward):
                 whole = stages.step.recover(self.progress.standing)
+            whole = whole and not self._is_schedule_behind
             if whole and on_error is not None and not stages.ranks.several:
                 with stages.lanes.yielding_to_caller():
                     on_error(problem)
             raise
+
+    @property
+    def _is_schedule_behind(self) -> bool:
+        """Whether the scheduler was not stepped, or not to the end, after the last update."""
+        is_behind = self._scheduled_updates < self.progress.standing.updates
+        return is_behind and self._observers.schedule is not None
 
     @contextmanager
     def _ending_pass(self) -> Iterator[None]:

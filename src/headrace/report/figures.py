@@ -38,11 +38,6 @@ def score(value: float | None) -> str:
     return _UNKNOWN if value is None else f"{value:.1f}"
 
 
-def counted(count: int, noun: str) -> str:
-    """1 epoch, 8 epochs."""
-    return f"{count:,} {noun}" if count == 1 else f"{count:,} {noun}s"
-
-
 def tick(value: float) -> str:
     """A number on an axis, without trailing zeros."""
     text = number(value)

@@ -14,10 +14,11 @@ from typing import Any
 
 from headrace.device import Kind, Timeline
 from headrace.report.charts import Table, figure, percent, table
-from headrace.report.figures import counted, ms, share, tick, ticks
+from headrace.report.figures import ms, share, tick, ticks
 from headrace.report.page import shown_text
 from headrace.report.thinning import coverage, fewer_spans
 from headrace.runs.records import StoredTimeline
+from headrace.text_table import counted
 
 _KINDS: tuple[Kind, ...] = typing.get_args(Kind)
 _MAX_SPANS_OF_PLAN = 6_000

@@ -7,7 +7,7 @@ from typing import Any
 
 from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, meter, table
 from headrace.report.environment import entries
-from headrace.report.figures import counted, number, score, seconds, share, size, words
+from headrace.report.figures import number, score, seconds, share, size, words
 from headrace.report.lines import Axis, Line, LineChart
 from headrace.report.page import Stat, Summary, render_page
 from headrace.report.sensors import (
@@ -22,6 +22,7 @@ from headrace.report.sensors import (
 )
 from headrace.report.thinning import Point, evenly_spaced
 from headrace.runs.records import EpochLine, TrainingRun
+from headrace.text_table import counted
 
 _MAX_EPOCHS = 100
 _MAX_SAMPLED_EPOCHS = 5

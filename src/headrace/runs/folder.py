@@ -8,7 +8,7 @@ import os
 import platform
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -261,8 +261,9 @@ def _lock(folder: Path) -> FileLock:
         log.warning(
             "%s: cannot be locked (%s); do not start a second run in it", folder, _why(problem)
         )
-    os.ftruncate(lock.fileno(), 0)
-    os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
+    with suppress(OSError):  # only the message above needs it; the disk may be full
+        os.ftruncate(lock.fileno(), 0)
+        os.write(lock.fileno(), f"process {os.getpid()} on {platform.node()}".encode())
     return lock
 
 

@@ -7,7 +7,7 @@ import logging
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ class MetricsLog:
 
     JSON has no NaN or infinity: they become null. TensorBoard's names are `step/loss` and so on.
     If a killed process has left half a line at the end of the file, it is removed. A line that
-    cannot be written (the disk may be full) is an error or, with `warn_only`, a warning.
+    cannot be written (the disk may be full) is an error or, with `warn_only`, a warning. After an
+    event that cannot be written there is a warning, and no further event.
     """
 
     def __init__(
@@ -162,7 +163,8 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 class _Events:
     """Writes numbers, and sample translations as text, as TensorBoard events. It starts the writer,
-    a thread, when it is needed."""
+    a thread, when it is needed. If that cannot write, a warning says so, and this object does
+    nothing more: the metrics file has the same numbers."""
 
     def __init__(self, folder: Path) -> None:
         try:
@@ -177,13 +179,17 @@ class _Events:
         self._new_writer = SummaryWriter
         self._writer: SummaryWriter | None = None
         self._purge_step: int | None = None
+        self._has_failed = False
 
     def write(self, kind: str, step: int, content: Mapping[str, Any]) -> None:
-        for name, number in _numbers(content):
-            if name not in ("step", "epoch", "at_s"):
-                self._open().add_scalar(f"{kind}/{name}", number, step)
-        if samples := content.get("samples"):
-            self._open().add_text(f"{kind}/samples", _markdown(samples, content), step)
+        if self._has_failed:
+            return
+        with self._giving_up():
+            for name, number in _numbers(content):
+                if name not in ("step", "epoch", "at_s"):
+                    self._open().add_scalar(f"{kind}/{name}", number, step)
+            if samples := content.get("samples"):
+                self._open().add_text(f"{kind}/samples", _markdown(samples, content), step)
 
     def rewind(self, step: int) -> None:
         """Make TensorBoard hide the events from `step` on that were written so far."""
@@ -191,9 +197,23 @@ class _Events:
         self._purge_step = step
 
     def close(self) -> None:
-        if self._writer is not None:
-            self._writer.close()
-        self._writer = None
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with self._giving_up():
+                writer.close()
+
+    @contextmanager
+    def _giving_up(self) -> Iterator[None]:
+        """Turn an error of the writer or of its thread into a warning, and write no more."""
+        try:
+            yield
+        except OSError as problem:
+            self._writer, self._has_failed = None, True
+            log.warning(
+                "%s: TensorBoard events cannot be written (%s); training continues without them",
+                self._folder,
+                problem.strerror or problem,
+            )
 
     def _open(self) -> Any:
         if self._writer is None:

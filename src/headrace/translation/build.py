@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -113,7 +114,7 @@ def why_padded(settings: TrainSettings, data: Prepared, ranks: Ranks, device: De
     tokens = batch_tokens(settings, data.splits["train"], loader)
     if tokens < _PACKED_FROM_TOKENS:
         return f"{tokens:,} target tokens per batch, less than {_PACKED_FROM_TOKENS:,}"
-    if tokens < (longest := _longest(data)):
+    if tokens < (longest := _longest(data)[1]):
         return f"{tokens:,} target tokens per batch, and the longest sentence takes {longest:,}"
     return _packed_obstacle(settings)
 
@@ -254,11 +255,11 @@ def _plan_batches(
     if settings.packed == "on":
         tokens = batch_tokens(settings, train, loader)
         longest = _longest(data)
-        if settings.tokens is not None and settings.tokens < longest:
+        if settings.tokens is not None and settings.tokens < longest[1]:
             raise TranslationError(
-                f"tokens = {settings.tokens} with packed = on: the longest sentence of train and "
-                f"valid takes {longest} tokens of a batch; expected at least {longest}, or packed "
-                "= off"
+                f"tokens = {settings.tokens} with packed = on: the longest target sentence of "
+                f"train and valid takes {longest[1]} tokens of a batch; expected at least "
+                f"{longest[1]}. A smaller max_length drops long pairs"
             )
         size = packed_size(train.lengths, tokens, longest)
         return PackedPlan(train.lengths, size, seed=settings.seed)
@@ -273,10 +274,11 @@ def _plan_batches(
     )
 
 
-def _longest(data: Prepared) -> int:
-    """The tokens of the longest sentence that is trained on or validated with, on either side."""
-    splits = (data.splits[name] for name in ("train", "valid"))
-    return max(int(pair_sizes(pairs.lengths).max(initial=1)) for pairs in splits)
+def _longest(data: Prepared) -> tuple[int, int]:
+    """The tokens that the longest source and the longest target of train and valid take."""
+    sizes = [pair_sizes(data.splits[name].lengths) for name in ("train", "valid")]
+    src, trg = np.concatenate(sizes).max(axis=0, initial=1)
+    return int(src), int(trg)
 
 
 def batch_tokens(settings: TrainSettings, train: IdPairs, loader: LoaderPlan) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from headrace.device import Device
 from headrace.plan import Plan
+from headrace.text_table import counted
 from headrace.translation.build import RunParts
 from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.model import new_model
@@ -130,8 +131,8 @@ def warmup_warning(parts: RunParts) -> str | None:
     if settings.max_steps is not None or updates > settings.warmup:
         return None
     return (
-        f"the learning rate does not reach its peak: the run has {updates:,} updates, its warmup "
-        f"{settings.warmup:,}. Use a smaller --warmup, or more --epochs"
+        f"the learning rate does not reach its peak: the run has {counted(updates, 'update')}, "
+        f"its warmup {settings.warmup:,}. Use a smaller --warmup, or more --epochs"
     )
 
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import torch
 
+from headrace.atomic_files import replace_file
 from headrace.device import Device, open_device
 from headrace.engine import autocast
-from headrace.errors import TranslationError
+from headrace.errors import RunError, TranslationError
 from headrace.parallel import Ranks, full_state_dict
 from headrace.runs import RunFolder
 from headrace.translation.corpus.corpus import clean
@@ -175,8 +176,12 @@ def save_vocabularies(folder: Path, vocabularies: tuple[Vocabulary, Vocabulary])
                 "same corpus as when this run started. Has it changed?"
             )
         return
-    folder.mkdir(exist_ok=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except OSError as problem:
+        raise RunError(f"{folder}: cannot be made ({problem.strerror})") from problem
     source, target = vocabularies
-    source.save(folder / "src.model")
+    # The source comes last: where it is, the other is, too.
     if target is not source:
-        target.save(folder / "trg.model")
+        replace_file(folder / "trg.model", target.model, RunError)
+    replace_file(folder / "src.model", source.model, RunError)

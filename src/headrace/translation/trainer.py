@@ -33,10 +33,12 @@ from headrace.device import Device, Ledger, open_device
 from headrace.engine import DeferredValues, Engine, EpochResult
 from headrace.errors import (
     CheckpointError,
+    CorpusError,
     HeadraceError,
     LoaderError,
     NonFiniteError,
     OutOfMemoryError,
+    PlanError,
     RunError,
     StepError,
     TranslationError,
@@ -61,6 +63,7 @@ from headrace.runs import (
 )
 from headrace.runs.records import EpochLine, StepLine
 from headrace.schema import refuse_unknown
+from headrace.text_table import counted
 from headrace.translation.build import RunParts, build_run, check_settings, why_padded
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
@@ -277,7 +280,7 @@ class Trainer:
                     writer.close()
                     result = TrainResult(folder, ending.signal, engine.updates)
                     progress.final(
-                        f"stopped by {ending.signal} after {engine.updates:,} updates; "
+                        f"stopped by {ending.signal} after {counted(engine.updates, 'update')}; "
                         f"{_how_to_resume(folder)}"
                     )
         if ranks.is_first:
@@ -333,7 +336,7 @@ class Trainer:
         that need the prepared corpus."""
         try:
             yield
-        except TranslationError:
+        except (TranslationError, CorpusError, PlanError):
             if self._is_new and self._ranks.is_first:
                 shutil.rmtree(self.folder.path, ignore_errors=True)
             raise
@@ -365,7 +368,7 @@ def _new_folder(
 def _choice(parts: RunParts) -> str:
     """Which preset was chosen and why, and how long the run will take."""
     settings = parts.settings
-    pairs, count = len(parts.data.splits["train"]), settings.epochs
+    pairs = len(parts.data.splits["train"])
     limit = f", at most {time_text(settings.time_limit)}" if settings.time_limit else ""
     reason = f"{parts.device.description()} and {pairs:,} pairs"
     if preset_of_weights(settings.weights) is not None:
@@ -373,7 +376,7 @@ def _choice(parts: RunParts) -> str:
     return (
         f"{reason}: preset {settings.preset}, "
         f"{parameter_count(parts) / 1e6:.1f} M parameters; {about(estimated_seconds(parts))} for "
-        f"{count:,} epoch{'' if count == 1 else 's'}{limit}"
+        f"{counted(settings.epochs, 'epoch')}{limit}"
     )
 
 
@@ -426,8 +429,8 @@ def _nothing_to_do(parts: RunParts, folder: RunFolder) -> str:
     settings, engine = parts.settings, parts.engine
     if engine.epochs >= settings.epochs:
         return (
-            f"{folder.path}: this run is finished after {engine.epochs:,} epochs, and --epochs "
-            f"{settings.epochs:,} asks for no more; expected a larger number"
+            f"{folder.path}: this run is finished after {counted(engine.epochs, 'epoch')}, and "
+            f"--epochs {settings.epochs:,} asks for no more; expected a larger number"
         )
     return f"{folder.path}: this run is finished: max_steps = {settings.max_steps:,} is reached"
 
@@ -490,7 +493,7 @@ class TrainingLoop:
         )
         self._observers.progress.final(
             f"stopping early: no better validation {score} of epoch {best['epoch'] + 1} in the "
-            f"last {waited:,} epoch{'' if waited == 1 else 's'} (--patience)"
+            f"last {counted(waited, 'epoch')} (--patience)"
         )
         return Ending(early=PATIENCE)
 
@@ -513,7 +516,8 @@ class TrainingLoop:
     def _end_by_time(self) -> Ending:
         self._observers.progress.final(
             f"the time limit of {time_text(self._parts.settings.time_limit)} is reached after "
-            f"{self._parts.engine.updates:,} updates; {_how_to_resume(self._checkpoints.folder)}"
+            f"{counted(self._parts.engine.updates, 'update')}; "
+            f"{_how_to_resume(self._checkpoints.folder)}"
         )
         return Ending(early=TIME_LIMIT)
 
@@ -893,7 +897,7 @@ def _closing_loader(
         known = loader_error(problem) or problem
         if isinstance(known, _RESUMABLE):
             show(
-                f"an error ended the run after {parts.engine.updates:,} updates; "
+                f"an error ended the run after {counted(parts.engine.updates, 'update')}; "
                 f"{_how_to_resume(folder)}"
             )
         if known is not problem:

@@ -163,8 +163,8 @@ def test_held_out_pairs_depend_only_on_their_text(tmp_path: Path) -> None:
         ("d.txt", "Hello.\n", ": has one column of text ('Hello.'); expected two columns with a "
          "tab between them, JSON, CSV whose first line names 'zh' and 'en', or two text files"),
         ("d.en", "a", ": is one side of parallel text; expected d.zh beside it"),
-        ("d.tsv", "一\tone\n", ": leaves 1 of 1 pairs to use; expected at least 2 in train "
-         "and 1 in every other split"),
+        ("d.tsv", "一\tone\n", ": leaves 1 of 1 pairs to use; expected at least 1 in each "
+         "split, and 2 in train if there is no valid split"),
     ],
 )  # fmt: skip
 def test_errors_name_the_place_what_was_found_and_what_was_expected(
@@ -238,8 +238,8 @@ def test_bad_records_can_be_skipped_and_are_counted(tmp_path: Path) -> None:
     assert everything(corpus) == {("一", "one"), ("二", "two")}
     assert corpus.counts["train"] == SplitCounts(read=7, malformed=4, empty=1, held_out=1, pairs=1)
     message = refused(put(tmp_path / "e.jsonl", "{\n{\n"), skip_bad=True)
-    assert message.endswith("leaves 0 of 2 pairs to use (2 malformed); expected at least 2 in "
-                            "train and 1 in every other split")  # fmt: skip
+    assert message.endswith("leaves 0 of 2 pairs to use (2 malformed); expected at least 1 in "
+                            "each split, and 2 in train if there is no valid split")  # fmt: skip
 
 
 @pytest.mark.parametrize("side", ["", "e n", "a/b", "汉"])

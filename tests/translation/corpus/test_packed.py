@@ -77,6 +77,31 @@ class TestPlan:
         sizes = [len(epochs[0][number].indices) for number in range(len(epochs[0]))]
         assert min(sizes) > 0.8 * max(sizes)  # no small rest
 
+    @pytest.mark.parametrize(
+        ("src", "trg", "tokens"),
+        [
+            ([60], [61], 100),  # fits once, with 40 tokens to spare
+            ([60], [61], 600),
+            ([257], [258], 8192),
+            ([4, 250], [6, 252], 1000),
+            ([3, 5, 5, 5, 5, 5, 5, 5, 500], [4, 6, 6, 6, 6, 6, 6, 6, 501], 8192),
+            ([20, 21, 200], [3, 4, 20], 200),  # the longest source has more than `tokens`
+            ([2], [241], 4096),
+            ([5, 5, 5, 80], [6, 6, 6, 81], 8),  # the longest target alone has more
+        ],
+    )
+    def test_lengths_that_hardly_fit_together(
+        self, src: list[int], trg: list[int], tokens: int
+    ) -> None:
+        """A smaller shape wastes less than one that they do not fill."""
+        table = np.stack([np.resize(side, 3000) for side in (src, trg)], axis=1)
+        size = packed_size(table, tokens, (max(src), max(trg) - 1))
+        assert size.trg <= max(tokens, max(trg) - 1)
+        fills = PackedPlan(table, size).epoch(0).fills
+        waste = sum(side * (1 - fill) for side, fill in zip(size, fills, strict=True)) / sum(size)
+        # Sizes are multiples of 8, with room for 5 tokens: much in a batch of 100.
+        assert waste < 0.02 + 6 / size.trg
+
     @settings(max_examples=40, deadline=None)
     @given(lengths=LENGTHS, ranks=st.integers(1, 5), start=st.integers(0, 3))
     def test_the_shares_of_all_ranks_make_up_each_batch(

@@ -71,6 +71,21 @@ TWO = "TSV without a header, column 1 is en, column 2 is fr"
 
 
 @pytest.mark.parametrize(
+    "lines",
+    [
+        ['"Go," he said.\t« Va », dit-il.', '"No," I said.\t"Non", dis-je.'],
+        ['"Go\tVa', '"No\tNon'],
+    ],
+)
+def test_sentences_that_all_begin_with_quotes(tmp_path: Path, lines: list[str]) -> None:
+    path = put(tmp_path / "said.tsv", "\n".join(lines))
+    assert pairs_in(path) == [tuple(line.split("\t")) for line in lines]
+    # Where most lines are CSV, the others are errors.
+    path = put(tmp_path / "quoted.tsv", '"a"\t"b"\n' * 3 + lines[0])
+    assert "quoted.tsv:4: is not CSV" in refused(path)
+
+
+@pytest.mark.parametrize(
     ("name", "content", "expected"),
     [
         ("fra.txt", rows(f"{{en}}|{{fr}}|{CREDIT}"), TWO),

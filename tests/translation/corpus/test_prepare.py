@@ -359,10 +359,17 @@ def test_a_killed_build_leaves_no_finished_folder(
     assert contents(prepared.folder) == contents(built.folder)
 
 
-def test_a_cache_that_cannot_be_written(tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cache").write_text("a file")
     with pytest.raises(CorpusError, match="cannot be written"):
         made(put(tmp_path), tmp_path / "cache")
+
+    def full(*_: Any) -> None:
+        raise OSError("1824 requested and 992 written")
+
+    monkeypatch.setattr("numpy.save", full)
+    with pytest.raises(CorpusError, match=r"992 written; the disk may be full\)"):
+        made(put(tmp_path), tmp_path / "other")
 
 
 # ── folders that are damaged or foreign ──────────────────────────────────────────────────────

@@ -22,6 +22,7 @@ from headrace.data import Buckets
 from headrace.errors import PlanError
 from headrace.plan import LoaderPlan
 from headrace.runs import ignore_foreign_sigterm
+from headrace.text_table import counted
 from headrace.translation.corpus.encoded import IdPairs
 
 IntArray = NDArray[np.int64]
@@ -63,8 +64,8 @@ class EpochBatches:
 
     def __str__(self) -> str:
         return (
-            f"{len(self):,} batches per epoch, {self.shapes} shapes, {self.padding_share:.1%} "
-            "padding"
+            f"{counted(len(self), 'batch', 'batches')} per epoch, {counted(self.shapes, 'shape')}, "
+            f"{self.padding_share:.1%} padding"
         )
 
 
@@ -93,7 +94,8 @@ class BatchPlan:
         longest = int(self._lengths[:, 1].max(initial=0))
         if tokens is not None and tokens < longest:
             raise PlanError(
-                f"tokens = {tokens}: expected at least {longest}, the length of the longest target"
+                f"tokens = {tokens}: expected at least {longest}, the length of the longest "
+                "target. A smaller max_length drops long pairs"
             )
         self._sentences, self._tokens, self._seed = sentences, tokens, seed
         self._shuffle = shuffle

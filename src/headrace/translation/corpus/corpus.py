@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from headrace.errors import CorpusError
-from headrace.text_table import text_table
+from headrace.text_table import counted, text_table
 from headrace.translation.corpus.held_out import choose_held_out, count_shared
 from headrace.translation.corpus.languages import Sides
 from headrace.translation.corpus.pair_files import OnProgress, Pair, PairFiles, find_pair_files
@@ -79,7 +79,9 @@ def describe_novelty(split: str, counts: Mapping[str, SplitCounts]) -> str:
 def describe_shared(name: str, shared: int, scored: int) -> str:
     """How many of the `scored` pairs of `name` have a sentence that train has, too."""
     if not shared:
-        return f"{name}: train has no source and no target sentence of its {scored:,} pairs"
+        return (
+            f"{name}: train has no source and no target sentence of its {counted(scored, 'pair')}"
+        )
     return (
         f"{name}: {shared:,} of {scored:,} pairs have a source or a target sentence that train "
         "has, too; expect a lower score on new text"
@@ -277,8 +279,8 @@ _REASONS = ("malformed", "empty", "duplicates", "overlap", "too_long")
 def _explain_empty(counts: SplitCounts) -> str:
     left = counts.read - sum(getattr(counts, name) for name in _REASONS)
     return (
-        f"leaves {left} of {counts.read:,} pairs to use{_dropped(counts)}; expected at least 2 in "
-        "train and 1 in every other split"
+        f"leaves {left} of {counts.read:,} pairs to use{_dropped(counts)}; expected at least 1 in "
+        "each split, and 2 in train if there is no valid split"
     )
 
 

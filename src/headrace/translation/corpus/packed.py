@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from headrace.errors import PlanError
+from headrace.text_table import counted
 from headrace.translation.attention import BLOCK, Packing
 from headrace.translation.corpus.batches import BatchSpec, IntArray
 from headrace.translation.corpus.encoded import IdPairs, Ints, Longs
@@ -25,6 +26,10 @@ from headrace.translation.corpus.encoded import IdPairs, Ints, Longs
 _WINDOW_BATCHES, _WINDOW_SENTENCES = 64, 1 << 16
 # Dealt batches differ by a few tokens: room for them in the shape.
 _ROOM_SHARE, _ROOM_TOKENS = 0.004, 4
+# If an epoch takes this share of batches more than if all were full, smaller shapes are tried. One
+# is taken if it saves this share of an epoch's tokens, padding included.
+_OVERFLOW, _WORTH_LESS, _SHAPES_TRIED = 0.01, 0.005, 4
+_SAMPLE_SENTENCES, _SAMPLE_BATCHES = 1 << 14, 64
 # From this many target tokens on, sizes are multiples of flex_attention's block. With fewer,
 # rounding would waste more than 2 %.
 _LARGE = 64 * BLOCK
@@ -60,20 +65,38 @@ class PackedBatch(NamedTuple):
         return self.target[3:].long()
 
 
-def packed_size(lengths: Longs, tokens: int, longest: int) -> PackedSize:
+def packed_size(lengths: Longs, tokens: int, longest: int | tuple[int, int]) -> PackedSize:
     """The shape for batches of at most `tokens` target tokens; if the longest sentence has more, of
     as many as that, rounded up.
 
     `lengths` is (pairs, 2), in tokens including bos and eos. In the shape returned, all batches of
-    an epoch are full, also the last one, and a sentence of `longest` tokens fits on both sides.
+    an epoch are full, also the last one. `longest` is how many tokens the longest source and the
+    longest target take, or one number for both: they fit, too.
+
+    Lengths may not fill a shape: of sentences of 60 tokens, one fits into 100. So some batches are
+    packed, and if they leave room, smaller shapes are tried.
     """
     totals = pair_sizes(lengths).sum(axis=0)
+    longest_src, longest_trg = (longest, longest) if isinstance(longest, int) else longest
     unit = _unit(tokens)
-    limit = max(unit, tokens // unit * unit)
+    limit = max(_multiple(longest_trg, unit), tokens // unit * unit)
     room = 1 + _ROOM_SHARE
     batches = max(1, -(-int(totals[1] * room) // max(1, limit - _ROOM_TOKENS)))
-    src, trg = (int(total / batches * room) + _ROOM_TOKENS for total in totals)
-    return PackedSize(_multiple(max(src, longest) + 1, unit), _multiple(max(trg, longest), unit))
+    sample = _sample(lengths, batches)
+    best, least_tokens = PackedSize(0, 0), math.inf
+    for _ in range(_SHAPES_TRIED):
+        src, trg = (int(total / batches * room) + _ROOM_TOKENS for total in totals)
+        size = PackedSize(
+            _multiple(max(src, longest_src) + 1, unit), _multiple(max(trg, longest_trg), unit)
+        )
+        plan = PackedPlan(sample, size)
+        needed = len(plan.epoch(0))
+        if needed * sum(size) < (1 - _WORTH_LESS) * least_tokens:
+            best, least_tokens = size, needed * sum(size)
+        if needed <= (1 + _OVERFLOW) * plan.least_batches:
+            break
+        batches = math.ceil(batches * needed / plan.least_batches)
+    return best
 
 
 class PackedEpoch:
@@ -97,7 +120,8 @@ class PackedEpoch:
     def __str__(self) -> str:
         src, trg = self.fills
         return (
-            f"{len(self):,} packed batches per epoch, {self._size}, {src:.1%} and {trg:.1%} filled"
+            f"{counted(len(self), 'packed batch', 'packed batches')} per epoch, {self._size}, "
+            f"{src:.1%} and {trg:.1%} filled"
         )
 
 
@@ -137,6 +161,12 @@ class PackedPlan:
             batches = [batches[number] for number in random.permutation(len(batches))]
         return PackedEpoch(batches, self._size, self._sizes)
 
+    @property
+    def least_batches(self) -> int:
+        """How many batches an epoch has if all are full. If lengths do not fit together, it has
+        more."""
+        return int(np.ceil(self._sizes.sum(axis=0) / self._room).max())
+
     def for_validation(self, lengths: Longs) -> PackedPlan:
         """A plan for other pairs, in the same shape and the same order in every epoch."""
         return PackedPlan(lengths, self._size, shuffle=False)
@@ -160,7 +190,7 @@ class PackedPlan:
         """Consecutive parts of `order`, with the number of batches that each is for."""
         if not len(order):
             return []
-        batches = int(np.ceil(self._sizes.sum(axis=0) / self._room).max())
+        batches = self.least_batches
         per_batch = len(order) / batches
         window = max(_WINDOW_BATCHES, int(_WINDOW_SENTENCES / per_batch))
         count = -(-batches // window)
@@ -169,6 +199,16 @@ class PackedPlan:
         tokens = np.cumsum(self._sizes[order].sum(axis=1))
         cuts = np.searchsorted(tokens, tokens[-1] * np.cumsum(parts)[:-1] / batches)
         return list(zip(np.split(order, cuts), parts, strict=True))
+
+
+def _sample(lengths: Longs, batches: int) -> Longs:
+    """The lengths of enough pairs to see how they fill a batch, of a corpus of so many batches."""
+    count = max(_SAMPLE_SENTENCES, _SAMPLE_BATCHES * len(lengths) // batches)
+    if count >= len(lengths):
+        return lengths
+    chosen = np.random.default_rng(0).choice(len(lengths), count, replace=False)
+    sample: Longs = lengths[chosen]
+    return sample
 
 
 def pair_sizes(lengths: Longs) -> IntArray:

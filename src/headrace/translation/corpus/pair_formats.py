@@ -174,7 +174,7 @@ def _find_columns(path: Path, begin: bytes, sides: Sides, format_: str) -> Colum
     delimiter = "\t" if format_ == "tsv" else _find_delimiter(sample, sides)
     quoted = (
         format_ == "csv"
-        or all(line.startswith('"') for line in sample)
+        or _has_only_quoted_cells(sample, delimiter)
         or _has_quoted_lines(_sample(begin, limit=None), delimiter)
     )
     rows = _split_rows(sample, delimiter) if quoted else [line.split(delimiter) for line in sample]
@@ -252,6 +252,16 @@ def _has_quoted_lines(sample: list[str], delimiter: str) -> bool:
         return False
     rows = _complete_rows(sample, delimiter)
     return len({len(row) for row in rows or ()}) == 1
+
+
+def _has_only_quoted_cells(sample: list[str], delimiter: str) -> bool:
+    """Whether the first cell of each row is in quotes, as some programs write all cells. Sentences
+    may begin with quotes, too: most of the lines must be CSV."""
+    if not all(line.startswith('"') for line in sample):
+        return False
+    if _complete_rows(sample, delimiter):
+        return True
+    return 2 * sum(bool(_complete_rows([line], delimiter)) for line in sample) > len(sample)
 
 
 def _split_rows(sample: list[str], delimiter: str) -> list[list[str]]:

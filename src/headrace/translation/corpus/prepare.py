@@ -143,9 +143,9 @@ def prepare(
         try:
             build_folder(folder, build, usable=lambda there: _is_usable(there, key))
         except OSError as problem:
-            raise CorpusError(
-                f"{folder}: cannot be written ({problem.strerror or problem})"
-            ) from problem
+            # numpy's own error has no number; it only says that fewer items were written.
+            reason = problem.strerror or f"{problem}; the disk may be full"
+            raise CorpusError(f"{folder}: cannot be written ({reason})") from problem
     prepared = load_prepared(folder)
     for warning in () if cached_only else corpus_warnings(prepared.counts):
         log.warning("%s", warning)
