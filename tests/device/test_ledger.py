@@ -200,15 +200,17 @@ def test_on_wait_is_called_for_each_wait(ledger: Ledger, clock: Clock) -> None:
 
 
 def test_wall_time_is_not_counted_twice_when_a_thread_is_delayed() -> None:
-    """A thread that has read the clock and has not registered its wait yet."""
-    held_up, go_on = threading.Event(), threading.Event()
-    now, asked = [0], []
+    """A thread reads the clock, and another one waits before the first has registered its wait."""
+    has_read, go_on = threading.Event(), threading.Event()
+    now: list[int] = [0]
+    can_be_delayed: list[bool] = []
 
     def clock_ns() -> int:
-        if threading.current_thread().name == "late" and not asked:
-            asked.append(True)
-            held_up.set()
-            go_on.wait(60)
+        if threading.current_thread().name == "late" and not can_be_delayed:
+            can_be_delayed.append(not ledger._lock.locked())
+            has_read.set()
+            if can_be_delayed[0]:
+                go_on.wait(60)
             return 0
         return now[0]
 
@@ -220,7 +222,9 @@ def test_wall_time_is_not_counted_twice_when_a_thread_is_delayed() -> None:
 
     late = threading.Thread(target=wait, name="late")
     late.start()
-    held_up.wait(60)
+    has_read.wait(60)
+    if not can_be_delayed[0]:  # it has the lock: others come after it
+        late.join(60)
     with ledger.waiting("other"):
         now[0] += 200
     go_on.set()

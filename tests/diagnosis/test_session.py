@@ -18,7 +18,7 @@ import headrace
 from headrace.device import Device, open_device
 from headrace.diagnosis import session as session_module
 from headrace.diagnosis.session import Session, Settings
-from headrace.errors import ProgramError
+from headrace.errors import ProgramError, RaceError
 from headrace.testing import fake_cuda
 from support.made_traces import Loop
 
@@ -174,15 +174,27 @@ def test_a_block_is_diagnosed_and_its_result_printed(on_gpu: list[str]) -> None:
 
 
 def test_a_block_on_the_fake_device_has_waits_and_no_times() -> None:
-    with fake_cuda(), headrace.diagnose(warmup=3, lines=2) as diagnosis:
-        weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
-        optimizer = torch.optim.SGD([weight], lr=0.1)
-        for _ in range(8):
-            optimizer.zero_grad()
-            loss = weight.square().sum()
-            loss.backward()
-            optimizer.step()
-            loss.item()
+    found: list[headrace.Diagnosis] = []
+
+    def train_after_a_race() -> None:
+        with fake_cuda():
+            written = torch.zeros(4, device="cuda")
+            with torch.cuda.stream(torch.cuda.Stream()):
+                written.add_(1)  # the race: before the block, and not counted in it
+            with headrace.diagnose(warmup=3, lines=2) as diagnosis:
+                found.append(diagnosis)
+                weight = torch.nn.Parameter(torch.ones(2, device="cuda"))
+                optimizer = torch.optim.SGD([weight], lr=0.1)
+                for _ in range(8):
+                    optimizer.zero_grad()
+                    loss = weight.square().sum()
+                    loss.backward()
+                    optimizer.step()
+                    loss.item()
+
+    with pytest.raises(RaceError):
+        train_after_a_race()
+    (diagnosis,) = found
     assert (diagnosis.result.outcome, diagnosis.result.races) == ("lines only", 0)
     assert str(diagnosis).startswith("The host waits for the device 1.0 times a step, at 1 line.")
 

@@ -319,6 +319,19 @@ def test_a_full_disk_can_still_be_locked(tmp_path: Path, monkeypatch: pytest.Mon
         RunFolder(tmp_path).locked().__enter__()
 
 
+def test_only_a_run_that_has_not_trained_is_removed(tmp_path: Path) -> None:
+    for name in ("weights/last.safetensors", "state/step-1", "metrics.jsonl"):
+        folder = RunFolder.create(tmp_path)
+        (folder.path / name).touch()
+        folder.remove_if_untrained()
+        assert (folder.path / name).exists()
+    folder = RunFolder.create(tmp_path)
+    with folder.locked():
+        folder.write_config({})
+        folder.remove_if_untrained()
+    assert not folder.path.exists()
+
+
 def test_a_folder_that_is_gone_cannot_be_locked(tmp_path: Path) -> None:
     with pytest.raises(RunError, match=r"\.lock: cannot be opened \(No such file"):
         RunFolder(tmp_path / "gone").locked().__enter__()

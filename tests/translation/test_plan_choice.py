@@ -80,6 +80,10 @@ def test_the_plan_follows_device_settings_and_length(
         if found != "max" and settings.packed == "auto":
             assert why_padded(settled, data, SINGLE, device) is not None
         assert chosen(device, SimpleNamespace(group="nccl", several=True))[0] == "pipeline"
+        with monkeypatch.context() as patch:
+            patch.setenv("HEADRACE_PLAN", "event")
+            assert chosen(device) == ("event", "HEADRACE_PLAN names it")
+            assert why_padded(settings.replace(plan="max"), data, SINGLE, device) is not None
         missing = "Triton"
         assert chosen(device)[0] == captured
         monkeypatch.setattr("torch.version.hip", "7.0")
@@ -98,6 +102,9 @@ def test_what_triton_needs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert plan_choice._missing_for_triton() == "a C compiler (gcc or clang)"
     monkeypatch.setenv("CC", "/opt/bin/icx")
     assert plan_choice._missing_for_triton() is None
+    with monkeypatch.context() as patch:
+        patch.setattr(plan_choice.sysconfig, "get_path", lambda name: "/nowhere")
+        assert plan_choice._missing_for_triton() == "Python's headers (Python.h)"
     there.remove("triton")
     assert plan_choice._missing_for_triton() == "Triton"
 

@@ -18,6 +18,7 @@ from headrace.device.accelerator import AcceleratorDevice, AcceleratorStream
 from headrace.device.base import MemoryFigures, Result, Stream
 from headrace.device.graph import CaptureQuery, Graph, Obstacle, host_wait
 from headrace.device.host_activity import HostActivity
+from headrace.device.ledger import Ledger
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
 from headrace.errors import CaptureError
@@ -122,10 +123,14 @@ def _switches() -> dict[str, Any]:
 
 class CudaDevice(AcceleratorDevice):
     captures = True
-    compiles = True
     _use: float | None = None
     _use_asked_ns = 0
     _memory_limit: int | None = None
+
+    def __init__(self, torch_device: torch.device, ledger: Ledger | None = None) -> None:
+        super().__init__(torch_device, ledger)
+        # Older GPUs are too old for Triton, which PyTorch's compiler needs.
+        self.compiles = torch.cuda.get_device_capability(torch_device) >= (7, 0)
 
     def numerics(self, precision: str | None) -> AbstractContextManager[object]:
         return nullcontext() if precision is None else float32_products(tf32=precision != "fp32")

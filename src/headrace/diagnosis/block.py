@@ -58,6 +58,7 @@ def diagnose(
     """
     line = StepLine.parse(step_line) if step_line is not None else None
     settings, fake = Settings(warmup, clean, profiled, lines, line), _fake_device()
+    races_before = 0 if fake is None else len(fake.findings())
     diagnosis, session = Diagnosis(), Session(settings, fake)
     session.seen.is_block = True
     try:
@@ -65,7 +66,7 @@ def diagnose(
             yield diagnosis
     finally:
         seen = session.seen
-        races = len(fake.findings()) if fake is not None else None
+        races = None if fake is None else len(fake.findings()) - races_before
         with torch._C.DisableTorchFunction():
             environment = environment_of(seen.device or open_device("cpu"), "")
         diagnosis._result = explain(seen, "", None, environment, races)

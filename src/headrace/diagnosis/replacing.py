@@ -39,5 +39,6 @@ def replaced_in_c(owner: type, name: str, value: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        attributes[name] = original
-        look_again(ctypes.py_object(owner))
+        if attributes[name] is value:  # else somebody has replaced it meanwhile
+            attributes[name] = original
+            look_again(ctypes.py_object(owner))

@@ -7,6 +7,7 @@ sequence; one round of it is a step.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import os
 import sys
@@ -133,10 +134,10 @@ class StepFinder:
             self._on_other_call()
             return False
         self._others = 0
-        if key != self.period.last:
-            return False
-        self._since_last += 1
-        if self._since_last < self.period.count:
+        if key == self.period.last:
+            self._since_last += 1
+        if key != self.period.last or self._since_last < self.period.count:
+            self._lose_if_endless()
             return False
         self._since_last = 0
         self.steps += 1
@@ -168,7 +169,21 @@ class StepFinder:
         self._others += 1
         is_soon = self.calls <= 2 * self._settled.calls
         has_replaced = self._others >= _ROUNDS * len(self.period.calls)
-        if (is_soon or has_replaced) and self._losses < _MAX_LOSSES:
+        if is_soon or has_replaced:
+            self._lose()
+        else:
+            self._lose_if_endless()
+
+    def _lose_if_endless(self) -> None:
+        """The call that ends a step may never come again, while others of the period do."""
+        assert self.period is not None
+        if self._settled is None or not self.period.repeats:
+            return
+        if self.calls - self._ended_at > 2 * _ROUNDS * len(self.period.calls):
+            self._lose()
+
+    def _lose(self) -> None:
+        if self._losses < _MAX_LOSSES:
             self._losses += 1
             self.is_lost = True
             self.period, self.steps = None, 0
@@ -195,8 +210,10 @@ def watch_steps(
     """
     numbers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
     unused = itertools.count()
-    # The numbers of optimizers and graphs that are gone, by kind.
+    # The numbers of optimizers and graphs that are gone, by kind, as heaps. The first one called of
+    # a kind then gets the number that the first one had before.
     free: defaultdict[Hashable, list[int]] = defaultdict(list)
+    finalizers: list[Any] = []
     cuda: Any = torch.get_device_module("cuda")
     graph = cuda.CUDAGraph
     replay = graph.replay
@@ -204,8 +221,9 @@ def watch_steps(
     def number(one: object) -> int:
         if one not in numbers:
             same_kind = free[_kind(one)]
-            numbers[one] = same_kind.pop() if same_kind else next(unused)
-            weakref.finalize(one, same_kind.append, numbers[one]).atexit = False
+            numbers[one] = heapq.heappop(same_kind) if same_kind else next(unused)
+            finalizers.append(weakref.finalize(one, heapq.heappush, same_kind, numbers[one]))
+            finalizers[-1].atexit = False
         return numbers[one]
 
     def before_step(optimizer: Any, args: Any, kwargs: Any) -> None:
@@ -233,12 +251,19 @@ def watch_steps(
     finally:
         for hook in hooks:
             hook.remove()
+        for finalizer in finalizers:
+            finalizer.detach()
 
 
 def _kind(one: Any) -> Hashable:
-    """The class of an optimizer or graph, and the shapes of an optimizer's weights."""
+    """The class of an optimizer or graph, and the shapes of an optimizer's weights. If they have
+    none, as those of a lazy module, it is a kind of its own."""
     groups = getattr(one, "param_groups", ())
-    return type(one), tuple(tuple(weight.shape for weight in group["params"]) for group in groups)
+    try:
+        shapes = tuple(tuple(weight.shape for weight in group["params"]) for group in groups)
+    except (AttributeError, KeyError, RuntimeError, TypeError):
+        return object()
+    return type(one), shapes
 
 
 @contextmanager
@@ -247,21 +272,16 @@ def watch_backward(on_backward: Callable[[], object]) -> Iterator[None]:
     pass inside another one, as checkpointing makes them, is a part of that one."""
     autograd: Any = torch.autograd
     backward = autograd.backward
-    is_inside = False  # of any thread: on CUDA, the inner pass runs in one of autograd's
 
     def backward_and_tell(*args: Any, **kwargs: Any) -> Any:
-        nonlocal is_inside
-        if is_inside:
-            return backward(*args, **kwargs)
-        is_inside = True
-        try:
-            result = backward(*args, **kwargs)
-        finally:
-            is_inside = False
-        on_backward()
+        is_inside = torch._C._current_graph_task_id() != -1
+        result = backward(*args, **kwargs)
+        if not is_inside:
+            on_backward()
         return result
 
-    with replaced(autograd, "backward", backward_and_tell):
+    # Disabled, since a compiled step would trace it.
+    with replaced(autograd, "backward", torch.compiler.disable(backward_and_tell)):
         yield
 
 

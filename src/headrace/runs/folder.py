@@ -7,6 +7,7 @@ import logging
 import os
 import platform
 import re
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -133,6 +134,13 @@ class RunFolder:
     def read_config(self) -> dict[str, Any]:
         """The content of `config.yaml`."""
         return dict(read_yaml(self.config, RunError))
+
+    def remove_if_untrained(self) -> None:
+        """Remove the folder, unless a run has begun to train in it. Hold its lock meanwhile."""
+        parts = [self.weights, self.state]
+        has_files = any(part.is_dir() and any(part.iterdir()) for part in parts)
+        if not has_files and not self.metrics.exists():
+            shutil.rmtree(self.path, ignore_errors=True)
 
     @contextmanager
     def locked(self) -> Iterator[None]:

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from headrace.device import Device, open_device
 from headrace.engine import Engine, NonFinitePolicy
-from headrace.errors import TranslationError
+from headrace.errors import PlanError, TranslationError
 from headrace.parallel import SINGLE, Ranks, rank_device, wrap_ddp
 from headrace.plan import LoaderPlan, Plan, effective_plan, load_plan
 from headrace.translation.corpus.batches import Batching, BatchPlan, make_loader
@@ -72,7 +72,16 @@ def check_policies(settings: TrainSettings) -> None:
     """Raise if `on_nonfinite` or the plan is unknown, or `on_oom` does not work under this plan."""
     NonFinitePolicy.of(settings.on_nonfinite)
     # With `on_oom = halve`, `plan = auto` chooses this one.
-    plan = effective_plan(Plan.of("pipeline" if settings.plan == "auto" else settings.plan))
+    if settings.plan == "auto":
+        chosen = Plan.preset("pipeline")
+    else:
+        try:
+            chosen = Plan.of(settings.plan)
+        except PlanError as problem:
+            if is_plan_file(settings.plan):
+                raise
+            raise PlanError(f"{problem}, auto") from None
+    plan = effective_plan(chosen)
     if settings.on_oom == "halve" and plan.graphs != "off":
         raise TranslationError(
             f"on_oom = halve: plan {plan.name} captures CUDA graphs, which keep their memory; "
@@ -107,6 +116,7 @@ def why_padded(settings: TrainSettings, data: Prepared, ranks: Ranks, device: De
     plan, loader = _resolve_plans(settings, device)
     if not device.compiles:
         return f"flex_attention does not run on {device.description()}"
+    plan = effective_plan(plan)
     if not plan.compile:
         return f"plan {plan.name} does not compile"
     if ranks.several:

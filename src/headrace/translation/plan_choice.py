@@ -6,13 +6,15 @@ import importlib.util
 import math
 import os
 import shutil
+import sysconfig
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from headrace.device import Device
 from headrace.parallel import Ranks
-from headrace.plan import LoaderPlan, Plan
+from headrace.plan import PLAN_VARIABLE, PRESETS, LoaderPlan, Plan
 from headrace.translation.build import batch_tokens, why_padded
 from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.run_size import about, compiling, planned_parameters, training_seconds
@@ -35,6 +37,9 @@ def choose_plan(
 
     The preset must be settled, since a large model pays for compiling earlier than a small one.
     """
+    named = os.environ.get(PLAN_VARIABLE, "")
+    if named in PRESETS:
+        return PlanChoice(named, f"{PLAN_VARIABLE} names it")
     why_eager = _why_eager(settings, ranks, device)
     if why_eager is not None:
         return PlanChoice("pipeline", why_eager)
@@ -88,12 +93,14 @@ def _why_uncompiled(settings: TrainSettings, device: Device) -> str | None:
 
 
 def _missing_for_triton() -> str | None:
-    """What PyTorch's compiler lacks to make kernels for a GPU: Triton, or the C compiler that
-    Triton calls. Compiling would fail, and packed batches would train with slow attention."""
+    """What PyTorch's compiler lacks to make kernels for a GPU: Triton, or what Triton builds its
+    launchers with. Compiling would fail, and packed batches would train with slow attention."""
     if importlib.util.find_spec("triton") is None:
         return "Triton"
     if not os.environ.get("CC") and not any(map(shutil.which, ("gcc", "clang"))):
         return "a C compiler (gcc or clang)"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "Python's headers (Python.h)"
     return None
 
 

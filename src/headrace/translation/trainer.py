@@ -16,7 +16,6 @@ from __future__ import annotations
 import logging
 import math
 import os
-import shutil
 import signal
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -198,8 +197,8 @@ class Trainer:
         gauges, losses = EpochGauges(), EpochLoss()
         checkpoints: Checkpoints  # made below; the engine uses it when a step fails
         with (
-            self._removed_if_refused(),
             folder.locked() if ranks.is_first else nullcontext(),
+            self._removed_if_refused(),
             new_progress(self.settings, ranks, self._quiet, gauges, ends_at_s) as progress,
         ):
             # No StopRequests yet: nothing is worth saving, and Ctrl-C ends the run at once.
@@ -331,14 +330,15 @@ class Trainer:
 
     @contextmanager
     def _removed_if_refused(self) -> Iterator[None]:
-        """Remove a new run's folder if the corpus or the settings are wrong: the corrected command
-        may then have its name. Most such errors are found before there is a folder, but not those
-        that need the prepared corpus."""
+        """Remove a new run's folder if the corpus, the weights or the settings are wrong: the
+        corrected command may then have its name. Most such errors are found before there is a
+        folder, but not those that need the prepared corpus."""
         try:
             yield
-        except (TranslationError, CorpusError, PlanError):
+        except (TranslationError, CorpusError, PlanError, CheckpointError):
+            # Another process may have resumed the run meanwhile.
             if self._is_new and self._ranks.is_first:
-                shutil.rmtree(self.folder.path, ignore_errors=True)
+                self.folder.remove_if_untrained()
             raise
 
     def _write_config(self, settings: TrainSettings) -> None:
