@@ -515,6 +515,27 @@ class TestCommands:
         assert found.exit_code == 0, found.output
         assert "3 sentences" in found.stdout
 
+    def test_translations_are_printed_part_by_part(
+        self, trained: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        sentences = "one and two or three\nfour and one or zero\nfive\n"
+        whole = self.invoke("translate", trained, stdin=sentences)
+        assert "translating 3/3" in " ".join(whole.stderr.split()).replace(" / ", "/")
+        monkeypatch.setattr("headrace.cli.translate._PART", 2)
+        parts = self.invoke("translate", trained, "--quiet", stdin=sentences)
+        assert (parts.stdout, parts.stderr) == (whole.stdout, "")
+        translate = TrainedModel.translate
+
+        def interrupted(self: TrainedModel, given: list[str], **options: Any) -> list[str]:
+            if given == ["five"]:
+                raise KeyboardInterrupt
+            return translate(self, given, **options)
+
+        monkeypatch.setattr(TrainedModel, "translate", interrupted)
+        begun = self.invoke("translate", trained, stdin=sentences)
+        assert begun.exit_code != 0
+        assert begun.stdout.splitlines() == whole.stdout.splitlines()[:2]
+
     def test_translate_gives_one_line_each(self, trained: Path, tmp_path: Path) -> None:
         text = tmp_path / "text"
         text.write_bytes("\ufeffone and two\r\n\u2028three\x0cfour\n\none\n".encode())

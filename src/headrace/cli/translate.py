@@ -5,16 +5,22 @@ from __future__ import annotations
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from headrace.cli.options import Beam, DeviceName, Run, Weights
+from headrace.cli.options import Beam, DeviceName, Quiet, Run, Weights
 from headrace.errors import TranslationError, usage_errors
+from headrace.runs import StatusLine
 
 if TYPE_CHECKING:
     from headrace.translation import LengthCounts
+
+#: How many sentences are translated before their lines are printed. They are sorted by length into
+#: batches: with fewer, batches would have more padding.
+_PART = 2048
 
 EXAMPLE = """\
 Examples:
@@ -35,11 +41,12 @@ def translate(
     weights: Weights = "best",
     beam: Beam = None,
     device: DeviceName = "auto",
+    quiet: Quiet = False,
 ) -> None:
     """Translate sentences with a trained model.
 
-    The command prints one line per sentence, in the same order. Input and
-    files are UTF-8.
+    The command prints one line per sentence, in the same order, as soon as
+    they are translated. Input and files are UTF-8.
     """
     begun_s = time.monotonic()
     from headrace.translation import TrainedModel
@@ -59,15 +66,23 @@ def translate(
     loaded_s = time.monotonic()
     for warning in _warnings(model.count_lengths(given)):
         typer.echo(f"warning: {warning}", err=True)
-    for line in model.translate(given, beam=beam):
-        typer.echo(line)
-    if not sentences and len(given) > 1:
+    # Where translations appear on the terminal, they show the progress.
+    with StatusLine(quiet or bool(sentences) or sys.stdout.isatty()) as line:
+        for start in range(0, len(given), _PART):
+            show = partial(_show, line, start, len(given))
+            part = model.translate(given[start : start + _PART], beam=beam, watch=show)
+            typer.echo("\n".join(part))
+    if not sentences and len(given) > 1 and not quiet:
         took_s = time.monotonic() - loaded_s
         typer.echo(
             f"{len(given):,} sentences translated in {took_s:.1f} s, after a start-up of "
             f"{loaded_s - begun_s:.1f} s",
             err=True,
         )
+
+
+def _show(line: StatusLine, before: int, total: int, done: int, _: int) -> None:
+    line.status("translating", before + done, total)
 
 
 def _typed_text(sentences: list[str]) -> list[str]:
