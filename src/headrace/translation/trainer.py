@@ -836,8 +836,8 @@ class Checkpoints:
                 f"{path}: was saved after batch {batch:,} of epoch {engine.epochs + 1}, which had "
                 f"{expected}; now the epoch has {sampler.division}, and the run would train on "
                 "some pairs twice and on others never; expected the same batches. Resume with the "
-                "corpus, the kind of device and the version of Headrace that the run had, or start "
-                f"a new run from its weights: headrace train --weights {self.folder.path}"
+                "settings, corpus, kind of device and version of Headrace that the run had, or "
+                f"start a new run from its weights: headrace train --weights {self.folder.path}"
             )
 
     def _wait_for_losses(self) -> None:

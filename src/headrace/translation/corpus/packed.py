@@ -73,10 +73,11 @@ def packed_size(lengths: Longs, tokens: int, longest: int | tuple[int, int]) -> 
     as many as that, rounded up.
 
     `lengths` is (pairs, 2), in tokens including bos and eos. In the shape returned, the batches of
-    an epoch are nearly equally full, also the last one, unless only a few pairs fit in a batch. If
-    pairs are left over, the epoch has a batch more, and all are a little emptier: the number of
-    batches may differ by epoch. `longest` is how many tokens the longest source and the longest
-    target take, or one number for both: they fit, too.
+    an epoch are nearly equally full, also the last one, unless only a few pairs fit in a batch or
+    many have a long source and a short target, or the reverse. If pairs are left over, the epoch
+    has a batch more, and all are a little emptier: the number of batches may differ by epoch.
+    `longest` is how many tokens the longest source and the longest target take, or one number for
+    both: they fit, too.
 
     Lengths may not fill a shape: of sentences of 60 tokens, one fits into 100. So some batches are
     packed, and if they leave room, smaller shapes are tried.
@@ -298,34 +299,39 @@ def _even_out(
     batches: list[IntArray], full: int, used: IntArray, sizes: IntArray, room: IntArray
 ) -> list[IntArray]:
     """The batches, with pairs moved from the first `full` of them to the others, so that these are
-    nearly as full. `used` has the tokens of each batch, (batches, 2).
+    nearly as full on both sides. `used` has the tokens of each batch, (batches, 2).
 
-    A batch never becomes emptier than the one that it gives a pair to. So if only a few pairs fit
-    in a batch, some stay emptier than others.
+    A batch gives no pair if it then were emptier than the one that takes it. So if only a few pairs
+    fit in a batch, some batches stay emptier than others.
     """
-    fills = (used / room).sum(axis=1)
-    goal = _EVEN * fills.mean()
-    missing = np.maximum(0, goal - fills[full:]).sum()
+    mean = np.maximum(1, used.mean(axis=0))
+    fills = used / mean
+    missing = np.maximum(0, _EVEN - fills[full:]).sum()
     if not full or not missing:
         return batches
     pairs = np.concatenate(batches)
     batch_of = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
-    shares = (sizes[pairs] / room).sum(axis=1)
+    shares = sizes[pairs] / mean
     movable = int(np.searchsorted(batch_of, full))
     # Each batch has its pairs in the order of size. So every n-th pair is from all batches, and
     # they are short and long.
     stride = max(1, int(shares[:movable].sum() / missing))
     starts = range(min(stride, _MOVES_TRIED))
     for at in np.concatenate([np.arange(start, movable, stride) for start in starts]):
-        emptiest = full + int(np.argmin(fills[full:]))
-        if fills[emptiest] >= goal:
+        emptiest = full + int(np.argmin(fills[full:].min(axis=1)))
+        lacking = int(np.argmin(fills[emptiest]))
+        if fills[emptiest, lacking] >= _EVEN:
             break
-        giver, size = batch_of[at], sizes[pairs[at]]
-        if fills[giver] - shares[at] < fills[emptiest] or (used[emptiest] + size > room).any():
+        giver, size, share = batch_of[at], sizes[pairs[at]], shares[at]
+        if (
+            share[lacking] < share[1 - lacking]
+            or (fills[giver] - share).min() < fills[emptiest, lacking]
+            or (used[emptiest] + size > room).any()
+        ):
             continue
         batch_of[at] = emptiest
-        fills[giver] -= shares[at]
-        fills[emptiest] += shares[at]
+        fills[giver] -= share
+        fills[emptiest] += share
         used[emptiest] += size
     return _split(pairs, batch_of, len(batches))
 
