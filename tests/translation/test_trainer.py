@@ -25,6 +25,8 @@ from headrace.testing import FakeDevice
 from headrace.translation import TrainedModel, Trainer, TrainResult, TrainSettings, prepared_for
 from headrace.translation import trainer as trainer_module
 from headrace.translation.build import build_run
+from headrace.translation.corpus.batches import BatchPlan
+from headrace.translation.corpus.packed import PackedPlan
 from headrace.translation.trainer import EpochLoss
 from headrace.translation.weights import load_weights
 from support.forked import run_python
@@ -638,6 +640,57 @@ class TestChanged:
         (run / "config.yaml").write_text(config.replace("width: 16", "width: 32"))
         with pytest.raises(TranslationError, match="does not fit the model"):
             Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
+
+    @pytest.mark.parametrize("options", [{}, {"packed": "on", "tokens": 100}])
+    def test_another_division_of_the_epoch_into_batches(
+        self,
+        corpus: Path,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        options: dict[str, Any],
+    ) -> None:
+        """Refused within an epoch, and allowed between two. A checkpoint that does not say how its
+        epoch was divided is accepted."""
+        trainer = new(corpus, tmp_path, "run", epochs=1, valid_sentences=0, **options)
+        add, epoch_of = EpochLoss.add_arrived, {}
+
+        def stop_at_once(self: EpochLoss, arrived: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            add(self, arrived)
+
+        def other_pairs(self: Any, epoch: int) -> Any:
+            """As many batches of the same sizes, with other pairs."""
+            return epoch_of[type(self)](self, epoch + 7)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(EpochLoss, "add_arrived", stop_at_once)
+            run = trainer.run().folder.path
+        before = everything_in(run / "state")
+        for plan in (BatchPlan, PackedPlan):
+            epoch_of[plan] = plan.epoch
+            monkeypatch.setattr(plan, "epoch", other_pairs)
+        resumed = Trainer.resume(run, cache=corpus / "cache", quiet=True)
+        with pytest.raises(
+            TranslationError,
+            match=r"saved after batch 1 of epoch 1, which had \d+ batches \(digest \w+\); "
+            r"now the epoch has \d+ batches \(digest .* expected the same batches",
+        ):
+            resumed.run()
+        assert everything_in(run / "state") == before
+        with monkeypatch.context() as patch:
+            load = trainer_module.load_checkpoint
+
+            def without_division(*args: Any, **options: Any) -> Any:
+                state = load(*args, **options)
+                del state["division"]
+                return state
+
+            patch.setattr(trainer_module, "load_checkpoint", without_division)
+            assert resumed.run().stopped is None
+        monkeypatch.undo()  # the first epoch has ended: its batches no longer matter
+        changes = {"epochs": 2}
+        found = Trainer.resume(run, changes=changes, cache=corpus / "cache", quiet=True).run()
+        assert found.stopped is None
 
 
 def test_a_moved_run_folder_still_translates(corpus: Path, tmp_path: Path) -> None:

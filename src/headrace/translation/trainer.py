@@ -64,6 +64,7 @@ from headrace.runs.records import EpochLine, StepLine
 from headrace.schema import refuse_unknown
 from headrace.text_table import counted
 from headrace.translation.build import RunParts, build_run, check_settings, why_padded
+from headrace.translation.corpus.batches import Division
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.observers import (
@@ -747,8 +748,8 @@ def _trained_model(parts: RunParts, weights: Path | None = None) -> TrainedModel
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Saves and restores what a run needs to resume: the engine's state, the loss of the epoch so
-    far, and which epoch had the best weights."""
+    """Saves and restores what a run needs to resume: the engine's state, how the epoch is divided
+    into batches, its loss so far, and which epoch had the best weights."""
 
     parts: RunParts
     folder: RunFolder
@@ -767,6 +768,7 @@ class Checkpoints:
         engine = self.parts.engine
         state = {
             "engine": engine.state_dict(),
+            "division": self.parts.loader.sampler.division._asdict(),
             "sums": [self.losses.loss, self.losses.weight],
             "best": self.weight_files.best,
         }
@@ -812,6 +814,8 @@ class Checkpoints:
         state = load_checkpoint(path, parts=parts.ranks.several)
         try:
             batch = parts.engine.load_state_dict(state["engine"])
+            # Checkpoints of earlier versions have none.
+            division = Division(**state["division"]) if "division" in state else None
             self.losses.reset(*map(float, state["sums"]))
             self.weight_files.restore(dict(state["best"]))
         except _CHECKPOINT_MISMATCH as problem:
@@ -819,7 +823,22 @@ class Checkpoints:
                 f"{path}: does not fit the model or optimizer in {self.folder.config}: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
+        if batch and division is not None:
+            self._check_division(path, batch, division)
         return path, batch
+
+    def _check_division(self, path: Path, batch: int, expected: Division) -> None:
+        """Raise if the current epoch is not divided into batches as it was for its first ones."""
+        engine, sampler = self.parts.engine, self.parts.loader.sampler
+        sampler.set_epoch(engine.epochs)
+        if sampler.division != expected:
+            raise TranslationError(
+                f"{path}: was saved after batch {batch:,} of epoch {engine.epochs + 1}, which had "
+                f"{expected}; now the epoch has {sampler.division}, and the run would train on "
+                "some pairs twice and on others never; expected the same batches. Resume with the "
+                "settings, corpus, kind of device and version of Headrace that the run had, or "
+                f"start a new run from its weights: headrace train --weights {self.folder.path}"
+            )
 
     def _wait_for_losses(self) -> None:
         self.losses.add_arrived(self.parts.engine.settle("checkpoint"))

@@ -40,6 +40,23 @@ def sentence_lengths(count: int, mean: float, skew: float) -> IntArray:
     return np.clip(np.stack((src, trg), axis=1).round(), 4, 60).astype(np.int64)
 
 
+def skewed_lengths(kind: str, count: int) -> IntArray:
+    random = np.random.default_rng(1)
+    scale, spread = (4.5, 0.7) if kind == "long" else (3, 0.6)
+    both = np.exp(random.normal(scale, spread, (count, 1)))
+    tables = {
+        "independent": np.exp(random.normal(3, 0.6, (count, 2))),
+        "two lengths": np.where(
+            random.random((count, 1)) < 0.05,
+            random.integers(200, 260, (count, 2)),
+            random.integers(3, 9, (count, 2)),
+        ),
+        "opposite": np.abs(random.integers(3, 250, (count, 1)) - [0, 253]),
+    }
+    table = tables.get(kind, both * random.normal(1, 0.15, (count, 2)))
+    return np.clip(table, 3, 500).astype(np.int64)
+
+
 class TestPlan:
     @settings(max_examples=60, deadline=None)
     @given(lengths=LENGTHS, tokens=st.integers(59, 700), epoch=st.integers(0, 3))
@@ -101,6 +118,32 @@ class TestPlan:
         waste = sum(side * (1 - fill) for side, fill in zip(size, fills, strict=True)) / sum(size)
         # Sizes are multiples of 8, with room for 5 tokens: much in a batch of 100.
         assert waste < 0.02 + 6 / size.trg
+
+    @pytest.mark.parametrize(
+        ("kind", "pairs", "tokens"),
+        [
+            ("independent", 40_000, 4096),
+            ("correlated", 3000, 2000),
+            ("long", 3000, 2000),
+            ("two lengths", 3000, 2000),
+            ("opposite", 6000, 8192),
+        ],
+    )
+    def test_no_batch_of_an_epoch_is_nearly_empty(self, kind: str, pairs: int, tokens: int) -> None:
+        """Also where pairs are left over, and an epoch has a batch in addition."""
+        table = skewed_lengths(kind, pairs)
+        sizes = table - [0, 1]
+        size = packed_size(table, tokens, (int(sizes[:, 0].max()), int(sizes[:, 1].max())))
+        plan = PackedPlan(table, size)
+        additional = 0
+        for number in range(3):
+            epoch = plan.epoch(number)
+            assert sorted(everything(epoch)) == list(range(pairs))
+            used = np.array([sizes[epoch[at].indices].sum(axis=0) for at in range(len(epoch))])
+            assert (used <= (size.src - 1, size.trg)).all()
+            assert (used > 0.6 * used.mean(axis=0)).all()
+            additional += len(epoch) - plan.least_batches
+        assert additional  # else this corpus shows nothing
 
     @settings(max_examples=40, deadline=None)
     @given(lengths=LENGTHS, ranks=st.integers(1, 5), start=st.integers(0, 3))

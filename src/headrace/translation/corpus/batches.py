@@ -8,10 +8,11 @@ interrupted: batch k of an epoch can be looked up directly.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -202,6 +203,26 @@ class Batching(Protocol):
     def dataset(self, pairs: IdPairs) -> Dataset[Any]: ...
 
 
+class Division(NamedTuple):
+    """Identifies how an epoch is divided into batches. A position in the epoch is only valid in the
+    same division. It does not depend on the ranks that share the batches."""
+
+    batches: int
+    digest: str  # of the indices of all pairs, batch by batch
+
+    @classmethod
+    def of(cls, batches: Batches) -> Division:
+        digest = hashlib.blake2b(digest_size=8)
+        for number in range(len(batches)):
+            indices = batches[number].indices
+            digest.update(len(indices).to_bytes(8, "little"))
+            digest.update(indices.astype("<i8").tobytes())
+        return cls(len(batches), digest.hexdigest())
+
+    def __str__(self) -> str:
+        return f"{counted(self.batches, 'batch', 'batches')} (digest {self.digest})"
+
+
 class PlannedSampler(Sampler[BatchSpec]):
     """Gives a DataLoader the batches of an epoch.
 
@@ -224,13 +245,14 @@ class PlannedSampler(Sampler[BatchSpec]):
         self._has_epochs = False  # whether `set_epoch` is called at all
         self._planner = ThreadPoolExecutor(1, "planner")  # starts its thread when it is first used
         self._ahead: tuple[int, Future[Batches]] | None = None
+        self._division: Division | None = None
         self.batches = plan.epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
         self._has_epochs = True
         if epoch != self._epoch:
             self._epoch, self._start = epoch, 0
-            self.batches = self._planned(epoch)
+            self.batches, self._division = self._planned(epoch), None
 
     def start_at(self, batch: int) -> None:
         self._start = batch
@@ -242,6 +264,13 @@ class PlannedSampler(Sampler[BatchSpec]):
     def position(self) -> tuple[int, int]:
         """The current epoch and its first batch."""
         return self._epoch, self._start
+
+    @property
+    def division(self) -> Division:
+        """How the current epoch is divided into batches."""
+        if self._division is None:
+            self._division = Division.of(self.batches)
+        return self._division
 
     def _specs(self, epoch: int, batches: Batches, start: int) -> Iterator[BatchSpec]:
         while True:

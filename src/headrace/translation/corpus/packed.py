@@ -26,6 +26,9 @@ from headrace.translation.corpus.encoded import IdPairs, Ints, Longs
 _WINDOW_BATCHES, _WINDOW_SENTENCES = 64, 1 << 16
 # Dealt batches differ by a few tokens: room for them in the shape.
 _ROOM_SHARE, _ROOM_TOKENS = 0.004, 4
+# If pairs are left over, an additional batch takes them. Pairs of the others fill it up to this
+# share of the mean. How many are tried, as a multiple of those that are needed, is limited.
+_EVEN, _MOVES_TRIED = 0.97, 4
 # If an epoch takes this share of batches more than if all were full, smaller shapes are tried. One
 # is taken if it saves this share of an epoch's tokens, padding included.
 _OVERFLOW, _WORTH_LESS, _SHAPES_TRIED = 0.01, 0.005, 4
@@ -69,9 +72,12 @@ def packed_size(lengths: Longs, tokens: int, longest: int | tuple[int, int]) -> 
     """The shape for batches of at most `tokens` target tokens; if the longest sentence has more, of
     as many as that, rounded up.
 
-    `lengths` is (pairs, 2), in tokens including bos and eos. In the shape returned, all batches of
-    an epoch are full, also the last one. `longest` is how many tokens the longest source and the
-    longest target take, or one number for both: they fit, too.
+    `lengths` is (pairs, 2), in tokens including bos and eos. In the shape returned, the batches of
+    an epoch are nearly equally full, also the last one, unless only a few pairs fit in a batch or
+    many have a long source and a short target, or the reverse. If pairs are left over, the epoch
+    has a batch more, and all are a little emptier: the number of batches may differ by epoch.
+    `longest` is how many tokens the longest source and the longest target take, or one number for
+    both: they fit, too.
 
     Lengths may not fill a shape: of sentences of 60 tokens, one fits into 100. So some batches are
     packed, and if they leave room, smaller shapes are tried.
@@ -227,12 +233,11 @@ def _multiple(tokens: int, unit: int) -> int:
 
 
 def _packed(window: IntArray, sizes: IntArray, parts: int, room: IntArray) -> list[IntArray]:
-    """The pairs of a window in `parts` batches, and in more if they do not fit."""
+    """The pairs of a window in `parts` batches, or in more if they do not fit, all nearly equally
+    full."""
     part_of = _deal(sizes[window], parts)
-    by_part = np.argsort(part_of, kind="stable")
-    ends = np.cumsum(np.bincount(part_of, minlength=parts))
     batches, left_over = [], []
-    for batch in np.split(window[by_part], ends[:-1]):
+    for batch in _split(window, part_of, parts):
         batch = batch[np.argsort(-sizes[batch].sum(axis=1), kind="stable")]
         fits = (np.cumsum(sizes[batch], axis=0) <= room).all(axis=1)
         batches.append(batch[fits])
@@ -273,7 +278,7 @@ def _place(
     pairs: list[int], batches: list[IntArray], sizes: IntArray, room: IntArray
 ) -> list[IntArray]:
     """The batches with more `pairs` in them: each goes to the first batch where it fits, the
-    largest pair first; new batches take the rest."""
+    largest pair first. New batches take the rest, and pairs of the others, to be as full."""
     if not pairs:
         return batches
     lists = [list(map(int, batch)) for batch in batches]
@@ -286,7 +291,55 @@ def _place(
         else:
             lists.append([pair])
             used = np.vstack((used, sizes[pair]))
-    return [np.array(batch, dtype=np.int64) for batch in lists]
+    placed = [np.array(batch, dtype=np.int64) for batch in lists]
+    return _even_out(placed, len(batches), used, sizes, room)
+
+
+def _even_out(
+    batches: list[IntArray], full: int, used: IntArray, sizes: IntArray, room: IntArray
+) -> list[IntArray]:
+    """The batches, with pairs moved from the first `full` of them to the others, so that these are
+    nearly as full on both sides. `used` has the tokens of each batch, (batches, 2).
+
+    A batch gives no pair if it then were emptier than the one that takes it. So if only a few pairs
+    fit in a batch, some batches stay emptier than others.
+    """
+    mean = np.maximum(1, used.mean(axis=0))
+    fills = used / mean
+    missing = np.maximum(0, _EVEN - fills[full:]).sum()
+    if not full or not missing:
+        return batches
+    pairs = np.concatenate(batches)
+    batch_of = np.repeat(np.arange(len(batches)), [len(batch) for batch in batches])
+    shares = sizes[pairs] / mean
+    movable = int(np.searchsorted(batch_of, full))
+    # Each batch has its pairs in the order of size. So every n-th pair is from all batches, and
+    # they are short and long.
+    stride = max(1, int(shares[:movable].sum() / missing))
+    starts = range(min(stride, _MOVES_TRIED))
+    for at in np.concatenate([np.arange(start, movable, stride) for start in starts]):
+        emptiest = full + int(np.argmin(fills[full:].min(axis=1)))
+        lacking = int(np.argmin(fills[emptiest]))
+        if fills[emptiest, lacking] >= _EVEN:
+            break
+        giver, size, share = batch_of[at], sizes[pairs[at]], shares[at]
+        if (
+            share[lacking] < share[1 - lacking]
+            or (fills[giver] - share).min() < fills[emptiest, lacking]
+            or (used[emptiest] + size > room).any()
+        ):
+            continue
+        batch_of[at] = emptiest
+        fills[giver] -= share
+        fills[emptiest] += share
+        used[emptiest] += size
+    return _split(pairs, batch_of, len(batches))
+
+
+def _split(pairs: IntArray, part_of: IntArray, parts: int) -> list[IntArray]:
+    """The pairs of each part, in order."""
+    ends = np.cumsum(np.bincount(part_of, minlength=parts))
+    return np.split(pairs[np.argsort(part_of, kind="stable")], ends[:-1])
 
 
 class PackedBatches(Dataset[PackedBatch]):
