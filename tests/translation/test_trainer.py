@@ -522,7 +522,6 @@ class TestCommands:
     ) -> None:
         sentences = "one and two or three\nfour and one or zero\nfive\n"
         whole = self.invoke("translate", trained, stdin=sentences)
-        assert "translating 3/3" in " ".join(whole.stderr.split()).replace(" / ", "/")
         monkeypatch.setattr("headrace.cli.translate._PART", 2)
         parts = self.invoke("translate", trained, "--quiet", stdin=sentences)
         assert (parts.stdout, parts.stderr) == (whole.stdout, "")
@@ -536,6 +535,7 @@ class TestCommands:
         monkeypatch.setattr(TrainedModel, "translate", interrupted)
         begun = self.invoke("translate", trained, stdin=sentences)
         assert begun.exit_code != 0
+        assert "translating 2/3" in begun.stderr
         assert begun.stdout.splitlines() == whole.stdout.splitlines()[:2]
 
     def test_translate_gives_one_line_each(self, trained: Path, tmp_path: Path) -> None:

@@ -82,7 +82,8 @@ def translate(
 
 
 def _show(line: StatusLine, before: int, total: int, done: int, _: int) -> None:
-    line.status("translating", before + done, total)
+    if before + done < total:  # else the command is about to say so itself
+        line.status("translating", before + done, total)
 
 
 def _typed_text(sentences: list[str]) -> list[str]:
