@@ -8,7 +8,7 @@ from markupsafe import Markup, escape
 
 from headrace.report.charts import Bar, BarChart, Cell, Cells, Segment, Table, figure, table
 from headrace.report.environment import environment_view
-from headrace.report.figures import moment, ms, share, times, words
+from headrace.report.figures import brief, moment, ms, share, times, words
 from headrace.report.page import Stat, Summary, render_page
 from headrace.report.timelines import timeline_group
 from headrace.runs.records import (
@@ -127,7 +127,7 @@ def _line(one: DiagnosedLine) -> dict[str, object]:
         "called_code": one.called_from.text if one.called_from is not None else "",
         "title": one.title,
         "advice": _with_code(one.advice),
-        "per_step": f"{one.per_step:.1f}",
+        "per_step": brief(one.per_step),
         "gain": None if one.gain_ms is None else ms(one.gain_ms),
     }
 
@@ -180,7 +180,7 @@ def _line_table(result: DiagnosisResult) -> Table | None:
         return None
     columns: tuple[str, ...] = ("line", "form", "waits per step")
     rows: list[Cells] = [
-        [_place(one.line), one.title, figure(one.per_step)] for one in result.lines
+        [_place(one.line), one.title, figure(one.per_step, brief)] for one in result.lines
     ]
     if _has_times(result):
         columns = (*columns, "blocked ms", "idle ms", "gain ms")
