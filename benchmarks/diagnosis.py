@@ -33,6 +33,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -45,6 +46,7 @@ from headrace.device import Device, open_device
 from headrace.diagnosis import Settings
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session
+from headrace.main_program import ProgramEnded
 from headrace.runs.records import DiagnosisResult, Environment, StepParts
 from headrace.text_table import text_table
 
@@ -122,8 +124,14 @@ def _names(text: str) -> list[str]:
 
 
 def _observe(name: str, steps: Iterator[Any], traces: Path | None) -> DiagnosisResult:
-    """Diagnose a loop. With `traces`, its trace is kept there, to be replayed elsewhere."""
-    with Session(WINDOWS) as session:
+    """Diagnose a loop, as the command does: then it is ended. With `traces`, its trace is kept
+    there, to be replayed elsewhere."""
+
+    def end() -> None:
+        raise ProgramEnded
+
+    session = Session(WINDOWS, on_complete=end, takes_batches=True)
+    with suppress(ProgramEnded), session:
         for _ in islice(steps, 60):
             pass
     trace = session.seen.measured.trace
@@ -211,6 +219,7 @@ def _summary(result: DiagnosisResult) -> dict[str, Any]:
         else {name: round(getattr(parts, name), 4) for name in StepParts.__slots__},
         "waits_by_line": result.waits_per_step,
         "waits_in_trace": result.waits_in_trace,
+        "loader_ms": result.loader_ms,
         "lines": [
             [
                 f"{Path(one.line.file).name}:{one.line.line}" if one.line else None,

@@ -11,6 +11,7 @@ import pytest
 
 from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.forms import FORMS
+from headrace.diagnosis.loaders import LoaderFacts
 from headrace.diagnosis.python_lines import LineTime
 from headrace.diagnosis.script import Limit, exit_code_of, parse_limits
 from headrace.diagnosis.session import Measurements, Observations
@@ -145,14 +146,31 @@ def test_the_verdict_names_the_cause(loop: Loop, sentence: str) -> None:
 @pytest.mark.parametrize(("workers", "tensors"), [(2, 8), (0, 30), (2, 9)])
 def test_many_tensors_per_batch_are_worth_a_note(workers: int, tensors: int) -> None:
     observed = seen(Loop(), [[]] * 3)
-    observed.measured.loader_workers, observed.measured.batch_tensors = workers, tensors
+    observed.measured.loader = LoaderFacts(workers, pins=True, batch_tensors=tensors)
     found = [note for note in result_of(observed).notes if "a batch has" in note]
     assert len(found) == ((workers, tensors) == (2, 9))
 
 
+def test_no_step_is_predicted_to_outrun_its_loader() -> None:
+    # 40 launches of 60 µs, 20 µs of work each: a graph would take 1 ms.
+    observed = seen(Loop(kernel=20 * US, launch=60 * US), [[]] * 3)
+    observed.measured.loader = LoaderFacts(workers=2, pins=True, batch_tensors=5, batch_ms=1.5)
+    result = result_of(observed)
+    steps_ms = {one.change: one.step_ms for one in result.predictions}
+    assert steps_ms["with the plan graph"] == pytest.approx(1.5)
+    assert steps_ms["with the plan pipeline"] == pytest.approx(result.step_ms, rel=0.02)
+    assert "the loader delivers a batch every 1.5 ms" in text_of(result)
+    assert "the loader would be the limit" in " ".join(result.notes)
+    observed.measured.loader.batch_ms = 0.5
+    result = result_of(observed)
+    steps_ms = {one.change: one.step_ms for one in result.predictions}
+    assert steps_ms["with the plan graph"] < 1.2
+    assert not any("the limit" in note for note in result.notes)
+
+
 def test_the_screen_and_the_page_show_it() -> None:
     observed = seen(Loop(reads=1, kernel=20 * US, load=3 * MS), [[wait(42)]] * 3)
-    observed.measured.loader_workers = 0
+    observed.measured.loader = LoaderFacts(workers=0, pins=True, batch_tensors=2)
     result = result_of(observed)
     text = text_of(result)
     assert max(map(len, text.splitlines()[:12])) <= 120

@@ -17,12 +17,14 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 import headrace
 from headrace.device import Device, open_device
 from headrace.diagnosis import session as session_module
+from headrace.diagnosis.loaders import LoaderFacts
 from headrace.diagnosis.session import Session, Settings
 from headrace.errors import ProgramError, RaceError
 from headrace.testing import fake_cuda
 from support.made_traces import Loop
 
 FAST = Settings(warmup=3, clean=4, profiled=3, lines=2)
+WINDOWS = 13  # how many steps they have, with one to find out what a step is
 
 
 def trained(steps: int, each: Callable[[int], object] = lambda step: None) -> None:
@@ -75,8 +77,60 @@ def test_the_windows_follow_each_other(on_gpu: list[str]) -> None:
     assert measured.is_complete
     assert completed.count(1) == 1
     assert measured.clean_total_ns >= sum(measured.clean_ns)
-    assert (measured.backwards, measured.loader_workers, measured.loader_pins) == (2, 0, False)
-    assert measured.batch_tensors == 1
+    assert measured.backwards == 2
+    assert measured.loader == LoaderFacts(workers=0, pins=False, batch_tensors=1)
+
+
+class Ended(BaseException):
+    pass
+
+
+def trained_with_workers(steps: int, trained_on: list[float], second: bool = False) -> None:
+    """Train on numbers that two processes load. With `second`, another loader follows."""
+    weight = torch.nn.Parameter(torch.ones(1))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    batches = DataLoader(TensorDataset(torch.arange(80.0)), batch_size=1, num_workers=2)
+    others = DataLoader(TensorDataset(torch.ones(80)), batch_size=1, num_workers=2)
+    loader = iter(batches)
+    for step in range(steps):
+        if step == WINDOWS and second:
+            loader = iter(others)
+        (x,) = next(loader)
+        trained_on.append(float(x))
+        (weight * x).sum().backward()
+        optimizer.step()
+
+
+def test_before_a_script_is_ended_its_loader_is_timed(on_gpu: list[str]) -> None:
+    def end() -> None:
+        raise Ended
+
+    trained_on: list[float] = []
+    session = Session(FAST, on_complete=end, takes_batches=True)
+    with session, pytest.raises(Ended):
+        trained_with_workers(40, trained_on)
+    assert trained_on == list(range(WINDOWS))  # and no further step
+    facts = session.seen.measured.loader
+    assert facts is not None
+    assert facts.workers == 2
+    assert facts.batch_ms is not None
+
+
+@pytest.mark.parametrize("second", [False, True])
+def test_a_script_that_runs_on_gets_all_its_batches(on_gpu: list[str], second: bool) -> None:
+    """Without `takes_batches`, or if another loader follows the last window."""
+    trained_on: list[float] = []
+    completed: list[int] = []
+    session = Session(
+        FAST, on_complete=lambda: completed.append(len(trained_on)), takes_batches=second
+    )
+    with session:
+        trained_with_workers(40, trained_on, second)
+    assert trained_on == ([*range(WINDOWS), *[1.0] * (40 - WINDOWS)] if second else list(range(40)))
+    assert completed == [WINDOWS]
+    facts = session.seen.measured.loader
+    assert facts is not None
+    assert facts.batch_ms is None
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from itertools import takewhile
 
 from headrace.device import Kind, Span
 from headrace.diagnosis.breakdown import CAUSES, Breakdown, Idle, breakdown, idle_times
+from headrace.diagnosis.loaders import LoaderFacts
 from headrace.diagnosis.session import Measurements, Observations
 from headrace.diagnosis.trace import StepTrace, host_segments
 from headrace.diagnosis.verdict import SMALL, more_steps, step_line_option, verdict_of
@@ -71,7 +72,7 @@ def explain(
     if trace is not None and step_ms is not None:
         divided = breakdown(trace)
         parts = _parts(divided, step_ms)
-        replay = Replay(trace, step_ms)
+        replay = Replay(trace, step_ms, _loading_ms(measured.loader, trace))
         lines.join(trace, divided, replay, step_ms)
     known = lines.diagnosed()
     watched = len(measured.waits)
@@ -95,12 +96,13 @@ def explain(
         launches_per_step=trace.launches_per_step() if trace is not None else None,
         waits_per_step=measured.waits_per_step if watched else None,
         waits_in_trace=_waits_in(trace) if trace is not None else None,
+        loader_ms=measured.loader.batch_ms if measured.loader is not None else None,
         lines=known,
         python_lines=tuple(_python_lines(measured, parts, replay, step_ms)),
         replay_error=replay.error if replay is not None else None,
         predictions=_predictions(measured, replay, step_ms),
         races=races,
-        notes=tuple(_notes(seen, parts)),
+        notes=tuple(_notes(seen, parts, replay)),
         missing=tuple(_missing(seen, replay, lines)),
         timeline=_timeline(trace, lines) if trace is not None else None,
         environment=environment,
@@ -126,6 +128,13 @@ def _outcome(seen: Observations, is_fake: bool) -> Outcome:
 def _parts(divided: Breakdown, step_ms: float) -> StepParts:
     scaled = divided.scaled_to(step_ms)
     return StepParts(**{cause.replace(" ", "_"): scaled[cause] for cause in CAUSES})
+
+
+def _loading_ms(loader: LoaderFacts | None, trace: StepTrace) -> float:
+    """What the loader needs for the batches of a step, on its own; 0 if that is not known."""
+    if loader is None or loader.batch_ms is None:
+        return 0.0
+    return loader.batch_ms * len(trace.inputs) / trace.steps
 
 
 def _waits_in(trace: StepTrace) -> float:
@@ -377,7 +386,7 @@ def _predictions(
         "with a loader that is always ready": replay.speedup(INSTANT_LOADER),
         "without Python between launches": replay.speedup(NO_PYTHON),
     }
-    if measured.loader_workers == 0:
+    if measured.loader is not None and measured.loader.workers == 0:
         speedups[f"with {_WORKERS} loader processes"] = replay.speedup_with_workers(_WORKERS)
     return tuple(
         Prediction(change, step_ms / speedup, speedup) for change, speedup in speedups.items()
@@ -427,22 +436,15 @@ def _uneven_steps(seen: Observations) -> list[str]:
     ]
 
 
-def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
+def _notes(seen: Observations, parts: StepParts | None, replay: Replay | None) -> list[str]:
     measured = seen.measured
     notes = [*seen.notes, *_waits_in_threads(measured), *_uneven_steps(seen)]
-    if measured.loader_workers == 0 and parts is not None and parts.input > SMALL * parts.total:
-        notes.append("the DataLoader has no worker processes: pass num_workers=4 or more")
-    if measured.loader_pins is False and any(
-        wait.form.name in ("to", "pageable copy", "accelerate copy")
-        for waits in measured.waits
-        for wait in waits
-    ):
-        notes.append("the DataLoader does not pin its batches: pass pin_memory=True")
-    if measured.loader_workers and (measured.batch_tensors or 0) > _MANY_TENSORS:
+    if measured.loader is not None:
+        notes += _loader_notes(measured.loader, measured.waits, parts)
+    if replay is not None and replay.holds and replay.is_limited_by_loader(GRAPH):
         notes.append(
-            f"a batch has {measured.batch_tensors} tensors. Loader processes send each one on its "
-            "own, and receiving one takes the training process about 0.3 ms: stack them, or join "
-            "them into one tensor and split it on the device"
+            "with the plan graph, the loader would be the limit: more processes (num_workers), or "
+            "fewer tensors per batch, make it faster"
         )
     if seen.period is not None and not seen.period.repeats:
         notes.append(
@@ -450,6 +452,25 @@ def _notes(seen: Observations, parts: StepParts | None) -> list[str]:
             f"step; {step_line_option(seen)} names a better place"
         )
     return notes
+
+
+def _loader_notes(
+    loader: LoaderFacts, watched: Sequence[Sequence[Wait]], parts: StepParts | None
+) -> Iterator[str]:
+    if not loader.workers and parts is not None and parts.input > SMALL * parts.total:
+        yield "the DataLoader has no worker processes: pass num_workers=4 or more"
+    if not loader.pins and any(
+        wait.form.name in ("to", "pageable copy", "accelerate copy")
+        for waits in watched
+        for wait in waits
+    ):
+        yield "the DataLoader does not pin its batches: pass pin_memory=True"
+    if loader.workers and loader.batch_tensors > _MANY_TENSORS:
+        yield (
+            f"a batch has {loader.batch_tensors} tensors. Loader processes send each one on its "
+            "own, and receiving one takes the training process about 0.3 ms: stack them, or join "
+            "them into one tensor and split it on the device"
+        )
 
 
 def _missing(seen: Observations, replay: Replay | None, lines: _Lines) -> list[str]:

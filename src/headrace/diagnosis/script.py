@@ -73,7 +73,7 @@ class _Run:
     ) -> None:
         self._program, self._fake, self._command = program, fake, command
         self._then, self._on_complete = then, on_complete
-        self._session = Session(settings, fake, self._completed)
+        self._session = Session(settings, fake, self._completed, takes_batches=then == "stop")
         self._complete: DiagnosisResult | None = None
         self._is_ended = False
         self._ended_in: int | None = None

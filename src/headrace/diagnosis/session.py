@@ -20,11 +20,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 import torch
-from torch.utils._pytree import tree_leaves
-from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from headrace.device import Device, chrome_trace, is_profiling, open_device
 from headrace.diagnosis.breakdown import breakdown
+from headrace.diagnosis.loaders import LoaderFacts, Loaders
 from headrace.diagnosis.python_lines import LineTime, python_lines, sampled_lines
 from headrace.diagnosis.replacing import replaced
 from headrace.diagnosis.steps import (
@@ -83,9 +82,7 @@ class Measurements:
     trace: StepTrace | None = None
     profiled_steps: int = 0
     profiled_total_ns: int = 0
-    loader_workers: int | None = None
-    loader_pins: bool | None = None
-    batch_tensors: int | None = None
+    loader: LoaderFacts | None = None
     python_lines: list[LineTime] = field(default_factory=list)
     #: The waits of each step in the third window.
     waits: list[list[Wait]] = field(default_factory=list)
@@ -148,7 +145,9 @@ class Session:
 
     `device` is the fake device, if there is one; else the accelerator that the script uses.
     `on_complete` is called at the end of the last window, in the script's own thread: it may raise
-    to end the script. If it has raised, the next step calls it again.
+    to end the script. If it has raised, the next step calls it again. If it ends the script, set
+    `takes_batches`: before it is called, the script's loader is timed on its own, and the script
+    does not get the batches that this takes.
     """
 
     #: The session that runs in this process: two would measure each other.
@@ -159,17 +158,18 @@ class Session:
         settings: Settings | None = None,
         device: Device | None = None,
         on_complete: Callable[[], object] = lambda: None,
+        *,
+        takes_batches: bool = False,
     ) -> None:
         self.settings = settings or Settings()
         self.seen = Observations(device=device, settings=self.settings)
         self._is_fake = device is not None
-        self._on_complete = on_complete
+        self._on_complete, self._takes_batches = on_complete, takes_batches
         self._process = os.getpid()  # a script that forks is watched in its first process
         self._finder = StepFinder()
-        self._inputs: list[tuple[int, int]] | None = None
-        self._torch_calls = TorchCalls()
+        self._loaders, self._torch_calls = Loaders(), TorchCalls()
         self._lock = threading.Lock()
-        self._has_raised = False
+        self._is_told = False  # `on_complete` was called, and has returned
         self._windows: Generator[None, None, None] | None = self._run_windows()
         self._optimizers: Any = {}
         #: A script without optimizers may update its weights itself.
@@ -195,7 +195,7 @@ class Session:
             watched_steps = watch_steps(self._on_call, self._before_call)
             self._optimizers = self._stack.enter_context(watched_steps)
         self._stack.enter_context(watch_backward(self._on_backward))
-        self._stack.enter_context(self._watched_loaders())
+        self._stack.enter_context(self._loaders.watching())
         Session._running = self
         return self
 
@@ -210,7 +210,7 @@ class Session:
         if os.getpid() != self._process:
             return
         if windows is None:
-            if self._has_raised:  # and the script has caught it, or trains in another thread
+            if not self._is_told:  # the script caught what it raised, or asked for no batch
                 self._complete()
             return
         ends_step = self._finder.on_call(key)
@@ -231,15 +231,20 @@ class Session:
         if ended:
             self._windows = None
             self._note_steps()
-            self._complete()
+            if not self._can_time_loader() or not self._loaders.time_alone(self._complete):
+                self._complete()
 
     def _before_call(self) -> None:
         self._may_lack_optimizers = False
 
+    def _can_time_loader(self) -> bool:
+        """Whether batches may be taken, and something is predicted with what that shows. Ranks must
+        all take as many batches."""
+        return self._takes_batches and self.seen.measured.trace is not None and not is_launched()
+
     def _complete(self) -> None:
-        self._has_raised = True
         self._on_complete()
-        self._has_raised = False
+        self._is_told = True
 
     def _begin_again(self) -> None:
         """Forget the windows: the script has gone over to other steps."""
@@ -357,9 +362,11 @@ class Session:
     ) -> Iterator[None]:
         """Run steps under the profiler, and call `keep` with them, also if the script ends."""
         marks: list[int] = []
-        inputs: list[tuple[int, int]] = []
-        self._inputs = inputs
-        with chrome_trace() as content, self._torch_calls.noted() as torch_calls:
+        with (
+            chrome_trace() as content,
+            self._torch_calls.noted() as torch_calls,
+            self._loaders.noted() as inputs,
+        ):
             waits = [_timed(device, pause_s) for pause_s in _CLOCK_PAUSES_S]
             has_ended = True
             try:
@@ -369,9 +376,9 @@ class Session:
                         marks.append(time.perf_counter_ns())
                     has_ended = False
             finally:
-                self._inputs = None
                 device.synchronize("diagnose")
                 now_ns = time.perf_counter_ns()
+        self.seen.measured.loader = self._loaders.facts
         if marks:
             # What a script does after its last step is no part of a step.
             total_ns = (marks[-1] if has_ended else now_ns) - waits[-1][1]
@@ -442,31 +449,6 @@ class Session:
     def _synchronize(self) -> None:
         if self.seen.device is not None:
             self.seen.device.synchronize("diagnose")
-
-    def _watched_loaders(self) -> AbstractContextManager[None]:
-        """Note when the script waits for a DataLoader, and how that one is made."""
-        iterators: Any = _BaseDataLoaderIter
-        original = iterators.__next__
-
-        def next_batch(iterator: Any) -> Any:
-            inputs = self._inputs
-            if inputs is None:
-                return original(iterator)
-            start_ns = time.perf_counter_ns()
-            try:
-                batch = original(iterator)
-            finally:
-                inputs.append((start_ns, time.perf_counter_ns()))
-                measured = self.seen.measured
-                measured.loader_workers = iterator._num_workers
-                measured.loader_pins = bool(iterator._pin_memory)
-            if measured.batch_tensors is None:
-                measured.batch_tensors = sum(
-                    isinstance(leaf, torch.Tensor) for leaf in tree_leaves(batch)
-                )
-            return batch
-
-        return replaced(iterators, "__next__", next_batch)
 
     def _watched_zeroing(self) -> AbstractContextManager[None]:
         """Note the lines at which `zero_grad` writes zeros."""

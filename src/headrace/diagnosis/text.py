@@ -78,6 +78,8 @@ def _facts(result: DiagnosisResult) -> str:
     text = f"A step has {', '.join(facts)}." if facts else ""
     if result.nvml_share is not None:
         text += f" NVML calls the GPU {result.nvml_share:.0%} busy."
+    if result.loader_ms is not None:
+        text += f" On its own, the loader delivers a batch every {result.loader_ms:.1f} ms."
     if result.profiled_ms is not None and result.watched_ms is not None:
         text += (
             f" A step took {result.profiled_ms:.1f} ms under the profiler and "

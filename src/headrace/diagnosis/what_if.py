@@ -101,11 +101,14 @@ class Replay:
 
     `step_ms` is what a step takes without the profiler. The device's times are the same there; the
     host's are scaled until a replay takes as long. The profiler only slows launches down, so to
-    make a step shorter, only they are scaled.
+    make a step shorter, only they are scaled. `loading_ms` is what the loader needs for a step's
+    batches: no step is shorter, unless the loader changes.
     """
 
-    def __init__(self, trace: StepTrace, step_ms: float | None = None) -> None:
-        self._trace = trace
+    def __init__(
+        self, trace: StepTrace, step_ms: float | None = None, loading_ms: float = 0.0
+    ) -> None:
+        self._trace, self._loading_ms = trace, loading_ms
         self._work: list[_Work] = []
         self._operations: list[_Operation] = []
         self._ends = sorted((one.end_ns, at) for at, one in enumerate(trace.work))
@@ -141,7 +144,12 @@ class Replay:
     def speedup(self, change: Change) -> float:
         """How many times as fast the changed script would be; at least 1, since taking things out
         makes nothing slower."""
-        return max(1.0, self._steady_ms / max(self._steady(change), 1e-9))
+        least_ms = self._loading_ms if change.load_share else 0.0
+        return max(1.0, self._steady_ms / max(self._steady(change), least_ms, 1e-9))
+
+    def is_limited_by_loader(self, change: Change) -> bool:
+        """Whether the changed script would be faster if the loader were."""
+        return self._steady(change) < min(self._loading_ms, self._steady_ms)
 
     # --- from the trace to a program ------------------------------------------------------------
 

@@ -217,5 +217,6 @@ def _settings(result: DiagnosisResult) -> dict[str, object]:
         "step, clean": ms(result.step_ms),
         "step, profiled": ms(result.profiled_ms),
         "step, lines watched": ms(result.watched_ms),
+        "a batch, from the loader on its own": ms(result.loader_ms),
         "replay error": share(result.replay_error),
     }

@@ -104,8 +104,9 @@ class DiagnosisResult(ResultFile):
     the host, `nvml_share` is the driver's figure, which says only that something ran.
     `profiled_ms` and `watched_ms` are steps under the profiler and with lines watched. `parts` are
     scaled to the clean step. `waits_per_step` counts the waits that were found by line,
-    `waits_in_trace` those of the profiler. `replay_error` is how far a replay of the trace without
-    changes was from it; beyond 3 % there are no predictions.
+    `waits_in_trace` those of the profiler. `loader_ms` is how long the DataLoader needs for a batch
+    if nothing holds it up; None if that was not measured. `replay_error` is how far a replay of the
+    trace without changes was from it; beyond 3 % there are no predictions.
     """
 
     kind: ClassVar[str] = "headrace diagnosis"
@@ -128,6 +129,7 @@ class DiagnosisResult(ResultFile):
     launches_per_step: float | None = None
     waits_per_step: float | None = None
     waits_in_trace: float | None = None
+    loader_ms: float | None = None
     lines: tuple[DiagnosedLine, ...] = ()
     python_lines: tuple[PythonLine, ...] = ()
     replay_error: float | None = None
