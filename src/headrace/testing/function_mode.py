@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from headrace.device import host_copy
+from headrace.source_lines import HEADRACE, TORCH
 from headrace.testing import autograd, patches
 from headrace.testing.operators import tensors
 from headrace.testing.races import calling_site
@@ -37,11 +37,10 @@ _PLAIN_PROPERTIES = frozenset(
 )
 #: Functions that may return a tensor of an array's own memory.
 _SHARING = frozenset(("as_tensor", "asarray"))
-_TORCH = Path(torch.__file__).resolve().parent
-_OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
+_OWN_FRAMES = (str(HEADRACE / "testing") + os.sep, str(TORCH / "overrides.py"))
 _SAVE = torch.serialization._save.__code__
 _SHALLOW_COPY = copy.copy.__code__  # of a tensor, it shares the storage
-_ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
+_ASKS_CPP = tuple(str(TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
 
 
 class Call(threading.local):

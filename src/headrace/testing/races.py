@@ -16,16 +16,15 @@ import torch
 
 from headrace import main_program
 from headrace.device import Kind
-from headrace.source_lines import Site
+from headrace.source_lines import HEADRACE, TORCH, Site
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+_TORCH = str(TORCH) + os.sep
 # Frames that a report never names: those of PyTorch, `device/`, this room and the standard library.
 # It names the line that called them.
 _INTERNAL = (
     _TORCH,
-    str(_PACKAGE / "testing") + os.sep,
-    str(_PACKAGE / "device") + os.sep,
+    str(HEADRACE / "testing") + os.sep,
+    str(HEADRACE / "device") + os.sep,
     "<frozen ",
 )
 #: Files of PyTorch's that only pass calls on.
@@ -203,7 +202,7 @@ def calling_site() -> Site:
     pytorchs, outermost = None, frame
     while frame is not None:
         file = frame.f_code.co_filename
-        if not _is_internal(file):
+        if not is_internal(file):
             return Site(file, frame.f_lineno)
         if pytorchs is None and file.startswith(_TORCH) and not file.startswith(_PLUMBING):
             pytorchs = frame
@@ -226,7 +225,7 @@ def calling_site_and_frames() -> tuple[Site, Frames]:
     while frame is not None and len(frames) < _MAX_FRAMES:
         code = frame.f_code
         file = code.co_filename
-        if not _is_internal(file):
+        if not is_internal(file):
             if _is_runner(file):
                 break
             if site is None:
@@ -240,7 +239,7 @@ def calling_site_and_frames() -> tuple[Site, Frames]:
 
 def is_users_frame(frame: FrameType) -> bool:
     """Whether a report would name this frame."""
-    return not _is_internal(frame.f_code.co_filename)
+    return not is_internal(frame.f_code.co_filename)
 
 
 @cache
@@ -249,7 +248,8 @@ def _is_runner(file: str) -> bool:
 
 
 @cache
-def _is_internal(file: str) -> bool:
+def is_internal(file: str) -> bool:
+    """Whether a report never names lines of this file."""
     if file.endswith(
         os.sep + "typing_extensions.py"
     ):  # PyTorch's decorator of deprecated functions
