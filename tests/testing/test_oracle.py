@@ -37,7 +37,7 @@ BROKEN: dict[str, tuple[type, str, Any]] = {
     "a wait orders nothing": (streams.FakeStream, "joins", lambda *_: None),
     "the making of a tensor orders nothing": (checker.Checker, "made", lambda *_: None),
     "views cover their span": (layout.Layout, "overlaps", lambda *_: True),
-    "collectives are not seen": (dispatch_mode.collectives, "is_collective", lambda _: False),
+    "collectives are not seen": (dispatch_mode.operators, "is_collective", lambda _: False),
 }
 
 

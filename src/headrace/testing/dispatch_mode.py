@@ -52,7 +52,7 @@ class DispatchMode(TorchDispatchMode):
             if kernel is not None and on_device:
                 with torch._C._EnableTorchFunction(), self, self._device.user_callback():
                     return kernel(*args, **(kwargs or {}))
-            if on_device and collectives.is_collective(operation.name):
+            if on_device and operators.is_collective(operation.name):
                 return collectives.run(self._device, operation)
             if operation.launches_nothing():
                 result = operation.run()

@@ -111,8 +111,9 @@ class _Facts:
     python_kernel: Callable[..., Any] | None
 
 
-#: How the names of operators begin that are not custom.
-_COMPILED = ("aten::", "prim::", "prims::", "c10d::", "_c10d_functional::")
+# How the names of collectives begin, and of all operators that are not custom.
+_COLLECTIVE = ("c10d::", "_c10d_functional::")
+_COMPILED = ("aten::", "prim::", "prims::", *_COLLECTIVE)
 # By id, with the operator to keep it alive: hashing an operator is slow.
 _known_facts: dict[int, tuple[Any, _Facts]] = {}
 
@@ -152,6 +153,10 @@ def _is_composite(func: Any, name: str) -> bool:
     keys, has_kernel = torch._C.DispatchKey, func.has_kernel_for_dispatch_key
     # Some have a kernel besides (silu_backward), which is what runs.
     return has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)
+
+
+def is_collective(name: str) -> bool:
+    return name.startswith(_COLLECTIVE)
 
 
 def is_composite(func: Any) -> bool:

@@ -17,6 +17,7 @@ import torch
 from headrace import main_program
 from headrace.device import Kind
 from headrace.source_lines import HEADRACE, TORCH, Site
+from headrace.testing.operators import is_collective
 
 _TORCH = str(TORCH) + os.sep
 # Frames that a report never names: those of PyTorch, `device/`, this room and the standard library.
@@ -176,7 +177,7 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None =
         )
     if kind == "freed":
         return f"keep the tensor that was captured at {first.site} until the last replay"
-    if first.operation.startswith(("c10d::", "_c10d_functional::")):
+    if is_collective(first.operation):
         return f"work.wait() of the collective at {first.site}, before {second.site}"
     if first.on_host and second.on_host:
         return f"a lock, queue or join between {first.where} and {second.where}"
@@ -189,9 +190,11 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None =
         return f"a lock, queue or join between {first.where} and the thread that launches there"
     if first.where == second.where:
         return f"a lock, queue or join between the threads that put work on {first.where!r}"
+    # A collective runs after what is on the stream that is current at the call.
+    waiting = "device.current_stream()" if is_collective(second.operation) else second.where
     return (
         f"event.record({first.where}) after {first.site}, and "
-        f"{second.where}.wait_event(event) before {second.site}"
+        f"{waiting}.wait_event(event) before {second.site}"
     )
 
 
