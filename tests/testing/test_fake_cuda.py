@@ -578,6 +578,25 @@ def test_a_storage_and_a_stream_by_its_handle(fake_cuda: FakeCuda) -> None:
         assert tensor.sum().item() == 8
 
 
+def test_the_runtime_and_the_versions(fake_cuda: FakeCuda) -> None:
+    runtime, memory = torch.cuda.cudart(), torch.zeros(4)
+    assert not memory.is_pinned()
+    result = runtime.cudaHostRegister(memory.data_ptr(), 16, 0)
+    torch.cuda.check_error(result)
+    assert (result, int(result)) == (runtime.cudaError.success, 0)
+    assert memory.is_pinned()
+    assert runtime.cudaMemGetInfo(0) == torch.cuda.mem_get_info()
+    with pytest.raises(torch.cuda.CudaError, match=r"unknown error \(700\)"):
+        torch.cuda.check_error(700)
+    assert torch.cuda.nccl.version() >= (2, 10)
+    assert int(torch.version.cuda.split(".")[0]) > 10
+
+
+def test_a_host_operand_is_an_error_that_says_how_to_move_it(fake_cuda: FakeCuda) -> None:
+    with pytest.raises(RuntimeError, match=r"cuda:0 and cpu: .* \(move it with \.cuda\(\)"):
+        torch.ones(2, device="cuda") + torch.ones(2)
+
+
 # --- what has no imitation ------------------------------------------------------------------------
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from headrace.source_lines import Site
+from headrace.source_lines import Site, short_path
 from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
@@ -179,11 +179,12 @@ class Storage:
     made_by: Host | None = None
 
     def __str__(self) -> str:
+        line = f"{short_path(self.allocated_at.file)}:{self.allocated_at.line}"
         if self.home == "pool":
-            return f"a graph pool in device memory, allocated at {self.allocated_at}"
+            return f"a graph pool in device memory, allocated at {line}"
         place = "pinned host memory" if self.home == "pinned" else "device memory"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"a {tuple(self.shape)} {dtype} tensor in {place}, allocated at {self.allocated_at}"
+        return f"a {tuple(self.shape)} {dtype} tensor in {place}, allocated at {line}"
 
 
 class Checker:

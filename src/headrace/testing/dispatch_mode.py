@@ -264,6 +264,5 @@ class DispatchMode(TorchDispatchMode):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{self._device} and cpu: {operation.name} was given a host tensor of shape "
-                f"{tuple(strays[0].shape)} (move it with .to(device.torch_device), inside the "
-                "`with device:` block)"
+                f"{tuple(strays[0].shape)} ({self._device.how_to_move})"
             )

@@ -77,6 +77,8 @@ class FakeDevice(host_threads.Hosts):
     """
 
     captures = True
+    #: What an error advises about a tensor that lies on the host.
+    how_to_move = "move it with .to(device.torch_device), inside the `with device:` block"
     #: The mode that makes this device's name work in PyTorch's calls.
     function_mode: type[FunctionMode] = FunctionMode
 
