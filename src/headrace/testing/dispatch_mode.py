@@ -12,6 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from headrace.device import host_copy, torch_draw
 from headrace.testing import autograd, collectives, operators, patches
 from headrace.testing.checker import memory_key
+from headrace.testing.indexing import touched_parts
+from headrace.testing.layout import Layout
 from headrace.testing.operators import Operation, tensors
 
 if TYPE_CHECKING:
@@ -109,12 +111,15 @@ class DispatchMode(TorchDispatchMode):
             reads = [tensor for tensor in reads if memory_key(tensor) not in aliases]
         written = [] if operators.only_allocates(operation.short) else fresh
         if reads or writes or fresh:
+            touched = writes
+            if stream.tape is None:  # a graph may find other row numbers at each replay
+                reads, touched = (touched_parts(operation, one) for one in (reads, writes))
             device.operation(
                 stream,
                 operation.name,
                 "kernel",
                 reads=reads,
-                writes=[*writes, *written],
+                writes=[*touched, *written],
                 allocates=fresh,
                 cost_ns=None if reads or writes or written else 0,
             )
@@ -142,6 +147,7 @@ class DispatchMode(TorchDispatchMode):
         if any(self._device.is_pinned(tensor) for tensor in inputs):
             reads, writes = operation.reads_and_writes()
             if writes or not operation.returns_alias():
+                reads, writes = (touched_parts(operation, one) for one in (reads, writes))
                 self._device.operation(None, operation.name, "host", reads=reads, writes=writes)
 
     # --- copies -----------------------------------------------------------------------------------
@@ -203,6 +209,9 @@ class DispatchMode(TorchDispatchMode):
         if self._is_elsewhere(source):
             device.operation(stream, "copy d2d", "kernel", writes=tensors(into))
             return
+        if pinned and not _is_bytewise(into, source) and not source.expand_as(into).is_contiguous():
+            device.operation(None, "aten::copy_", "host", reads=[source])
+            pinned = False  # PyTorch copies from a contiguous copy of it, which is not pinned
         if pinned:
             device.operation(stream, "copy h2d", "copy", reads=[source], writes=[into])
         else:
@@ -223,10 +232,14 @@ class DispatchMode(TorchDispatchMode):
         if not source.numel():
             return
         device, pinned = self._device, self._device.is_pinned(into)
-        writes = [into] if pinned else []
+        # Else PyTorch copies to new memory, which is not pinned, and from there on the host.
+        directly = pinned and (_is_bytewise(into, source) or into.is_contiguous())
+        writes = [into] if directly else []
         device.operation(stream, "copy d2h", "copy", reads=tensors(source), writes=writes)
-        if not pinned or not non_blocking:
-            device.hidden_wait(stream, "blocking copy" if pinned else "copy to pageable memory")
+        if not directly or not non_blocking:
+            device.hidden_wait(stream, "blocking copy" if directly else "copy to pageable memory")
+        if pinned and not directly:
+            device.operation(None, "aten::copy_", "host", writes=[into])
 
     def _to_other_device(self, source: torch.Tensor) -> None:
         self._device.operation(
@@ -266,3 +279,15 @@ class DispatchMode(TorchDispatchMode):
                 f"{self._device} and cpu: {operation.name} was given a host tensor of shape "
                 f"{tuple(strays[0].shape)} ({self._device.how_to_move})"
             )
+
+
+def _is_bytewise(into: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether both have the same elements in the same order, in one piece of memory."""
+    if into.is_nested or source.is_nested:
+        return True
+    if into.dtype != source.dtype or into.shape != source.shape:
+        return False
+    strides = zip(into.shape, into.stride(), source.stride(), strict=True)
+    if any(one != other for size, one, other in strides if size > 1):
+        return False
+    return Layout.of(into).piece_bytes == into.numel() * into.element_size()
