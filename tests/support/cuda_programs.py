@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from support.paths import TESTS
@@ -47,6 +48,7 @@ class Program(Case):
 def _names() -> dict[str, Any]:
     found = (asyncio, contextlib, copy, functools, gc, heapq, io, queue, threading, weakref, torch)
     found += (OrderedDict, deque, ThreadPoolExecutor, as_completed, ThreadPool, checkpoint)
+    found += (flex_attention,)
     names = {one.__name__: one for one in found}
     return {**names, "np": np, "nn": torch.nn, "F": torch.nn.functional}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -14,7 +15,7 @@ from headrace.testing import autograd, collectives, operators, patches
 from headrace.testing.checker import memory_key
 from headrace.testing.indexing import touched_parts
 from headrace.testing.layout import Layout
-from headrace.testing.operators import Operation, tensors
+from headrace.testing.operators import HigherOrderOperation, Operation, tensors
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
 
 
 class DispatchMode(TorchDispatchMode):
+    #: Operators that take functions come here, too.
+    supports_higher_order_operators = True
+
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
@@ -32,6 +36,8 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(HigherOrderOperation(func, args, kwargs or {}))
         is_fake = FakeTensor in types  # a shape without memory, by which PyTorch plans ahead
         if types and not is_fake and any(map(operators.dispatches_itself, types)):
             return NotImplemented  # its own handler calls operators that come here
@@ -72,6 +78,14 @@ class DispatchMode(TorchDispatchMode):
                 return self._on_stream(operation, inputs, mixed=len(on_device) < len(inputs))
             self._on_host(operation, inputs)
             return operation.run()
+
+    def _higher_order(self, operation: HigherOrderOperation) -> Any:
+        with torch._C.DisableTorchFunction():
+            inputs = operation.inputs()
+            on_device = self._device.checker.held(inputs)
+            if not on_device:
+                return operation.run()
+            return self._on_stream(operation, inputs, mixed=len(on_device) < len(inputs))
 
     def _runs_on_device(
         self, operation: Operation, inputs: list[torch.Tensor], on_device: list[torch.Tensor]

@@ -440,6 +440,12 @@ def _tools() -> Iterator[Replacement]:
         profile, "__init__", _host_profile(copy_of(profile.__init__)), "there are no CUDA events"
     )
     yield Replacement(torch, "compile", _compile, "the compiler would generate kernels for a GPU")
+    yield from _all(
+        torch.export,
+        "PyTorch's C++ would end the process: it has no code for tensors on cuda",
+        export=_refusing("torch.export.export"),
+        draft_export=_refusing("torch.export.draft_export"),
+    )
     yield Replacement(torch.cuda, "_cudart", _Runtime(), "pinning and profiling")
 
 
