@@ -90,6 +90,25 @@ def test_ddp_with_compressed_gradients_trains_without_a_report() -> None:
     assert losses == pytest.approx(train(make_model(), torch.device("cpu")), rel=1e-2)
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_a_distributed_tensor_lies_where_its_part_lies() -> None:
+    with fake_cuda(check=False) as device:
+        model, mesh = make_model().cuda(), init_device_mesh("cuda", (1,))
+        fully_shard(model, mesh=mesh)
+        weight = next(model.parameters())
+        assert (weight.device, weight.is_cuda) == (torch.device("cuda", 0), True)
+        launches = device.launches
+        assert weight.to("cuda") is weight
+        assert device.launches == launches
+        waits = len(device.hidden_waits)
+        on_host = weight.detach().cpu()
+        assert (on_host.device.type, len(device.hidden_waits)) == ("cpu", waits + 1)
+        copied = weight.detach().to("cpu", non_blocking=True)
+        copied.to_local().sum()  # type: ignore[attr-defined]
+    (race,) = device.races
+    assert (race.first.operation, race.second.operation) == ("copy d2h", "aten::sum")
+
+
 def test_the_missing_call_is_named() -> None:
     with FakeDevice(check=False) as device:
         value = torch.ones(4, device=device.torch_device)

@@ -21,7 +21,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from headrace.device import host_copy
 from headrace.source_lines import HEADRACE, TORCH
 from headrace.testing import autograd, patches
-from headrace.testing.operators import tensors
+from headrace.testing.operators import dispatches_itself, tensors
 from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
@@ -363,6 +363,8 @@ def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
     """Clone instead: PyTorch would copy the storage without the modes seeing it."""
     memo = args[1]
     if not device.holds(tensor) or not tensor.is_leaf or id(tensor) in memo:
+        return func(*args, **kwargs)
+    if dispatches_itself(type(tensor)):  # it copies the tensors inside
         return func(*args, **kwargs)
     copied = _call(device, torch.Tensor.clone, (tensor.detach(),), {})
     memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)

@@ -377,6 +377,14 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     return []
 
 
+def inner_tensors(wrapper: Any) -> list[torch.Tensor]:
+    """The tensors that a wrapper such as `DTensor` is around; none if it does not say."""
+    if not hasattr(wrapper, "__tensor_flatten__"):
+        return []
+    parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
 @cache
 def dispatches_itself(kind: type) -> bool:
     """Whether it is a wrapper around other tensors, such as `DTensor`."""
