@@ -291,6 +291,78 @@ def deepspeed_offload() -> None:
             model(tokens, labels=tokens, use_cache=False).loss.backward()
 
 
+@case("torch_geometric")
+def pyg_loader() -> None:
+    """torch_geometric.loader.PrefetchLoader in a training loop"""
+    from torch_geometric.loader import PrefetchLoader
+
+    batches = [(torch.ones(4, 32), torch.zeros(4, dtype=torch.long)) for _ in range(6)]
+    train_on(PrefetchLoader(batches), nn.Linear(32, 4).cuda())
+
+
+@case("spdl")
+def spdl_transfer() -> None:
+    """spdl.io.transfer_tensor_h2d with its default of four cached batches, eight batches"""
+    from spdl.io import transfer_tensor_h2d
+
+    model = nn.Linear(32, 4).cuda()
+    for _ in range(8):
+        model(transfer_tensor_h2d(torch.ones(4, 32))).sum().backward()
+
+
+@case("torchao")
+def torchao_offload() -> None:
+    """CPUOffloadOptimizer, also with offload_gradients=True, three training steps each"""
+    from torchao.optim import CPUOffloadOptimizer
+
+    for offload_gradients in (False, True):
+        model = blocks().cuda()
+        optimizer = CPUOffloadOptimizer(
+            model.parameters(), offload_gradients=offload_gradients, minimal_size=100
+        )
+        for _ in range(3):
+            model(torch.ones(4, 32, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@case("flexgen")
+def flexgen_generation() -> None:
+    """OptLM.generate with half of weights and cache on the host, overlap=True"""
+    _flexgen(overlap=True)
+
+
+@case("flexgen")
+def flexgen_generation_without_overlap() -> None:
+    """the same with overlap=False"""
+    _flexgen(overlap=False)
+
+
+def _flexgen(overlap: bool) -> None:
+    optlm = import_with_stand_ins("flexgen.flex_opt")
+    from flexgen.compression import CompressionConfig
+    from flexgen.opt_config import OptConfig
+    from flexgen.pytorch_backend import TorchDevice, TorchDisk, TorchMixedDevice
+
+    gpu, host = TorchDevice("cuda:0"), TorchDevice("cpu")
+    with tempfile.TemporaryDirectory() as folder:
+        disk = TorchDisk(folder)
+        every = TorchMixedDevice([gpu, host, disk])
+        env = optlm.ExecutionEnv(gpu=gpu, cpu=host, disk=disk, mixed=every)
+        unused = CompressionConfig(4, 64, 0, False)
+        on_gpu_and_host = (50, 50, 50, 50, 100, 0)
+        policy = optlm.Policy(
+            *(2, 2, *on_gpu_and_host, overlap, True, True, False, 1.0),
+            *(False, unused, False, unused),
+        )
+        size = OptConfig("tiny", 2, 64, 16, 2, 16, 32, vocab_size=64)
+        model = optlm.OptLM(size, env, "_DUMMY_", policy)
+        try:
+            model.generate([[2, 3, 4, 5, 6, 7, 8, 9]] * 4, max_new_tokens=3)
+        finally:
+            env.close_copy_threads()
+
+
 @case("fairscale")
 def fairscale_offload() -> None:
     """OffloadModel in two slices, three training steps"""

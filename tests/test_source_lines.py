@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from headrace import source_lines
 from headrace.source_lines import short_path
 
 
@@ -27,3 +31,26 @@ def test_files_below_the_working_directory_are_relative(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert short_path(str(tmp_path / "project" / "train.py")) == "project/train.py"
+
+
+def test_packages_behind_a_symbolic_link_are_no_code_of_the_users(tmp_path: Path) -> None:
+    """Such as those of a virtual environment in a home folder that is a link."""
+    (tmp_path / "packages").symlink_to(source_lines.TORCH.parent)
+    program = (
+        "import torch\n"
+        "from headrace.source_lines import is_user_code\n"
+        "from headrace.testing.races import is_internal\n"
+        "file = torch.nn.Linear.forward.__code__.co_filename\n"
+        "print(file, is_user_code(file), is_internal(file))"
+    )
+    path = os.pathsep.join([str(tmp_path / "packages"), str(source_lines.HEADRACE.parent)])
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    file, *answers = run.stdout.split()
+    assert file.startswith(str(tmp_path))
+    assert answers == ["False", "True"]

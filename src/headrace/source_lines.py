@@ -15,8 +15,12 @@ from types import CodeType, FrameType, TracebackType
 
 import torch
 
-_OURS = str(Path(__file__).resolve().parent) + os.sep
-_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+# As frames name their files: symbolic links on the way to a package are not resolved there.
+#: The folder of this package.
+HEADRACE = Path(__file__).parent
+#: PyTorch's folder.
+TORCH = Path(torch.__file__).parent
+_PACKAGES = (str(HEADRACE) + os.sep, str(TORCH) + os.sep)
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
 
 
@@ -77,7 +81,7 @@ def line_of_error(where: TracebackType | None) -> Site | None:
 @cache
 def is_user_code(file: str) -> bool:
     """Whether a file belongs neither to Headrace, nor PyTorch, nor the standard library."""
-    if file.startswith((_OURS, _TORCH, "<frozen ")):
+    if file.startswith((*_PACKAGES, "<frozen ")):
         return False
     if file.startswith(_STANDARD_LIBRARY):
         # Installed packages may be inside the standard library's folder.

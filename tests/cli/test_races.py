@@ -53,7 +53,8 @@ def test_a_program_without_races_keeps_its_output_and_exit_code(folder: Path) ->
     assert (done.exit_code, done.stderr) == (0, "0 races found\n")
     assert done.stdout == "beside 8.0 ['program.py', 'right', '--json']\n"
     done = run("-m", "program", "exit")
-    assert (done.exit_code, done.stderr) == (7, "0 races found\n")
+    end = "the program ended with exit code 7: only what it did until then was checked"
+    assert (done.exit_code, done.stderr) == (7, f"0 races found\n{end}\n")
     done = run("program.py", "fail")
     assert done.exit_code == 1
     first, second, *_ = done.stderr.splitlines()
@@ -74,6 +75,15 @@ def test_races_are_reported_with_exit_code_1(folder: Path) -> None:
     assert "<h1>1 race found</h1>" in (folder / "races.html").read_text(encoding="utf-8")
 
 
+def test_an_interrupt_reports_what_was_found_until_then(folder: Path) -> None:
+    ending = "import program\nprogram.main('race')\nraise KeyboardInterrupt"
+    (folder / "interrupted.py").write_text(ending, encoding="utf-8")
+    done = run("interrupted.py")
+    assert done.exit_code == 1
+    assert done.stderr.startswith("1 race found\n")
+    assert "exit code 130: only what it did until then was checked\n" in done.stderr
+
+
 def test_json_is_one_object_on_stdout(folder: Path) -> None:
     done = run("--json", "program.py", "race")
     assert done.exit_code == 1
@@ -83,6 +93,7 @@ def test_json_is_one_object_on_stdout(folder: Path) -> None:
     assert (race.first.where, race.second.where) == ("copies", "default")
     assert race.second.lines[0].text == "y.add_(1)"
     assert (race.first.lines[0].file, race.first.lines[0].line) == ("program.py", 10)
+    assert race.tensor.endswith("device memory, allocated at program.py:10")
     assert "beside 8.0" in done.stderr
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.checkpoint import checkpoint
 
 from support.paths import TESTS
@@ -35,6 +36,7 @@ class Program(Case):
     def run_on_cuda(self, *, bug: bool) -> str:
         """Run it on `cuda`. Returns the name of its file in reports."""
         file = f"{self.name} ({'bug' if bug else 'twin'})"
+        torch.manual_seed(0)
         names = _names()
         try:
             exec(compile(self.text(bug=bug), file, "exec"), names)
@@ -47,6 +49,7 @@ class Program(Case):
 def _names() -> dict[str, Any]:
     found = (asyncio, contextlib, copy, functools, gc, heapq, io, queue, threading, weakref, torch)
     found += (OrderedDict, deque, ThreadPoolExecutor, as_completed, ThreadPool, checkpoint)
+    found += (flex_attention,)
     names = {one.__name__: one for one in found}
     return {**names, "np": np, "nn": torch.nn, "F": torch.nn.functional}
 

@@ -13,7 +13,7 @@ import collections
 import queue
 import random
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +26,11 @@ from headrace.testing import FakeDevice, patches
 LENGTH, STREAMS, EVENTS, BUFFERS, MADE, WORKS, LOCKS = 24, 4, 3, 2, 4, 2, 2
 Bytes = frozenset[int]
 WHOLE: Bytes = frozenset(range(LENGTH))
+#: The numbers in each index tensor, and the runs of elements that they name.
+INDICES: tuple[tuple[tuple[int, ...], tuple[Bytes, ...]], ...] = (
+    ((1, 5, 6, 20), (frozenset((1,)), frozenset((5, 6)), frozenset((20,)))),
+    ((-1, 9, 2, 2, 10), (frozenset((2,)), frozenset((9, 10)), frozenset((23,)))),
+)
 
 
 # --- the oracle -----------------------------------------------------------------------------------
@@ -359,6 +364,11 @@ class Program:
     is_racy = False
 
 
+def _is_one_piece(part: Bytes) -> bool:
+    """Whether PyTorch copies between these bytes and the device without a copy on the host."""
+    return max(part) - min(part) == len(part) - 1
+
+
 class Writer:
     """Writes one random program."""
 
@@ -369,6 +379,7 @@ class Writer:
         *(("synchronize", 0.5), ("synchronize_all", 0.2)),
         *(("empty", 2), ("zeros", 1), ("to_device", 1), ("to_host", 0.7), ("delete", 2.5)),
         *(("record_stream", 1.5), ("shrink", 0.6), ("grow", 1)),
+        *(("index_put", 1), ("index", 1)),
     )
     COLLECTIVE_WEIGHTS = (("collective", 1.5), ("work_wait", 1.5))
     THREAD_WEIGHTS = (("lock", 2), ("append", 1), ("popleft", 1), ("set", 0.7), ("is_set", 0.7))
@@ -447,16 +458,32 @@ class Writer:
         self._kernel(f"{name}{text}{call}", self._stream(), [], [(memory, part)])
 
     def sum(self) -> None:
-        (name, memory), (text, part), stream = self._tensor(), self._slice(), self._stream()
+        text, part = self._slice()
+        name, memory = self._tensor()
+        self._read(f"{name}{text}.sum()", memory, [part])
+
+    def index(self) -> None:
+        (name, memory), number = self._tensor(), self._rng.randrange(len(INDICES))
+        self._read(f"{name}[I[{number}]]", memory, INDICES[number][1])
+
+    def index_put(self) -> None:
+        (name, memory), number = self._tensor(), self._rng.randrange(len(INDICES))
+        writes = [(memory, part) for part in INDICES[number][1]]
+        self._kernel(f"{name}[I[{number}]] = V", self._stream(), [], writes)
+
+    def _read(self, code: str, memory: Memory, parts: Sequence[Bytes]) -> None:
+        """A kernel whose result is dropped at once."""
+        stream = self._stream()
 
         def rule(oracle: Oracle, line: int, thread: int) -> None:
             result = Memory()
             oracle.learn_of_making(thread, [memory])
             oracle.allocate(thread, stream, line, result)
-            oracle.kernel(thread, stream, line, [(memory, part)], [(result, WHOLE)])
+            reads = [(memory, part) for part in parts]
+            oracle.kernel(thread, stream, line, reads, [(result, WHOLE)])
             oracle.free(thread, result)
 
-        self._add(f"{name}{text}.sum()", rule, stream)
+        self._add(code, rule, stream)
 
     def d2d(self) -> None:
         (name, memory), (text, part) = self._tensor(), self._slice()
@@ -469,14 +496,32 @@ class Writer:
     def d2h(self, blocking: bool = False) -> None:
         (name, memory), (text, part) = self._tensor(), self._slice()
         code = f"P{text}.copy_({name}{text}, non_blocking={not blocking})"
-        access = [(memory, part)], [(self._pinned, part)]
-        self._kernel(code, self._stream(), *access, blocking=blocking)
+        device, pinned, stream = [(memory, part)], [(self._pinned, part)], self._stream()
+
+        def by_host(oracle: Oracle, line: int, thread: int) -> None:
+            oracle.host(thread, oracle.kernel(thread, stream, line, device, []))
+            oracle.host_access(thread, line, [], pinned)
+
+        if _is_one_piece(part):
+            self._kernel(code, stream, device, pinned, blocking=blocking)
+        else:
+            self._add(code, by_host, stream)
 
     def h2d(self, blocking: bool = False) -> None:
         (name, memory), (text, part) = self._tensor(), self._slice()
         code = f"{name}{text}.copy_(P{text}, non_blocking={not blocking})"
-        access = [(self._pinned, part)], [(memory, part)]
-        self._kernel(code, self._stream(), *access, blocking=blocking)
+        device, pinned, stream = [(memory, part)], [(self._pinned, part)], self._stream()
+
+        def by_host(oracle: Oracle, line: int, thread: int) -> None:
+            oracle.host_access(thread, line, pinned, [])
+            node = oracle.kernel(thread, stream, line, [], device)
+            if blocking:
+                oracle.host(thread, node)
+
+        if _is_one_piece(part):
+            self._kernel(code, stream, pinned, device, blocking=blocking)
+        else:
+            self._add(code, by_host, stream)
 
     def blocking(self) -> None:
         self._rng.choice((self.d2h, self.h2d))(blocking=True)
@@ -712,6 +757,8 @@ def _names(device: FakeDevice, program: Program) -> dict[str, Any]:
     place = device.torch_device
     buffers = [torch.zeros(LENGTH, device=place) for _ in range(BUFFERS)]
     pinned = torch.zeros(LENGTH).pin_memory()
+    indices = [torch.tensor(numbers, device=place) for numbers, _ in INDICES]
+    value = torch.ones(1, device=place)
     replays = any("replay" in code for _, code, _ in program.lines)
     graphs = _graphs(device, *buffers) if replays else []  # they take longer than a program
     for stream in streams:
@@ -724,6 +771,8 @@ def _names(device: FakeDevice, program: Program) -> dict[str, Any]:
         "B": buffers,
         "P": pinned,
         "G": graphs,
+        "I": indices,
+        "V": value,
         "A": [torch.from_dlpack(buffer) for buffer in buffers],
         "N": pinned.numpy(),
         "E": [device.event() for _ in range(EVENTS)],

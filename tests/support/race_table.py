@@ -907,6 +907,32 @@ _add(
 + w.wait()
   k = x * 2  # SECOND
   w.wait()
+== DDP's hook uses the bucket before its all-reduce is done
+  r = DDP(torch.nn.Linear(8, 8).to(D))
+  def hook(state, bucket):
+      f = dist.all_reduce(bucket.buffer(), async_op=True).get_future()  # FIRST
+-     bucket.buffer().mul_(2)  # SECOND
+-     return f.then(lambda f: f.value()[0])
++     return f.then(lambda f: f.value()[0].mul_(2))
+  r.register_comm_hook(None, hook)
+  r(x.view(8, 8)).sum().backward()
+  k = r.module.weight.grad.clone()
+== DDP's hook sends a copy that its callback alone has
+  r = DDP(torch.nn.Linear(8, 8).to(D))
+  def hook(state, bucket):
+      whole = bucket.buffer()
+      f = dist.all_reduce(whole.half(), async_op=True).get_future()
+      return f.then(lambda f: whole.copy_(f.value()[0]))
+  r.register_comm_hook(None, hook)
+  for _ in range(2): r(x.view(8, 8)).sum().backward()  # FIRST
++ S.wait_stream(C)
+  with d.use(S): k = r.module.weight.grad.clone()  # SECOND
+== a bucket is reduced beside the copy into it
+  with d.use(S):
+      x.copy_(y)  # FIRST
++     w = dist.all_reduce(x, async_op=True)
+- w = dist.all_reduce(x, async_op=True)  # SECOND
+  w.wait()
 == a future's callback is not waited for
   f = dist.all_reduce(x, async_op=True).get_future()
   g = f.then(lambda f: x.mul_(2))  # FIRST

@@ -9,7 +9,9 @@ import multiprocessing
 import sys
 import threading
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ import pytest
 import torch
 from torch.cuda import Stream as StreamBefore
 from torch.cuda import current_stream as current_before
+from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.data import DataLoader, TensorDataset
 
 from headrace.errors import DeviceError, NotImitatedError, RaceError
@@ -578,6 +581,53 @@ def test_a_storage_and_a_stream_by_its_handle(fake_cuda: FakeCuda) -> None:
         assert tensor.sum().item() == 8
 
 
+def test_the_runtime_and_the_versions(fake_cuda: FakeCuda) -> None:
+    runtime, memory = torch.cuda.cudart(), torch.zeros(4)
+    assert not memory.is_pinned()
+    result = runtime.cudaHostRegister(memory.data_ptr(), 16, 0)
+    torch.cuda.check_error(result)
+    assert (result, int(result)) == (runtime.cudaError.success, 0)
+    assert memory.is_pinned()
+    assert runtime.cudaMemGetInfo(0) == torch.cuda.mem_get_info()
+    with pytest.raises(torch.cuda.CudaError, match=r"unknown error \(700\)"):
+        torch.cuda.check_error(700)
+    assert torch.cuda.nccl.version() >= (2, 10)
+    assert int(torch.version.cuda.split(".")[0]) > 10
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_counts_as_one_kernel(fake_cuda: FakeCuda) -> None:
+    def attend(attention: Callable[..., torch.Tensor]) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        inputs = [torch.randn(1, 1, 16, 16, device="cuda", requires_grad=True) for _ in range(3)]
+        attention(*inputs).square().sum().backward()
+        return [one.grad.cpu() for one in inputs if one.grad is not None]
+
+    bias = torch.arange(16.0, device="cuda")
+    shift = partial(flex_attention, score_mod=lambda score, b, h, i, j: score + bias[j])
+    mask = bias.expand(1, 1, 16, 16).clone()
+    expected = attend(partial(torch.nn.functional.scaled_dot_product_attention, attn_mask=mask))
+    launches = Counter(span.name for span in fake_cuda.timeline().spans)
+    found = attend(torch.compile(shift))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+    launches = Counter(span.name for span in fake_cuda.timeline().spans) - launches
+    assert (launches["flex_attention"], launches["flex_attention_backward"]) == (1, 1)
+
+
+def test_the_host_chooses_the_branch_of_a_condition(fake_cuda: FakeCuda) -> None:
+    x = torch.ones(4, device="cuda")
+    before = len(fake_cuda.hidden_waits)
+    y = torch.cond(x.sum() > 2, lambda x: x * 2, lambda x: x + 5, (x,))
+    assert [wait.operation for wait in fake_cuda.hidden_waits[before:]] == ["cond"]
+    assert (y.is_cuda, y.tolist()) == (True, [2, 2, 2, 2])
+
+
+def test_a_host_operand_is_an_error_that_says_how_to_move_it(fake_cuda: FakeCuda) -> None:
+    with pytest.raises(RuntimeError, match=r"cuda:0 and cpu: .* \(move it with \.cuda\(\)"):
+        torch.ones(2, device="cuda") + torch.ones(2)
+
+
 # --- what has no imitation ------------------------------------------------------------------------
 
 
@@ -592,6 +642,7 @@ def test_a_storage_and_a_stream_by_its_handle(fake_cuda: FakeCuda) -> None:
         (lambda: torch.cuda.utilization(), r"torch\.cuda\.utilization"),
         (lambda: torch.cuda.nccl.all_reduce([]), r"torch\.cuda\.nccl\.all_reduce"),
         (lambda: torch.cuda.jiterator._create_jit_fn(""), r"jiterator"),
+        (lambda: torch.export.export(torch.nn.ReLU(), ()), r"torch\.export\.export"),
         (lambda: torch._C._cuda_getCurrentRawStream(0), r"torch\._C\._cuda_getCurrentRawStream"),
         (lambda: torch.cuda.Event(interprocess=True), r"interprocess"),
         (lambda: torch.zeros(1, device="cuda").__cuda_array_interface__, r"CuPy"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,45 @@ def test_a_report_says_what_to_do() -> None:
         r"seen 10 times",
     ):
         assert re.search(expected, text), (expected, text)
+
+
+def test_threads_without_an_order_need_one_before_a_wait_can_help() -> None:
+    with fake_cuda(check=False) as device:
+        side, x = torch.cuda.Stream(), torch.ones(4, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        copied, go_on = threading.Event(), threading.Event()
+
+        def save() -> None:
+            with torch.cuda.stream(side):
+                x.clone()
+            copied.set()
+            go_on.wait()
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        while not copied._flag:  # type: ignore[attr-defined]  # is_set() would order the threads
+            continue
+        x.add_(1)
+        go_on.set()
+        thread.join()
+    (race,) = device.races
+    first, *_ = race.missing.split(
+        ", and then torch.cuda.current_stream().wait_stream(side) before"
+    )
+    assert first == "a lock, queue or join between the threads that launch the two"
+    assert "launch the two,\n        and then torch.cuda" in race_report(device.findings())
+
+
+def test_two_streams_of_one_variable_are_told_apart() -> None:
+    with fake_cuda(check=False) as device:
+        x = torch.ones(4, device="cuda")
+        torch.cuda.synchronize()
+        for _ in range(2):
+            side = torch.cuda.Stream()
+            with torch.cuda.stream(side):
+                x.add_(1)
+    (race,) = device.races
+    assert race.missing.startswith("side.wait_stream(<stream 'side'>) before")
 
 
 def test_a_race_error_is_that_report() -> None:

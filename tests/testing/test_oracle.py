@@ -37,7 +37,9 @@ BROKEN: dict[str, tuple[type, str, Any]] = {
     "a wait orders nothing": (streams.FakeStream, "joins", lambda *_: None),
     "the making of a tensor orders nothing": (checker.Checker, "made", lambda *_: None),
     "views cover their span": (layout.Layout, "overlaps", lambda *_: True),
-    "collectives are not seen": (dispatch_mode.collectives, "is_collective", lambda _: False),
+    "row numbers name all rows": (dispatch_mode, "touched_parts", lambda _, touched: touched),
+    "every pinned copy is direct": (dispatch_mode, "_is_bytewise", lambda *_: True),
+    "collectives are not seen": (dispatch_mode.operators, "is_collective", lambda _: False),
 }
 
 

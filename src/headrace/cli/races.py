@@ -54,11 +54,14 @@ def races(
         print_result(_record(name, result).to_dict(), "", as_json)
     else:
         # The script's own output is on stdout.
-        if result.launches:
-            typer.echo(race_report(result.findings), err=True)
-        else:
+        if not result.launches:
             nothing = "the program put no work on the CUDA device: nothing was checked"
             typer.echo(nothing, err=True)
+        else:
+            typer.echo(race_report(result.findings), err=True)
+            if result.exit_code:
+                end = f"the program ended with exit code {result.exit_code}"
+                typer.echo(f"{end}: only what it did until then was checked", err=True)
         if result.accepted:
             typer.echo(f"{result.accepted} accepted by a comment", err=True)
         if html is not None:

@@ -27,9 +27,8 @@ from headrace.device import Device
 from headrace.diagnosis.forms import FORMS, Expression, Form, form_of, running_expression
 from headrace.diagnosis.replacing import replaced, replaced_in_c
 from headrace.runs.records import LineRecord
-from headrace.source_lines import is_user_code
+from headrace.source_lines import TORCH, is_user_code
 
-_TORCH = str(Path(torch.__file__).resolve().parent)
 _RUNNER = main_program.__file__
 #: Files of PyTorch through which it calls functions: they say nothing about what waits.
 _MACHINERY = ("_compile", "eval_frame", "_device", "overrides", "_python_dispatch", "_contextlib")
@@ -68,7 +67,7 @@ def wait_at(frame: FrameType | None, operation: str = "", fake: Device | None = 
     while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
         file = frame.f_code.co_filename
         is_wrapper = "<locals>" in frame.f_code.co_qualname
-        if file.startswith(_TORCH) and not is_wrapper and Path(file).stem not in _MACHINERY:
+        if file.startswith(str(TORCH)) and not is_wrapper and Path(file).stem not in _MACHINERY:
             functions.append((Path(file).stem, frame.f_code.co_name))
         frame = frame.f_back
     if innermost is None:

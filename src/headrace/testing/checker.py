@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from headrace.source_lines import Site
+from headrace.source_lines import Site, short_path
 from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
@@ -34,6 +34,8 @@ Clock = dict[int, int]
 _SMALL_POOL_BYTES = 1 << 20
 # How far one host thread may be behind another on the same stream and still know its clock.
 _HISTORY = 4096
+# Without it, a wait of one stream for another may come before the work that it should wait for.
+_THREADS_FIRST = "a lock, queue or join between the threads that launch the two, and then "
 
 
 def storage_key(tensor: torch.Tensor) -> int:
@@ -177,11 +179,12 @@ class Storage:
     made_by: Host | None = None
 
     def __str__(self) -> str:
+        line = f"{short_path(self.allocated_at.file)}:{self.allocated_at.line}"
         if self.home == "pool":
-            return f"a graph pool in device memory, allocated at {self.allocated_at}"
+            return f"a graph pool in device memory, allocated at {line}"
         place = "pinned host memory" if self.home == "pinned" else "device memory"
         dtype = str(self.dtype).removeprefix("torch.")
-        return f"a {tuple(self.shape)} {dtype} tensor in {place}, allocated at {self.allocated_at}"
+        return f"a {tuple(self.shape)} {dtype} tensor in {place}, allocated at {line}"
 
 
 class Checker:
@@ -486,7 +489,18 @@ class Checker:
                 join(one.clock, {entry.actor: entry.tick})
             return
         self._unordered.add((first.site, first.where, second.where))
-        self._add_race(kind, tracked, first, second, entry.freed)
+        needed = "" if kind == "reuse" or self._knows_of(entry, actor) else _THREADS_FIRST
+        self._add_race(kind, tracked, first, second, entry.freed, needed)
+
+    def _knows_of(self, entry: Entry, actor: Actor) -> bool:
+        """Whether the thread of `actor` comes after the launch of an entry on another stream."""
+        first = self._actors[entry.actor]
+        if not isinstance(first, StreamView) or first.stream_number == actor.stream_number:
+            return True
+        if first.host is actor.host:
+            return True
+        known = actor.host.clock.get(first.queue_number, 0)
+        return first.clock_at(known).get(first.number, 0) >= entry.tick
 
     def report(self, tracked: Storage, first: Access, second: Access) -> None:
         """Report two accesses without an order between them."""
@@ -513,13 +527,15 @@ class Checker:
         first: Access,
         second: Access,
         freed: Freed | None = None,
+        needed: str = "",
     ) -> None:
+        """Add a race. `needed` is what the program must do before the missing call can help."""
         # A loop repeats the same race at every step: report it once.
         key = race_key(kind, first, second)
         times = self._reported.get(key, 0)
         self._reported[key] = times + 1
         if times == 0:
-            missing = self.missing_call(kind, first, second, freed)
+            missing = needed + self.missing_call(kind, first, second, freed)
             self.races.append(Race(kind, str(tracked), first, second, missing, freed))
 
     def times(self, race: Race) -> int:

@@ -67,10 +67,6 @@ _barriers: weakref.WeakSet[Any] = weakref.WeakSet()
 _unwaited: dict[int, FakeEvent] = {}
 
 
-def is_collective(name: str) -> bool:
-    return name.startswith(("c10d::", "_c10d_functional::"))
-
-
 def run(device: FakeDevice, operation: Operation) -> Any:
     """Run a collective whose tensors lie on the device."""
     if operation.name.endswith(_WRAPS):
@@ -186,7 +182,10 @@ def _wait(kind: Any, name: str) -> Callable[..., Any]:
         with hidden:
             result = patches.original(kind, name)(self, *args, **kwargs)
         for event in _ends.get(self, ()):
-            event.device.current_stream().wait_event(event)
+            current = event.device.current_stream()
+            current.wait_event(event)
+            if issubclass(kind, torch._C.Future):
+                _keep_for(current, result)
         for kept in _kept.get(self, ()):
             kept.release()
         if self in _barriers:
@@ -225,9 +224,8 @@ def _then(kind: Any, name: str) -> Callable[..., Any]:
 
     def call(self: Any, callback: Callable[[Any], Any]) -> Any:
         before, after = _ends.get(self, []), list[Any]()
-        if before:
-            # Else the callback might run later, in a thread of the transport that nobody watches.
-            patches.original(kind, "wait")(self)
+        # Else the callback might run later, in a thread of the transport that nobody watches.
+        value = patches.original(kind, "wait")(self) if before else None
 
         def watched(future: Any) -> Any:
             if not before:
@@ -236,6 +234,7 @@ def _then(kind: Any, name: str) -> Callable[..., Any]:
             stream = device.stream("future callback")
             for event in before:
                 stream.wait_event(event)
+            _keep_for(stream, value)
             with device.use(stream):
                 result = callback(future)
             end = device.event()
@@ -250,9 +249,29 @@ def _then(kind: Any, name: str) -> Callable[..., Any]:
     return call
 
 
+def _keep_for(stream: FakeStream, value: Any) -> None:
+    """As a future on CUDA does, keep its value's memory until the stream that uses it is done."""
+    for tensor in tensors(value):
+        if stream.device.holds(tensor):
+            stream.device.record_stream(tensor, stream)
+
+
 def _returns_work(method: Any) -> bool:
     """Whether a method of `ProcessGroup` launches something, by the signature in its docstring."""
     return "Work" in (getattr(method, "__doc__", None) or "").partition("->")[2]
+
+
+def _register_comm_hook(reducer: Any, state: Any, hook: Callable[..., Any]) -> Any:
+    """Replaces DDP's function. The reducer waits for the futures of its hook at the end of the
+    backward pass, in C++."""
+
+    def watched(state: Any, bucket: Any) -> Any:
+        future = hook(state, bucket)
+        for event in _ends.get(future, ()):
+            autograd.wait_at_the_end(event.device, event)
+        return future
+
+    return patches.original(torch.distributed, "_register_comm_hook")(reducer, state, watched)
 
 
 #: The parameters of each `Reducer`, DDP's C++ part.
@@ -300,3 +319,4 @@ if torch.distributed.is_available():
     _Reducer: Any = vars(torch.distributed)["Reducer"]
     patches.patch(torch.distributed, "Reducer", _reducer)
     patches.patch(_Reducer, "_rebuild_buckets", _rebuild_buckets)
+    patches.patch(torch.distributed, "_register_comm_hook", _register_comm_hook)

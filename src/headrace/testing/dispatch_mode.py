@@ -6,13 +6,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from headrace.device import host_copy, torch_draw
 from headrace.testing import autograd, collectives, operators, patches
 from headrace.testing.checker import memory_key
-from headrace.testing.operators import Operation, tensors
+from headrace.testing.indexing import touched_parts
+from headrace.testing.layout import Layout
+from headrace.testing.operators import HigherOrderOperation, Operation, tensors
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
@@ -20,6 +23,9 @@ if TYPE_CHECKING:
 
 
 class DispatchMode(TorchDispatchMode):
+    #: Operators that take functions come here, too.
+    supports_higher_order_operators = True
+
     def __init__(self, device: FakeDevice) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._device = device
@@ -30,6 +36,8 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if isinstance(func, HigherOrderOperator):
+            return self._higher_order(HigherOrderOperation(func, args, kwargs or {}))
         is_fake = FakeTensor in types  # a shape without memory, by which PyTorch plans ahead
         if types and not is_fake and any(map(operators.dispatches_itself, types)):
             return NotImplemented  # its own handler calls operators that come here
@@ -52,7 +60,7 @@ class DispatchMode(TorchDispatchMode):
             if kernel is not None and on_device:
                 with torch._C._EnableTorchFunction(), self, self._device.user_callback():
                     return kernel(*args, **(kwargs or {}))
-            if on_device and collectives.is_collective(operation.name):
+            if on_device and operators.is_collective(operation.name):
                 return collectives.run(self._device, operation)
             if operation.launches_nothing():
                 result = operation.run()
@@ -70,6 +78,14 @@ class DispatchMode(TorchDispatchMode):
                 return self._on_stream(operation, inputs, mixed=len(on_device) < len(inputs))
             self._on_host(operation, inputs)
             return operation.run()
+
+    def _higher_order(self, operation: HigherOrderOperation) -> Any:
+        with torch._C.DisableTorchFunction():
+            inputs = operation.inputs()
+            on_device = self._device.checker.held(inputs)
+            if not on_device:
+                return operation.run()
+            return self._on_stream(operation, inputs, mixed=len(on_device) < len(inputs))
 
     def _runs_on_device(
         self, operation: Operation, inputs: list[torch.Tensor], on_device: list[torch.Tensor]
@@ -109,12 +125,15 @@ class DispatchMode(TorchDispatchMode):
             reads = [tensor for tensor in reads if memory_key(tensor) not in aliases]
         written = [] if operators.only_allocates(operation.short) else fresh
         if reads or writes or fresh:
+            touched = writes
+            if stream.tape is None:  # a graph may find other row numbers at each replay
+                reads, touched = (touched_parts(operation, one) for one in (reads, writes))
             device.operation(
                 stream,
                 operation.name,
                 "kernel",
                 reads=reads,
-                writes=[*writes, *written],
+                writes=[*touched, *written],
                 allocates=fresh,
                 cost_ns=None if reads or writes or written else 0,
             )
@@ -142,6 +161,7 @@ class DispatchMode(TorchDispatchMode):
         if any(self._device.is_pinned(tensor) for tensor in inputs):
             reads, writes = operation.reads_and_writes()
             if writes or not operation.returns_alias():
+                reads, writes = (touched_parts(operation, one) for one in (reads, writes))
                 self._device.operation(None, operation.name, "host", reads=reads, writes=writes)
 
     # --- copies -----------------------------------------------------------------------------------
@@ -203,6 +223,9 @@ class DispatchMode(TorchDispatchMode):
         if self._is_elsewhere(source):
             device.operation(stream, "copy d2d", "kernel", writes=tensors(into))
             return
+        if pinned and not _is_bytewise(into, source) and not source.expand_as(into).is_contiguous():
+            device.operation(None, "aten::copy_", "host", reads=[source])
+            pinned = False  # PyTorch copies from a contiguous copy of it, which is not pinned
         if pinned:
             device.operation(stream, "copy h2d", "copy", reads=[source], writes=[into])
         else:
@@ -223,10 +246,14 @@ class DispatchMode(TorchDispatchMode):
         if not source.numel():
             return
         device, pinned = self._device, self._device.is_pinned(into)
-        writes = [into] if pinned else []
+        # Else PyTorch copies to new memory, which is not pinned, and from there on the host.
+        directly = pinned and (_is_bytewise(into, source) or into.is_contiguous())
+        writes = [into] if directly else []
         device.operation(stream, "copy d2h", "copy", reads=tensors(source), writes=writes)
-        if not pinned or not non_blocking:
-            device.hidden_wait(stream, "blocking copy" if pinned else "copy to pageable memory")
+        if not directly or not non_blocking:
+            device.hidden_wait(stream, "blocking copy" if directly else "copy to pageable memory")
+        if pinned and not directly:
+            device.operation(None, "aten::copy_", "host", writes=[into])
 
     def _to_other_device(self, source: torch.Tensor) -> None:
         self._device.operation(
@@ -264,6 +291,17 @@ class DispatchMode(TorchDispatchMode):
             raise RuntimeError(
                 f"Expected all tensors to be on the same device, but found at least two devices, "
                 f"{self._device} and cpu: {operation.name} was given a host tensor of shape "
-                f"{tuple(strays[0].shape)} (move it with .to(device.torch_device), inside the "
-                "`with device:` block)"
+                f"{tuple(strays[0].shape)} ({self._device.how_to_move})"
             )
+
+
+def _is_bytewise(into: torch.Tensor, source: torch.Tensor) -> bool:
+    """Whether both have the same elements in the same order, in one piece of memory."""
+    if into.is_nested or source.is_nested:
+        return True
+    if into.dtype != source.dtype or into.shape != source.shape:
+        return False
+    strides = zip(into.shape, into.stride(), source.stride(), strict=True)
+    if any(one != other for size, one, other in strides if size > 1):
+        return False
+    return Layout.of(into).piece_bytes == into.numel() * into.element_size()

@@ -39,6 +39,7 @@ from headrace.testing.dispatch_mode import DispatchMode
 from headrace.testing.findings import Finding, find, race_report
 from headrace.testing.function_mode import Call, FunctionMode
 from headrace.testing.history import History, Picture
+from headrace.testing.operators import dispatches_itself, inner_tensors
 from headrace.testing.pages import race_page
 from headrace.testing.races import (
     Access,
@@ -77,6 +78,8 @@ class FakeDevice(host_threads.Hosts):
     """
 
     captures = True
+    #: What an error advises about a tensor that lies on the host.
+    how_to_move = "move it with .to(device.torch_device), inside the `with device:` block"
     #: The mode that makes this device's name work in PyTorch's calls.
     function_mode: type[FunctionMode] = FunctionMode
 
@@ -250,6 +253,9 @@ class FakeDevice(host_threads.Hosts):
 
     def holds(self, tensor: torch.Tensor) -> bool:
         with torch._C.DisableTorchFunction():
+            if dispatches_itself(type(tensor)):
+                # The first is its content; others may be lengths or scales.
+                return any(map(self.holds, inner_tensors(tensor)[:1]))
             return self.checker.on_device(tensor)
 
     def _record_stream(self, tensor: torch.Tensor, stream: Stream) -> None:

@@ -69,7 +69,8 @@ class Finding:
         ):
             parts.append(f"  {title} {self.describe(access)}")
             parts += _listed(lines)
-        parts.append("  missing: " + race.missing.replace(", or ", ",\n        or "))
+        missing = race.missing.replace(", or ", ",\n        or ")
+        parts.append("  missing: " + missing.replace(", and then ", ",\n        and then "))
         if self.times > 1:
             parts.append(f"  seen {self.times} times")
         return "\n".join(parts)

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import CodeType, FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +19,9 @@ import torch
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from headrace.device import host_copy
+from headrace.source_lines import HEADRACE, TORCH
 from headrace.testing import autograd, patches
-from headrace.testing.operators import tensors
+from headrace.testing.operators import dispatches_itself, tensors
 from headrace.testing.races import calling_site
 
 if TYPE_CHECKING:
@@ -37,11 +37,10 @@ _PLAIN_PROPERTIES = frozenset(
 )
 #: Functions that may return a tensor of an array's own memory.
 _SHARING = frozenset(("as_tensor", "asarray"))
-_TORCH = Path(torch.__file__).resolve().parent
-_OWN_FRAMES = (str(Path(__file__).resolve().parent) + os.sep, str(_TORCH / "overrides.py"))
+_OWN_FRAMES = (str(HEADRACE / "testing") + os.sep, str(TORCH / "overrides.py"))
 _SAVE = torch.serialization._save.__code__
 _SHALLOW_COPY = copy.copy.__code__  # of a tensor, it shares the storage
-_ASKS_CPP = tuple(str(_TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
+_ASKS_CPP = tuple(str(TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
 
 
 class Call(threading.local):
@@ -364,6 +363,8 @@ def _deepcopy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
     """Clone instead: PyTorch would copy the storage without the modes seeing it."""
     memo = args[1]
     if not device.holds(tensor) or not tensor.is_leaf or id(tensor) in memo:
+        return func(*args, **kwargs)
+    if dispatches_itself(type(tensor)):  # it copies the tensors inside
         return func(*args, **kwargs)
     copied = _call(device, torch.Tensor.clone, (tensor.detach(),), {})
     memo[id(tensor)] = copied.requires_grad_(tensor.requires_grad)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -111,8 +112,9 @@ class _Facts:
     python_kernel: Callable[..., Any] | None
 
 
-#: How the names of operators begin that are not custom.
-_COMPILED = ("aten::", "prim::", "prims::", "c10d::", "_c10d_functional::")
+# How the names of collectives begin, and of all operators that are not custom.
+_COLLECTIVE = ("c10d::", "_c10d_functional::")
+_COMPILED = ("aten::", "prim::", "prims::", *_COLLECTIVE)
 # By id, with the operator to keep it alive: hashing an operator is slow.
 _known_facts: dict[int, tuple[Any, _Facts]] = {}
 
@@ -152,6 +154,10 @@ def _is_composite(func: Any, name: str) -> bool:
     keys, has_kernel = torch._C.DispatchKey, func.has_kernel_for_dispatch_key
     # Some have a kernel besides (silu_backward), which is what runs.
     return has_kernel(keys.CompositeImplicitAutograd) and not has_kernel(keys.CPU)
+
+
+def is_collective(name: str) -> bool:
+    return name.startswith(_COLLECTIVE)
 
 
 def is_composite(func: Any) -> bool:
@@ -284,6 +290,54 @@ class Operation:
         return self._facts.returns_alias
 
 
+class HigherOrderOperation(Operation):
+    """A call of an operator that takes functions, such as `flex_attention`.
+
+    It counts as one kernel, as which it runs when it is compiled. The kernel reads all tensors that
+    it is given, and all that the functions have captured.
+    """
+
+    __slots__ = ()
+
+    def __init__(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        key = torch._C.DispatchKey.CompositeExplicitAutograd
+        self.func = partial(_with_function_modes, func.py_kernels.get(key, func))
+        self.args, self.kwargs = args, kwargs
+        self.name = self.short = func.name()
+
+    def inputs(self) -> list[torch.Tensor]:
+        given = (self.args, self.kwargs)
+        return tensors((given, [_captured(function) for function in _functions(given)]))
+
+    def reads_and_writes(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        return self.inputs(), []
+
+    def makes_the_host_wait(self, on_device: _OnDevice, *, stores_number: bool) -> bool:
+        """Outside of a compiled program, the host decides which function runs."""
+        return self.short in ("cond", "while_loop")
+
+
+def _with_function_modes(kernel: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch._C._EnableTorchFunction():  # `flex_attention` indexes with the help of a mode
+        return kernel(*args, **kwargs)
+
+
+def _functions(values: Any) -> list[Any]:
+    """All functions in nested tuples, lists and dicts."""
+    if isinstance(values, dict):
+        values = tuple(values.values())
+    if isinstance(values, (tuple, list)):
+        return [function for value in values for function in _functions(value)]
+    return [values] if isinstance(values, FunctionType) else []
+
+
+def _captured(function: FunctionType) -> list[torch.Tensor]:
+    """The tensors that a function uses without being given them."""
+    values = [cell.cell_contents for cell in function.__closure__ or ()]
+    values += [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [value for value in values if isinstance(value, torch.Tensor)]
+
+
 def _is_same_view(one: torch.Tensor, other: torch.Tensor) -> bool:
     return (
         one.dtype == other.dtype
@@ -321,6 +375,14 @@ def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
     return []
+
+
+def inner_tensors(wrapper: Any) -> list[torch.Tensor]:
+    """The tensors that a wrapper such as `DTensor` is around; none if it does not say."""
+    if not hasattr(wrapper, "__tensor_flatten__"):
+        return []
+    parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
+    return [part for part in parts if isinstance(part, torch.Tensor)]
 
 
 @cache

@@ -9,6 +9,9 @@ from headrace.main_program import require_program, run_as_main
 from headrace.testing.cuda import fake_cuda
 from headrace.testing.findings import Finding
 
+# The exit code of a program that Ctrl-C ended.
+_INTERRUPTED = 130
+
 
 @dataclass(frozen=True, slots=True)
 class ProgramResult:
@@ -23,9 +26,12 @@ class ProgramResult:
 
 def run_program(program: str, arguments: Sequence[str], *, as_module: bool) -> ProgramResult:
     """Run a script, or a module as `python -m` does. An error of the program's is printed as Python
-    prints it."""
+    prints it. Ctrl-C ends the program, and what it did until then is checked."""
     require_program(program, as_module=as_module)
-    with fake_cuda(check=False) as device:
-        exit_code = run_as_main(program, arguments, as_module=as_module)
+    with fake_cuda(check=False, keep_timeline=False) as device:
+        try:
+            exit_code = run_as_main(program, arguments, as_module=as_module)
+        except KeyboardInterrupt:
+            exit_code = _INTERRUPTED
     findings = tuple(device.findings())
     return ProgramResult(exit_code, findings, len(device.checker.accepted), device.launches)

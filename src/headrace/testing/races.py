@@ -16,16 +16,16 @@ import torch
 
 from headrace import main_program
 from headrace.device import Kind
-from headrace.source_lines import Site
+from headrace.source_lines import HEADRACE, TORCH, Site
+from headrace.testing.operators import is_collective
 
-_PACKAGE = Path(__file__).resolve().parent.parent
-_TORCH = str(Path(torch.__file__).resolve().parent) + os.sep
+_TORCH = str(TORCH) + os.sep
 # Frames that a report never names: those of PyTorch, `device/`, this room and the standard library.
 # It names the line that called them.
 _INTERNAL = (
     _TORCH,
-    str(_PACKAGE / "testing") + os.sep,
-    str(_PACKAGE / "device") + os.sep,
+    str(HEADRACE / "testing") + os.sep,
+    str(HEADRACE / "device") + os.sep,
     "<frozen ",
 )
 #: Files of PyTorch's that only pass calls on.
@@ -177,7 +177,7 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None =
         )
     if kind == "freed":
         return f"keep the tensor that was captured at {first.site} until the last replay"
-    if first.operation.startswith(("c10d::", "_c10d_functional::")):
+    if is_collective(first.operation):
         return f"work.wait() of the collective at {first.site}, before {second.site}"
     if first.on_host and second.on_host:
         return f"a lock, queue or join between {first.where} and {second.where}"
@@ -190,9 +190,11 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None =
         return f"a lock, queue or join between {first.where} and the thread that launches there"
     if first.where == second.where:
         return f"a lock, queue or join between the threads that put work on {first.where!r}"
+    # A collective runs after what is on the stream that is current at the call.
+    waiting = "device.current_stream()" if is_collective(second.operation) else second.where
     return (
         f"event.record({first.where}) after {first.site}, and "
-        f"{second.where}.wait_event(event) before {second.site}"
+        f"{waiting}.wait_event(event) before {second.site}"
     )
 
 
@@ -203,7 +205,7 @@ def calling_site() -> Site:
     pytorchs, outermost = None, frame
     while frame is not None:
         file = frame.f_code.co_filename
-        if not _is_internal(file):
+        if not is_internal(file):
             return Site(file, frame.f_lineno)
         if pytorchs is None and file.startswith(_TORCH) and not file.startswith(_PLUMBING):
             pytorchs = frame
@@ -226,7 +228,7 @@ def calling_site_and_frames() -> tuple[Site, Frames]:
     while frame is not None and len(frames) < _MAX_FRAMES:
         code = frame.f_code
         file = code.co_filename
-        if not _is_internal(file):
+        if not is_internal(file):
             if _is_runner(file):
                 break
             if site is None:
@@ -240,7 +242,7 @@ def calling_site_and_frames() -> tuple[Site, Frames]:
 
 def is_users_frame(frame: FrameType) -> bool:
     """Whether a report would name this frame."""
-    return not _is_internal(frame.f_code.co_filename)
+    return not is_internal(frame.f_code.co_filename)
 
 
 @cache
@@ -249,7 +251,8 @@ def _is_runner(file: str) -> bool:
 
 
 @cache
-def _is_internal(file: str) -> bool:
+def is_internal(file: str) -> bool:
+    """Whether a report never names lines of this file."""
     if file.endswith(
         os.sep + "typing_extensions.py"
     ):  # PyTorch's decorator of deprecated functions

@@ -21,6 +21,7 @@ from headrace.testing.streams import FakeStream
 class FakeCuda(FakeDevice):
     """The device of a `fake_cuda()` block: `cuda:0` for every call of PyTorch's."""
 
+    how_to_move = "move it with .cuda(), inside the fake_cuda() block"
     function_mode = CudaFunctionMode
 
     def __init__(

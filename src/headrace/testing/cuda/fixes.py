@@ -11,6 +11,7 @@ from headrace.device import Device
 from headrace.source_lines import short_path
 from headrace.testing import races
 from headrace.testing.cuda.streams import Stream
+from headrace.testing.operators import is_collective
 from headrace.testing.races import Access, Freed, is_users_frame
 from headrace.testing.source import assigned_name
 
@@ -36,7 +37,7 @@ def missing_call(
             f"{tensor}.record_stream({streams[0]}) before the last reference to it goes, or "
             f"{streams[1]}.wait_stream({streams[0]}) before {here}"
         )
-    if kind == "freed" or first.operation.startswith(("c10d::", "_c10d_functional::")):
+    if kind == "freed" or is_collective(first.operation):
         return races.missing_call(kind, first, second)
     if first.on_host or (first.where == second.where):
         threads = "host threads" if first.on_host and second.on_host else "threads that launch them"
@@ -47,7 +48,12 @@ def missing_call(
             f"done = {waited_for}.record_event() after {_place(first.site)}, and "
             f"done.synchronize() before {here}"
         )
-    return f"{_stream_name(device, second.where)}.wait_stream({waited_for}) before {here}"
+    # A collective runs after what is on the stream that is current at the call.
+    launched = device.current_stream().name if is_collective(second.operation) else second.where
+    waiting = _stream_name(device, launched)
+    if waiting == waited_for:  # a variable that has named both, one after the other
+        waited_for = f"<stream {first.where!r}>"
+    return f"{waiting}.wait_stream({waited_for}) before {here}"
 
 
 def _place(site: Site) -> str:
@@ -63,8 +69,10 @@ def _stream_name(device: FakeCuda, where: str) -> str:
             for name in _names_of(stream, frame):
                 return name
         frame = frame.f_back
-    if stream is not device.default_stream:
+    if stream in device.made_at:
         return stream.name.partition(" #")[0]
+    if stream is not device.default_stream:  # PyTorch's own, which no variable names
+        return f"<stream {stream.name!r}>"
     is_current = device.current_stream() is stream
     return f"torch.cuda.{'current' if is_current else 'default'}_stream()"
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -173,7 +173,9 @@ def _devices() -> Iterator[Replacement]:
         get_arch_list=_returning(["sm_90"]),
         get_gencode_flags=_returning("-gencode compute=compute_90,code=sm_90"),
     )
-    yield from _all(torch.backends.cuda, "PyTorch looks built with CUDA", is_built=lambda: True)
+    built = "PyTorch looks built with CUDA"
+    yield from _all(torch.backends.cuda, built, is_built=lambda: True)
+    yield from _all(torch.version, built, cuda=torch.version.cuda or "13.0")
     yield from _all(
         torch.backends.cudnn, "cuDNN would be given CPU tensors", is_acceptable=_returning(False)
     )
@@ -438,23 +440,47 @@ def _tools() -> Iterator[Replacement]:
         profile, "__init__", _host_profile(copy_of(profile.__init__)), "there are no CUDA events"
     )
     yield Replacement(torch, "compile", _compile, "the compiler would generate kernels for a GPU")
-    yield Replacement(torch.cuda, "cudart", _Runtime, "pinning and profiling")
+    yield from _all(
+        torch.export,
+        "PyTorch's C++ would end the process: it has no code for tensors on cuda",
+        export=_refusing("torch.export.export"),
+        draft_export=_refusing("torch.export.draft_export"),
+    )
+    yield Replacement(torch.cuda, "_cudart", _Runtime(), "pinning and profiling")
+
+
+class _Result(int):
+    """What calls of CUDA's runtime return."""
+
+    success: ClassVar[_Result]
+
+
+_Result.success = _Result(0)
 
 
 class _Runtime:
     """What `torch.cuda.cudart()` returns."""
 
-    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> int:  # noqa: N802
-        state.device().registered_memory[address] = nbytes
-        return 0
+    cudaError = _Result  # noqa: N815
 
-    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802
+    def cudaGetErrorString(self, result: _Result) -> str:  # noqa: N802
+        return "no error" if result == _Result.success else "unknown error"
+
+    def cudaHostRegister(self, address: int, nbytes: int, flags: int) -> _Result:  # noqa: N802
+        state.device().registered_memory[address] = nbytes
+        return _Result.success
+
+    def cudaHostUnregister(self, address: int) -> _Result:  # noqa: N802
         if state.in_use():  # memory may be unpinned when it is freed, at any time
             state.device().unregister_memory(address)
-        return 0
+        return _Result.success
 
-    def cudaProfilerStart(self) -> int:  # noqa: N802
-        return 0
+    def cudaMemGetInfo(self, device: Any) -> tuple[int, int]:  # noqa: N802
+        state.check_index(device)
+        return _free_and_total()
+
+    def cudaProfilerStart(self) -> _Result:  # noqa: N802
+        return _Result.success
 
     cudaProfilerStop = cudaProfilerStart  # noqa: N815
 
@@ -509,6 +535,8 @@ def _driver() -> Iterator[Replacement]:
         "_cuda_synchronize": synchronize,
         "_cuda_isCurrentStreamCapturing": lambda: state.device().current_stream().tape is not None,
         "_cuda_isInBadFork": state.in_forked_child,
+        "_nccl_version": lambda: (2 << 32) + (28 << 16),
+        "_nccl_version_suffix": lambda: b"",
         "_scatter": _scatter,
     }.items():
         yield Replacement(torch._C, name, new, "what torch.cuda's functions call")
@@ -552,7 +580,7 @@ def _accelerator() -> Iterator[Replacement]:
 #: Public names that PyTorch implements with imitated ones, or that need no device.
 _KEPT = {
     "torch.cuda": (
-        *("stream", "StreamContext", "device", "device_of", "check_error"),
+        *("stream", "StreamContext", "device", "device_of", "cudart", "check_error"),
         *("CudaError", "cudaStatus", "DeferredCudaCallError"),
     ),
     "torch.cuda.memory": (
