@@ -217,6 +217,43 @@ def test_every_way_to_the_device(fake_cuda: FakeCuda) -> None:
         made["cuda()"].numpy()
 
 
+def test_classes_of_older_scripts_make_tensors(fake_cuda: FakeCuda) -> None:
+    kind: Any = torch.cuda.FloatTensor
+    sized, copied = kind(2, 3), kind([[1.5], [2.5]])
+    assert (sized.shape, sized.dtype, copied.tolist()) == ((2, 3), torch.float32, [[1.5], [2.5]])
+    assert [on_cuda(one) for one in (sized, copied, kind(), kind(copied))] == [True] * 4
+    assert torch.ones(2).type(kind).is_cuda
+    assert [isinstance(one, kind) for one in (sized, torch.ones(2), sized.long())] == [
+        True,
+        False,
+        False,
+    ]
+    with pytest.raises(TypeError, match=r"expected torch.cuda.FloatTensor \(got torch.FloatTensor"):
+        kind(torch.ones(2))
+    torch.set_default_tensor_type("torch.cuda.DoubleTensor")
+    made = torch.zeros(2)
+    torch.set_default_tensor_type(torch.FloatTensor)
+    assert (on_cuda(made), made.dtype) == (True, torch.float64)
+    assert (on_cuda(torch.zeros(2)), torch.zeros(2).dtype) == (False, torch.float32)
+
+
+def test_meta_tensors_are_nowhere(fake_cuda: FakeCuda) -> None:
+    tensor = torch.ones(3, device="cuda")
+    assert (tensor.to("meta").device.type, tensor.to("meta").shape) == ("meta", (3,))
+    with torch.device("meta"):
+        model = torch.nn.Linear(3, 2)
+    assert on_cuda(model.to_empty(device="cuda")(tensor))
+    with pytest.raises(NotImplementedError, match="no data"):
+        tensor.to("meta").cuda()
+
+
+def test_forward_and_reverse_differentiation_mix(fake_cuda: FakeCuda) -> None:
+    """PyTorch plans with meta tensors, and with zeros that have no memory."""
+    tensor = torch.ones(3, device="cuda")
+    found = torch.func.hessian(lambda x: (x * x).sum())(tensor)
+    assert torch.equal(found, 2 * torch.eye(3, device="cuda"))
+
+
 def test_save_and_load(fake_cuda: FakeCuda) -> None:
     def load(**options: Any) -> torch.Tensor:
         file.seek(0)
@@ -646,6 +683,10 @@ def test_a_host_operand_is_an_error_that_says_how_to_move_it(fake_cuda: FakeCuda
         (lambda: torch._C._cuda_getCurrentRawStream(0), r"torch\._C\._cuda_getCurrentRawStream"),
         (lambda: torch.cuda.Event(interprocess=True), r"interprocess"),
         (lambda: torch.zeros(1, device="cuda").__cuda_array_interface__, r"CuPy"),
+        (
+            lambda: torch.zeros(1, device="cuda").untyped_storage()._share_cuda_(),
+            r"another process",
+        ),
         (lambda: torch.distributed.init_process_group("nccl"), r"NCCL.*use backend='gloo'"),
     ],
 )

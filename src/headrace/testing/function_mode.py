@@ -161,6 +161,10 @@ def _to(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: 
         return func(*args, **kwargs)  # another fake device's mode moves it there
     copied = bool(kwargs.get("copy", False))
     here, there = device.holds(tensor), device.is_named_by(target)
+    if target is not None and target.type == "meta":
+        return func(*args, **kwargs)  # there is nothing to copy
+    if target is not None and tensor.is_meta:
+        return tensor.cpu()  # PyTorch says that it has no data
     if target is None or (here and not there and _device_from_cpp()):
         target, there = None, here
     if target is None and not copied and memory_format is None:

@@ -357,7 +357,7 @@ def tensors(values: Any) -> list[torch.Tensor]:
 def _collect(values: Sequence[Any], found: list[torch.Tensor]) -> None:
     for value in values:
         if isinstance(value, torch.Tensor):
-            if type(value) in _PLAIN and torch._C._has_storage(value):
+            if type(value) in _PLAIN and _has_memory(value):
                 found.append(value)
             else:
                 found += memory_of(value)
@@ -370,7 +370,7 @@ def _collect(values: Sequence[Any], found: list[torch.Tensor]) -> None:
 def memory_of(tensor: torch.Tensor) -> list[torch.Tensor]:
     """The tensor itself; a sparse one's indices and values; nothing inside `vmap` and for a wrapper
     around other tensors."""
-    if torch._C._has_storage(tensor) and not dispatches_itself(type(tensor)):
+    if _has_memory(tensor) and not dispatches_itself(type(tensor)):
         return [tensor]
     if tensor.layout is torch.sparse_coo:
         return [tensor._indices(), tensor._values()]
@@ -383,6 +383,11 @@ def inner_tensors(wrapper: Any) -> list[torch.Tensor]:
         return []
     parts = [getattr(wrapper, name) for name in wrapper.__tensor_flatten__()[0]]
     return [part for part in parts if isinstance(part, torch.Tensor)]
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Meta tensors have none, and neither have the zeros of forward differentiation."""
+    return torch._C._has_storage(tensor) and not tensor.is_meta and not tensor._is_zerotensor()
 
 
 @cache

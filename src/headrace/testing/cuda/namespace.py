@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 import torch
 
 from headrace.testing.cuda import state
+from headrace.testing.cuda.legacy import legacy_types, set_default_tensor_type
 from headrace.testing.cuda.random import DefaultGenerator, Generator
 from headrace.testing.cuda.replacing import Replacement
 from headrace.testing.cuda.streams import (
@@ -332,6 +333,15 @@ def _tensors_and_storages() -> Iterator[Replacement]:
         staticmethod(_new_storage),
         "PyTorch cannot make one on cuda",
     )
+    yield Replacement(
+        torch.UntypedStorage,
+        "_share_cuda_",
+        _refusing("a CUDA tensor in another process"),
+        "no memory of a GPU to share",
+    )
+    why = "PyTorch's own need a CUDA device"
+    yield from _all(torch.cuda, why, **legacy_types(vars(torch.cuda)))
+    yield from _all(torch, why, set_default_tensor_type=set_default_tensor_type)
     base = torch.storage._StorageBase
     yield Replacement(base, "to", _storage_to(copy_of(base.to)), "torch.load(map_location='cuda')")
 
@@ -628,32 +638,31 @@ def _refusals(imitated: list[Replacement]) -> Iterator[Replacement]:
                 continue
             shown = f"{module_name}.{name}"
             if inspect.isfunction(value):
-                yield Replacement(module, name, _refusing(shown), "no imitation")
+                yield Replacement(module, name, _refusing(f"{shown}()"), "no imitation")
             elif isinstance(value, type) and not _is_legacy_type(value):
                 yield Replacement(module, name, _refusing_class(shown), "no imitation")
     why = "calls of the driver have no imitation"
     allowed = {one.name for one in imitated if one.owner is torch._C} | set(_SETTINGS)
     for name, value in list(vars(torch._C).items()):  # a PyTorch that is built for CUDA has some
         if name.startswith(_DRIVER_CALLS) and inspect.isbuiltin(value) and name not in allowed:
-            yield Replacement(torch._C, name, _refusing(f"torch._C.{name}"), why)
+            yield Replacement(torch._C, name, _refusing(f"torch._C.{name}()"), why)
     yield Replacement(torch._C, "__getattr__", _no_such_call, why)
 
 
 def _is_legacy_type(value: type) -> bool:
-    """`torch.cuda.FloatTensor` and `torch.cuda.FloatStorage`: PyTorch says itself that they are
-    not available."""
-    return value.__name__.endswith(("Tensor", "Storage"))
+    """`torch.cuda.FloatStorage`: PyTorch says itself that it is not available."""
+    return value.__name__.endswith("Storage")
 
 
 def _refusing(what: str) -> Callable[..., Any]:
     def refuse(*args: Any, **kwargs: Any) -> Any:
-        raise state.not_imitated(f"{what}()")
+        raise state.not_imitated(what)
 
     return refuse
 
 
 def _refusing_class(what: str) -> type:
-    return type(what.rpartition(".")[2], (), {"__new__": _refusing(what)})
+    return type(what.rpartition(".")[2], (), {"__new__": _refusing(f"{what}()")})
 
 
 def _no_such_call(name: str) -> Any:
