@@ -270,3 +270,23 @@ def test_killed_at_every_point_of_a_build(tmp_path: Path) -> None:
         )
         assert names(folder) == ["built"]
     assert {tuple(each) for each in found} == {("damaged",), (), ("a", "b", "sub")}
+
+
+def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    replace_file(pipe, b"result", RunError)
+    assert os.read(reader, 100) == b"result"
+    os.close(reader)
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "folder" / "file"
+    file.parent.mkdir()
+    link.symlink_to(file)
+    for content in (b"first", b"second"):
+        replace_file(link, content, RunError)
+        assert (link.is_symlink(), file.read_bytes()) == (True, content)

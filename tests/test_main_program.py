@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 import sys
+import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -135,6 +139,77 @@ def test_a_coroutine_that_ends_the_program_is_silent(
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.parametrize("as_module", [False, True])
+def test_what_a_rank_holds_lives_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, as_module: bool
+) -> None:
+    """A process group may wait for its threads when it is deleted, and they for Python."""
+    held: Any = threading.main_thread()
+    (tmp_path / "holds.py").write_text(
+        "import threading, weakref\n"
+        "class Held: pass\n"
+        "held = Held()\n"
+        "threading.main_thread().held = weakref.ref(held)\n",
+        encoding="utf-8",
+    )
+    monkeypatch.chdir(tmp_path)
+    for rank in ("", "0"):
+        if rank:
+            monkeypatch.setenv("RANK", rank)
+        assert run_as_main("holds" if as_module else "holds.py", [], as_module=as_module) == 0
+        gc.collect()
+        assert (held.held() is not None) is bool(rank)
+    del sys.modules["headrace_program"]
+
+
+def test_exiting_at_once_waits_for_nobody(tmp_path: Path) -> None:
+    program = tmp_path / "exits.py"
+    program.write_text(
+        "import os, threading\n"
+        "pause = threading.Event()\n"
+        "threading.Thread(target=pause.wait).start()\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(3)\n"
+        "status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])\n"
+        "threading.main_thread().pause = pause\n"
+        "os._exit(256 + 4 + status)\n",
+        encoding="utf-8",
+    )
+    original = os._exit
+    assert run_as_main(str(program), [], as_module=False) == 7
+    assert os._exit is original
+    threading.main_thread().pause.set()  # type: ignore[attr-defined]
+
+
+def test_timers_and_handlers_end_with_the_program(tmp_path: Path) -> None:
+    program = tmp_path / "signals.py"
+    program.write_text(
+        "import signal\n"
+        "signal.signal(signal.SIGALRM, lambda *_: None)\n"
+        "signal.signal(signal.SIGTERM, lambda *_: None)\n"
+        "signal.setitimer(signal.ITIMER_REAL, 1000)\n",
+        encoding="utf-8",
+    )
+    before = signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGTERM)
+    assert run_as_main(str(program), [], as_module=False) == 0
+    assert (signal.getsignal(signal.SIGALRM), signal.getsignal(signal.SIGTERM)) == before
+    assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
+
+
+def test_a_folder_with_a_main_file_is_a_program(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    with pytest.raises(ProgramError, match="is a folder without a __main__"):
+        require_program(str(folder), as_module=False)
+    (folder / "__main__.py").write_text("print('here')\n", encoding="utf-8")
+    require_program(str(folder), as_module=False)
+    assert run_as_main(str(folder), [], as_module=False) == 0
+    assert capsys.readouterr().out == "here\n"
+
+
 def test_ctrl_c_is_raised(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("raise KeyboardInterrupt\n", encoding="utf-8")
@@ -146,6 +221,18 @@ def test_ctrl_c_is_raised(tmp_path: Path) -> None:
 def test_a_program_that_is_not_there_is_an_error(name: str, as_module: bool) -> None:
     with pytest.raises(ProgramError, match="no such"):
         require_program(name, as_module=as_module)
+
+
+def test_folders_without_an_init_file_are_packages(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "folder_only" / "inner").mkdir(parents=True)
+    (tmp_path / "folder_only" / "inner" / "train.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    require_program("folder_only.inner.train", as_module=True)
+    with pytest.raises(ProgramError, match="no such module"):
+        require_program("folder_only.inner.other", as_module=True)
+    assert not [name for name in sys.modules if name.startswith("folder_only")]
 
 
 def test_looking_for_a_module_imports_nothing(

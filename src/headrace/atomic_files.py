@@ -53,7 +53,9 @@ class DurableFile:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[DurableFile]:
-    """A new file that replaces `path` when the block ends. After an error `path` is unchanged."""
+    """A new file that replaces `path` when the block ends. After an error `path` is unchanged. A
+    link stays a link: the file behind it is replaced."""
+    path = path.resolve()
     with temporary_folder(path) as folder:
         temporary = folder / path.name
         with DurableFile(temporary) as file:
@@ -64,15 +66,24 @@ def atomic_file(path: Path) -> Iterator[DurableFile]:
 
 
 def replace_file(path: Path, content: bytes, error: type[HeadraceError]) -> None:
-    """Write `content` to `path`: a reader sees the old file or the new one, never a part.
+    """Write `content` to `path`: a reader sees the old file or the new one, never a part. A pipe or
+    a device, such as /dev/stdout, is not replaced.
 
     Raises `error` if the system cannot write it.
     """
     try:
+        if is_special(path):
+            path.write_bytes(content)
+            return
         with atomic_file(path) as file:
             file.write(content)
     except OSError as problem:
         raise error(f"{path}: cannot be written ({problem.strerror or problem})") from problem
+
+
+def is_special(path: Path) -> bool:
+    """Whether it is a pipe or a device."""
+    return path.exists() and not path.is_file() and not path.is_dir()
 
 
 def build_folder(

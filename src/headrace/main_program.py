@@ -12,17 +12,26 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import thread as executors
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from importlib.util import module_from_spec
 from pathlib import Path
 from types import ModuleType, TracebackType
+from typing import Any, NoReturn
 
 from headrace.errors import ProgramError
+
+#: The name of a module that holds what a program has held.
+_KEPT = "headrace_program"
 
 
 def require_program(program: str, *, as_module: bool) -> None:
     """Raise `ProgramError` if there is no such script or module."""
-    if not as_module and not Path(program).is_file():
-        raise ProgramError(f"{program}: no such file; expected a Python script, or -m and a module")
+    expected = "expected a Python script, or -m and a module"
+    if not as_module and Path(program).is_dir():
+        if not Path(program, "__main__.py").is_file():
+            raise ProgramError(f"{program}: is a folder without a __main__.py; {expected}")
+    elif not as_module and not Path(program).is_file():
+        raise ProgramError(f"{program}: no such file; {expected}")
     if as_module and not _is_module(program):
         raise ProgramError(f"{program}: no such module; expected one that `python -m` would find")
 
@@ -34,8 +43,8 @@ class ProgramEnded(SystemExit):
 
 def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> int:
     """Run a script, or a module as `python -m` does. Returns its exit code when its threads have
-    ended, too. An error of the program's is printed as Python prints it. Ctrl-C and `ProgramEnded`
-    are raised at once."""
+    ended, too; after its `os._exit` at once. An error of the program's is printed as Python prints
+    it. Ctrl-C and `ProgramEnded` are raised at once."""
     folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
     process, others = os.getpid(), running_threads()
     with (
@@ -44,10 +53,15 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
         _quiet_ends(),
         _python_error_hook(),
         _standard_streams(),
+        _signals(),
+        _exits_at_once(),
     ):
-        exit_code = _run(program, as_module)
-        while waited_for := running_threads() - others:
-            waited_for.pop().join()
+        try:
+            exit_code = _run(program, as_module)
+            while waited_for := running_threads() - others:
+                waited_for.pop().join()
+        except _ExitAtOnce as end:
+            exit_code = end.status
     if os.getpid() != process:  # the program has forked, and this is the child
         sys.stdout.flush()
         sys.stderr.flush()
@@ -58,10 +72,10 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
 def _run(program: str, as_module: bool) -> int:
     try:
         if as_module:
-            runpy.run_module(program, run_name="__main__", alter_sys=True)
+            _keep(runpy.run_module(program, run_name="__main__", alter_sys=True))
         else:
             _run_script(Path(program).absolute())
-    except (ProgramEnded, KeyboardInterrupt):
+    except (ProgramEnded, KeyboardInterrupt, _ExitAtOnce):
         raise
     except SystemExit as end:
         return _exit_code(end.code)
@@ -84,8 +98,8 @@ def _print_error(problem: BaseException) -> None:
 def _run_script(path: Path) -> None:
     """Like `runpy.run_path`, but `sys.argv[0]` stays as it was typed while `path` is absolute, as
     with `python`: then lines can be read after the script's `os.chdir`, too."""
-    if pkgutil.get_importer(str(path)) is not None:  # a zip file
-        runpy.run_path(str(path), run_name="__main__")
+    if pkgutil.get_importer(str(path)) is not None:  # a zip file or a folder
+        _keep(runpy.run_path(str(path), run_name="__main__"))
         return
     main = ModuleType("__main__")
     vars(main).update(__file__=str(path), __cached__=None)
@@ -98,6 +112,16 @@ def _run_script(path: Path) -> None:
         exec(code, vars(main))  # noqa: S102 - the program that the user named
     finally:
         sys.modules["__main__"] = ours
+        _keep(vars(main))
+
+
+def _keep(names: dict[str, Any]) -> None:
+    """Let what the module of a rank holds live until Python ends, as with `python`: a process group
+    waits for its threads when it is deleted, and they may wait for Python meanwhile. What other
+    programs hold goes now, while the device that they use is still there."""
+    if "RANK" in os.environ:
+        sys.modules[_KEPT] = kept = ModuleType(_KEPT)
+        vars(kept).update(names)
 
 
 def running_threads() -> set[threading.Thread]:
@@ -112,16 +136,22 @@ def running_threads() -> set[threading.Thread]:
 
 def _is_module(name: str) -> bool:
     """Whether `python -m` would find it. Imports nothing: its package belongs to the program."""
-    with _command_line([name], str(Path.cwd())):
+    with _command_line([name], str(Path.cwd())), ExitStack() as afterwards:
         parts, where = name.split("."), None
         for end in range(1, len(parts) + 1):
-            found = (one.find_spec(".".join(parts[:end]), where) for one in sys.meta_path)
+            package = ".".join(parts[:end])
+            found = (one.find_spec(package, where) for one in sys.meta_path)
             spec = next((one for one in found if one is not None), None)
             if spec is None:
                 return False
             where = spec.submodule_search_locations
             if where is None and end < len(parts):
                 return False
+            if spec.loader is None and package not in sys.modules:
+                # A folder without an __init__.py, which runs no code. Python finds another one in
+                # it only if it is loaded.
+                sys.modules[package] = module_from_spec(spec)
+                afterwards.callback(sys.modules.pop, package)
     return True
 
 
@@ -162,6 +192,51 @@ def _quiet_ends() -> Iterator[None]:
     finally:
         if threading.excepthook is hook:  # else the program has set its own
             threading.excepthook = original
+
+
+class _ExitAtOnce(SystemExit):
+    """Raised by a program's `os._exit`."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status & 0xFF
+
+
+@contextmanager
+def _exits_at_once() -> Iterator[None]:
+    """Let `os._exit` in the main thread end the program, but not this process, which still has
+    something to say."""
+    original, process = os._exit, os.getpid()
+
+    def exit_at_once(status: int) -> NoReturn:
+        is_main = threading.current_thread() is threading.main_thread()
+        if os.getpid() != process or not is_main:
+            original(status)
+        raise _ExitAtOnce(status)
+
+    os._exit = exit_at_once
+    try:
+        yield
+    finally:
+        os._exit = original
+
+
+@contextmanager
+def _signals() -> Iterator[None]:
+    """After the block, stop the timers that the program has set and restore the handlers that it
+    has replaced: they would run in code that is not the program's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # only the main thread may set handlers
+        return
+    handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+            signal.setitimer(timer, 0)
+        for number, handler in handlers.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 @contextmanager

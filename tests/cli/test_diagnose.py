@@ -75,13 +75,15 @@ SCRIPT = """
         sys.argv = ["something", "else"]
         if kind == "interrupted at once":
             raise KeyboardInterrupt
-        if kind == "leaves a thread":
+        if kind in ("leaves a thread", "exits at once"):
             waiting = threading.Thread(target=lambda: open("fifo").read())
             waiting.start()
         if kind == "in a thread":
             threading.Thread(target=main, args=(kind, steps)).start()
         else:
             main(kind, steps)
+        if kind == "exits at once":
+            os._exit(4)
         if kind == "exits":
             sys.exit("an error in a sentence")
         print("done")
@@ -131,7 +133,7 @@ def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
         ("forks", 9, 0, "The host waits for the device 1.0 times a step"),
         ("a child fails", 9, 0, "The host waits for the device 1.0 times a step"),
         ("in a thread", 9, 0, "The host waits for the device 1.0 times a step"),
-        ("generated", 9, 0, "<generated>:1"),
+        ("generated", 9, 0, "exec(compile("),
         ("silences", 9, 0, "The host waits for the device 1.0 times a step"),
     ],
 )
@@ -184,13 +186,17 @@ def test_a_thread_that_trains_is_ended_and_one_that_is_left_keeps_nobody_waiting
     done = run("--fake", *FAST, "train.py", "in a thread", "1000")
     assert done.stderr.endswith(ENDED.format("train.py"))
     assert "Traceback" not in done.stderr
-    ended: list[int] = []
-    monkeypatch.setattr("headrace.cli.diagnose.os._exit", ended.append)
-    monkeypatch.setattr("headrace.cli.diagnose.end_of_results", lambda: None)
+    ended: list[tuple[int, bool]] = []
+
+    def end(exit_code: int, *, at_once: bool) -> None:
+        ended.append((exit_code, at_once))
+
+    monkeypatch.setattr("headrace.cli.diagnose.end_program", end)
     os.mkfifo("fifo")
-    done = run("--fake", *FAST, "train.py", "leaves a thread", "1000")
-    assert (done.exit_code, ended) == (0, [0])
-    Path("fifo").write_text("", encoding="utf-8")  # lets it end
+    run("--fake", *FAST, "train.py", "leaves a thread", "1000")
+    run("--fake", *FAST, "train.py", "exits at once", "5")
+    assert ended == [(0, True), (4, True)]
+    Path("fifo").write_text("", encoding="utf-8")  # lets them end
 
 
 def test_only_the_first_rank_prints(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -256,6 +262,18 @@ def test_a_script_without_an_optimizer_steps_with_backward(folder: Path) -> None
     done = run("--fake", *FAST, "train.py", "never", "90")
     assert "The host waits for the device 1.0 times a step" in done.stderr
     assert "no optimizer step was seen: each backward pass counts as a step" in done.stderr
+
+
+def test_an_option_behind_the_script_is_told(folder: Path) -> None:
+    text = "import argparse\nargparse.ArgumentParser().parse_args()\n"
+    (folder / "parses.py").write_text(text, encoding="utf-8")
+    done = run("--fake", "parses.py", "--html=page.html", "--lr", "3")
+    assert done.exit_code == 2
+    assert done.stderr.endswith(
+        "parses.py got --html=page.html, which comes after it: an option of diagnose goes before "
+        "the script\n"
+    )
+    assert "comes after it" not in run("--fake", "parses.py", "--lr", "3").stderr
 
 
 def test_json_and_limits(folder: Path) -> None:

@@ -225,6 +225,23 @@ def test_a_line_that_waits_in_two_forms_says_which() -> None:
     assert "/home/ada/train.py:42   .cpu(), .to('cpu'): line 42" in text
 
 
+def test_the_users_line_stands_for_generated_code_and_leads_to_a_librarys() -> None:
+    ours = LineRecord("train.py", 9, "main", "step(model)")
+    library = LineRecord("/usr/lib/python3/site-packages/lib/a.py", 3, "read", "return x.item()")
+    generated = LineRecord("<string>", 1, "", "")
+    for line, place, code in (
+        (library, "train.py:9 → a.py:3", "return x.item()"),
+        (generated, "train.py:9", "step(model)"),
+    ):
+        found = result_of(seen(Loop(reads=1), [[Wait(FORMS["item"], line, ours)]] * 3))
+        assert f" {place}   {code}  " in text_of(found)
+        page = diagnosis_page(found, "diagnosis.json")
+        assert ("<code>return x.item()</code>, called from <b>train.py:9</b>" in page) is (
+            line is library
+        )
+        assert "&lt;string&gt;" not in page
+
+
 def test_forms_with_the_same_advice_share_it_and_lines_that_are_left_out_are_counted() -> None:
     forms = ("item", "tolist", "item")
     waits = [wait(line, forms[line % 3]) for line in range(1, 14)]
@@ -268,13 +285,16 @@ def test_limits_end_with_3() -> None:
         Limit("waits", 2.0, False),
         Limit("idle", 20.0, True),
     ]
+    told: list[str] = []
     for text, code in (("waits>1", 0), ("waits>=1", 3), ("idle>5%", 3), ("unattributed>5%", 0)):
-        assert exit_code_of(result, parse_limits(text)) == code, text
-    assert exit_code_of(replace(result, exit_code=7), []) == 7
+        assert exit_code_of(result, parse_limits(text), told.append) == code, text
+    assert exit_code_of(replace(result, exit_code=7), [], told.append) == 7
     # A script that fails says more than a limit that could not be measured, and less than one
     # that is exceeded.
     for text, code in (("races>0", 7), ("waits>=1", 3), ("races>0,waits>=1", 3)):
-        assert exit_code_of(replace(result, exit_code=7), parse_limits(text)) == code, text
+        failed = replace(result, exit_code=7)
+        assert exit_code_of(failed, parse_limits(text), told.append) == code, text
+    assert told[0] == "--fail-on: waits is 1 (>= 1)"
 
 
 def test_a_trace_that_cannot_be_replayed_predicts_nothing() -> None:

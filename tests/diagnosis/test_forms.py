@@ -24,6 +24,7 @@ def test_every_form_has_advice_and_every_table_names_a_form() -> None:
     ("functions", "libraries", "form"),
     [
         ([("_tensor", "item"), ("grad_scaler", "_maybe_opt_step")], [], "grad scaler"),
+        ([("grad_scaler", "get_scale")], [], "scale"),
         ([("clip_grad", "_clip_grads_with_norm_")], [], "clip_grad_norm_"),
         ([("transformer", "_detect_is_causal_mask")], [], "causal mask"),
         ([("pruning", "apply"), ("module", "_call_impl")], [], "inside PyTorch"),
@@ -61,13 +62,30 @@ def test_a_function_of_pytorch_is_named() -> None:
 def test_copies_of_accelerate_have_its_own_options() -> None:
     node = ast.parse("tensor.to(device)", mode="eval").body
     inside = [(f"{PACKAGES}/accelerate/utils/operations.py", "send_to_device")]
+    deeper = [(f"{PACKAGES}/transformers/tokenization_utils_base.py", "to"), *inside]
     for operation, library, form in (
         ("copy from pageable memory", inside, "accelerate copy"),
         ("blocking copy", inside, "accelerate copy"),
+        ("blocking copy", deeper, "accelerate copy"),
         ("blocking copy", [], "pinned copy"),
         ("copy from pageable memory", [], "to"),
     ):
         assert form_of(operation, [], Expression(node, None), library).name == form
+
+
+def test_the_code_of_a_library_is_not_the_users_to_change() -> None:
+    node = ast.parse("mask.all() and 1", mode="eval").body
+    library = [(f"{PACKAGES}/einx.py", "where")]
+    for file, advice in (
+        (f"{PACKAGES}/transformers/masking_utils.py", "The line is in transformers: look for an"),
+        (f"{PACKAGES}/einx.py", "The line is in einx: look for an option of einx that avoids it"),
+        ("<string>", FORMS["branch"].advice),
+    ):
+        form = form_of("aten::is_nonzero", [], Expression(node, None), [(file, "function")])
+        assert (form.name, form.title) == ("branch", FORMS["branch"].title)
+        assert form.advice.startswith(advice)
+    copy = form_of("", [], Expression(ast.parse("x.to(y)", mode="eval").body, None), library)
+    assert copy == FORMS["to"]  # pinning is in the user's hands
 
 
 def test_a_copy_into_host_memory_reads_from_the_device() -> None:
@@ -82,15 +100,22 @@ def test_a_copy_into_host_memory_reads_from_the_device() -> None:
         assert form_of(operation, [], Expression(node, None, on_device)).name == form
 
 
-def test_a_test_in_a_comprehension() -> None:
-    """While it is tested, Python 3.11 gives the comprehension's place, Python 3.12 the test's."""
-    for code, form in (
-        ("[1 for _ in y if t.isnan()]", "finite check"),
-        ("{k for k in y if k}", "branch"),
+def test_a_value_that_is_tested() -> None:
+    for code, form in (("t.isnan()", "finite check"), ("k > 0", "branch"), ("x[i]", "branch")):
+        node = ast.parse(code, mode="eval").body
+        assert Expression(node, None, is_tested=True).form() == form
+
+
+def test_a_function_that_compares_inside_is_not_equal() -> None:
+    for code, form in (("torch.cov(x)", "other"), ("torch.equal(x, y)", "equal")):
+        node = ast.parse(code, mode="eval").body
+        assert form_of("aten::equal", [], Expression(node, None)).name == form
+
+
+def test_numbers_of_the_device_in_a_list_are_read() -> None:
+    node = ast.parse("torch.tensor([x.mean(), x.sum()])", mode="eval").body
+    for operation, form in (
+        ("aten::_local_scalar_dense", "list of tensors"),
+        ("copy from pageable memory", "new tensor"),
     ):
-        whole = ast.parse(code, mode="eval").body
-        assert isinstance(whole, ast.ListComp | ast.SetComp)
-        (generator,) = whole.generators
-        (test,) = generator.ifs
-        assert Expression(whole, None).form() == form
-        assert Expression(test, generator).form() == form
+        assert form_of(operation, [], Expression(node, None)).name == form

@@ -269,3 +269,9 @@ def test_a_line_of_the_blocks_own_code_may_be_the_step(on_gpu: list[str]) -> Non
         for _ in range(9):
             math.sqrt(2)
     assert diagnosis.result.steps == 9
+
+
+def test_windows_without_steps_are_an_error() -> None:
+    for name, least in (("warmup", 1), ("clean", 2), ("profiled", 1), ("lines", 1)):
+        with pytest.raises(ProgramError, match=f"{name} is 0; expected at least {least}"):
+            Settings(**{name: 0})  # type: ignore[arg-type]

@@ -120,10 +120,12 @@ def test_a_step_has_as_many_calls_as_were_seen() -> None:
 
 def test_calls_that_never_repeat_fall_back_to_the_most_frequent() -> None:
     finder = StepFinder()
-    for at in range(4000):
-        finder.on_call("a" if (at * at) % 7 < 3 or at % 11 == 0 else at)
+    calls = ["a" if (at * at) % 7 < 3 or at % 11 == 0 else at for at in range(4000)]
+    for call in calls:
+        finder.on_call(call)
     assert finder.period is not None
     assert (finder.period.last, finder.period.repeats) == ("a", False)
+    assert finder.steps == calls.count("a")
 
 
 def test_optimizer_steps_are_seen() -> None:
@@ -205,6 +207,40 @@ def test_a_line_of_the_script_is_a_step(tmp_path: Path) -> None:
     with watch_line(StepLine.parse(f"{script}:3"), seen.append):
         assert run_as_main(str(script), [], as_module=False) == 0
     assert seen == ["line"] * 4
+
+
+MANY_LINES = """\
+def step(x):
+    return x
+def main():
+    for i in range(4):
+        step(  # 4
+            i,  # 4
+        )
+    k = 0
+    while True:
+        if step(  # 4
+            k,
+        ) > 2: break
+        k += 1
+    for pair in zip(  # 5: once for the list, then for each item
+        range(4),
+    ):
+        pass
+main()
+"""
+
+
+def test_a_line_of_a_statement_over_many_lines_begins_once(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(MANY_LINES, encoding="utf-8")
+    for number, line in enumerate(MANY_LINES.splitlines(), 1):
+        _, marked, count = line.partition("# ")
+        if marked:
+            seen: list[Hashable] = []
+            with watch_line(StepLine.parse(f"{script}:{number}"), seen.append):
+                assert run_as_main(str(script), [], as_module=False) == 0
+            assert len(seen) == int(count[0]), line
 
 
 @pytest.mark.parametrize("text", ["train.py", ":3", "train.py:x", "missing.py:3", "train.py:0"])

@@ -43,6 +43,14 @@ def test_a_block_is_told_in_terms_of_keyword_arguments() -> None:
     assert "--" not in note
 
 
+def test_a_block_that_trains_on_the_cpu_is_told_of_its_own_option() -> None:
+    seen = Observations(steps=9, calls=9, on_cpu=True, is_block=True)
+    for is_block, where in ((True, "inside fake_cuda()"), (False, "with --fake")):
+        seen.is_block = is_block
+        verdict = explain(seen, "", None, Environment(), races=0).verdict
+        assert verdict[1].endswith(f"torch.cuda.is_available() is True {where}.")
+
+
 def test_a_script_that_ends_in_the_clean_window_is_told_what_it_takes() -> None:
     seen = Observations(
         steps=24,

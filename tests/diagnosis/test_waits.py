@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import linecache
 import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -115,13 +117,44 @@ def wait_in(log: Any) -> Wait:
     return log(read)  # type: ignore
 
 
-def test_generated_code_has_a_line_and_no_text() -> None:
+def test_generated_code_is_shown_with_the_line_that_runs_it() -> None:
     scope: dict[str, Any] = {"wait": lambda: wait_at(sys._getframe(1))}
     exec(compile("def generated():\n    return wait()\n", "<generated>", "exec"), scope)
     wait = scope["generated"]()
     assert wait.line is not None
     assert (wait.line.file, wait.line.line, wait.line.text) == ("<generated>", 2, "")
+    assert wait.called_from.text == 'wait = scope["generated"]()'
     assert wait.form.name == "other"
+
+
+def test_the_cells_of_a_notebook_are_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell = "<ipython-input-1-ab>"
+    source = "def read():\n    return wait()\n"
+    monkeypatch.setitem(linecache.cache, cell, (len(source), None, source.splitlines(True), cell))
+    scope: dict[str, Any] = {"wait": lambda: wait_at(sys._getframe(1))}
+    exec(compile(source, cell, "exec"), scope)
+    wait = scope["read"]()
+    assert (wait.line.text, wait.called_from) == ("return wait()", None)
+
+
+@dataclass
+class Losses:
+    loss: torch.Tensor
+
+
+def test_the_comparison_of_two_dataclasses_is_named() -> None:
+    waits: list[Wait] = []
+    with cuda_here() as device:
+        inputs = Inputs()
+        with watch_waits(device, waits.append):
+            _ = Losses(inputs.loss) == Losses(inputs.loss + 0)
+            made = torch.fx.symbolic_trace(lambda x: x.item())
+            made(inputs.loss)
+    compared, read = waits
+    assert compared.form.name == "compare"
+    for wait, code in ((compared, "_ = Losses("), (read, "made(inputs")):
+        assert wait.called_from is not None
+        assert wait.called_from.text.startswith(code)
 
 
 def test_a_comprehension_is_a_part_of_its_function() -> None:
@@ -129,6 +162,69 @@ def test_a_comprehension_is_a_part_of_its_function() -> None:
     found += [(lambda: wait_at(sys._getframe()).line)()]
     names = {line.function for line in found if line is not None}
     assert names == {"test_a_comprehension_is_a_part_of_its_function"}
+
+
+#: Each line that waits says so.
+MANY_LINES = """
+def code(a):
+    if (
+        a.loss > 1e9  # branch
+        or a.x.isnan()
+        .any()  # finite check
+    ):
+        pass
+    while (
+        a.loss < 0  # branch
+        and not a.n
+    ):
+        pass
+    first = (
+        a.loss  # branch
+        and a.n
+    )
+    assert (
+        a.n  # branch
+    ), "a message"
+    chosen = (
+        1
+        if (flag := a.n > 0)  # branch
+        else 2
+    )
+    kept = [
+        x
+        for x in range(2)
+        if x > 0
+        and a.x.isfinite().all()  # finite check
+    ]
+    read = (
+        a.loss
+        .detach()
+        .item()  # item
+    )
+    match a.n.shape:
+        case () if (
+            a.n > 5  # branch
+        ):
+            pass
+"""
+
+
+def test_code_over_many_lines_has_the_line_that_waits(tmp_path: Path) -> None:
+    file = tmp_path / "many_lines.py"
+    file.write_text(MANY_LINES, encoding="utf-8")
+    scope: dict[str, Any] = {}
+    exec(compile(MANY_LINES, str(file), "exec"), scope)
+    waits: list[Wait] = []
+    with cuda_here() as device:
+        inputs = Inputs()
+        with watch_waits(device, waits.append):
+            scope["code"](inputs)
+    found = [(wait.line.line, wait.form.name) for wait in waits if wait.line is not None]
+    assert found == [
+        (number, line.partition("# ")[2])
+        for number, line in enumerate(MANY_LINES.splitlines(), 1)
+        if "#" in line
+    ]
 
 
 def test_the_test_of_gradients_is_named() -> None:

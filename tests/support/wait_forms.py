@@ -55,6 +55,8 @@ FORMS = [
     ("finite check", "if a.loss is not None and a.loss.isnan(): pass"),
     ("finite check", "[1 for _ in range(2) if a.loss.isnan()]"),
     ("finite check", "math.isfinite(a.loss.item())"),
+    ("finite check", "bool(a.x.isfinite().all())"),
+    ("finite check", "any(x.isnan() for x in a.x)"),
     ("print", "print(a.loss, file=io.StringIO())"),
     ("print", "str(a.x)"),
     ("print", "repr(a.x)"),
@@ -79,7 +81,10 @@ FORMS = [
     ("to", "a.host.to(a.device, non_blocking=True)"),
     ("pageable copy", "a.x.copy_(a.host)"),
     ("pageable copy", "torch._foreach_copy_([a.x], [a.host], non_blocking=True)"),
+    ("made on the host", "torch.zeros(3).double().to(a.device)"),
+    ("made on the host", "torch.tensor([1.0]).cuda()"),
     ("new tensor", "torch.tensor([1.0, 2.0], device=a.device)"),
+    ("new tensor", "torch.cuda.FloatTensor([1.0, 2.0])"),
     ("new tensor", "torch.as_tensor([1.0], device=a.device)"),
     ("new tensor", "a.x.new_tensor([1.0, 2.0])"),
     ("new tensor", "torch.asarray([1.0], device=a.device)"),
@@ -92,6 +97,9 @@ FORMS = [
     ("index", "a.x[a.n]"),
     ("index", "[0, 1, 2][a.n]"),
     ("mask assignment", "a.x[a.mask] = a.three"),
+    ("index assignment", "a.x[a.i] = -1.0"),
+    ("index assignment", "a.x[a.i[:2]] = 0"),
+    ("index", "a.x[a.n] = 1.0"),
     ("slice", "a.x[: a.n]"),
     ("nonzero", "a.x.nonzero()"),
     ("nonzero", "torch.argwhere(a.x)"),
@@ -110,6 +118,7 @@ FORMS = [
     ("equal", "torch.allclose(a.x, a.x)"),
     ("range", "range(a.n)"),
     ("range", "torch.arange(a.n)"),
+    ("combinations", "torch.combinations(a.i)"),
     ("size", "torch.zeros(a.n)"),
     ("size", "a.x.view(a.n, -1)"),
     ("size", "torch.full_like(a.x, a.loss)"),
@@ -154,7 +163,7 @@ NESTINGS = (
 )
 #: Nestings that hold an expression only.
 _EXPRESSIONS = ("comprehension", "lambda", "over several lines")
-_STATEMENTS = ("if ", "while ", "assert ", "total ", "a.x[a.mask] =")
+_STATEMENTS = ("if ", "while ", "assert ", "total ", "a.x[a.mask] =", "a.x[a.i", "a.x[a.n] =")
 
 
 @dataclass(frozen=True)
@@ -327,6 +336,9 @@ copy.copy(a.x)
 copy.deepcopy(a.x)
 a.x.clamp(max=a.loss)
 a.x.fill_(a.loss)
+a.x[a.mask] = 0.0
+a.x[a.i] = a.y
+torch.cuda.FloatTensor(2, 3).fill_(1.0)
 a.x.histc(4, 0, 1)
 torch.multinomial(a.x.abs(), 2)
 a.parallel(a.x)

@@ -9,12 +9,12 @@ from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from headrace.cli.options import AsModule, Json, Program, check_output_file
-from headrace.cli.output import end_of_results, print_result, results_only
+from headrace.cli.output import OwnStderr, end_program, print_result, results_only
 from headrace.errors import usage_errors
 from headrace.main_program import running_threads
 
@@ -40,6 +40,7 @@ def _count(help_text: str, minimum: int) -> Any:
 
 
 def diagnose(
+    context: typer.Context,
     program: Program,
     module: AsModule = False,
     warmup: Annotated[int, _count("Steps before the first window.", 1)] = 10,
@@ -104,12 +105,12 @@ def diagnose(
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun sets it
     shown: list[DiagnosisResult] = []
     others = running_threads()
-    stderr = sys.stderr  # while the script runs, it may be another one
+    stderr = OwnStderr()
 
     def show(result: DiagnosisResult) -> None:
         # The script's own output is on stdout.
         if is_first:
-            typer.echo(text_of(result), file=stderr)
+            stderr.tell(text_of(result))
         shown.append(result)
 
     with results_only() if as_json else nullcontext(), usage_errors():
@@ -123,16 +124,24 @@ def diagnose(
             command=shlex.join(["headrace", *sys.argv[1:]]),
             on_complete=show,
         )
-    # Python would wait for the threads of a program that was ended before it could end them.
-    leaves_threads = result.exit_code is None and bool(running_threads() - others)
+    # Python would wait for the threads of a program that was ended, or that has called os._exit. It
+    # does so after Ctrl-C, too, as without diagnose.
+    leaves_threads = result.exit_code != 130 and bool(running_threads() - others)
     if not is_first:
-        _end(result.exit_code or 0, leaves_threads)
+        end_program(result.exit_code or 0, at_once=leaves_threads)
     if as_json:
         print_result(result.to_dict(), "", as_json)
     elif not shown:
         show(result)
     elif result.races != shown[-1].races:
-        typer.echo(result.verdict[-1], err=True)
+        stderr.tell(result.verdict[-1])
+    own = {flag for option in context.command.params for flag in option.opts} - {"-m"}
+    misplaced = [word for word in arguments if word.partition("=")[0] in own]
+    if misplaced and result.outcome == "no step" and result.exit_code == 2:  # as argparse exits
+        stderr.tell(
+            f"{name} got {misplaced[0]}, which comes after it: an option of diagnose goes before "
+            f"the {'module' if module else 'script'}"
+        )
     if out is not None:
         result.write(out)
     if html is not None:
@@ -140,17 +149,9 @@ def diagnose(
             stored = Path(folder) / "diagnosis.json"
             result.write(stored)
             write_report(stored, html)
-        typer.echo(f"report: {html}", err=True)
+        stderr.tell(f"report: {html}")
     if result.exit_code is None:
-        typer.echo(
-            f"diagnose ended {name} after {result.steps} steps; with --then continue it runs on",
-            err=True,
+        stderr.tell(
+            f"diagnose ended {name} after {result.steps} steps; with --then continue it runs on"
         )
-    _end(exit_code_of(result, limits), leaves_threads)
-
-
-def _end(exit_code: int, at_once: bool) -> NoReturn:
-    if at_once:
-        end_of_results()
-        os._exit(exit_code)
-    raise typer.Exit(exit_code)
+    end_program(exit_code_of(result, limits, stderr.tell), at_once=leaves_threads)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from headrace.atomic_files import is_special
 from headrace.errors import BenchError, HeadraceError, TranslationError, usage_errors
 
 Json = Annotated[bool, typer.Option("--json", help="Print the result as JSON.")]
@@ -152,7 +153,10 @@ def _check_writable(out: Path, error: type[HeadraceError]) -> None:
         out.parent.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
         raise error(f"{out}: cannot be written ({problem.strerror})") from problem
-    if not os.access(out.parent, os.W_OK):
+    if is_special(out):  # it is written to, not replaced
+        if not os.access(out, os.W_OK):
+            raise error(f"{out}: cannot be written (no write permission)")
+    elif not os.access(out.resolve().parent, os.W_OK):
         raise error(f"{out}: cannot be written (no write permission for its folder)")
 
 

@@ -9,16 +9,43 @@ import json
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
-from typing import Any
+from contextlib import contextmanager, redirect_stdout, suppress
+from typing import Any, NoReturn
 
 import typer
+
+from headrace.errors import HeadraceError
 
 _STDOUT, _STDERR = 1, 2
 
 
 def print_result(content: dict[str, Any], text: str, as_json: bool) -> None:
-    typer.echo(json.dumps(content, indent=2) if as_json else text)
+    try:
+        typer.echo(json.dumps(content, indent=2) if as_json else text)
+    except BrokenPipeError:  # the reader has seen enough
+        raise
+    except OSError as problem:
+        raise HeadraceError(
+            f"the result could not be written to stdout ({problem.strerror or problem})"
+        ) from problem
+
+
+class OwnStderr:
+    """Stderr as it is now, whatever a user's script does with its own: it may replace, close or
+    redirect it."""
+
+    def __init__(self) -> None:
+        self._stream = sys.stderr
+        descriptor = _duplicate(_STDERR) if self._stream is sys.__stderr__ else None
+        if descriptor is not None and self._stream is not None:
+            encoding, errors = self._stream.encoding, self._stream.errors
+            self._stream = os.fdopen(descriptor, "w", 1, encoding, errors)
+
+    def tell(self, text: str) -> None:
+        """Print, if it can be written: neither the script nor its exit code may change because
+        nobody can read the text."""
+        with suppress(OSError):
+            typer.echo(text, file=self._stream, err=True)
 
 
 @contextmanager
@@ -55,10 +82,18 @@ def end_of_results() -> None:
     """Redirect to stderr what exit handlers print. Call this at the end of the program."""
     try:
         _flush()
-    except BrokenPipeError:  # the reader has closed the pipe
+    except OSError:  # the reader has closed the pipe, or the disk is full
         _drop_stdout()
     else:
         _send_stdout_to_stderr()
+
+
+def end_program(exit_code: int, *, at_once: bool) -> NoReturn:
+    """End with an exit code; `at_once`: without waiting for threads that a script has left."""
+    if at_once:
+        end_of_results()
+        os._exit(exit_code)
+    raise typer.Exit(exit_code)
 
 
 def _send_stdout_to_stderr() -> None:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.options import AsModule, Json, Program, check_output_file
-from headrace.cli.output import print_result, results_only
+from headrace.cli.output import end_program, print_result, results_only
 from headrace.errors import usage_errors
+from headrace.main_program import running_threads
 
 if TYPE_CHECKING:
     from headrace.runs.records import RacesResult
@@ -46,6 +47,7 @@ def races(
     from headrace.testing import race_page, race_report, run_program
 
     name, *arguments = program
+    others = running_threads()
     with results_only() if as_json else nullcontext(), usage_errors():
         result = run_program(name, arguments, as_module=module)
     if html is not None:
@@ -66,7 +68,8 @@ def races(
             typer.echo(f"{result.accepted} accepted by a comment", err=True)
         if html is not None:
             typer.echo(f"report: {html}", err=True)
-    raise typer.Exit(1 if result.findings else result.exit_code)
+    leaves_threads = bool(running_threads() - others)  # the program has called os._exit
+    end_program(1 if result.findings else result.exit_code, at_once=leaves_threads)
 
 
 def _record(name: str, result: ProgramResult) -> RacesResult:

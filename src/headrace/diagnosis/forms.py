@@ -7,21 +7,25 @@ line, and by the expression in the line that was running.
 from __future__ import annotations
 
 import ast
+import dis
 import linecache
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import islice
 from types import CodeType
+from typing import NamedTuple
 
 _READ_LATER = (
     "Keep the value on the device (`total += loss.detach()`) and read it every 50 steps, or read "
     "it one step late with `headrace.DeferredScalars`."
 )
+_IN_LIBRARY = "The line is in {0}: look for an option of {0} that avoids it, or call it less often."
 _ON_DEVICE = (
     "Create the tensor once, before the loop, or directly on the device (`torch.full`, "
-    "`torch.arange` and such with `device=`). If its data changes, copy it from pinned memory with "
-    "`non_blocking=True`."
+    "`torch.arange`, `torch.randn` and such with `device=`). If its data changes, copy it from "
+    "pinned memory with `non_blocking=True`."
 )
 
 
@@ -87,8 +91,8 @@ _FORMS = (
     Form(
         "pageable copy",
         "a copy from memory that is not pinned",
-        "Pin the source (`pin_memory=True` in the DataLoader): without it, `non_blocking=True` "
-        "still blocks.",
+        "Pin the source (`pin_memory=True` in the DataLoader, elsewhere `tensor.pin_memory()`) and "
+        "pass `non_blocking=True`: either alone still blocks.",
     ),
     Form(
         "scatter",
@@ -97,6 +101,7 @@ _FORMS = (
         "`DistributedDataParallel` is faster still.",
     ),
     Form("new tensor", "torch.tensor(…, device=…)", _ON_DEVICE),
+    Form("made on the host", "torch.zeros(…).to(device)", _ON_DEVICE),
     Form(
         "list of tensors",
         "torch.tensor([t, …])",
@@ -113,6 +118,12 @@ _FORMS = (
         "Use `torch.where(mask, values, x)` or `masked_scatter_`.",
     ),
     Form(
+        "index assignment",
+        "x[i] = number",
+        "Use `x.index_fill_(0, i, number)`, or assign a tensor that is on the device: PyTorch "
+        "copies a number there first.",
+    ),
+    Form(
         "index",
         "x[i] with a tensor or array i",
         "Use `x.index_select` or `x.gather` with an index that is on the device; keep a single "
@@ -123,6 +134,11 @@ _FORMS = (
         "nonzero",
         "nonzero(), argwhere(), where(mask)",
         "Use a mask, or `torch.nonzero_static(x, size=…)`.",
+    ),
+    Form(
+        "combinations",
+        "combinations()",
+        "Compute the indices once, before the loop: they depend on the length of the input only.",
     ),
     Form("masked_select", "masked_select()", "Keep the shape: `torch.where(mask, x, 0)`."),
     Form(
@@ -179,6 +195,11 @@ _FORMS = (
         "GradScaler",
         "Use a fused optimizer (`fused=True`): it keeps `found_inf` on the device. bf16 needs no "
         "scaler.",
+    ),
+    Form(
+        "scale",
+        "GradScaler.get_scale()",
+        "It copies the scale to the host: call it every 50 steps.",
     ),
     Form(
         "lbfgs",
@@ -254,6 +275,7 @@ FORMS = {form.name: form for form in _FORMS}
 _FUNCTIONS = {
     ("clip_grad", ""): "clip_grad_norm_",
     ("grad_scaler", ""): "grad scaler",
+    ("grad_scaler", "get_scale"): "scale",
     ("lbfgs", ""): "lbfgs",
     ("", "__format__"): "format",
     ("_tensor_str", ""): "print",
@@ -281,12 +303,14 @@ _CALLS = {
     **dict.fromkeys(("heappush", "heappop", "bisect", "bisect_left", "bisect_right"), "compare"),
     **dict.fromkeys(("numpy", "asarray", "array"), "numpy"),
     **dict.fromkeys(("tensor", "as_tensor", "new_tensor", "from_numpy"), "new tensor"),
+    **dict.fromkeys(("Tensor", "FloatTensor", "HalfTensor", "DoubleTensor"), "new tensor"),
+    **dict.fromkeys(("LongTensor", "IntTensor", "ByteTensor", "BoolTensor"), "new tensor"),
     **dict.fromkeys(("to", "cuda", "type"), "to"),
     **dict.fromkeys(("copy_", "_foreach_copy_"), "pageable copy"),
     **dict.fromkeys(("nonzero", "argwhere", "where", "flatnonzero"), "nonzero"),
     **dict.fromkeys(("unique", "unique_consecutive"), "unique"),
     **dict.fromkeys(("equal", "allclose"), "equal"),
-    **dict.fromkeys(("range", "arange", "combinations"), "range"),
+    **dict.fromkeys(("range", "arange"), "range"),
     **dict.fromkeys(("zeros", "ones", "empty", "full", "rand", "randn", "linspace"), "size"),
     **dict.fromkeys(("eye", "randint", "randperm", "full_like"), "size"),
     **dict.fromkeys(("new_zeros", "new_ones", "new_empty", "new_full"), "size"),
@@ -310,7 +334,7 @@ _CALLS = {
     "grad": "in backward",
     "__setitem__": "mask assignment",
     **{name: name for name in ("item", "tolist", "cpu", "masked_select", "repeat_interleave")},
-    **{name: name for name in ("bincount", "histc", "one_hot", "empty_cache")},
+    **{name: name for name in ("bincount", "histc", "one_hot", "empty_cache", "combinations")},
 }
 #: By the operation, where the device names it.
 _OPERATIONS = {
@@ -347,14 +371,28 @@ _OPERATIONS = {
     "pickle": "save",
     "barrier": "barrier",
 }
+#: Functions of `torch` that make a tensor.
+_MAKING = (
+    *("zeros", "ones", "full", "empty", "eye", "arange", "linspace", "logspace", "normal"),
+    *("rand", "randn", "randint", "randperm", "zeros_like", "ones_like", "full_like", "randn_like"),
+    *("tensor", "as_tensor", "from_numpy", "Tensor", "FloatTensor", "LongTensor", "IntTensor"),
+)
 _FINITE = ("isnan", "isinf", "isfinite")
 #: Calls that wait themselves, also in a test.
 _READING = ("item", "bool", "float", "int", "equal", "allclose", "is_nonzero", "tolist", "cpu")
-_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-_TESTS = (ast.If, ast.While, ast.Assert, ast.IfExp)
+_INDEXING = ("mask", "mask assignment", "index assignment")
+#: Operators that other functions use, too: `torch.cov` tests its input with `equal`.
+_READS_VALUE = ("aten::_local_scalar_dense", "aten::equal")
+#: What waits for an index, not for what it selects.
+_READS_INDEX = ("aten::_local_scalar_dense", "index from host memory")
 _LOGGERS = ("lightning", "pytorch_lightning", "transformers", "tqdm", "wandb", "tensorboard")
 #: What loggers do with values on the device.
 _READ_FOR_LOGS = ("item", "number", "tolist", "print", "format", "cpu", "numpy", "other")
+#: Forms whose advice helps also if the line is in a library.
+_IN_USERS_HANDS = (
+    *("to", "pinned copy", "pageable copy", "accelerate copy", "progress bar", "metric"),
+    *("nan filter", "in backward"),
+)
 #: In the names of functions in which TorchMetrics tests values.
 _CHECKING = ("validation", "nan_check")
 _LOGGING = ("log", "progress", "callback", "print", "metric")
@@ -385,23 +423,29 @@ def form_of(
             found = "pinned copy"
     elif found == "to" and operation == "blocking copy":
         found = "pinned copy"
-    elif found == "mask" and operation in ("aten::_local_scalar_dense", "index from host memory"):
+    elif found in _INDEXING and operation in _READS_INDEX:
         found = "index"
+    elif found == "new tensor" and operation == "aten::_local_scalar_dense":
+        found = "list of tensors"
     if found is None and any(stem != "_tensor" for stem, _ in functions):
         found = "inside PyTorch"
-    if found is None and operation == "aten::_local_scalar_dense" and expression is not None:
-        found = "other"  # the line says what reads the number, and it is not `.item()`
+    if found is None and operation in _READS_VALUE and expression is not None:
+        found = "other"  # the line says what reads the value, and it is not `.item()`
     found = found or _OPERATIONS.get(operation, "other")
-    package = _package(libraries[0][0])[0] if libraries else ""
+    packages = [_package(file)[0] for file, _ in libraries]
+    package = packages[0].removesuffix(".py") if packages else ""
     if found == "finite check" and package == "transformers":
         found = "nan filter"
-    elif found in ("to", "pinned copy") and package == "accelerate":
+    elif found in ("to", "pinned copy") and "accelerate" in packages:
         found = "accelerate copy"
     elif package == "torchmetrics" and any(word in libraries[0][1] for word in _CHECKING):
         found = "metric"
     if found == "inside PyTorch":
         return replace(FORMS[found], title=_title(functions))
-    return FORMS[_in_logger(found, libraries)]
+    form = FORMS[_in_logger(found, libraries)]
+    if package and form.name not in _IN_USERS_HANDS:
+        return replace(form, advice=_IN_LIBRARY.format(package))
+    return form
 
 
 def _in_logger(form: str, libraries: Sequence[tuple[str, str]]) -> str:
@@ -418,8 +462,10 @@ def _title(functions: Sequence[tuple[str, str]]) -> str:
 
 
 def _package(file: str) -> list[str]:
-    """The path of an installed package's file, from the package on."""
-    return file.replace("\\", "/").rsplit("-packages/", 1)[-1].split("/")
+    """The path of an installed package's file, from the package on. For other files, an empty
+    name."""
+    _, installed, path = file.replace("\\", "/").rpartition("-packages/")
+    return path.split("/") if installed else [""]
 
 
 def _is_logger(file: str, function: str) -> bool:
@@ -440,66 +486,43 @@ class Expression:
     #: memory.
     on_device: bool | None = None
     is_pinned: bool = False
-    #: For `x[i]`: whether i is a tensor of numbers, not a mask.
+    #: For `x[i]`: whether i is a tensor of numbers, not a mask; and whether a number is assigned.
     by_number: bool = False
+    assigns_number: bool = False
     #: For a call: whether its first argument is a list with tensors in it.
     of_tensors: bool = False
+    #: Whether its value was being tested, as in `if t:`.
+    is_tested: bool = False
 
     def form(self) -> str | None:
         node = self.node
-        if isinstance(node, _TESTS):
-            return self._test_form(node.test)
+        if self.is_tested:
+            names = {_called(one) for one in ast.walk(node)}
+            return "finite check" if names & set(_FINITE) else "branch"
         if isinstance(node, ast.Call):
-            return self._test_form(node) if self._is_test() else self._call_form(node)
+            return self._call_form(node)
         if isinstance(node, ast.Subscript):
+            if self.assigns_number:
+                return "index assignment"
             if self.by_number:
                 return "index"
             if isinstance(node.ctx, ast.Store):
                 return "mask assignment"
             return "slice" if isinstance(node.slice, ast.Slice) else "mask"
-        if isinstance(node, _COMPREHENSIONS):
-            tests = [test for one in node.generators for test in one.ifs]
-            return self._test_form(tests[0]) if tests else None
         if isinstance(node, ast.FormattedValue | ast.JoinedStr) or _is_percent_format(node):
             return "format"
-        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.In | ast.NotIn):
-            return "compare"
-        is_chain = isinstance(node, ast.Compare) and len(node.ops) > 1  # `0 < t < 1`
-        is_test = self._is_test() or is_chain or isinstance(node, ast.BoolOp)
-        if is_test or (isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)):
-            return self._test_form(node)
-        if isinstance(node, ast.Compare):  # of lists, whose items it compares
+        if isinstance(node, ast.Compare):  # of lists, whose items it compares; or `in`
             return "compare"
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # `[0] * t`
             return "size"
         return None
 
-    def _is_test(self) -> bool:
-        """Whether the line branches on it: `if t.any():` waits at the branch, not in the call."""
-        if isinstance(self.node, ast.Call) and _called(self.node) in _READING:
-            return False
-        parent = self.parent
-        if isinstance(parent, _TESTS):
-            return parent.test is self.node
-        if isinstance(parent, ast.comprehension):
-            return self.node in parent.ifs  # from Python 3.12 on; before, the whole comprehension
-        if isinstance(parent, ast.match_case):
-            return parent.guard is self.node
-        if isinstance(parent, ast.comprehension):
-            return self.node in parent.ifs
-        is_negated = isinstance(parent, ast.UnaryOp) and isinstance(parent.op, ast.Not)
-        return is_negated or isinstance(parent, ast.BoolOp)
-
-    def _test_form(self, test: ast.AST) -> str:
-        if isinstance(self.parent, ast.BoolOp):  # Python may give the place of another operand
-            test = self.parent
-        names = {_called(one) for one in ast.walk(test)}
-        return "finite check" if names & set(_FINITE) else "branch"
-
     def _call_form(self, node: ast.Call) -> str | None:
         name = _called(node)
         around = [self.parent] if self.parent is not None else []  # `math.isnan(loss.item())`
         inside = [*ast.walk(node.func), *around] if name in _READING else []
+        if name in ("bool", "any", "all"):  # `any(grad.isnan().any() for grad in gradients)`
+            inside += [one for argument in node.args for one in ast.walk(argument)]
         if any(_called(one) in _FINITE for one in inside):
             return "finite check"
         if _owner(node) == "math":
@@ -515,6 +538,8 @@ class Expression:
             return "cpu"
         if found == "to" and self.is_pinned:
             return "pinned copy"
+        if found == "to" and _is_made_here(node):
+            return "made on the host"
         return found
 
 
@@ -523,6 +548,16 @@ def _called(node: ast.AST) -> str:
         return ""
     function = node.func
     return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _is_made_here(node: ast.Call) -> bool:
+    """`torch.zeros(3).float().to(device)`."""
+    source: ast.AST = node.func
+    while isinstance(source, ast.Attribute | ast.Call):
+        if isinstance(source, ast.Call) and _owner(source) == "torch":
+            return _called(source) in _MAKING
+        source = source.value if isinstance(source, ast.Attribute) else source.func
+    return False
 
 
 def _mapped(node: ast.Call) -> str:
@@ -556,6 +591,48 @@ def _names_cpu(node: ast.Call) -> bool:
 
 # --- from an instruction to its syntax ------------------------------------------------------------
 
+#: Instructions that ask whether a value is true, and those that may come between it and them.
+_TESTING = frozenset(
+    number
+    for name, number in dis.opmap.items()
+    if ("_IF_" in name and "NONE" not in name) or name in ("UNARY_NOT", "TO_BOOL")
+)
+_BETWEEN = frozenset(
+    dis.opmap[name]
+    for name in ("CACHE", "COPY", "EXTENDED_ARG", "NOP", "TO_BOOL", "STORE_FAST", "STORE_NAME")
+    if name in dis.opmap
+)
+_COMPARE, _AND_TEST = dis.opmap["COMPARE_OP"], 0x10 if sys.version_info >= (3, 13) else 0
+
+
+class Instruction(NamedTuple):
+    """Where a line was: the offset of the instruction that computes what it waits for, and whether
+    that value is being tested."""
+
+    offset: int
+    is_tested: bool
+
+
+@lru_cache(maxsize=4096)
+def waiting_instruction(code: CodeType, offset: int) -> Instruction:
+    """The instruction at an offset; if it tests a value, the one before it, which has computed the
+    value. Python 3.11 gives the tests of `a or b` the place of `a`, or of the whole statement."""
+    content = code.co_code
+    if content[offset] == _COMPARE and content[offset + 1] & _AND_TEST:
+        return Instruction(offset, is_tested=True)
+    if content[offset] not in _TESTING:
+        return Instruction(offset, is_tested=False)
+    before = offset - 2
+    while before > 0 and content[before] in _BETWEEN:
+        before -= 2
+    return Instruction(before, is_tested=True)
+
+
+def line_number(code: CodeType, offset: int) -> int | None:
+    """The line of an instruction; None if Python does not know it."""
+    place = next(islice(code.co_positions(), offset // 2, None), None)
+    return None if place is None else place[0]
+
 
 @lru_cache(maxsize=64)
 def _nodes(file: str) -> dict[tuple[int, int, int, int], tuple[ast.AST, ast.AST | None]]:
@@ -568,21 +645,27 @@ def _nodes(file: str) -> dict[tuple[int, int, int, int], tuple[ast.AST, ast.AST 
     pending: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]
     while pending:
         node, parent = pending.pop()
-        if isinstance(node, ast.expr | ast.If | ast.While | ast.Assert):
+        if isinstance(node, ast.expr):
             assert node.end_lineno is not None
             assert node.end_col_offset is not None
             place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
             found.setdefault(place, (node, parent))
+            method = getattr(node, "func", None)
+            if isinstance(method, ast.Attribute) and method.end_lineno != node.lineno:
+                # For `.item()` on a line of its own, Python gives the place from `item` on.
+                line, end = method.end_lineno or 0, method.end_col_offset or 0
+                place = line, node.end_lineno, end - len(method.attr), node.end_col_offset
+                found.setdefault(place, (node, parent))
         pending += [(child, node) for child in ast.iter_child_nodes(node)]
     return found
 
 
 @lru_cache(maxsize=4096)
-def running_expression(code: CodeType, instruction: int) -> Expression | None:
+def running_expression(code: CodeType, instruction: Instruction) -> Expression | None:
     """What an instruction computes; None if there is no source, or Python keeps no positions."""
-    place = next(islice(code.co_positions(), instruction // 2, None), None)
+    place = next(islice(code.co_positions(), instruction.offset // 2, None), None)
     if place is None or None in place:
         return None
     line, end_line, column, end_column = place
     found = _nodes(code.co_filename).get((line, end_line, column, end_column))  # type: ignore[arg-type]
-    return None if found is None else Expression(*found)
+    return None if found is None else Expression(*found, is_tested=instruction.is_tested)

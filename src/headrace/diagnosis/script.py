@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -174,16 +173,18 @@ def _figure(result: DiagnosisResult, name: str) -> float | None:
     return 100 * float(getattr(result.parts, name)) / result.step_ms
 
 
-def exit_code_of(result: DiagnosisResult, limits: Sequence[Limit]) -> int:
+def exit_code_of(
+    result: DiagnosisResult, limits: Sequence[Limit], tell: Callable[[str], object]
+) -> int:
     """3 if a limit is exceeded or could not be measured, else the program's own exit code; 0 if it
-    was ended."""
+    was ended. `tell` is called with a sentence for each such limit."""
     if result.exit_code:
         unknown: list[Limit] = []  # the program has failed: that says enough
     else:
         unknown = [limit for limit in limits if _figure(result, limit.name) is None]
     exceeded = [limit for limit in limits if limit.is_exceeded(result)]
     for limit in exceeded:
-        print(f"--fail-on: {limit.describe(result)}", file=sys.stderr)  # noqa: T201
+        tell(f"--fail-on: {limit.describe(result)}")
     for limit in unknown:
-        print(f"--fail-on: {limit.name} could not be measured in this run", file=sys.stderr)  # noqa: T201
+        tell(f"--fail-on: {limit.name} could not be measured in this run")
     return 3 if exceeded or unknown else result.exit_code or 0

@@ -64,6 +64,11 @@ class Settings:
     lines: int = 5
     step_line: StepLine | None = None
 
+    def __post_init__(self) -> None:
+        for name, least in (("warmup", 1), ("clean", 2), ("profiled", 1), ("lines", 1)):
+            if getattr(self, name) < least:
+                raise ProgramError(f"{name} is {getattr(self, name)}; expected at least {least}")
+
 
 Window = Literal["warm-up", "clean", "profiled", "lines"]
 

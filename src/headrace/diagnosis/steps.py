@@ -7,8 +7,10 @@ sequence; one round of it is a step.
 
 from __future__ import annotations
 
+import ast
 import heapq
 import itertools
+import linecache
 import os
 import sys
 import threading
@@ -18,6 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -39,6 +42,8 @@ FIRST_STEP = _ROUNDS + 1
 #: A script whose calls do not repeat is given up after so many: then each call of the optimizer
 #: that is called most often ends a step.
 _MAX_CALLS = 4000
+#: The parts of a statement that are no part of its first lines.
+_BODIES = (ast.stmt, ast.excepthandler, ast.match_case)
 #: How often a period that was settled may be given up for another.
 _MAX_LOSSES = 3
 #: The period is searched after each of the first calls, then after every few.
@@ -149,11 +154,12 @@ class StepFinder:
         if len(history) > _EVERY_CALL and len(history) % _EVERY_FEW:
             return  # searching takes longer the more calls there are
         self.period = find_period(history, self._at_least)
-        if self.period is None and len(history) >= _MAX_CALLS:
-            often = max(set(history), key=history.count)
-            self.period = Period((often,), often, 1, repeats=False)
         if self.period is not None:
             self.steps = len(history) // len(self.period.calls)
+        elif len(history) >= _MAX_CALLS:
+            often = max(set(history), key=history.count)
+            self.period = Period((often,), often, 1, repeats=False)
+            self.steps = history.count(often)
         else:
             self.steps = len(history) if len(set(history)) == 1 else 0
 
@@ -325,6 +331,38 @@ def watch_line(
     return watch(step_line, on_call)
 
 
+@cache
+def _continuations(code: CodeType, line: int) -> frozenset[int]:
+    """The offsets at which a line goes on after other lines of its statement: in `f(⏎ x⏎ )`, the
+    first line runs for `f`, and once more for the call."""
+    first, last = _statement(code.co_filename, line)
+    found: set[int] = set()
+    before, is_begun = None, False
+    for offset, _, number in code.co_lines():
+        if number == line and number != before and is_begun:
+            found.add(offset)
+        is_begun = number == line or (is_begun and number is not None and first <= number <= last)
+        before = number
+    return frozenset(found)
+
+
+def _statement(file: str, line: int) -> tuple[int, int]:
+    """The first and the last line of the statement at a line; of `for` and such without the
+    body."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return line, line
+    statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    around = [one for one in statements if one.lineno <= line <= (one.end_lineno or 0)]
+    if not around:
+        return line, line
+    innermost = max(around, key=lambda one: (one.lineno, -(one.end_lineno or 0)))
+    parts = [one for one in ast.iter_child_nodes(innermost) if not isinstance(one, _BODIES)]
+    ends = [getattr(one, "end_lineno", 0) for part in parts for one in ast.walk(part)]
+    return innermost.lineno, max(innermost.lineno, *ends, 0)
+
+
 @contextmanager
 def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Iterator[set[int]]:
     """Python 3.12 and later: every other line is switched off when it is first reached."""
@@ -342,7 +380,8 @@ def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> It
         ran.add(line)
         if line != step_line.line:
             return monitoring.DISABLE
-        on_call("line")
+        if sys._getframe(1).f_lasti not in _continuations(code, line):
+            on_call("line")
         return None
 
     monitoring.use_tool_id(tool, "headrace")
@@ -379,7 +418,8 @@ def _traced(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Itera
         if event == "line":
             ran.add(frame.f_lineno)
             if frame.f_lineno == step_line.line:
-                on_call("line")
+                if frame.f_lasti not in _continuations(frame.f_code, frame.f_lineno):
+                    on_call("line")
             elif step_line.line in ran and not has_line[frame.f_code]:
                 frame.f_trace_lines = False
         return on_event

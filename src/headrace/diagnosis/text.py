@@ -98,7 +98,8 @@ def _lines(result: DiagnosisResult) -> str:
     places = [_where(one) for one in shown_lines]
     width = _code_width(places, len(columns) - 2)
     for one, place in zip(shown_lines, places, strict=True):
-        code = one.line.text if one.line is not None and one.line.text else one.title
+        code = next((line.text for line in (one.line, one.called_from) if line and line.text), "")
+        code = code or one.title
         if places.count(place) > 1:
             code = f"{one.title}: {code}"
         token = one.title.split("(")[0] + "("  # `.item(` of `.item()`
@@ -163,6 +164,8 @@ def _where(one: DiagnosedLine | PythonLine) -> str:
         return "unknown"
     if one.called_from is None:
         return _place(one.line)
+    if one.line.file.startswith("<"):  # generated code, which nobody can look up
+        return _place(one.called_from)
     return f"{_place(one.called_from)} → {Path(one.line.file).name}:{one.line.line}"
 
 

@@ -72,10 +72,11 @@ def _on_the_fake_device(result: DiagnosisResult) -> tuple[str, ...]:
 
 def _on_the_cpu(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
     if result.races is not None:
+        where = "inside fake_cuda()" if seen.is_block else "with --fake"
         return (
             f"{_subject(seen)} trains on the CPU, so nothing was checked.",
             "If it has an option for its device, choose CUDA: torch.cuda.is_available() is True "
-            "with --fake.",
+            f"{where}.",
         )
     step = f"A step takes {result.step_ms:.1f} ms." if result.step_ms else ""
     return f"{_subject(seen)} trains on the CPU: there is no GPU to keep busy.", step

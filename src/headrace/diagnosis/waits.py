@@ -24,7 +24,15 @@ import torch
 
 from headrace import main_program
 from headrace.device import Device
-from headrace.diagnosis.forms import FORMS, Expression, Form, form_of, running_expression
+from headrace.diagnosis.forms import (
+    FORMS,
+    Expression,
+    Form,
+    form_of,
+    line_number,
+    running_expression,
+    waiting_instruction,
+)
 from headrace.diagnosis.replacing import replaced, replaced_in_c
 from headrace.runs.records import LineRecord
 from headrace.source_lines import TORCH, is_user_code
@@ -48,8 +56,9 @@ class Wait:
     """One time that the host waited for the device.
 
     `line` is the innermost line outside PyTorch and the standard library; None if no Python code of
-    the thread is known. If that line is in an installed package, `called_from` is the user's own
-    line that led there. `in_other_thread` says that it was not the training that waited.
+    the thread is known. If that line is in an installed package or in generated code, `called_from`
+    is the user's own line that led there. `in_other_thread` says that it was not the training that
+    waited.
     """
 
     form: Form
@@ -75,7 +84,12 @@ def wait_at(frame: FrameType | None, operation: str = "", fake: Device | None = 
         # A thread of autograd's that runs no Python code.
         form = FORMS["anomaly detection"] if _tests_gradients() else form
         return Wait(form, None, None, operation)
-    form = form_of(operation, functions, _expression(innermost, fake), _libraries(innermost, own))
+    expression = _expression(innermost, fake)
+    if expression is None and own is not None and _is_generated(innermost.f_code.co_filename):
+        # `one == other` of two dataclasses says what waits; a call may be of anything.
+        around = _expression(own, fake)
+        expression = None if around is not None and isinstance(around.node, ast.Call) else around
+    form = form_of(operation, functions, expression, _libraries(innermost, own))
     if form.name == "in backward" and _tests_gradients():
         form = FORMS["anomaly detection"]
     called_from = _line(own) if own is not None and own is not innermost else None
@@ -102,7 +116,7 @@ def _libraries(innermost: FrameType, own: FrameType | None) -> list[tuple[str, s
 
 def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType | None]:
     """The innermost frame outside PyTorch and the standard library, and the innermost one that is
-    in no installed package either. None if there is none."""
+    neither in an installed package nor in generated code. None if there is none."""
     innermost: FrameType | None = None
     while frame is not None:
         file = frame.f_code.co_filename
@@ -110,7 +124,7 @@ def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType |
             break
         if is_user_code(file):
             innermost = innermost or frame
-            if not _is_installed(file):
+            if not _is_installed(file) and not _is_generated(file):
                 return innermost, frame
         frame = frame.f_back
     return innermost, None
@@ -118,6 +132,14 @@ def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType |
 
 def _is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
+
+
+def _is_generated(file: str) -> bool:
+    """Whether there is no source that the user has written: code of `exec`, of a dataclass, or of
+    PyTorch's graphs (`torch.fx`), whose source is known. A notebook's cells are the user's."""
+    if not file.startswith("<"):
+        return False
+    return file.startswith("<eval_with_key>") or not linecache.getlines(file)
 
 
 def line_record(code: CodeType, line: int, names: dict[str, Any] | None = None) -> LineRecord:
@@ -132,18 +154,24 @@ def line_record(code: CodeType, line: int, names: dict[str, Any] | None = None) 
 
 
 def _line(frame: FrameType) -> LineRecord:
-    return line_record(frame.f_code, frame.f_lineno, frame.f_globals)
+    at = waiting_instruction(frame.f_code, frame.f_lasti)
+    line = line_number(frame.f_code, at.offset) if at.is_tested else None
+    return line_record(frame.f_code, line or frame.f_lineno, frame.f_globals)
 
 
 def _expression(frame: FrameType, fake: Device | None) -> Expression | None:
-    found = running_expression(frame.f_code, frame.f_lasti)
-    if found is None:
-        return None
+    found = running_expression(frame.f_code, waiting_instruction(frame.f_code, frame.f_lasti))
+    if found is None or found.is_tested:
+        return found
     node: Any = found.node
     if hasattr(node, "slice"):
         index = _value(node.slice, frame)
         is_number = isinstance(index, torch.Tensor) and index.dtype not in _MASKS
-        return replace(found, by_number=is_number)
+        assigned = found.parent.value if isinstance(found.parent, ast.Assign) else None
+        assigns_number = isinstance(node.ctx, ast.Store) and _is_number(assigned, frame)
+        # `x[n] = 1.0` with a tensor n of one number reads that number.
+        is_one = isinstance(index, torch.Tensor) and index.dim() == 0
+        return replace(found, by_number=is_number, assigns_number=assigns_number and not is_one)
     if hasattr(node, "args") and node.args and _is_list_of_tensors(node.args[0], frame):
         return replace(found, of_tensors=True)
     value = _value(getattr(getattr(found.node, "func", None), "value", None), frame)
@@ -171,6 +199,13 @@ def _is_list_of_tensors(node: Any, frame: FrameType) -> bool:
     return isinstance(values, list | tuple) and any(
         isinstance(value, torch.Tensor) for value in values
     )
+
+
+def _is_number(node: ast.AST | None, frame: FrameType) -> bool:
+    if isinstance(node, ast.UnaryOp):  # `-1`
+        node = node.operand
+    value = node.value if isinstance(node, ast.Constant) else _value(node, frame)
+    return isinstance(value, int | float)
 
 
 def _value(node: ast.AST | None, frame: FrameType) -> object:

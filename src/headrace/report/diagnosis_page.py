@@ -120,11 +120,7 @@ def _share(parts: StepParts, name: str) -> Cell:
 
 def _line(one: DiagnosedLine) -> dict[str, object]:
     return {
-        "where": _place(one.line),
-        "function": one.line.function if one.line is not None else "",
-        "code": _code(one),
-        "called_from": _place(one.called_from) if one.called_from is not None else None,
-        "called_code": one.called_from.text if one.called_from is not None else "",
+        **_place_and_code(one),
         "title": one.title,
         "advice": _with_code(one.advice),
         "per_step": brief(one.per_step),
@@ -134,14 +130,29 @@ def _line(one: DiagnosedLine) -> dict[str, object]:
 
 def _python_line(one: PythonLine) -> dict[str, object]:
     return {
-        "where": _place(one.line),
-        "function": one.line.function,
-        "code": _code(one),
-        "called_from": _place(one.called_from) if one.called_from is not None else None,
-        "called_code": one.called_from.text if one.called_from is not None else "",
+        **_place_and_code(one),
         "ms": ms(one.ms),
         "gain": None if one.gain_ms is None else ms(one.gain_ms),
     }
+
+
+def _place_and_code(one: DiagnosedLine | PythonLine) -> dict[str, object]:
+    """Where a line is, and the user's code. A line of a library has its text, too."""
+    line = _shown_line(one)
+    is_library = one.called_from is not None and one.called_from is not line
+    return {
+        "where": _place(line),
+        "function": line.function if line is not None else "",
+        "text": line.text if is_library and line is not None else "",
+        "called_from": _place(one.called_from) if is_library else None,
+        "code": _code(one),
+    }
+
+
+def _shown_line(one: DiagnosedLine | PythonLine) -> LineRecord | None:
+    """The line; for generated code, which nobody can look up, the user's line that ran it."""
+    is_generated = one.line is not None and one.line.file.startswith("<")
+    return one.called_from if is_generated and one.called_from is not None else one.line
 
 
 def _with_code(text: str) -> Markup:
@@ -169,7 +180,7 @@ def _python_table(result: DiagnosisResult) -> Table | None:
         return None
     columns = ("line", "ms", "idle ms", "gain ms")
     rows: list[Cells] = [
-        [_place(one.line), figure(one.ms), figure(one.idle_ms), figure(one.gain_ms)]
+        [_place(_shown_line(one)), figure(one.ms), figure(one.idle_ms), figure(one.gain_ms)]
         for one in result.python_lines
     ]
     return table("Python between launches", columns, rows)
@@ -180,7 +191,7 @@ def _line_table(result: DiagnosisResult) -> Table | None:
         return None
     columns: tuple[str, ...] = ("line", "form", "waits per step")
     rows: list[Cells] = [
-        [_place(one.line), one.title, figure(one.per_step, brief)] for one in result.lines
+        [_place(_shown_line(one)), one.title, figure(one.per_step, brief)] for one in result.lines
     ]
     if _has_times(result):
         columns = (*columns, "blocked ms", "idle ms", "gain ms")
@@ -210,13 +221,18 @@ def _place(line: LineRecord | None) -> str:
 
 
 def _settings(result: DiagnosisResult) -> dict[str, object]:
-    return {
+    measured = {
+        "step, clean": result.step_ms,
+        "step, profiled": result.profiled_ms,
+        "step, lines watched": result.watched_ms,
+        "a batch, from the loader on its own": result.loader_ms,
+    }
+    settings: dict[str, object] = {
         "steps": result.steps,
         "optimizer calls per step": result.calls_per_step,
         "backward passes per step": result.backwards_per_step,
-        "step, clean": ms(result.step_ms),
-        "step, profiled": ms(result.profiled_ms),
-        "step, lines watched": ms(result.watched_ms),
-        "a batch, from the loader on its own": ms(result.loader_ms),
-        "replay error": share(result.replay_error),
+        **{name: ms(value) for name, value in measured.items() if value is not None},
     }
+    if result.replay_error is not None:
+        settings["replay error"] = share(result.replay_error)
+    return settings
