@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -231,6 +234,29 @@ class TestFailure:
             assert one.report().compiled
         assert len(backend.asked) == first.report().compilations == 1
         assert second.report() == CompileReport(compiled=True)
+
+
+def test_the_compiler_is_loaded_while_something_else_runs() -> None:
+    """In a process of its own: here it is loaded."""
+    program = """if True:
+        import os, sys, threading
+        from headrace.engine import compiler_loading
+        assert "torch._inductor.compile_fx" not in sys.modules
+        with compiler_loading():
+            assert os.environ["TORCHINDUCTOR_CACHE_DIR"].endswith("compiled")
+        assert "torch._inductor.compile_fx" in sys.modules
+        assert "headrace-compiler" not in [thread.name for thread in threading.enumerate()]
+        sys.modules["torch._inductor"] = None  # cannot be imported
+        del sys.modules["torch._inductor.compile_fx"]
+        with compiler_loading():
+            pass
+    """
+    environment = {**os.environ, "TORCH_WARM_POOL": "0"}
+    environment.pop("TORCHINDUCTOR_CACHE_DIR", None)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 class TestReport:

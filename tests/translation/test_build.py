@@ -48,6 +48,19 @@ def test_packed_where_it_pays(
         assert found == "several ranks: only --packed on packs" if why is None else found
 
 
+@pytest.mark.parametrize(("plan", "may"), [("auto", True), ("max", True), ("graph", False)])
+def test_the_compiler_is_loaded_early_where_it_may_be_needed(
+    monkeypatch: pytest.MonkeyPatch, plan: str, may: bool
+) -> None:
+    with FakeDevice() as device:
+        settings = TrainSettings(plan=plan)
+        assert not build.may_compile(settings, device)
+        monkeypatch.setattr(device, "compiles", True)
+        assert build.may_compile(settings, device) is may
+        monkeypatch.setenv("HEADRACE_PLAN", "baseline")
+        assert not build.may_compile(settings, device)
+
+
 def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
     """Of train and of valid. Fewer tokens are refused; few sentences make a larger batch."""
     for split in ("train", "valid"):

@@ -8,7 +8,7 @@ from the options, `loop.py` is the loop over batches, and `step.py` trains on on
 from __future__ import annotations
 
 from headrace.engine.carry import Carry
-from headrace.engine.compiled import CompileReport
+from headrace.engine.compiled import CompileReport, compiler_loading
 from headrace.engine.deferred import DeferredScalars, DeferredValues
 from headrace.engine.ema import Ema
 from headrace.engine.engine import Engine
@@ -39,5 +39,6 @@ __all__ = [
     "StepInfo",
     "StepState",
     "autocast",
+    "compiler_loading",
     "graphed",
 ]

@@ -17,6 +17,7 @@ import functools
 import inspect
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -147,6 +148,26 @@ class CompiledLoss:
         self._device.warn_once(
             f"compile: {why}", "the step is not compiled and runs as it is: %s", why
         )
+
+
+@contextmanager
+def compiler_loading() -> Iterator[None]:
+    """While the block runs, load PyTorch's compiler in a thread and let its worker processes start.
+    Otherwise the first compilation does so, and takes some seconds longer."""
+    _set_cache_folder()  # first: the worker processes get it from this process
+    thread = threading.Thread(target=_load_compiler, name="headrace-compiler", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        thread.join()
+
+
+def _load_compiler() -> None:
+    try:
+        import torch._inductor.compile_fx  # noqa: F401
+    except Exception as problem:  # the first compilation will report it
+        log.debug("the compiler cannot be loaded: %s", problem)
 
 
 def compile_obstacle(device: Device, loss: LossFunction, model: torch.nn.Module) -> str | None:

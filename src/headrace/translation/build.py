@@ -107,6 +107,13 @@ def _packed_obstacle(settings: TrainSettings) -> str | None:
     return None
 
 
+def may_compile(settings: TrainSettings, device: Device) -> bool:
+    """Whether the step will be compiled, or `plan = auto` may still choose to compile it."""
+    is_open = settings.plan == "auto"
+    plan = Plan.preset("max") if is_open else _resolve_plans(settings, device)[0]
+    return device.compiles and effective_plan(plan).compile
+
+
 def why_padded(settings: TrainSettings, data: Prepared, ranks: Ranks, device: Device) -> str | None:
     """Why `packed = auto` takes padded batches; None if it takes packed ones.
 

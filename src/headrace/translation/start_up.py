@@ -1,8 +1,9 @@
 """How long a run takes to start: what it prepares, builds, compiles and captures.
 
-These come one after the other. Compiling needs the vocabulary's size and the shapes of batches,
-which come from the prepared data, and PyTorch's compiler is not thread-safe. From the second run
-on, the prepared data and the compiled code come from caches.
+While the data is prepared, PyTorch's compiler is loaded and its worker processes start. The rest
+comes one after the other: compiling needs the vocabulary's size and the shapes of batches, which
+come from the prepared data, and PyTorch's compiler is not thread-safe. From the second run on, the
+prepared data and the compiled code come from caches.
 """
 
 from __future__ import annotations

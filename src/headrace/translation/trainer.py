@@ -29,7 +29,7 @@ from headrace.atomic_files import replace_file
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
 from headrace.data import end_workers, loader_error
 from headrace.device import Device, Ledger, open_device
-from headrace.engine import DeferredValues, Engine, EpochResult
+from headrace.engine import DeferredValues, Engine, EpochResult, compiler_loading
 from headrace.errors import (
     CheckpointError,
     CorpusError,
@@ -63,7 +63,7 @@ from headrace.runs import (
 from headrace.runs.records import EpochLine, StepLine
 from headrace.schema import refuse_unknown
 from headrace.text_table import counted
-from headrace.translation.build import RunParts, build_run, check_settings, why_padded
+from headrace.translation.build import RunParts, build_run, check_settings, may_compile, why_padded
 from headrace.translation.corpus.batches import Division
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
@@ -204,7 +204,9 @@ class Trainer:
         ):
             # No StopRequests yet: nothing is worth saving, and Ctrl-C ends the run at once.
             begun_s = time.monotonic()
-            data = self._prepare(progress)
+            compiles = may_compile(self.settings, self._open_device())
+            with compiler_loading() if compiles else nullcontext():
+                data = self._prepare(progress)
             prepared_s = time.monotonic()
             is_preset_chosen, why_plan = self.settings.preset == "auto", None
             if is_preset_chosen:
