@@ -1,6 +1,6 @@
 """Runs the GPU tests, PyTorch's stream sanitizer included, and records the outcome of each.
 
-    python benchmarks/gpu_tests.py [--out results.json]
+    python benchmarks/gpu_tests.py [--processes 4] [--limit-seconds 900] [--out FILE] [tests …]
 
 CI has no GPU. So these tests are run by hand, and the result is committed.
 """
@@ -11,33 +11,45 @@ import argparse
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 from measuring import header, save
 
 ROOT = Path(__file__).resolve().parent.parent
+OUTCOME = re.compile(r"^\[gw\d+\] \[ *\d+%\] (PASSED|FAILED|ERROR|SKIPPED) (.+?) *$", re.MULTILINE)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("tests", nargs="*", help="files or tests; else all")
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--limit-seconds", type=float, help="end the tests after so long")
     parser.add_argument(
         "--out",
         type=Path,
-        help="write every test's outcome to this JSON file, and failures to files beside it",
+        help="write every test's outcome to this JSON file, and what failed to a .txt beside it",
     )
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-n", "4", "-rA", "--timeout", "110"]
-    run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    line = r"^(PASSED|FAILED|ERROR|SKIPPED) (tests/.+?)(?: - .*)?$"
-    outcomes = re.findall(line, run.stdout, re.MULTILINE)
-    tests = {name: outcome.lower() for outcome, name in outcomes}
-    if run.returncode:
-        failures = run.stdout.partition("= FAILURES =")[2].partition("= PASSES =")[0]
-        print(failures[:9000])
+    command = [sys.executable, "-m", "pytest", *arguments.tests, "-m", "gpu", "-v"]
+    command += ["-n", str(arguments.processes), "--timeout", "110"]
+    with subprocess.Popen(
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as run:
+        try:
+            text, _ = run.communicate(timeout=arguments.limit_seconds)
+        except subprocess.TimeoutExpired:
+            run.kill()
+            text, _ = run.communicate()
+    tests = {name: outcome.lower() for outcome, name in OUTCOME.findall(text)}
+    counts = Counter(tests.values())
+    if counts["passed"] + counts["skipped"] < len(tests) or run.returncode:
+        print(text.partition("= FAILURES =")[2][:9000])
         if arguments.out is not None:
-            arguments.out.with_suffix(".txt").write_text(run.stdout + run.stderr, encoding="utf-8")
-    print(run.stdout.strip().splitlines()[-1])
-    save(arguments.out, {**header("gpu_tests.py"), "exit": run.returncode, "tests": tests})
+            arguments.out.with_suffix(".txt").write_text(text, encoding="utf-8")
+    print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
+    result = {**header("gpu_tests.py"), "exit": run.returncode, "counts": counts, "tests": tests}
+    save(arguments.out, result)
 
 
 if __name__ == "__main__":

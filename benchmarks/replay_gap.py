@@ -11,7 +11,9 @@ its graph alone     the graph that the engine has captured, replayed and nothing
 
 "busy" is the union of all kernel and copy times that the profiler sees. It makes each kernel a
 little longer or shorter. What "its graph alone" takes more than that is idle time between the
-kernels of a graph. What "engine" takes more than "its graph alone" is the engine's.
+kernels of a graph: "µs each" is that time over the number of kernels and copies. What "engine"
+takes more than "its graph alone" is the engine's. "pauses ms" are those over 20 µs, per step, while
+the profiler looks: a pause between two replays would be one of them.
 """
 
 from __future__ import annotations
@@ -24,7 +26,6 @@ from unittest.mock import patch
 
 import torch
 from engine_works import Work, transformer
-from graphs import busy_ms
 from measuring import header, interleaved_ms, save, table
 
 from engine import Planned
@@ -54,6 +55,25 @@ def captured_by(planned: Planned, device: Device) -> Callable[[int], object]:
                 graph.replay()
 
     return replay
+
+
+def traced(way: Callable[[int], object], device: Device, steps: int) -> dict[str, Any]:
+    """What the profiler sees: busy milliseconds, kernels and copies, and pauses, per step."""
+    with device.trace() as trace:
+        way(steps)
+    timeline = trace.timeline
+    assert timeline is not None, trace.missing
+    spans = [span for span in timeline.spans if span.kind in ("kernel", "copy")]
+    until_ns, pauses_ns = spans[0].end_ns, 0
+    for span in spans:
+        pause_ns = span.start_ns - until_ns
+        pauses_ns += pause_ns if pause_ns > 20_000 else 0
+        until_ns = max(until_ns, span.end_ns)
+    return {
+        "busy ms": round(timeline.device_busy_ms() / steps, 3),
+        "kernels": round(len(spans) / steps),
+        "pauses ms": round(pauses_ns / 1e6 / steps, 3),
+    }
 
 
 class ByHand:
@@ -110,10 +130,12 @@ def main() -> None:
         ways[f"by hand: {several} in a graph"] = ByHand(work, device, several)
     rows = interleaved_ms(ways, device, steps=options.steps, repeats=options.repeats, warm_up=16)
     for name, way in ways.items():
-        busy = busy_ms(way, device, 16)
-        rows[name] |= {"busy ms": round(busy, 3), "× busy": round(rows[name]["ms"] / busy, 4)}
+        row = rows[name]
+        row |= traced(way, device, 16)
+        row["× busy"] = round(row["ms"] / row["busy ms"], 4)
+        row["µs each"] = round(1e3 * (row["ms"] - row["busy ms"]) / row["kernels"], 3)
     save(options.out, {**header("replay_gap.py"), "steps": options.steps, "rows": rows})
-    shown = ("ms", "low", "high", "busy ms", "× busy")
+    shown = ("ms", "low", "high", "busy ms", "× busy", "kernels", "µs each", "pauses ms")
     print(table({name: {key: row[key] for key in shown} for name, row in rows.items()}))
 
 
