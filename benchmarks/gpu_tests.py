@@ -31,7 +31,7 @@ def main() -> None:
         help="write every test's outcome to this JSON file, and what failed to a .txt beside it",
     )
     arguments = parser.parse_args()
-    command = [sys.executable, "-m", "pytest", *arguments.tests, "-m", "gpu", "-v"]
+    command = [sys.executable, "-m", "pytest", *arguments.tests, "-m", "gpu", "-vv"]
     command += ["-n", str(arguments.processes), "--timeout", "110"]
     with subprocess.Popen(
         command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True

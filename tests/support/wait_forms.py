@@ -133,7 +133,6 @@ FORMS = [
     ("decomposition", "torch.linalg.eigh(a.matrix)"),
     ("decomposition", "torch.linalg.lstsq(a.matrix, a.matrix)"),
     ("decomposition", "torch.linalg.pinv(a.matrix)"),
-    ("decomposition", "torch.cholesky_inverse(a.matrix)"),
     ("compare", "max(a.x[0], a.x[1])"),
     ("compare", "a.loss in [a.n, a.loss]"),
     ("compare", "[a.loss] == [a.y[0]]"),

@@ -320,7 +320,6 @@ _CALLS = {
     **dict.fromkeys(("index_fill", "index_fill_"), "size"),
     **dict.fromkeys(("masked_fill", "masked_fill_"), "masked_fill"),
     **dict.fromkeys(("cholesky", "inv", "inverse", "solve", "lu_factor", "ldl_factor"), "linalg"),
-    "cholesky_inverse": "decomposition",
     **dict.fromkeys(("eigh", "svd", "eig", "lu", "eigvals", "eigvalsh"), "decomposition"),
     **dict.fromkeys(("matrix_rank", "pinv", "pinverse", "lstsq", "matrix_exp"), "decomposition"),
     **dict.fromkeys(("Normal", "Categorical", "Bernoulli", "log_prob"), "distribution"),

@@ -43,7 +43,7 @@ _HOST_READS = (
     *("nonzero", "masked_select", "_to_sparse", "bincount"),
     *("_unique", "_unique2", "unique_dim", "unique_consecutive"),
     *("_linalg_check_errors", "_linalg_eigh", "_linalg_svd", "linalg_eig", "_linalg_eigvals"),
-    *("cholesky", "cholesky_inverse", "linalg_lstsq", "linalg_pinv", "linalg_matrix_exp"),
+    *("cholesky", "linalg_lstsq", "linalg_pinv", "linalg_matrix_exp"),
     *("_coalesce", "_to_sparse_csr"),
 )
 _OnDevice = Callable[[torch.Tensor], bool]
