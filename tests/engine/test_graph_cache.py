@@ -52,6 +52,7 @@ class TestSignature:
             ({"a": torch.ones(2)}, {"b": torch.ones(2)}),
             ((torch.ones(2), 3), (torch.ones(2), 4)),
             ((torch.ones(2), True), (torch.ones(2), 1)),
+            ((torch.ones(2), 0.0), (torch.ones(2), -0.0)),
             ((torch.ones(2), None), (torch.ones(2), "none")),
             (Pair(torch.ones(2), "en"), Pair(torch.ones(2), "zh")),
         ],

@@ -17,6 +17,7 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from numbers import Number
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -299,7 +300,8 @@ def signature(batch: Any, device: Device) -> Hashable:
             f"a batch holds a {type(batch).__name__}, which cannot be compared from batch to "
             "batch: return it as a tensor, a number or a string, or leave it out"
         )
-    return (type(batch), batch)
+    # A number as text, too: -0.0 equals 0.0.
+    return (type(batch), batch, repr(batch) if isinstance(batch, Number) else None)
 
 
 def _is_comparable(value: Any) -> bool:
