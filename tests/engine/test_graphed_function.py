@@ -574,6 +574,42 @@ def test_an_optimizer_that_only_a_call_shows_is_found(capturing: Device) -> None
     assert report.replays >= 8
 
 
+def test_a_module_that_lives_for_one_call_is_no_part_of_the_state(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        model, optimizer = made.modules[0], made.optimizers[0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = nn.MSELoss()(model(x), x[:, :1])
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Made(step, made.modules, made.optimizers)
+
+    report = check_equal(capturing, make, sizes=(6,))
+    assert (report.why, report.replays > 9) == (None, True)
+
+
+def test_a_step_that_makes_an_optimizer_for_each_call(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = network(4, 8, 1).to(device.torch_device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Made(step, [model], [])
+
+    report = check_equal(capturing, make, sizes=(6,))
+    assert "each call makes another SGD" in str(report.why)
+
+
 class Hidden:
     """Keeps its optimizer where no code of the step names it."""
 

@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -65,6 +66,8 @@ Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 # After this many calls in a row that find their gradients elsewhere, none is captured any more.
 _MAX_UNSETTLED = 20
+# After this many watched calls of a shape that each use a new module or optimizer, likewise.
+_MAX_NEW_OWNERS = 6
 _GRADIENT = operator.attrgetter("grad")
 _GRADIENTS_MOVE = (
     "each call finds the gradients that it uses in other memory, and a graph would read the old: "
@@ -166,6 +169,8 @@ class GraphedFunction(Generic[Arguments, Returned]):
         # By the hash of their key: calls in a row whose gradients were in new memory.
         self._unsettled: Counter[int] = Counter()
         self._observed: list[torch.nn.Module | torch.optim.Optimizer] = []
+        # By the hash of their key: watched calls that have used something that was not known.
+        self._new_owners: Counter[int] = Counter()
         #: None before the first call, and after a call has shown more than the search had found.
         self._found: _Found | None = None
         self._capturable: list[CapturableOptimizer] = []
@@ -262,18 +267,22 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     @contextmanager
     def _observing(self, state: StepState, tracer: StepTracer, entry: _Gradients) -> Iterator[None]:
-        """Note modules and optimizers that the step uses and the search has not found. Do not trace
+        """Note modules and optimizers that the step uses and the search has not found. Modules that
+        live no longer than the call, as `nn.MSELoss()(x, y)`, are none of its state. Do not trace
         optimizers: a plain one counts its steps in Python, its capturable form on the device. Do
         trace a closure that an optimizer's step calls: it is the user's."""
         known = {id(one) for one in (*state.all_modules(), *state.optimizers, *self._observed)}
+        modules: list[weakref.ref[torch.nn.Module]] = []
 
-        def note(used: Any, *_: object) -> None:
-            if id(used) not in known:
-                known.add(id(used))
-                self._observed.append(used)
+        def note(module: torch.nn.Module, *_: object) -> None:
+            if id(module) not in known:
+                known.add(id(module))
+                modules.append(weakref.ref(module))
 
         def pause(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            note(optimizer)
+            if id(optimizer) not in known:
+                known.add(id(optimizer))
+                self._observed.append(optimizer)
             closures = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
             tracer.is_paused = True
             if not closures:
@@ -312,6 +321,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         finally:
             for handle in handles:
                 handle.remove()
+        self._observed += filter(None, (module() for module in modules))
 
     # --- one call ---------------------------------------------------------------------------------
 
@@ -418,8 +428,15 @@ class GraphedFunction(Generic[Arguments, Returned]):
         numbers = {str(at): one for at, one in enumerate(parts_of(result)) if _is_number(one)}
         tracer.trace.returned = numbers
         self._fates[hash(key)] = entry.fates(tracer.trace.touched)
-        if len(self._observed) > observed:  # watch again, with all that the step uses
+        if new := self._observed[observed:]:  # watch again, with all that the step uses
             self._found = None
+            self._new_owners[hash(key)] += 1
+            if self._new_owners[hash(key)] == _MAX_NEW_OWNERS:
+                self._give_up(
+                    f"each call makes another {type(new[0]).__name__} and uses it, and a graph "
+                    "would keep using the one that it was captured with: make it once, outside the "
+                    "step"
+                )
             return result
         is_first = self._graphs.uses(key) == 1
         known |= storages(self._known_tensors(found))
@@ -539,6 +556,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._why_eager = why
         self._drop_graphs()
         self._watch.forget()
+        self._observed.clear()
         if self._found is not None:
             self._found.values.find_again()  # frees what it had found
         warn_not_captured(self._device, self._plan_name, why)
