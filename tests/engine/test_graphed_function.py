@@ -357,6 +357,41 @@ def test_host_tensors_among_the_arguments_are_compared_by_value(capturing: Devic
     assert "2,000 values on the host" in str(step.report().why)
 
 
+class SameHash:
+    """Equal if its number is, and of the same hash as all others."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameHash) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("values", [(-1, -2), (SameHash(1), SameHash(2))])
+def test_values_of_one_hash_are_told_apart(capturing: Device, values: tuple[Any, Any]) -> None:
+    """-1 and -2 have the same hash. Only calls with the second value draw on the host."""
+    one, other = values
+
+    def make(device: Device) -> Made:
+        random.seed(3)
+        made = make_accumulating(device)
+        inner = made.step
+
+        def step(x: torch.Tensor, value: Any) -> torch.Tensor:
+            return inner(x * random.choice((1.0, 2.0)) if value == other else x)
+
+        made.step = step
+        return made
+
+    report = check_equal(
+        capturing, make, sizes=(6,), arguments=lambda at: {"value": one if at < 6 else other}
+    )
+    assert (report.captures, "random module" in str(report.why)) == (1, True)
+
+
 def test_what_a_step_writes_to_its_batch_is_seen_by_the_caller(capturing: Device) -> None:
     def make(device: Device) -> Made:
         made = make_accumulating(device)
