@@ -153,13 +153,13 @@ class Immovable:
         raise BrokenError
 
 
-class Picky(list[Any]):
+class Picky(tuple[Any, ...]):
     """A batch whose class cannot be rebuilt."""
 
-    def __init__(self, parts: list[Any]) -> None:
+    def __new__(cls, parts: list[Any]) -> Picky:
         if any(part.device.index is not None for part in parts):
             raise BrokenError
-        super().__init__(parts)
+        return super().__new__(cls, parts)
 
 
 @pytest.mark.parametrize("batch", [(torch.ones(1000), Immovable()), Picky([torch.ones(1000)])])

@@ -22,7 +22,14 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from headrace.data import batch_leaves, flatten_batch, measure_leaves, moves_itself, rebuild_batch
+from headrace.data import (
+    batch_leaves,
+    flatten_batch,
+    measure_leaves,
+    moves_itself,
+    other_attributes,
+    rebuild_batch,
+)
 from headrace.device import Device, Graph
 from headrace.errors import CaptureError
 
@@ -288,13 +295,16 @@ def signature(batch: Any, device: Device) -> Hashable:
             f"a batch holds a {type(batch).__name__}, which moves itself with .to(), and a graph "
             "needs its tensors: let the loader return them in a tuple or dict"
         )
+    items: Iterable[Any] | None = None
     if isinstance(batch, Mapping):
-        return (type(batch), *((key, signature(value, device)) for key, value in batch.items()))
-    if isinstance(batch, tuple | list):
-        return (type(batch), *(signature(one, device) for one in batch))
-    if dataclasses.is_dataclass(batch):
+        items = ((key, signature(value, device)) for key, value in batch.items())
+    elif isinstance(batch, tuple | list):
+        items = (signature(one, device) for one in batch)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = dataclasses.fields(batch)
-        return (type(batch), *(signature(getattr(batch, field.name), device) for field in fields))
+        items = (signature(getattr(batch, field.name), device) for field in fields)
+    if items is not None:
+        return (type(batch), *items, *_attribute_signatures(batch, device))
     if not _is_comparable(batch):
         raise CaptureError(
             f"a batch holds a {type(batch).__name__}, which cannot be compared from batch to "
@@ -302,6 +312,17 @@ def signature(batch: Any, device: Device) -> Hashable:
         )
     # A number as text, too: -0.0 equals 0.0.
     return (type(batch), batch, repr(batch) if isinstance(batch, Number) else None)
+
+
+def _attribute_signatures(batch: Any, device: Device) -> Iterable[Hashable]:
+    """What a container has besides its items, by name."""
+    for name, value in other_attributes(batch).items():
+        if flatten_batch(value):
+            raise CaptureError(
+                f"a batch holds a {type(batch).__name__} with a tensor in its attribute {name!r}, "
+                "which no graph gets a copy of: make it a field or an item"
+            )
+        yield name, signature(value, device)
 
 
 def _is_comparable(value: Any) -> bool:
