@@ -35,9 +35,9 @@ def races(
 ) -> None:
     """Find stream races in a program that uses CUDA, without a GPU.
 
-    Run a script or module on the CPU as if PyTorch had one CUDA device, and check that
-    its streams, events and copies are in order. Use small data: a few steps
-    are enough.
+    The command runs a script or module on the CPU as if PyTorch had one CUDA
+    device, and checks that the work on its streams is in order. Use small data:
+    a few steps are enough.
 
     The exit code is 1 if there are races, else the program's own.
     """
