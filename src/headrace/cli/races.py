@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.atomic_files import replace_file
 from headrace.cli.options import AsModule, Json, Program, check_output_file
 from headrace.cli.output import end_program, print_result, results_only
-from headrace.errors import usage_errors
+from headrace.errors import ReportError, usage_errors
 from headrace.main_program import running_threads
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def races(
     with results_only() if as_json else nullcontext(), usage_errors():
         result = run_program(name, arguments, as_module=module)
     if html is not None:
-        html.write_text(race_page(result.findings, title=name), encoding="utf-8")
+        replace_file(html, race_page(result.findings, title=name).encode(), ReportError)
     if as_json:
         print_result(_record(name, result).to_dict(), "", as_json)
     else:
