@@ -332,6 +332,7 @@ def read() -> SimpleNamespace:
         parser=parser,
         key=key,
         by_key=weakref.WeakKeyDictionary({key: 1.0}),
+        by_proxy=weakref.proxy(key),
         derived=type("Fresh", (Derived,), {"__module__": __name__})(),
         space=SimpleNamespace(warm=1),
         weight=torch.ones(2, requires_grad=True),
@@ -365,6 +366,10 @@ NOTICED: dict[str, tuple[Any, Any]] = {
     "a WeakKeyDictionary": (
         lambda read: read.by_key.values(),
         lambda read: read.by_key.update({read.key: 2.0}),
+    ),
+    "an object behind a proxy": (
+        lambda read: read.by_proxy.weight,
+        lambda read: setattr(read.key, "weight", 2.0),
     ),
     "a name that appears on a class": (
         lambda read: read.derived.weight,
@@ -508,9 +513,13 @@ def test_what_a_weak_reference_leads_to_may_end() -> None:
     state = state_of(lambda model, batch: weak().weight)  # type: ignore[union-attr]
     target.weight = 2.0
     assert state.changed() is not None
+    proxy = weakref.proxy(target)
+    of_proxy = state_of(lambda model, batch: proxy.weight)
+    assert of_proxy.iterator() is None
     del target
     assert weak() is None
     assert state.changed() is not None
+    assert state_of(lambda model, batch: proxy.weight).changed() is None
 
 
 def test_the_settings_of_a_library_s_model_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

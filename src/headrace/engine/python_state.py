@@ -520,7 +520,9 @@ class _Search:
         """Add what can be read through a value. `name` is what messages call it."""
         if type(value) in _CONSTANT_TYPES or depth > _MAX_DEPTH or not self._is_new(value):
             return
-        if isinstance(value, _CONSTANT_TYPES):  # of a class that may have methods: an Enum
+        if type(value) in weakref.ProxyTypes:
+            self._follow(_behind(value), name, depth + 1)
+        elif isinstance(value, _CONSTANT_TYPES):  # of a class that may have methods: an Enum
             self._object(value, name, depth)
         elif isinstance(value, torch.Tensor):
             self._tensor(value, name, depth)
@@ -976,6 +978,14 @@ def _gives_the_same_items(mapping: Mapping[Any, Any]) -> bool:
         return all(map(same_value, list(mapping.values()), list(mapping.values())))
     except Exception:  # code of the user's, or of a library
         return False
+
+
+def _behind(proxy: Any) -> Any:
+    """The object that a `weakref.proxy` stands for. None if it has ended."""
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
 
 
 def _has_bytes(value: Any) -> bool:
