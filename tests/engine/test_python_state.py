@@ -288,6 +288,23 @@ def negative(value: Any) -> Any:
     return -value
 
 
+def decorated(function: Any) -> Any:
+    """As a library's decorator returns it, without functools.wraps."""
+    code = compile(
+        "def wrap(function):\n    return lambda *arguments: function(*arguments)",
+        "/lib/site-packages/a_library/decorators.py",
+        "exec",
+    )
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["wrap"](function)
+
+
+@decorated
+def double(value: float) -> float:
+    return value * FACTORS["double"]
+
+
 @negative.register
 def _(value: float) -> float:
     return value * FACTORS["double"]
@@ -415,6 +432,10 @@ NOTICED: dict[str, tuple[Any, Any]] = {
     ),
     "a function by type": (
         lambda read: negative(1.0),
+        lambda read: FACTORS.update(double=FACTORS["double"] + 1),
+    ),
+    "a function that a library has wrapped": (
+        lambda read: double(1.0),
         lambda read: FACTORS.update(double=FACTORS["double"] + 1),
     ),
     "a method of an Enum": (

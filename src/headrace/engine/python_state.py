@@ -578,6 +578,10 @@ class _Search:
             self._follow(vars(function).get(key), name, depth + 1)
         code = function.__code__
         if not self._is_own(code.co_filename):
+            for cell in function.__closure__ or ():
+                # A library's decorator that does not say what it wraps.
+                if isinstance(inner := _content(cell), types.FunctionType):
+                    self._follow(inner, name, depth + 1)
             return
         self._read_code(code)
         self._defaults.add(function)
