@@ -450,17 +450,25 @@ def test_an_argument_that_shares_memory_with_the_steps_own_tensors(
     assert ("shares memory" in str(report.why)) == (shared != "read")
 
 
-def test_an_argument_that_shares_memory_later_is_not_copied(capturing: Device) -> None:
+@pytest.mark.parametrize(
+    ("table_at", "passed_at"), [(0, 0), (0, 2), (2, 0)], ids=["same", "later", "earlier"]
+)
+def test_an_argument_that_shares_memory_later_is_not_copied(
+    capturing: Device, table_at: int, passed_at: int
+) -> None:
+    """Also if one of the two begins at another place of that memory."""
+
     def make(device: Device) -> Made:
         made = make_accumulating(device)
-        table, inner = torch.ones(4, device=device.torch_device), made.step
+        memory, inner = torch.ones(8, device=device.torch_device), made.step
+        table, other = memory[table_at:], memory[passed_at : passed_at + 4]
 
         def step(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             table.mul_(0.9)
             return inner(x * other)  # type: ignore[no-any-return]
 
         made.step = step
-        passed[:] = [table.clone(), table]
+        passed[:] = [other.clone(), other]
         return made
 
     passed: list[torch.Tensor] = []
