@@ -701,6 +701,7 @@ def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any
         made.modules[0].seen = 0
         more: list[int] = []
         kept["append"] = more.append
+        kept["scheduler"] = torch.optim.lr_scheduler.StepLR(made.optimizers[0], 100)
         inner = made.step
 
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -753,6 +754,10 @@ REFUSED = {
     "an attribute of a list": (lambda kept, loss: kept["meter"].count(), "kept['meter'].steps"),
     "the order of keys": (lambda kept, loss: move_first_key(kept), "kept"),
     "a method of a list": (lambda kept, loss: kept["append"](1), "kept['append']"),
+    "a scheduler": (
+        lambda kept, loss: kept["scheduler"].step(),
+        "call the scheduler's step() in the loop",
+    ),
     "a nested tensor": (
         lambda kept, loss: kept["rows"].mul_(2),
         "the step uses a nested tensor at ",

@@ -109,6 +109,8 @@ class ChangedValue:
         where = "" if self.line is None else f" ({self.line})"
         if self.name.endswith(".training"):
             remedy = "call train() and eval() between epochs, not between the batches of one"
+        elif self.name.endswith(".last_epoch"):
+            remedy = "call the scheduler's step() in the loop, after the step"
         elif self.has_tensors:
             remedy = "keep the same tensor and write to it in place, with copy_()"
         else:
