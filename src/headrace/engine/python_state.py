@@ -759,7 +759,7 @@ class _Search:
         elif _has_bytes(value):  # an array, a ctypes number, mapped memory
             self._add_getter(name, lambda: _bytes_of(value))
             if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
-                self._follow(value.tolist(), name, depth + 1)
+                self._follow(list(value.flat), name, depth + 1)
         elif hasattr(type(value), "get_obj"):  # multiprocessing.Value
             self._follow(value.get_obj(), name, depth + 1)
         elif hasattr(type(value), "is_set") and not _file_of(type(value)):
