@@ -283,6 +283,20 @@ def test_a_pipe_is_written_to_and_stays(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [pipe]
 
 
+def test_the_file_behind_stdout_keeps_what_is_printed(tmp_path: Path) -> None:
+    code = """if True:
+        from pathlib import Path
+        from headrace.atomic_files import replace_file
+        from headrace.errors import RunError
+        print("before")
+        replace_file(Path("/dev/stdout"), b"result\\n", RunError)
+        print("after")
+    """
+    with (tmp_path / "printed").open("wb") as stdout:
+        subprocess.run([sys.executable, "-c", code], stdout=stdout, check=True)
+    assert (tmp_path / "printed").read_text() == "before\nresult\nafter\n"
+
+
 def test_a_link_stays_and_the_file_behind_it_is_replaced(tmp_path: Path) -> None:
     link, file = tmp_path / "link", tmp_path / "folder" / "file"
     file.parent.mkdir()

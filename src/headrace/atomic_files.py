@@ -12,6 +12,7 @@ import glob
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -66,14 +67,14 @@ def atomic_file(path: Path) -> Iterator[DurableFile]:
 
 
 def replace_file(path: Path, content: bytes, error: type[HeadraceError]) -> None:
-    """Write `content` to `path`: a reader sees the old file or the new one, never a part. A pipe or
-    a device, such as /dev/stdout, is not replaced.
+    """Write `content` to `path`: a reader sees the old file or the new one, never a part. A pipe, a
+    device, or the file behind stdout or stderr (/dev/stdout) is not replaced, but written to.
 
     Raises `error` if the system cannot write it.
     """
     try:
         if is_special(path):
-            path.write_bytes(content)
+            _write_to(path, content)
             return
         with atomic_file(path) as file:
             file.write(content)
@@ -82,8 +83,31 @@ def replace_file(path: Path, content: bytes, error: type[HeadraceError]) -> None
 
 
 def is_special(path: Path) -> bool:
-    """Whether it is a pipe or a device."""
+    """Whether it is a pipe, a device, or the file behind this process's stdout or stderr."""
+    if _output_stream(path) is not None:
+        return True
     return path.exists() and not path.is_file() and not path.is_dir()
+
+
+def _write_to(path: Path, content: bytes) -> None:
+    descriptor = _output_stream(path)
+    if descriptor is None:
+        path.write_bytes(content)
+        return
+    # After what was printed so far. To open the file again would be to write over that.
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    with os.fdopen(descriptor, "wb", closefd=False) as file:
+        file.write(content)
+
+
+def _output_stream(path: Path) -> int | None:
+    """The descriptor of stdout or stderr if `path` is the file behind it."""
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            if os.path.samestat(path.stat(), os.fstat(descriptor)):
+                return descriptor
+    return None
 
 
 def build_folder(

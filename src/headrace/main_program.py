@@ -232,8 +232,9 @@ def _signals() -> Iterator[None]:
     try:
         yield
     finally:
-        for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
-            signal.setitimer(timer, 0)
+        if hasattr(signal, "setitimer"):  # Windows has no timers
+            for timer in (signal.ITIMER_REAL, signal.ITIMER_VIRTUAL, signal.ITIMER_PROF):
+                signal.setitimer(timer, 0)
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)

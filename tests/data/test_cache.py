@@ -19,3 +19,10 @@ def test_a_copy_that_a_step_has_written_to_is_not_used_again() -> None:
     batch[0].add_(1)
     assert cache.find(batch) is None
     assert (cache.hits, cache.misses) == (2, 2)
+
+
+def test_what_is_no_tensor_is_not_kept() -> None:
+    cache, packed = BatchCache(2), torch.nn.utils.rnn.pack_sequence([torch.ones(2)])
+    for leaves in ([packed], [torch.ones(2), packed], []):
+        cache.keep(leaves, leaves)
+        assert cache.find(leaves) is None

@@ -153,13 +153,13 @@ class Immovable:
         raise BrokenError
 
 
-class Picky(list[Any]):
+class Picky(tuple[Any, ...]):
     """A batch whose class cannot be rebuilt."""
 
-    def __init__(self, parts: list[Any]) -> None:
+    def __new__(cls, parts: list[Any]) -> Picky:
         if any(part.device.index is not None for part in parts):
             raise BrokenError
-        super().__init__(parts)
+        return super().__new__(cls, parts)
 
 
 @pytest.mark.parametrize("batch", [(torch.ones(1000), Immovable()), Picky([torch.ones(1000)])])
@@ -324,6 +324,24 @@ class TestCache:
             assert values(loader) == [0.0, 1.0]
             source[0].fill_(9)
             assert values(loader) == [9.0, 1.0]
+
+    def test_values_beside_one_tensor_are_those_of_each_batch(self) -> None:
+        x = torch.ones(2)
+        with FakeDevice() as device:
+            loader = Prefetcher([(x, 1), (x, 2), {"a": x}], device, depth=0, cache=BatchCache(4))
+            for _ in range(2):
+                first, second, third = loader
+                assert (first[1], second[1], list(third)) == (1, 2, ["a"])
+                assert first[0] is second[0] is third["a"]
+
+    def test_a_batch_that_a_step_writes_to_comes_twice_in_a_row(self) -> None:
+        batch = torch.ones(2)
+        with FakeDevice() as device:
+            found = []
+            for copy in Prefetcher([batch] * 4, device, cache=BatchCache(4)):
+                found.append(copy.sum().item())
+                copy.mul_(2)
+        assert found == [2.0] * 4
 
     def test_a_data_loader_never_hits(self) -> None:
         with FakeDevice() as device:

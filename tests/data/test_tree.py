@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import collections
+import collections.abc
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -21,6 +23,37 @@ from support.batches import MovesItself, Pair, Sample, nested
 
 class Extra(dict[str, Any]):
     note = "kept"
+
+
+class Named(list[Any]):
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+class Marked(tuple[Any, ...]):
+    name = ""
+
+
+class Stored(collections.abc.MutableMapping[str, Any]):
+    """A mapping that keeps its items in a dict of its own."""
+
+    def __init__(self, **items: Any) -> None:
+        self._items = items
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._items[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self._items[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
 
 
 def doubled(batch: Any) -> Any:
@@ -42,6 +75,9 @@ ONE = torch.ones(2)
         collections.OrderedDict(b=ONE, a=ONE),
         collections.defaultdict(list, x=ONE),
         Extra(x=ONE),
+        collections.UserDict(x=ONE),
+        Stored(x=ONE),
+        Marked([ONE]),
         [],
         None,
         "text",
@@ -65,6 +101,13 @@ def test_other_objects_are_not_copied() -> None:
     sample = doubled(Sample(ONE, ["a"]))
     assert (sample.names, sample.length) == (["a"], 7)
     assert doubled(Extra(x=ONE)).note == "kept"
+
+
+def test_attributes_of_a_container_are_kept() -> None:
+    named, marked, extra = Named("a"), Marked([ONE]), Extra(x=ONE)
+    named.append(ONE)
+    marked.name = extra.name = "a"  # type: ignore[attr-defined]
+    assert [doubled(one).name for one in (named, marked, extra)] == ["a"] * 3
 
 
 def test_an_object_that_moves_itself_is_one_leaf() -> None:

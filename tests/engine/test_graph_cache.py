@@ -25,6 +25,15 @@ class Boxed:
         return self
 
 
+class Extra(dict[str, Any]):
+    """A dict with attributes."""
+
+
+def with_note(batch: Any, note: Any) -> Any:
+    batch.note = note
+    return batch
+
+
 class Opaque:
     """Equal only to itself, whatever its attributes are."""
 
@@ -52,8 +61,11 @@ class TestSignature:
             ({"a": torch.ones(2)}, {"b": torch.ones(2)}),
             ((torch.ones(2), 3), (torch.ones(2), 4)),
             ((torch.ones(2), True), (torch.ones(2), 1)),
+            ((torch.ones(2), 0.0), (torch.ones(2), -0.0)),
             ((torch.ones(2), None), (torch.ones(2), "none")),
             (Pair(torch.ones(2), "en"), Pair(torch.ones(2), "zh")),
+            (with_note(Pair(torch.ones(2), "en"), 1), with_note(Pair(torch.ones(2), "en"), 2)),
+            (with_note(Extra(x=torch.ones(2)), 1), with_note(Extra(x=torch.ones(2)), 2)),
         ],
     )
     def test_different_batches_have_different_signatures(self, one: Any, other: Any) -> None:
@@ -71,6 +83,10 @@ class TestSignature:
             ((torch.ones(2), {1, 2}), "a batch holds a set, which cannot be compared"),
             ((torch.ones(2), Opaque()), "a batch holds a Opaque, which cannot be compared"),
             (torch.ones(2, requires_grad=True), "requires a gradient"),
+            (
+                with_note(Extra(x=torch.ones(2)), torch.ones(2)),
+                "a Extra with a tensor in its attribute 'note'",
+            ),
         ],
     )
     def test_batches_that_no_graph_can_hold(self, batch: Any, message: str) -> None:

@@ -357,6 +357,41 @@ def test_host_tensors_among_the_arguments_are_compared_by_value(capturing: Devic
     assert "2,000 values on the host" in str(step.report().why)
 
 
+class SameHash:
+    """Equal if its number is, and of the same hash as all others."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, SameHash) and other.number == self.number
+
+    def __hash__(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("values", [(-1, -2), (SameHash(1), SameHash(2))])
+def test_values_of_one_hash_are_told_apart(capturing: Device, values: tuple[Any, Any]) -> None:
+    """-1 and -2 have the same hash. Only calls with the second value draw on the host."""
+    one, other = values
+
+    def make(device: Device) -> Made:
+        random.seed(3)
+        made = make_accumulating(device)
+        inner = made.step
+
+        def step(x: torch.Tensor, value: Any) -> torch.Tensor:
+            return inner(x * random.choice((1.0, 2.0)) if value == other else x)
+
+        made.step = step
+        return made
+
+    report = check_equal(
+        capturing, make, sizes=(6,), arguments=lambda at: {"value": one if at < 6 else other}
+    )
+    assert (report.captures, "random module" in str(report.why)) == (1, True)
+
+
 def test_what_a_step_writes_to_its_batch_is_seen_by_the_caller(capturing: Device) -> None:
     def make(device: Device) -> Made:
         made = make_accumulating(device)
@@ -415,17 +450,25 @@ def test_an_argument_that_shares_memory_with_the_steps_own_tensors(
     assert ("shares memory" in str(report.why)) == (shared != "read")
 
 
-def test_an_argument_that_shares_memory_later_is_not_copied(capturing: Device) -> None:
+@pytest.mark.parametrize(
+    ("table_at", "passed_at"), [(0, 0), (0, 2), (2, 0)], ids=["same", "later", "earlier"]
+)
+def test_an_argument_that_shares_memory_later_is_not_copied(
+    capturing: Device, table_at: int, passed_at: int
+) -> None:
+    """Also if one of the two begins at another place of that memory."""
+
     def make(device: Device) -> Made:
         made = make_accumulating(device)
-        table, inner = torch.ones(4, device=device.torch_device), made.step
+        memory, inner = torch.ones(8, device=device.torch_device), made.step
+        table, other = memory[table_at:], memory[passed_at : passed_at + 4]
 
         def step(x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
             table.mul_(0.9)
             return inner(x * other)  # type: ignore[no-any-return]
 
         made.step = step
-        passed[:] = [table.clone(), table]
+        passed[:] = [other.clone(), other]
         return made
 
     passed: list[torch.Tensor] = []
@@ -574,6 +617,42 @@ def test_an_optimizer_that_only_a_call_shows_is_found(capturing: Device) -> None
     assert report.replays >= 8
 
 
+def test_a_module_that_lives_for_one_call_is_no_part_of_the_state(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        made = make_accumulating(device)
+        model, optimizer = made.modules[0], made.optimizers[0]
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = nn.MSELoss()(model(x), x[:, :1])
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        return Made(step, made.modules, made.optimizers)
+
+    report = check_equal(capturing, make, sizes=(6,))
+    assert (report.why, report.replays > 9) == (None, True)
+
+
+def test_a_step_that_makes_an_optimizer_for_each_call(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = network(4, 8, 1).to(device.torch_device)
+
+        def step(x: torch.Tensor) -> torch.Tensor:
+            optimizer = torch.optim.SGD(model.parameters(), lr=1e-2)
+            loss: torch.Tensor = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return Made(step, [model], [])
+
+    report = check_equal(capturing, make, sizes=(6,))
+    assert "each call makes another SGD" in str(report.why)
+
+
 class Hidden:
     """Keeps its optimizer where no code of the step names it."""
 
@@ -622,6 +701,7 @@ def with_change(change: Callable[[dict[str, Any], torch.Tensor], object]) -> Any
         made.modules[0].seen = 0
         more: list[int] = []
         kept["append"] = more.append
+        kept["scheduler"] = torch.optim.lr_scheduler.StepLR(made.optimizers[0], 100)
         inner = made.step
 
         def step(x: torch.Tensor) -> torch.Tensor:
@@ -674,6 +754,10 @@ REFUSED = {
     "an attribute of a list": (lambda kept, loss: kept["meter"].count(), "kept['meter'].steps"),
     "the order of keys": (lambda kept, loss: move_first_key(kept), "kept"),
     "a method of a list": (lambda kept, loss: kept["append"](1), "kept['append']"),
+    "a scheduler": (
+        lambda kept, loss: kept["scheduler"].step(),
+        "call the scheduler's step() in the loop",
+    ),
     "a nested tensor": (
         lambda kept, loss: kept["rows"].mul_(2),
         "the step uses a nested tensor at ",

@@ -63,6 +63,23 @@ def test_what_an_error_leaves(batches: int, phase: Phase, whole: bool, left: int
     assert (one.phase, one.gradients()) == (Phase.CLEAN, [])
 
 
+def test_the_weight_is_not_rounded_to_the_gradients_dtype() -> None:
+    """bfloat16 has no 259. The first gradient's dtype must not change the others, either."""
+    parameters = [torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16)) for _ in range(2)]
+    parameters[1].data = parameters[1].data.float()
+    optimizer = torch.optim.SGD(parameters, lr=0.1)
+    one = Group(open_device("cpu"), optimizer, SINGLE, size=2, by_count=False, sharded=False)
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 259.0 * 3)
+    one.weight.add(259)
+    one.divide()
+    expected = torch.tensor(259.0 * 3)
+    assert [p.grad[0].item() for p in parameters if p.grad is not None] == [
+        (expected.bfloat16() / 259).item(),
+        (expected / 259).item(),
+    ]
+
+
 def test_a_replayed_step_counts_as_one_update() -> None:
     one = group(size=1)
     one.begin_update()

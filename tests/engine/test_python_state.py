@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import configparser
+import functools
+import operator
 import os
 import random
 import sys
+import threading
 import types
 import weakref
 from collections import ChainMap, OrderedDict, deque
+from dataclasses import dataclass
+from enum import Enum
 from os import getenv
 from pathlib import Path
 from types import MappingProxyType, SimpleNamespace
@@ -220,6 +225,91 @@ class Slots:
     __slots__ = ("beta",)
 
 
+class Private:
+    __slots__ = ("__beta",)
+
+    def __init__(self) -> None:
+        self.__beta = 1.0
+
+    def get(self) -> float:
+        return self.__beta
+
+    def add(self) -> None:
+        self.__beta += 1
+
+
+class Point:
+    __match_args__ = ("x",)
+
+    def __init__(self) -> None:
+        self.x, self.y = 0.0, 0.0
+
+    def scaled(self, factor: float) -> float:
+        return self.x * factor
+
+    doubled = functools.partialmethod(scaled, 2.0)
+
+    @functools.singledispatchmethod
+    def plus(self, other: Any) -> float:
+        raise TypeError(other)
+
+    @plus.register
+    def _(self, other: float) -> float:
+        return self.y + other
+
+
+def x_is_zero(read: Any) -> bool:
+    match read.point:
+        case Point(0.0):
+            return True
+    return False
+
+
+def y_is_zero(read: Any) -> bool:
+    match read.point:
+        case Point(y=0.0):
+            return True
+    return False
+
+
+FACTORS = {"double": 2.0}
+get_x = operator.attrgetter("x")
+
+
+class Factor(Enum):
+    DOUBLE = "double"
+
+    def value_now(self) -> float:
+        return FACTORS[self.value]
+
+
+@functools.singledispatch
+def negative(value: Any) -> Any:
+    return -value
+
+
+def decorated(function: Any) -> Any:
+    """As a library's decorator returns it, without functools.wraps."""
+    code = compile(
+        "def wrap(function):\n    return lambda *arguments: function(*arguments)",
+        "/lib/site-packages/a_library/decorators.py",
+        "exec",
+    )
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names["wrap"](function)
+
+
+@decorated
+def double(value: float) -> float:
+    return value * FACTORS["double"]
+
+
+@negative.register
+def _(value: float) -> float:
+    return value * FACTORS["double"]
+
+
 class Lazy:
     """Has no attribute yet, and says so in its own way."""
 
@@ -259,11 +349,19 @@ def read() -> SimpleNamespace:
         parser=parser,
         key=key,
         by_key=weakref.WeakKeyDictionary({key: 1.0}),
+        by_proxy=weakref.proxy(key),
         derived=type("Fresh", (Derived,), {"__module__": __name__})(),
         space=SimpleNamespace(warm=1),
         weight=torch.ones(2, requires_grad=True),
         slots=Slots(),
         lazy=Lazy(),
+        private=Private(),
+        point=Point(),
+        factor=Factor.DOUBLE,
+        table={"x": 1.0, "y": 2.0},
+        zero=0.0,
+        event=threading.Event(),
+        objects=numpy.array([Point()], dtype=object),
         function=types.FunctionType(with_default.__code__, globals(), "fresh", (1.0,)),
     )
 
@@ -285,6 +383,10 @@ NOTICED: dict[str, tuple[Any, Any]] = {
     "a WeakKeyDictionary": (
         lambda read: read.by_key.values(),
         lambda read: read.by_key.update({read.key: 2.0}),
+    ),
+    "an object behind a proxy": (
+        lambda read: read.by_proxy.weight,
+        lambda read: setattr(read.key, "weight", 2.0),
     ),
     "a name that appears on a class": (
         lambda read: read.derived.weight,
@@ -308,6 +410,51 @@ NOTICED: dict[str, tuple[Any, Any]] = {
     "a slot of an object that raises": (
         lambda read: read.lazy.beta,
         lambda read: setattr(read.lazy, "beta", 2.0),
+    ),
+    "a private slot": (lambda read: read.private.get(), lambda read: read.private.add()),
+    "an attribute whose name is in a tuple": (
+        lambda read: [getattr(read.point, name) for name in ("x", "y")],
+        lambda read: setattr(read.point, "y", 1.0),
+    ),
+    "an attribute behind a getter": (
+        lambda read: get_x(read.point),
+        lambda read: setattr(read.point, "x", 1.0),
+    ),
+    "a pattern by position": (x_is_zero, lambda read: setattr(read.point, "x", 1.0)),
+    "a pattern by name": (y_is_zero, lambda read: setattr(read.point, "y", 1.0)),
+    "a partial method": (
+        lambda read: read.point.doubled(),
+        lambda read: setattr(read.point, "x", 1.0),
+    ),
+    "a method by type": (
+        lambda read: read.point.plus(1.0),
+        lambda read: setattr(read.point, "y", 1.0),
+    ),
+    "a function by type": (
+        lambda read: negative(1.0),
+        lambda read: FACTORS.update(double=FACTORS["double"] + 1),
+    ),
+    "a function that a library has wrapped": (
+        lambda read: double(1.0),
+        lambda read: FACTORS.update(double=FACTORS["double"] + 1),
+    ),
+    "a method of an Enum": (
+        lambda read: read.factor.value_now(),
+        lambda read: FACTORS.update(double=FACTORS["double"] + 1),
+    ),
+    "a dict that is replaced by one in another order": (
+        lambda read: read.table.values(),
+        lambda read: setattr(read, "table", {"y": 2.0, "x": 1.0}),
+    ),
+    "the sign of zero": (lambda read: 1 / read.zero, lambda read: setattr(read, "zero", -0.0)),
+    "an event": (lambda read: read.event.is_set(), lambda read: read.event.set()),
+    "an object in an array": (
+        lambda read: read.objects[0].x,
+        lambda read: setattr(read.objects[0], "x", 1.0),
+    ),
+    "a global by its name": (
+        lambda read: globals()["FACTORS"],
+        lambda read: FACTORS.update(double=FACTORS["double"] + 1),
     ),
     "a property of a metaclass": (
         lambda read: WithMeta.beta,
@@ -353,6 +500,26 @@ def test_what_is_noticed(read: SimpleNamespace, name: str, monkeypatch: pytest.M
     assert state.changed() is None
 
 
+@dataclass
+class Counted:
+    count: int = 0
+    weight: float = 1.0
+
+
+def test_a_counter_that_only_the_loop_reads() -> None:
+    """`step` is also what PyTorch calls on optimizers. The `__eq__` that `dataclass` writes reads
+    `count`, and a step may call it; there is no line to name."""
+    kept, loose = Counted(), SimpleNamespace(step=0, weight=1.0)
+    state = state_of(lambda model, batch: model(batch) * loose.weight)
+    loose.step += 1
+    assert state.changed() is None
+    state = state_of(lambda model, batch: model(batch) * kept.weight)
+    kept.count += 1
+    changed = state.changed()
+    assert changed is not None
+    assert "<string>" not in str(changed)
+
+
 def test_a_class_gets_its_attributes_back(read: SimpleNamespace) -> None:
     state = state_of(lambda model, batch: read.derived.weight)
     type(read.derived).weight = 2.0
@@ -367,9 +534,13 @@ def test_what_a_weak_reference_leads_to_may_end() -> None:
     state = state_of(lambda model, batch: weak().weight)  # type: ignore[union-attr]
     target.weight = 2.0
     assert state.changed() is not None
+    proxy = weakref.proxy(target)
+    of_proxy = state_of(lambda model, batch: proxy.weight)
+    assert of_proxy.iterator() is None
     del target
     assert weak() is None
     assert state.changed() is not None
+    assert state_of(lambda model, batch: proxy.weight).changed() is None
 
 
 def test_the_settings_of_a_library_s_model_are_compared(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,6 +43,7 @@ $ headrace races train.py        # find stream races, without a GPU
 Run headrace COMMAND --help for the options of a command.
 
 Exit codes: 0 success, 1 failure, 2 wrong usage, 130 Ctrl-C, 143 SIGTERM.
+diagnose and races end with the exit code of the script that they run.
 """
 
 

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from headrace.atomic_files import replace_file
 from headrace.cli.options import AsModule, Json, Program, check_output_file
 from headrace.cli.output import end_program, print_result, results_only
-from headrace.errors import usage_errors
+from headrace.errors import ReportError, usage_errors
 from headrace.main_program import running_threads
 
 if TYPE_CHECKING:
@@ -35,9 +36,9 @@ def races(
 ) -> None:
     """Find stream races in a program that uses CUDA, without a GPU.
 
-    Run a script or module on the CPU as if PyTorch had one CUDA device, and check that
-    its streams, events and copies are in order. Use small data: a few steps
-    are enough.
+    The command runs a script or module on the CPU as if PyTorch had one CUDA
+    device, and checks that the work on its streams is in order. Use small data:
+    a few steps are enough.
 
     The exit code is 1 if there are races, else the program's own.
     """
@@ -51,7 +52,7 @@ def races(
     with results_only() if as_json else nullcontext(), usage_errors():
         result = run_program(name, arguments, as_module=module)
     if html is not None:
-        html.write_text(race_page(result.findings, title=name), encoding="utf-8")
+        replace_file(html, race_page(result.findings, title=name).encode(), ReportError)
     if as_json:
         print_result(_record(name, result).to_dict(), "", as_json)
     else:

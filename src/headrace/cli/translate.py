@@ -45,8 +45,9 @@ def translate(
 ) -> None:
     """Translate sentences with a trained model.
 
-    The command prints one line per sentence, in the same order, as soon as
-    they are translated. Input and files are UTF-8.
+    The command prints one line per sentence, in the same order. The lines of a
+    long input appear in parts, each as soon as it is translated. Input and
+    files are UTF-8.
     """
     begun_s = time.monotonic()
     from headrace.translation import TrainedModel

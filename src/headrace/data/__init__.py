@@ -37,6 +37,7 @@ from headrace.data.tree import (
     is_plain_tensor,
     measure_leaves,
     moves_itself,
+    other_attributes,
     rebuild_batch,
 )
 from headrace.data.used_iterators import UsedIterators
@@ -70,6 +71,7 @@ __all__ = [
     "loader_error",
     "measure_leaves",
     "moves_itself",
+    "other_attributes",
     "prefetch",
     "rebuild_batch",
     "rng_states",

@@ -173,7 +173,7 @@ class StatefulPrefetcher(Prefetcher):
 class Prefetched:
     """A batch that was fetched. The event `ready` passes when its copy is done; None if nothing was
     copied. `loader_state` is the loader's own state after the batch, `rng_before` has the random
-    states before it."""
+    states before it. `kept` are its leaves if the cache has them."""
 
     batch: Any
     ready: Event | None
@@ -182,6 +182,7 @@ class Prefetched:
     loader_state: Any = None
     rng_before: dict[str, Any] | None = None
     alignment: Alignment | None = None
+    kept: list[Any] | None = None
 
 
 class PrefetchIterator:
@@ -326,9 +327,10 @@ class PrefetchIterator:
     def _copy(self, batch: Any) -> Prefetched:
         leaves, cache = flatten_batch(batch), self._settings.cache
         nbytes, samples = measure_leaves(leaves)
-        kept = None if cache is None else cache.find(batch)
-        if kept is not None:
-            return Prefetched(kept, None, nbytes, samples)
+        kept = None if cache is None else cache.find(leaves)
+        # Not twice at a time: the step of the first batch may write to its tensors.
+        if kept is not None and not any(one.kept is kept for one in self._ahead):
+            return Prefetched(rebuild_batch(batch, kept), None, nbytes, samples, kept=kept)
         if not self._device.asynchronous:
             return Prefetched(self._moved(batch, leaves), None, nbytes, samples)
         ready = self._free_event()
@@ -344,9 +346,11 @@ class PrefetchIterator:
             if was_copied:
                 self._owner.wait_event(ready)
             raise
-        if cache is not None:
-            cache.keep(batch, on_device)
-        return Prefetched(on_device, ready if was_copied else None, nbytes, samples)
+        prefetched = Prefetched(on_device, ready if was_copied else None, nbytes, samples)
+        if cache is not None and kept is None:
+            cache.keep(leaves, arriving)
+            prefetched.kept = arriving
+        return prefetched
 
     def _moved(self, batch: Any, leaves: list[Any]) -> Any:
         """The batch on a device that needs no copies: itself, if all of its tensors are there."""

@@ -66,6 +66,18 @@ def rebuild_batch(batch: Any, new_leaves: Iterable[Any]) -> Any:
     return _rebuild(batch, lambda leaf: next(supply))
 
 
+def other_attributes(batch: Any) -> dict[str, Any]:
+    """What a container has besides its items: the attributes of a subclass, and those of a
+    dataclass that are no fields."""
+    found: dict[str, Any] = getattr(batch, "__dict__", {})
+    if isinstance(batch, Mapping) and not isinstance(batch, dict):
+        return {name: one for name, one in found.items() if not _may_keep_items(one)}
+    if dataclasses.is_dataclass(batch):
+        fields = {field.name for field in dataclasses.fields(batch)}
+        return {name: one for name, one in found.items() if name not in fields}
+    return found
+
+
 def measure_leaves(leaves: Iterable[Any]) -> tuple[int, int]:
     """The bytes of a batch's tensors, and the number of its samples: the size of the first
     dimension of the first tensor that has one, or 1."""
@@ -107,10 +119,8 @@ def _rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
         return change(batch)
     if isinstance(batch, Mapping):
         return _rebuild_mapping(batch, change)
-    if isinstance(batch, tuple) and hasattr(batch, "_fields"):
-        return type(batch)(*[_rebuild(part, change) for part in batch])
     if isinstance(batch, list | tuple):
-        return type(batch)([_rebuild(part, change) for part in batch])
+        return _rebuild_sequence(batch, [_rebuild(part, change) for part in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         # Not dataclasses.replace: it refuses fields with init=False and runs __post_init__ again.
         twin = copy.copy(batch)
@@ -120,12 +130,33 @@ def _rebuild(batch: Any, change: Callable[[Any], Any]) -> Any:
     return batch
 
 
+def _rebuild_sequence(batch: Any, parts: list[Any]) -> Any:
+    if type(batch) is list:
+        return parts
+    if isinstance(batch, list):  # a subclass may have another constructor and further attributes
+        twin: Any = copy.copy(batch)
+        twin[:] = parts
+        return twin
+    twin = type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+    if hasattr(batch, "__dict__"):
+        vars(twin).update(vars(batch))
+    return twin
+
+
 def _rebuild_mapping(batch: Mapping[Any, Any], change: Callable[[Any], Any]) -> Any:
     changed = {key: _rebuild(value, change) for key, value in batch.items()}
     if type(batch) is dict:
         return changed
     # A subclass may have another constructor and further attributes: copy the object.
     twin: Any = copy.copy(batch)
+    if not isinstance(batch, dict) and not hasattr(type(batch), "__copy__"):
+        kept = {name: one for name, one in vars(batch).items() if _may_keep_items(one)}
+        vars(twin).update({name: copy.copy(one) for name, one in kept.items()})
     for key, value in changed.items():
         twin[key] = value
     return twin
+
+
+def _may_keep_items(attribute: object) -> bool:
+    """Whether a mapping that is no dict may keep its items in this attribute."""
+    return isinstance(attribute, Mapping | list)

@@ -17,11 +17,19 @@ import time
 import types
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from numbers import Number
 from typing import Any, Generic, TypeVar
 
 import torch
 
-from headrace.data import batch_leaves, flatten_batch, measure_leaves, moves_itself, rebuild_batch
+from headrace.data import (
+    batch_leaves,
+    flatten_batch,
+    measure_leaves,
+    moves_itself,
+    other_attributes,
+    rebuild_batch,
+)
 from headrace.device import Device, Graph
 from headrace.errors import CaptureError
 
@@ -44,16 +52,35 @@ _EQUAL_TO_THEMSELVES = (
 )
 
 
+class _Memory:
+    """The memory of some tensors: where they begin, and their storages."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._storages = frozenset(_storage(one) for one in tensors)
+        self._addresses = frozenset(one.data_ptr() for one in tensors) - {0}
+        self._has_offsets = any(map(torch.Tensor.storage_offset, tensors))
+
+    def shares(self, others: list[torch.Tensor]) -> bool:
+        """Whether other tensors may have memory of these. It runs before each replay: comparing
+        storages takes longer, and is needed only if a tensor does not begin where its storage
+        does."""
+        if self._has_offsets or any(map(torch.Tensor.storage_offset, others)):
+            return not self._storages.isdisjoint(map(_storage, others))
+        return not self._addresses.isdisjoint(map(torch.Tensor.data_ptr, others))
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    found: int = tensor.untyped_storage()._cdata
+    return found
+
+
 class _StateInUse:
-    """Tensors that a step uses besides its batch, and which of them it writes, by address."""
+    """Tensors that a step uses besides its batch, and which of them it writes."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         dense = [one for one in tensors if one.layout is torch.strided and not one.is_nested]
         self._versions = [(one, one._version) for one in dense if not one.is_inference()]
-        self._storages = {one.untyped_storage()._cdata for one in dense}
-        self._written_storages: set[int] = set()
-        self.used = frozenset(one.data_ptr() for one in dense) - {0}
-        self.written: frozenset[int] = frozenset()
+        self._used, self._written = _Memory(dense), _Memory([])
 
     def note_written(self, updated: Iterable[torch.Tensor]) -> None:
         """Call after the step. `updated` are tensors that it writes in any case: PyTorch's fused
@@ -61,15 +88,18 @@ class _StateInUse:
         written = [one for one, version in self._versions if one._version != version]
         written += updated
         self._versions.clear()
-        self.written = frozenset(one.data_ptr() for one in written) - {0}
-        self._written_storages = {one.untyped_storage()._cdata for one in written}
+        self._written = _Memory(written)
+
+    def is_separate_from(self, leaves: list[torch.Tensor], written: list[int]) -> bool:
+        """Whether no tensor of a batch shares memory with one that the step uses, if one of the two
+        is written. `written` are the positions of those of the batch."""
+        if self._written.shares(leaves):
+            return False
+        return not written or not self._used.shares([leaves[at] for at in written])
 
     def require_separate(self, leaves: list[torch.Tensor], written: list[int]) -> None:
-        """Raise `CaptureError` if a batch shares memory with a tensor that the step uses, and one
-        of the two is written. `written` are the positions of those of the batch."""
-        memory = [leaf.untyped_storage()._cdata for leaf in leaves]
-        shared = not self._written_storages.isdisjoint(memory)
-        if shared or any(memory[at] in self._storages for at in written):
+        """Raise `CaptureError` if a batch is not separate."""
+        if not self.is_separate_from(leaves, written):
             raise CaptureError(
                 "a tensor of the step's batch shares memory with one that the step uses elsewhere, "
                 "and the step writes to it, while a graph gets a copy of its batch: pass a clone, "
@@ -91,19 +121,14 @@ class CapturedWork(Generic[Result]):
         state: _StateInUse,
     ) -> None:
         self._inputs, self._written = inputs, written
-        self._graph = graph
-        self._state_used, self._state_written = state.used, state.written
+        self._graph, self._state = graph, state
         self.result = result
         self.uses: list[torch.Tensor] = []
 
     def suits(self, leaves: list[torch.Tensor]) -> bool:
         """Whether the graph can run on a copy of this batch. It cannot if the batch shares memory
         with a tensor that the step uses, and one of the two is written."""
-        if not self._state_written.isdisjoint(map(torch.Tensor.data_ptr, leaves)):
-            return False
-        if not self._written:
-            return True
-        return self._state_used.isdisjoint(leaves[at].data_ptr() for at in self._written)
+        return self._state.is_separate_from(leaves, self._written)
 
     def replay(self, leaves: list[torch.Tensor]) -> Result:
         """Run the graph on the tensors of another batch, on the current stream."""
@@ -287,19 +312,34 @@ def signature(batch: Any, device: Device) -> Hashable:
             f"a batch holds a {type(batch).__name__}, which moves itself with .to(), and a graph "
             "needs its tensors: let the loader return them in a tuple or dict"
         )
+    items: Iterable[Any] | None = None
     if isinstance(batch, Mapping):
-        return (type(batch), *((key, signature(value, device)) for key, value in batch.items()))
-    if isinstance(batch, tuple | list):
-        return (type(batch), *(signature(one, device) for one in batch))
-    if dataclasses.is_dataclass(batch):
+        items = ((key, signature(value, device)) for key, value in batch.items())
+    elif isinstance(batch, tuple | list):
+        items = (signature(one, device) for one in batch)
+    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = dataclasses.fields(batch)
-        return (type(batch), *(signature(getattr(batch, field.name), device) for field in fields))
+        items = (signature(getattr(batch, field.name), device) for field in fields)
+    if items is not None:
+        return (type(batch), *items, *_attribute_signatures(batch, device))
     if not _is_comparable(batch):
         raise CaptureError(
             f"a batch holds a {type(batch).__name__}, which cannot be compared from batch to "
             "batch: return it as a tensor, a number or a string, or leave it out"
         )
-    return (type(batch), batch)
+    # A number as text, too: -0.0 equals 0.0.
+    return (type(batch), batch, repr(batch) if isinstance(batch, Number) else None)
+
+
+def _attribute_signatures(batch: Any, device: Device) -> Iterable[Hashable]:
+    """What a container has besides its items, by name."""
+    for name, value in other_attributes(batch).items():
+        if flatten_batch(value):
+            raise CaptureError(
+                f"a batch holds a {type(batch).__name__} with a tensor in its attribute {name!r}, "
+                "which no graph gets a copy of: make it a field or an item"
+            )
+        yield name, signature(value, device)
 
 
 def _is_comparable(value: Any) -> bool:

@@ -16,7 +16,7 @@ before one; they are told the truth.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 
@@ -30,7 +30,8 @@ _MAX_TRACES = 8
 
 
 class StepWatch:
-    """Compares traces of watched batches, by the hash of their shape.
+    """Compares traces of watched batches, by the key of their graph, here called their shape. Not
+    by its hash: -1 and -2 have the same.
 
     A shape's batches are watched from its `first` use on, while fewer than `_MAX_TRACES` other
     shapes are being watched, and from its `last` use on in any case.
@@ -38,22 +39,22 @@ class StepWatch:
 
     def __init__(self, first: int, last: int) -> None:
         self._first, self._last = first, last
-        self._traces: dict[int, StepTrace] = {}
-        self._differences: Counter[int] = Counter()
+        self._traces: dict[Hashable, StepTrace] = {}
+        self._differences: Counter[Hashable] = Counter()
         #: Shapes of which two batches agreed, and the tensors that they read from elsewhere.
-        self._agreed: dict[int, list[torch.Tensor]] = {}
+        self._agreed: dict[Hashable, list[torch.Tensor]] = {}
         self._made: set[Storage] = set()
         #: Whether trials are told that they are being captured, because a trial has asked.
         self.as_captured = False
 
-    def wants(self, key: int, uses: int) -> bool:
+    def wants(self, key: Hashable, uses: int) -> bool:
         """Whether to watch the next batch of a shape that was used `uses` times."""
         if key in self._agreed or uses < self._first:
             return False
         # A loader that never repeats a shape must not be watched for ever.
         return key in self._traces or uses >= self._last or len(self._traces) < _MAX_TRACES
 
-    def has_agreed(self, key: int) -> bool:
+    def has_agreed(self, key: Hashable) -> bool:
         """Whether two batches of this shape in a row did the same."""
         return key in self._agreed
 
@@ -69,13 +70,13 @@ class StepWatch:
             "loop's"
         )
 
-    def read_by(self, key: int) -> list[torch.Tensor]:
+    def read_by(self, key: Hashable) -> list[torch.Tensor]:
         """Tensors that a shape's batches read besides the batch and the `known` ones."""
         return self._agreed[key]
 
     def learn(
         self,
-        key: int,
+        key: Hashable,
         trace: StepTrace,
         obstacles: Sequence[Obstacle],
         known: set[Storage],
@@ -116,7 +117,7 @@ class StepWatch:
             self._made = {storage for storage in made if not storage.expired()}
         return self._compare(key, trace)
 
-    def _compare(self, key: int, trace: StepTrace) -> str | None:
+    def _compare(self, key: Hashable, trace: StepTrace) -> str | None:
         """Compare with the shape's previous batch. If they agree, the shape may be captured."""
         before = self._traces.pop(key, None)
         difference = None if before is None else trace.difference(before)

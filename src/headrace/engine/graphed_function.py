@@ -24,6 +24,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -65,6 +66,8 @@ Arguments = ParamSpec("Arguments")
 Returned = TypeVar("Returned")
 # After this many calls in a row that find their gradients elsewhere, none is captured any more.
 _MAX_UNSETTLED = 20
+# After this many watched calls of a shape that each use a new module or optimizer, likewise.
+_MAX_NEW_OWNERS = 6
 _GRADIENT = operator.attrgetter("grad")
 _GRADIENTS_MOVE = (
     "each call finds the gradients that it uses in other memory, and a graph would read the old: "
@@ -159,13 +162,15 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._graphs: GraphCache[_Outcome] = GraphCache(
             device, max_graphs=max_graphs, capture_after=0
         )
-        # What calls, by the hash of their key, do with the gradients of the calls before.
-        self._fates: dict[int, _Fates] = {}
+        # What calls, by their key, do with the gradients of the calls before.
+        self._fates: dict[Hashable, _Fates] = {}
         # Addresses of the gradients that graphs leave: memory of the graphs' pool.
         self._own_gradients: set[int] = set()
-        # By the hash of their key: calls in a row whose gradients were in new memory.
-        self._unsettled: Counter[int] = Counter()
+        # By their key: calls in a row whose gradients were in new memory.
+        self._unsettled: Counter[Hashable] = Counter()
         self._observed: list[torch.nn.Module | torch.optim.Optimizer] = []
+        # By their key: watched calls that have used something that was not known.
+        self._new_owners: Counter[Hashable] = Counter()
         #: None before the first call, and after a call has shown more than the search had found.
         self._found: _Found | None = None
         self._capturable: list[CapturableOptimizer] = []
@@ -194,7 +199,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         if self._why_eager is None:
             self._graphs.find(key)  # counts the call; graphs have keys with gradients
             self._was_new_shape = self._graphs.uses(key) == 1
-            if self._watch.wants(hash(key), self._graphs.uses(key)):
+            if self._watch.wants(key, self._graphs.uses(key)):
                 return self._run_watched(found, key, call)
         return self._run(call)
 
@@ -262,18 +267,22 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     @contextmanager
     def _observing(self, state: StepState, tracer: StepTracer, entry: _Gradients) -> Iterator[None]:
-        """Note modules and optimizers that the step uses and the search has not found. Do not trace
+        """Note modules and optimizers that the step uses and the search has not found. Modules that
+        live no longer than the call, as `nn.MSELoss()(x, y)`, are none of its state. Do not trace
         optimizers: a plain one counts its steps in Python, its capturable form on the device. Do
         trace a closure that an optimizer's step calls: it is the user's."""
         known = {id(one) for one in (*state.all_modules(), *state.optimizers, *self._observed)}
+        modules: list[weakref.ref[torch.nn.Module]] = []
 
-        def note(used: Any, *_: object) -> None:
-            if id(used) not in known:
-                known.add(id(used))
-                self._observed.append(used)
+        def note(module: torch.nn.Module, *_: object) -> None:
+            if id(module) not in known:
+                known.add(id(module))
+                modules.append(weakref.ref(module))
 
         def pause(optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            note(optimizer)
+            if id(optimizer) not in known:
+                known.add(id(optimizer))
+                self._observed.append(optimizer)
             closures = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
             tracer.is_paused = True
             if not closures:
@@ -312,6 +321,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         finally:
             for handle in handles:
                 handle.remove()
+        self._observed += filter(None, (module() for module in modules))
 
     # --- one call ---------------------------------------------------------------------------------
 
@@ -370,14 +380,14 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def _graph_for(self, found: _Found, key: Hashable, call: Any) -> CapturedWork[_Outcome] | None:
         """The graph for this call, captured now if it is due; None: run the step eagerly."""
-        if not self._watch.has_agreed(hash(key)):
+        if not self._watch.has_agreed(key):
             return None
         graph_key = (key, self._gradient_key(found, key))
         captured = self._graphs.find(graph_key)
         # Gradients of an eager call have other memory each time: wait until an address comes again.
         settled = not any(graph_key[1]) or self._graphs.uses(graph_key) > 1
-        self._unsettled[hash(key)] = 0 if settled else self._unsettled[hash(key)] + 1
-        if self._unsettled[hash(key)] == _MAX_UNSETTLED:
+        self._unsettled[key] = 0 if settled else self._unsettled[key] + 1
+        if self._unsettled[key] == _MAX_UNSETTLED:
             self._give_up(_GRADIENTS_MOVE)
         if captured is not None or not settled or not self._graphs.is_due(graph_key):
             return captured
@@ -393,7 +403,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         A gradient that the step leaves alone counts if another graph of this function has made it:
         the graphs share memory, and one captured without it might use that memory for its own.
         """
-        fates, found_at = self._fates[hash(key)], [0] * len(found.parameters)
+        fates, found_at = self._fates[key], [0] * len(found.parameters)
         for at in fates.used | fates.kept:
             gradient = found.parameters[at].grad
             address = 0 if gradient is None else gradient.data_ptr()
@@ -417,14 +427,21 @@ class GraphedFunction(Generic[Arguments, Returned]):
             del carried
         numbers = {str(at): one for at, one in enumerate(parts_of(result)) if _is_number(one)}
         tracer.trace.returned = numbers
-        self._fates[hash(key)] = entry.fates(tracer.trace.touched)
-        if len(self._observed) > observed:  # watch again, with all that the step uses
+        self._fates[key] = entry.fates(tracer.trace.touched)
+        if new := self._observed[observed:]:  # watch again, with all that the step uses
             self._found = None
+            self._new_owners[key] += 1
+            if self._new_owners[key] == _MAX_NEW_OWNERS:
+                self._give_up(
+                    f"each call makes another {type(new[0]).__name__} and uses it, and a graph "
+                    "would keep using the one that it was captured with: make it once, outside the "
+                    "step"
+                )
             return result
         is_first = self._graphs.uses(key) == 1
         known |= storages(self._known_tensors(found))
         known |= storages(p.grad for p in found.parameters if p.grad is not None)
-        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
+        why = self._watch.learn(key, tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return result
@@ -459,7 +476,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         if (obstacle := state_obstacle(state)) is not None:
             raise CaptureError(obstacle)
         entry = [p.grad for p in found.parameters if p.grad is not None]
-        used = self._fates[hash(key)].used
+        used = self._fates[key].used
         with self._ready_for_capture(state, values) as undo:
             before = StateBeforeCapture(state, values.tensors())
             try:
@@ -485,7 +502,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._own_gradients |= {
             gradient.data_ptr() for _, gradient in captured.result.gradients if gradient is not None
         }
-        captured.uses = [*self._known_tensors(found), *entry, *self._watch.read_by(hash(key))]
+        captured.uses = [*self._known_tensors(found), *entry, *self._watch.read_by(key)]
         return captured
 
     def _work_to_capture(self, found: _Found, used: frozenset[int], call: Any) -> _Outcome:
@@ -539,6 +556,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._why_eager = why
         self._drop_graphs()
         self._watch.forget()
+        self._observed.clear()
         if self._found is not None:
             self._found.values.find_again()  # frees what it had found
         warn_not_captured(self._device, self._plan_name, why)

@@ -64,7 +64,7 @@ _WITH_DATA: Any = (
     weakref.WeakSet,
 )
 _CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), Enum)
-_COMPARED_BY_VALUE = (numpy.generic, torch.dtype, torch.device, types.MethodType, PurePath, range)
+_COMPARED_BY_VALUE = (torch.dtype, torch.device, types.MethodType, PurePath, range)
 # Attributes that every module has. They are compared elsewhere, or do not affect its results.
 _OF_EVERY_MODULE = frozenset(vars(torch.nn.Module())) - {"training"}
 _NOT_ASSIGNED = object()
@@ -97,27 +97,28 @@ _MUTATING_METHODS = {
 
 @dataclass(frozen=True, slots=True)
 class ChangedValue:
-    """A value that has changed: its name, and the line that changes it, if one is found. As text,
-    it says why the step cannot be captured and what to do."""
+    """A value that has changed: its name, and the line that changes it or names it; None if no code
+    of the step does, as far as that was searched. As text, it says why the step cannot be captured
+    and what to do."""
 
     name: str
     line: Site | None
     has_tensors: bool
-    #: An attribute of a module that no code of the step names, as far as that was searched.
-    is_unnamed: bool = False
 
     def __str__(self) -> str:
         where = "" if self.line is None else f" ({self.line})"
         if self.name.endswith(".training"):
             remedy = "call train() and eval() between epochs, not between the batches of one"
+        elif self.name.endswith(".last_epoch"):
+            remedy = "call the scheduler's step() in the loop, after the step"
         elif self.has_tensors:
             remedy = "keep the same tensor and write to it in place, with copy_()"
         else:
             remedy = "make it a tensor on the device and write to it in place, with fill_()"
-        if self.is_unnamed:  # compared, since code of a library may read it
+        if self.line is None:  # compared, since code of a library may read it
             remedy += (
                 "; or, if nothing in the step reads it, keep it in a variable of the loop, and not "
-                "in an attribute of a module"
+                "in an object that the step uses"
             )
         return (
             f"{self.name} changes from batch to batch{where}, and a graph would repeat the value "
@@ -326,8 +327,9 @@ def same_value(one: Any, other: Any) -> bool:
         return True
     if type(one) is not type(other):
         return False
-    if isinstance(one, _CONSTANT_TYPES):
-        return bool(one == other) or (one != one and other != other)
+    if isinstance(one, (*_CONSTANT_TYPES, numpy.generic)):
+        is_equal = bool(one == other) or bool(one != one and other != other)
+        return is_equal and repr(one) == repr(other)  # -0.0 differs from 0.0 only as text
     if isinstance(one, tuple | list | set | frozenset | dict | deque):
         # Code may build an equal container each time: compare the items.
         if len(one) != len(other) or len(one) > _LARGE:
@@ -335,9 +337,8 @@ def same_value(one: Any, other: Any) -> bool:
         if isinstance(one, set | frozenset):
             return bool(one == other)
         if isinstance(one, dict):
-            return one.keys() == other.keys() and all(
-                same_value(one[key], other[key]) for key in one
-            )
+            pairs = zip(one.items(), other.items(), strict=True)  # in order, as code reads them
+            return all(same_value(a, b) and same_value(c, d) for (a, c), (b, d) in pairs)
         return all(map(same_value, one, other))
     if isinstance(one, _COMPARED_BY_VALUE):
         return bool(one == other)
@@ -443,8 +444,8 @@ class _Search:
         self._device = device
         self._own_package = _package_of(function)
         self._codes: dict[int, types.CodeType] = {}
-        self._names = {"forward", "step"}  # what the engine calls
-        known_names = 0
+        self._names: set[str] = set()
+        known_names = -1
         while known_names != len(self._names):
             known_names = len(self._names)
             self._defaults = _Defaults()
@@ -519,9 +520,13 @@ class _Search:
 
     def _follow(self, value: Any, name: str, depth: int) -> None:
         """Add what can be read through a value. `name` is what messages call it."""
-        if isinstance(value, _CONSTANT_TYPES) or depth > _MAX_DEPTH or not self._is_new(value):
+        if type(value) in _CONSTANT_TYPES or depth > _MAX_DEPTH or not self._is_new(value):
             return
-        if isinstance(value, torch.Tensor):
+        if type(value) in weakref.ProxyTypes:
+            self._follow(_behind(value), name, depth + 1)
+        elif isinstance(value, _CONSTANT_TYPES):  # of a class that may have methods: an Enum
+            self._object(value, name, depth)
+        elif isinstance(value, torch.Tensor):
             self._tensor(value, name, depth)
         elif isinstance(value, torch.nn.Module):
             self._modules(value, name, depth)
@@ -570,9 +575,15 @@ class _Search:
     def _function(self, function: types.FunctionType, name: str, depth: int) -> None:
         self._note_own_graphs(function, name)
         self._attributes(vars(function), f"{function.__name__}.", depth, only=self._names)
-        self._follow(getattr(function, "__wrapped__", None), name, depth + 1)
+        # What functools.wraps and functools.singledispatch have made leads to the user's functions.
+        for key in ("__wrapped__", "registry"):
+            self._follow(vars(function).get(key), name, depth + 1)
         code = function.__code__
         if not self._is_own(code.co_filename):
+            for cell in function.__closure__ or ():
+                # A library's decorator that does not say what it wraps.
+                if isinstance(inner := _content(cell), types.FunctionType):
+                    self._follow(inner, name, depth + 1)
             return
         self._read_code(code)
         self._defaults.add(function)
@@ -618,20 +629,18 @@ class _Search:
         if (attributes := _attributes_of(value)) is not None:
             self._attributes(attributes, f"{name}.", depth, only=self._names)
         for one in kind.__mro__:
-            slots = one.__dict__.get("__slots__", ())
-            for slot in (slots,) if isinstance(slots, str) else slots:
-                if slot in self._names:
-                    get = functools.partial(_slot, value, slot)
-                    put = functools.partial(_fill_slot, value, slot)
-                    self._add_getter(f"{name}.{slot}", get, put)
-                    self._follow(get(), f"{name}.{slot}", depth + 1)
+            for slot in _slots_of(one) & self._names:
+                get = functools.partial(_slot, value, slot)
+                put = functools.partial(_fill_slot, value, slot)
+                self._add_getter(f"{name}.{slot}", get, put)
+                self._follow(get(), f"{name}.{slot}", depth + 1)
 
     def _own_optimizer(self, value: torch.optim.Optimizer, name: str, depth: int) -> None:
         """Add what an optimizer of the user's own keeps besides its state, such as a count."""
         for kind in type(value).__mro__:
             if self._is_own(_file_of(kind)):
                 self._class(kind, name, depth)
-        named = self._names - {"state", "param_groups", "defaults"}
+        named = (self._names | _CALLED_BY_NAME) - {"state", "param_groups", "defaults"}
         self._attributes(vars(value), f"{name}.", depth, only=named)
 
     def _class(self, kind: type, name: str, depth: int) -> None:
@@ -643,7 +652,8 @@ class _Search:
         compared = []
         for attribute, member in list(vars(kind).items()):
             dunder = attribute.startswith("__") and attribute.endswith("__")
-            if attribute in _NOT_CALLED_BY_A_STEP or not (dunder or attribute in self._names):
+            is_called = dunder or attribute in _CALLED_BY_NAME or attribute in self._names
+            if attribute in _NOT_CALLED_BY_A_STEP or not is_called:
                 continue
             functions = _functions_of(member)
             for function in functions:
@@ -652,6 +662,8 @@ class _Search:
                 compared.append(attribute)
             if not functions and not dunder:
                 self._follow(member, f"{kind.__name__}.{attribute}", depth + 1)
+        if "__match_args__" in self._names:
+            self._names |= _words_in(vars(kind).get("__match_args__"))
         missing = self._names - vars(kind).keys() - _NOT_CALLED_BY_A_STEP
         prefix = f"{kind.__name__}."
         self.variables.append(_MappingEntries(vars(kind), compared, prefix, missing, kind))
@@ -676,7 +688,7 @@ class _Search:
                 if self._is_own(_file_of(kind)):
                     self._class(kind, prefix[:-1], depth)
             own = [key for key in vars(module) if key not in _OF_EVERY_MODULE]
-            named = self._names - _OF_EVERY_MODULE
+            named = (self._names | _CALLED_BY_NAME) - _OF_EVERY_MODULE
             self._attributes(vars(module), prefix, depth, only=named.union(own))
             for key in own:
                 self._settings(vars(module)[key], module, f"{prefix}{key}.")
@@ -746,8 +758,14 @@ class _Search:
             self._add_getter(name, lambda: pickle.dumps(value.get_state(legacy=False)))
         elif _has_bytes(value):  # an array, a ctypes number, mapped memory
             self._add_getter(name, lambda: _bytes_of(value))
+            if isinstance(value, numpy.ndarray) and value.dtype.hasobject:
+                self._follow(list(value.flat), name, depth + 1)
         elif hasattr(type(value), "get_obj"):  # multiprocessing.Value
             self._follow(value.get_obj(), name, depth + 1)
+        elif hasattr(type(value), "is_set") and not _file_of(type(value)):
+            self._add_getter(name, value.is_set)  # an event of the standard library
+        elif isinstance(value, operator.attrgetter):
+            self._names |= _words_in(value.__reduce__()[1])
         elif isinstance(value, torch.amp.GradScaler):
             self.owners.scalers.append(value)
         elif isinstance(value, torch.optim.Optimizer):
@@ -818,15 +836,16 @@ class _Search:
         of_module = (
             isinstance(variable, _MappingEntries) and id(variable.mapping) in self._of_modules
         )
-        if of_module and attribute not in self._names:
-            return ChangedValue(name, None, has_tensors, is_unnamed=True)
-        return ChangedValue(name, self._line_naming(name), has_tensors)
+        is_named = attribute in self._names or not of_module
+        return ChangedValue(name, self._line_naming(name) if is_named else None, has_tensors)
 
     def _line_naming(self, name: str) -> Site | None:
         """The line that changes the variable `name`, else the first line that names it."""
         for word in reversed(_WORDS.findall(name)):
             named: Site | None = None
             for code in self._codes.values():
+                if code.co_filename == "<string>":  # a method that `dataclass` has made
+                    continue
                 for line, is_change in _lines_naming(code, word):
                     site = Site(code.co_filename, line)
                     if is_change:
@@ -851,6 +870,7 @@ _ATTRIBUTE_INSTRUCTIONS = (
 _STORE_INSTRUCTIONS = ("STORE_ATTR", "STORE_GLOBAL", "STORE_DEREF")
 _GLOBAL_GENERATORS: list[Any] = [random._inst, numpy.random.mtrand._rand]
 _LRU_CACHE = type(functools.lru_cache(lambda: None))
+_CALLED_BY_NAME = frozenset(("forward", "step"))  # of modules and optimizers, by PyTorch and here
 _NOT_CALLED_BY_A_STEP = {
     "__init__",
     "__new__",
@@ -888,15 +908,29 @@ def _names_in(code: types.CodeType) -> _Names:
             imports.add(instruction.argval)
         elif instruction.opname.endswith(("_GLOBAL", "_NAME")):
             names.add(instruction.argval)
-        elif instruction.opname in _ATTRIBUTE_INSTRUCTIONS and isinstance(instruction.argval, str):
-            attributes.add(instruction.argval)
+        elif instruction.opname in _ATTRIBUTE_INSTRUCTIONS:
+            attributes |= _words_in(instruction.argval)
+        elif instruction.opname == "MATCH_CLASS":
+            attributes.add("__match_args__")
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             inner = _names_in(constant)
             names |= inner.globals
             attributes |= inner.attributes
             imports |= inner.imports
+    if "globals" in names:  # globals()["beta"]
+        names |= attributes
     return _Names(frozenset(names), frozenset(attributes), frozenset(imports))
+
+
+def _words_in(constant: Any) -> set[str]:
+    """What may be an attribute's name in a constant of code: `getattr(self, "h")`, `for name in
+    ("h", "c")`, `case Point(x=0)`, `attrgetter("cell.h")`."""
+    if isinstance(constant, str):
+        return {constant, *constant.split(".")}
+    if isinstance(constant, tuple | frozenset):
+        return set().union(*map(_words_in, constant))
+    return set()
 
 
 @functools.cache
@@ -919,13 +953,16 @@ def _lines_naming(code: types.CodeType, word: str) -> list[tuple[int, bool]]:
 
 
 def _functions_of(member: Any) -> list[Any]:
-    """The functions behind a class's member: a method, a property, a cached function."""
+    """The functions behind a class's member: a method, a property, a cached function and the
+    like."""
     if isinstance(member, staticmethod | classmethod):
         member = member.__func__
     if isinstance(member, property):
         found = [member.fget, member.fset]
-    elif isinstance(member, functools.cached_property):
+    elif isinstance(member, functools.cached_property | functools.partialmethod):
         found = [member.func]
+    elif isinstance(member, functools.singledispatchmethod):
+        found = [member.func, *member.dispatcher.registry.values()]
     else:
         found = [member]
     return [one for one in found if isinstance(one, types.FunctionType | _LRU_CACHE)]
@@ -947,6 +984,14 @@ def _gives_the_same_items(mapping: Mapping[Any, Any]) -> bool:
         return all(map(same_value, list(mapping.values()), list(mapping.values())))
     except Exception:  # code of the user's, or of a library
         return False
+
+
+def _behind(proxy: Any) -> Any:
+    """The object that a `weakref.proxy` stands for. None if it has ended."""
+    try:
+        return proxy.__repr__.__self__
+    except ReferenceError:
+        return None
 
 
 def _has_bytes(value: Any) -> bool:
@@ -978,6 +1023,12 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
     except Exception:  # code of the user's
         return None
     return found if isinstance(found, dict) else None
+
+
+def _slots_of(kind: type) -> set[str]:
+    """The attributes that a class keeps in slots, as code names them: `__slots__` itself may name
+    private ones."""
+    return {key for key, one in vars(kind).items() if isinstance(one, types.MemberDescriptorType)}
 
 
 def _slot(value: Any, name: str) -> Any:

@@ -256,11 +256,11 @@ class StepGraphs:
             return None
 
     def _is_due(self, key: Hashable) -> bool:
-        agreed = self._watch.has_agreed(hash(key))
+        agreed = self._watch.has_agreed(key)
         return agreed and self._graphs.is_due(key) and self._parts.group.updates > 0
 
     def _should_watch(self, key: Hashable) -> bool:
-        return self._watch.wants(hash(key), self._graphs.uses(key))
+        return self._watch.wants(key, self._graphs.uses(key))
 
     def _run_eagerly(
         self, key: Hashable | None, fetched: Fetched, tracer: StepTracer | None = None
@@ -296,7 +296,7 @@ class StepGraphs:
             launched = self._run_eagerly(key, fetched, tracer)
         is_first = self._graphs.uses(key) == 1
         known |= storages(self._known_tensors())
-        why = self._watch.learn(hash(key), tracer.trace, obstacles, known, first=is_first)
+        why = self._watch.learn(key, tracer.trace, obstacles, known, first=is_first)
         if why is not None:
             self._give_up(why)
         return launched
@@ -426,7 +426,7 @@ class StepGraphs:
             p for p in self._values.state.parameters() if p.grad is not None and id(p) not in own
         ]
         self._fixed_gradients = list(map(_GRADIENT, self._with_fixed_gradients))
-        captured.uses = [*self._known_tensors(), *self._watch.read_by(hash(key))]
+        captured.uses = [*self._known_tensors(), *self._watch.read_by(key)]
         return captured
 
     def _ready_for_capture(self) -> ExitStack:

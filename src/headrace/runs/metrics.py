@@ -13,6 +13,7 @@ from typing import Any
 
 from headrace.atomic_files import replace_file
 from headrace.errors import RunError
+from headrace.text_table import counted
 
 log = logging.getLogger("headrace")
 
@@ -158,7 +159,7 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
     except OSError as problem:
         raise RunError(f"{path}: cannot be read ({problem.strerror})") from problem
     if damaged:
-        log.warning("%s: skipped %d damaged line%s", path, damaged, "" if damaged == 1 else "s")
+        log.warning("%s: skipped %s", path, counted(damaged, "damaged line"))
 
 
 class _Events:
