@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.options import Cache, Quiet, Run, Weights, check_output_folder
+from headrace.cli.output import print_line
 from headrace.errors import CorpusError, TranslationError, usage_errors
 from headrace.runs import RunFolder, StatusLine
 
@@ -61,8 +62,8 @@ def export(
         line.status(f"exporting {run}")
         comparison = export_ctranslate2(model, folder, check=sentences)
     if comparison is not None:
-        typer.echo(f"{comparison.equal} of {comparison.sentences} translations are equal")
-    typer.echo(str(folder))
+        print_line(f"{comparison.equal} of {comparison.sentences} translations are equal")
+    print_line(str(folder))
 
 
 def _held_out(
