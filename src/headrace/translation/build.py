@@ -187,7 +187,7 @@ def build_run(
         timeout_s=timeout_s,
         share=share,
     )
-    valid_batches = _plan_validation(settings, data, batches)
+    valid_batches = _plan_validation(settings, data, loader, batches)
     valid_loader = make_loader(
         splits["valid"], valid_batches, LoaderPlan(workers=0), pin=pin, share=share
     )
@@ -299,9 +299,16 @@ def batch_tokens(settings: TrainSettings, train: IdPairs, loader: LoaderPlan) ->
     return max(1, sentences * (train.tokens[1] - len(train)) // max(1, len(train)))
 
 
-def _plan_validation(settings: TrainSettings, data: Prepared, training: Batching) -> Batching:
-    """In the shape of training, if that is packed: the compiled code then serves both."""
+def _plan_validation(
+    settings: TrainSettings, data: Prepared, loader: LoaderPlan, training: Batching
+) -> Batching:
+    """Packed in the shape of training, if that is packed: the compiled code then serves both.
+    Otherwise of the size of training: larger batches might not fit into memory."""
     lengths = data.splits["valid"].lengths
     if isinstance(training, PackedPlan):
         return training.for_validation(lengths)
-    return BatchPlan(lengths, sentences=settings.sentences, shuffle=False)
+    tokens = settings.tokens
+    if tokens is not None:  # valid may have a longer sentence than train
+        tokens = max(tokens, int(lengths[:, 1].max(initial=1)))
+    sentences = loader.batch_size or settings.sentences
+    return BatchPlan(lengths, sentences=sentences, tokens=tokens, shuffle=False)
