@@ -634,6 +634,30 @@ class TestChanged:
             Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
         assert everything_in(run / "vocabulary") == before
 
+    @pytest.mark.parametrize("split", ["train", "valid"])
+    def test_other_pairs_with_the_same_vocabularies(
+        self, corpus: Path, tmp_path: Path, split: str
+    ) -> None:
+        """A run is refused if train or valid has changed, even between two epochs; test may."""
+        lines = (corpus / "pairs.tsv").read_text(encoding="utf-8").splitlines(keepends=True)
+        files = {"train": lines[30:], "valid": lines[:15], "test": lines[15:30]}
+        for name, pairs in files.items():
+            (tmp_path / f"{name}.tsv").write_text("".join(pairs), encoding="utf-8")
+        cache = tmp_path / "cache"
+        settings = TrainSettings.from_dict({**SMALL, "data": str(tmp_path), "epochs": 1})
+        run = Trainer.create(settings, project=tmp_path / "runs", cache=cache, quiet=True).run()
+        (tmp_path / "test.tsv").write_text("".join(lines[15:25]), encoding="utf-8")
+        more: dict[str, Any] = {"changes": {"epochs": 2}, "cache": cache, "quiet": True}
+        Trainer.resume(run.folder.path, **more).run()
+        more["changes"]["epochs"] = 3
+        (tmp_path / f"{split}.tsv").write_text("".join(reversed(files[split])), encoding="utf-8")
+        before = everything_in(run.folder.path)
+        with pytest.raises(
+            TranslationError, match=f"step-[0-9]+: was saved with other pairs of {split} than"
+        ):
+            Trainer.resume(run.folder.path, **more).run()
+        assert everything_in(run.folder.path) == before
+
     def test_another_model(self, corpus: Path, tmp_path: Path) -> None:
         run = self.unfinished(corpus, tmp_path)
         config = (run / "config.yaml").read_text(encoding="utf-8")
@@ -680,12 +704,12 @@ class TestChanged:
         with monkeypatch.context() as patch:
             load = trainer_module.load_checkpoint
 
-            def without_division(*args: Any, **options: Any) -> Any:
+            def as_earlier_versions(*args: Any, **options: Any) -> Any:
                 state = load(*args, **options)
-                del state["division"]
+                del state["division"], state["corpus"]
                 return state
 
-            patch.setattr(trainer_module, "load_checkpoint", without_division)
+            patch.setattr(trainer_module, "load_checkpoint", as_earlier_versions)
             assert resumed.run().stopped is None
         monkeypatch.undo()  # the first epoch has ended: its batches no longer matter
         changes = {"epochs": 2}

@@ -748,8 +748,8 @@ def _trained_model(parts: RunParts, weights: Path | None = None) -> TrainedModel
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Saves and restores what a run needs to resume: the engine's state, how the epoch is divided
-    into batches, its loss so far, and which epoch had the best weights."""
+    """Saves and restores what a run needs to resume: the engine's state, the corpus and how the
+    epoch divides it into batches, its loss so far, and which epoch had the best weights."""
 
     parts: RunParts
     folder: RunFolder
@@ -768,6 +768,7 @@ class Checkpoints:
         engine = self.parts.engine
         state = {
             "engine": engine.state_dict(),
+            "corpus": self.parts.data.digests,
             "division": self.parts.loader.sampler.division._asdict(),
             "sums": [self.losses.loss, self.losses.weight],
             "best": self.weight_files.best,
@@ -808,13 +809,15 @@ class Checkpoints:
         """Load the last checkpoint, if there is one. Returns its path and the next batch of the
         current epoch."""
         parts = self.parts
+        found = parts.data.digests  # now, and not while training: it reads the whole corpus
         path = agreed_checkpoint(self.folder.state, parts.ranks, parts.device.ledger)
         if path is None:
             return None, 0
         state = load_checkpoint(path, parts=parts.ranks.several)
         try:
             batch = parts.engine.load_state_dict(state["engine"])
-            # Checkpoints of earlier versions have none.
+            # Checkpoints of earlier versions have neither.
+            corpus = dict(state["corpus"]) if "corpus" in state else None
             division = Division(**state["division"]) if "division" in state else None
             self.losses.reset(*map(float, state["sums"]))
             self.weight_files.restore(dict(state["best"]))
@@ -823,9 +826,24 @@ class Checkpoints:
                 f"{path}: does not fit the model or optimizer in {self.folder.config}: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
+        if corpus is not None:
+            self._check_corpus(path, found, corpus)
         if batch and division is not None:
             self._check_division(path, batch, division)
         return path, batch
+
+    def _check_corpus(
+        self, path: Path, found: Mapping[str, str], expected: Mapping[str, str]
+    ) -> None:
+        """Raise if train or valid has other pairs than before: the run would not be the one that
+        its settings describe, and its validation scores could not be compared."""
+        changed = [split for split in found if found[split] != expected.get(split)]
+        if changed:
+            raise TranslationError(
+                f"{path}: was saved with other pairs of {' and '.join(changed)} than the corpus "
+                "has now; expected the same corpus as when this run started. To train on the new "
+                f"one, start from this run's weights: headrace train --weights {self.folder.path}"
+            )
 
     def _check_division(self, path: Path, batch: int, expected: Division) -> None:
         """Raise if the current epoch is not divided into batches as it was for its first ones."""
