@@ -717,6 +717,16 @@ class TestChanged:
         assert found.stopped is None
 
 
+def test_a_run_with_relative_paths_can_be_resumed_from_another_folder(
+    corpus: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(corpus)
+    paths = {"data": "pairs.tsv", "weights": os.path.relpath(trained)}
+    run = new(corpus, tmp_path, "run", max_steps=1, **paths).folder.path
+    monkeypatch.chdir(tmp_path)
+    assert Trainer.resume(run, cache=corpus / "cache", quiet=True).run().updates == 1
+
+
 def test_a_moved_run_folder_still_translates(corpus: Path, tmp_path: Path) -> None:
     run = new(corpus, tmp_path, "run").run().folder.path
     moved = tmp_path / "elsewhere"

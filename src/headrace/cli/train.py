@@ -73,9 +73,7 @@ def train(
         raise typer.BadParameter("expected the files once: as DATA or as --data", param_hint="DATA")
     data = data or data_option
     if data:
-        given["data"] = tuple(str(path.absolute()) for path in data)
-    if "weights" in given:
-        given["weights"] = str(Path(given["weights"]).absolute())
+        given["data"] = tuple(map(str, data))
     with usage_errors():
         if "tokens" in given and "sentences" in given:
             raise TranslationError(

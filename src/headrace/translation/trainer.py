@@ -353,11 +353,16 @@ def _new_folder(
 ) -> RunFolder:
     """Make the folder of a new run on rank 0, for all ranks.
 
-    A plan file is copied into it, so that the run does not depend on the original.
+    A plan file is copied into it, so that the run does not depend on the original. Paths become
+    absolute: the run can be resumed from any folder.
     """
     path = Path()
     if ranks.is_first:
         folder = RunFolder.create(project, name)
+        settings = settings.replace(
+            data=tuple(str(Path(path).absolute()) for path in settings.data),
+            weights=settings.weights and str(Path(settings.weights).absolute()),
+        )
         if is_plan_file(settings.plan):
             replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes(), RunError)
             settings = settings.replace(plan=PLAN_FILE)
