@@ -360,6 +360,29 @@ class TestRun:
         tuned = new(corpus, tmp_path, "tuned", epochs=1, weights=str(first.folder.path)).run()
         assert epochs(tuned)[0]["loss"] < epochs(first)[0]["loss"]
 
+    def test_fine_tuning_on_another_corpus_keeps_the_vocabularies_of_the_weights(
+        self, corpus: Path, tmp_path: Path
+    ) -> None:
+        """Vocabularies of the new corpus may have the same sizes: nobody would notice that each
+        embedding is that of another piece."""
+        text = (corpus / "pairs.tsv").read_text(encoding="utf-8")
+        (tmp_path / "pairs.tsv").write_text(text.replace("o", "q"), encoding="utf-8")
+        first = new(corpus, tmp_path, "first", epochs=1).run().folder.path
+        weights = first / "weights" / "last.safetensors"
+        for name, given in (("folder", first), ("file", weights)):
+            trainer = new(tmp_path, tmp_path, name, epochs=1, weights=str(given))
+            tuned = trainer.run().folder.path
+            for side in ("src", "trg"):
+                model = Path("vocabulary") / f"{side}.model"
+                assert (tuned / model).read_bytes() == (first / model).read_bytes()
+            more: dict[str, Any] = {"changes": {"epochs": 2}, "cache": tmp_path / "cache"}
+            assert Trainer.resume(tuned, quiet=True, **more).run().updates > 0
+        words = ["evaluate", tuned, tmp_path / "pairs.tsv", "--cache", tmp_path / "cache"]
+        found = CliRunner().invoke(app, [str(word) for word in words])
+        assert "have a source or a target sentence that train has" in found.stdout
+        with pytest.raises(TranslationError, match=r"joint = true: the run of weights = .* false"):
+            new(corpus, tmp_path, "joint", joint=True, weights=str(first)).run()
+
     def test_weights_that_do_not_fit(self, corpus: Path, tmp_path: Path) -> None:
         first = new(corpus, tmp_path, "first", epochs=1).run()
         with pytest.raises(TranslationError, match=r"is \(.*\), the model has \("):

@@ -60,6 +60,7 @@ def evaluate(
             raise TranslationError(f"--split {split}: expected valid or test")
         model = TrainedModel.load(run, weights=weights, device=device)
     settings, left_out = model.settings, ""
+    prepared_for_run = partial(prepared_for, settings, cache, vocabularies=model.given_vocabularies)
     with StatusLine(quiet, log_level=logging.INFO) as line:
         if data:
             scored = read_scored_pairs(
@@ -70,9 +71,9 @@ def evaluate(
                 skip_bad=settings.skip_bad,
             )
             name, pairs, left_out = scored.name, scored.pairs, _left_out(scored)
-            scored_on = _check_novelty(model, scored, partial(prepared_for, settings, cache))
+            scored_on = _check_novelty(model, scored, prepared_for_run)
         else:
-            prepared = prepared_for(settings, cache, line.status)
+            prepared = prepared_for_run(progress=line.status)
             name = split or ("test" if "test" in prepared.splits else "valid")
             with usage_errors():  # the corpus may have no test split
                 pairs = prepared.texts(name)

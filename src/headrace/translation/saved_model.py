@@ -69,6 +69,11 @@ class TrainedModel:
         chosen = settings.precision if precision == "auto" else precision
         return cls(model, vocabularies, settings, opened, resolve_precision(chosen, opened))
 
+    @property
+    def given_vocabularies(self) -> tuple[Vocabulary, Vocabulary] | None:
+        """What `prepared_for` needs to find this run's corpus in the cache."""
+        return None if self.settings.weights is None else self.vocabularies
+
     def translate(
         self, sentences: Sequence[str], *, beam: int | None = None, watch: Watch | None = None
     ) -> list[str]:
@@ -164,6 +169,22 @@ def score_on_ranks(
 def load_vocabularies(folder: Path, joint: bool) -> tuple[Vocabulary, Vocabulary]:
     source = Vocabulary.load(folder / "src.model")
     return source, source if joint else Vocabulary.load(folder / "trg.model")
+
+
+def vocabularies_of_weights(weights: str, joint: bool) -> tuple[Vocabulary, Vocabulary] | None:
+    """The vocabularies of the run whose weights these are: its folder, or a file in it. None if
+    there is no such run."""
+    path = Path(weights)
+    run = path if path.is_dir() else path.parent.parent
+    if not ((run / "config.yaml").is_file() and (run / "vocabulary" / "src.model").is_file()):
+        return None
+    is_joint = TrainSettings.read(run / "config.yaml").joint
+    if joint != is_joint:
+        raise TranslationError(
+            f"joint = {str(joint).lower()}: the run of weights = {weights} has joint = "
+            f"{str(is_joint).lower()}; expected the same"
+        )
+    return load_vocabularies(run / "vocabulary", joint)
 
 
 def save_vocabularies(folder: Path, vocabularies: tuple[Vocabulary, Vocabulary]) -> None:

@@ -67,6 +67,7 @@ from headrace.translation.build import RunParts, build_run, check_settings, why_
 from headrace.translation.corpus.batches import Division
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
+from headrace.translation.corpus.vocabulary import Vocabulary
 from headrace.translation.observers import (
     EpochGauges,
     Observers,
@@ -90,9 +91,11 @@ from headrace.translation.run_size import (
 )
 from headrace.translation.saved_model import (
     TrainedModel,
+    load_vocabularies,
     save_vocabularies,
     score_on_ranks,
     unsharded_copy,
+    vocabularies_of_weights,
 )
 from headrace.translation.settings import (
     CHANGED_BY_RESUME,
@@ -292,13 +295,26 @@ class Trainer:
         ledger = Ledger()
         if not self._ranks.is_first:
             self._ranks.barrier(ledger)
-        data = prepared_for(self.settings, self._cache, progress.status)
+        data = prepared_for(
+            self.settings, self._cache, progress.status, vocabularies=self._given_vocabularies()
+        )
         progress.end_status()
         progress.message(data.table())
         save_vocabularies(self.folder.path / "vocabulary", data.vocabularies)
         if self._ranks.is_first:
             self._ranks.barrier(ledger)
         return data
+
+    def _given_vocabularies(self) -> tuple[Vocabulary, Vocabulary] | None:
+        """The vocabularies of the weights to start from, if they are a run's: with others, each of
+        their embeddings would be that of another piece."""
+        weights, joint = self.settings.weights, self.settings.joint
+        if weights is None:
+            return None
+        own = self.folder.path / "vocabulary"
+        if (own / "src.model").exists():  # the run has begun before
+            return load_vocabularies(own, joint)
+        return vocabularies_of_weights(weights, joint)
 
     def _choose_preset(self, data: Prepared) -> None:
         """Set the preset of the weights to start from, or else one for this device and corpus."""
