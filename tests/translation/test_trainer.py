@@ -387,6 +387,10 @@ class TestRun:
         first = new(corpus, tmp_path, "first", epochs=1).run()
         with pytest.raises(TranslationError, match=r"is \(.*\), the model has \("):
             new(corpus, tmp_path, "wide", width=32, weights=str(first.folder.path)).run()
+        # Weights of another number of heads have the same shapes.
+        with pytest.raises(TranslationError, match=r"heads = 4: the run of .* has heads = 2"):
+            new(corpus, tmp_path, "heads", heads=4, weights=str(first.folder.path)).run()
+        assert not (tmp_path / "heads").exists()
 
     def test_max_steps_ends_the_run(self, corpus: Path, tmp_path: Path) -> None:
         assert new(corpus, tmp_path, "short", max_steps=5).run().updates == 5

@@ -24,7 +24,7 @@ from headrace.translation.decode import translate_ids
 from headrace.translation.model import EOS, Translator, new_model
 from headrace.translation.score import Scores, score
 from headrace.translation.settings import TrainSettings, resolve_precision
-from headrace.translation.weights import load_weights
+from headrace.translation.weights import load_weights, run_of_weights
 
 #: Called with the number of translated sentences and of all.
 Watch = Callable[[int, int], object]
@@ -172,11 +172,9 @@ def load_vocabularies(folder: Path, joint: bool) -> tuple[Vocabulary, Vocabulary
 
 
 def vocabularies_of_weights(weights: str, joint: bool) -> tuple[Vocabulary, Vocabulary] | None:
-    """The vocabularies of the run whose weights these are: its folder, or a file in it. None if
-    there is no such run."""
-    path = Path(weights)
-    run = path if path.is_dir() else path.parent.parent
-    if not ((run / "config.yaml").is_file() and (run / "vocabulary" / "src.model").is_file()):
+    """The vocabularies of the run whose weights these are. None if there is no such run."""
+    run = run_of_weights(weights)
+    if run is None or not (run / "vocabulary" / "src.model").is_file():
         return None
     is_joint = TrainSettings.read(run / "config.yaml").joint
     if joint != is_joint:
