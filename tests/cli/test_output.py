@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import os
 import sys
 
@@ -10,11 +9,7 @@ import pytest
 
 from headrace.cli.output import OwnStderr, end_program, print_result
 from headrace.errors import HeadraceError
-
-
-class FullDisk(io.StringIO):
-    def write(self, text: str) -> int:
-        raise OSError(28, "No space left on device")
+from support.full_disk import FullDisk
 
 
 def test_a_result_that_cannot_be_written_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:

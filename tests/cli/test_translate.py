@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,9 @@ import pytest
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.cli.translate import translate as translate_command
 from headrace.errors import HeadraceError
+from support.full_disk import FullDisk
 from support.saved_runs import write_run
 
 
@@ -53,3 +57,36 @@ def test_stdin_is_utf8_whatever_the_locale(run: Path) -> None:
 def test_a_wrong_run_is_said_before_stdin_is_read(tmp_path: Path) -> None:
     wrong = translate(tmp_path / "none", stdin=b"\xff").exception
     assert "does not exist" in str(wrong)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="has no pseudo-terminals")
+def test_lines_typed_on_a_terminal_are_translated_one_by_one(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = translate(run, "one", "", "zero " * 300).stdout
+    keyboard, terminal = os.openpty()
+    with os.fdopen(terminal) as stdin, os.fdopen(keyboard, "wb") as typed:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        typed.write(b"one\n\n" + b"zero " * 300 + b"\n\x04")
+        typed.flush()
+        translate_command(run, beam=1, device="cpu")
+    found = capsys.readouterr()
+    assert found.out == expected
+    hint, warning = found.err.splitlines()
+    assert hint == "Type a sentence and press Enter; Ctrl-D ends."
+    assert warning.startswith("warning: 1 of 1 sentences will be cut")
+
+
+def test_a_translation_that_cannot_be_written_is_an_error(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    with pytest.raises(HeadraceError, match=r"written to stdout \(No space left on device\)"):
+        translate_command(run, ["one"], beam=1, device="cpu")
+
+
+def test_a_closed_stdin_is_said(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(HeadraceError, match="stdin is closed: expected sentences") as wrong:
+        translate_command(run, device="cpu")
+    assert wrong.value.exit_code == 2

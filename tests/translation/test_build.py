@@ -6,11 +6,13 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from headrace.device import open_device
 from headrace.errors import TranslationError
 from headrace.parallel import SINGLE
+from headrace.plan import LoaderPlan
 from headrace.testing import FakeDevice
 from headrace.translation import TrainSettings, build
 from support.id_pairs import random_pairs
@@ -102,3 +104,31 @@ def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
         lengths(tokens=9)
     for found in (lengths(tokens=longest[1]), lengths(sentences=1)):
         assert all(tokens <= size < 50 for tokens, size in zip(longest, found, strict=True))
+
+
+def test_padded_validation_batches_are_as_large_as_those_of_training(tmp_path: Path) -> None:
+    """Larger ones might not fit into memory. Only a longer sentence makes one larger."""
+    for split in ("train", "valid"):
+        (tmp_path / split).mkdir()
+    splits = {
+        "train": random_pairs(tmp_path / "train", 50, 20, 12),
+        "valid": random_pairs(tmp_path / "valid", 50, 20, 30),
+    }
+    data: Any = SimpleNamespace(splits=splits)
+    longest = int(splits["valid"].lengths[:, 1].max())
+
+    def largest(loader: LoaderPlan, **values: Any) -> tuple[int, int]:
+        """The most pairs and the most target tokens of a validation batch."""
+        settings, device = TrainSettings(plan="pipeline", **values), open_device("cpu")
+        plan, _ = build._resolve_plans(settings, device)
+        training = build._plan_batches(settings, data, plan, loader, device)
+        epoch = build._plan_validation(settings, data, loader, training).epoch(0)
+        batches = [epoch[number].indices for number in range(len(epoch))]
+        assert sorted(np.concatenate(batches)) == list(range(50))
+        targets = splits["valid"].lengths[:, 1]
+        return max(map(len, batches)), max(int(targets[batch].sum()) for batch in batches)
+
+    assert largest(LoaderPlan())[0] == 30
+    assert largest(LoaderPlan(batch_size=7))[0] == 7
+    assert longest < largest(LoaderPlan(), tokens=100)[1] <= 100
+    assert largest(LoaderPlan(), tokens=20)[1] == longest

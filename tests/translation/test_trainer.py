@@ -360,10 +360,37 @@ class TestRun:
         tuned = new(corpus, tmp_path, "tuned", epochs=1, weights=str(first.folder.path)).run()
         assert epochs(tuned)[0]["loss"] < epochs(first)[0]["loss"]
 
+    def test_fine_tuning_on_another_corpus_keeps_the_vocabularies_of_the_weights(
+        self, corpus: Path, tmp_path: Path
+    ) -> None:
+        """Vocabularies of the new corpus may have the same sizes: nobody would notice that each
+        embedding is that of another piece."""
+        text = (corpus / "pairs.tsv").read_text(encoding="utf-8")
+        (tmp_path / "pairs.tsv").write_text(text.replace("o", "q"), encoding="utf-8")
+        first = new(corpus, tmp_path, "first", epochs=1).run().folder.path
+        weights = first / "weights" / "last.safetensors"
+        for name, given in (("folder", first), ("file", weights)):
+            trainer = new(tmp_path, tmp_path, name, epochs=1, weights=str(given))
+            tuned = trainer.run().folder.path
+            for side in ("src", "trg"):
+                model = Path("vocabulary") / f"{side}.model"
+                assert (tuned / model).read_bytes() == (first / model).read_bytes()
+            more: dict[str, Any] = {"changes": {"epochs": 2}, "cache": tmp_path / "cache"}
+            assert Trainer.resume(tuned, quiet=True, **more).run().updates > 0
+        words = ["evaluate", tuned, tmp_path / "pairs.tsv", "--cache", tmp_path / "cache"]
+        found = CliRunner().invoke(app, [str(word) for word in words])
+        assert "have a source or a target sentence that train has" in found.stdout
+        with pytest.raises(TranslationError, match=r"joint = true: the run of weights = .* false"):
+            new(corpus, tmp_path, "joint", joint=True, weights=str(first)).run()
+
     def test_weights_that_do_not_fit(self, corpus: Path, tmp_path: Path) -> None:
         first = new(corpus, tmp_path, "first", epochs=1).run()
         with pytest.raises(TranslationError, match=r"is \(.*\), the model has \("):
             new(corpus, tmp_path, "wide", width=32, weights=str(first.folder.path)).run()
+        # Weights of another number of heads have the same shapes.
+        with pytest.raises(TranslationError, match=r"heads = 4: the run of .* has heads = 2"):
+            new(corpus, tmp_path, "heads", heads=4, weights=str(first.folder.path)).run()
+        assert not (tmp_path / "heads").exists()
 
     def test_max_steps_ends_the_run(self, corpus: Path, tmp_path: Path) -> None:
         assert new(corpus, tmp_path, "short", max_steps=5).run().updates == 5
@@ -634,6 +661,30 @@ class TestChanged:
             Trainer.resume(run, cache=tmp_path / "cache", quiet=True).run()
         assert everything_in(run / "vocabulary") == before
 
+    @pytest.mark.parametrize("split", ["train", "valid"])
+    def test_other_pairs_with_the_same_vocabularies(
+        self, corpus: Path, tmp_path: Path, split: str
+    ) -> None:
+        """A run is refused if train or valid has changed, even between two epochs; test may."""
+        lines = (corpus / "pairs.tsv").read_text(encoding="utf-8").splitlines(keepends=True)
+        files = {"train": lines[30:], "valid": lines[:15], "test": lines[15:30]}
+        for name, pairs in files.items():
+            (tmp_path / f"{name}.tsv").write_text("".join(pairs), encoding="utf-8")
+        cache = tmp_path / "cache"
+        settings = TrainSettings.from_dict({**SMALL, "data": str(tmp_path), "epochs": 1})
+        run = Trainer.create(settings, project=tmp_path / "runs", cache=cache, quiet=True).run()
+        (tmp_path / "test.tsv").write_text("".join(lines[15:25]), encoding="utf-8")
+        more: dict[str, Any] = {"changes": {"epochs": 2}, "cache": cache, "quiet": True}
+        Trainer.resume(run.folder.path, **more).run()
+        more["changes"]["epochs"] = 3
+        (tmp_path / f"{split}.tsv").write_text("".join(reversed(files[split])), encoding="utf-8")
+        before = everything_in(run.folder.path)
+        with pytest.raises(
+            TranslationError, match=f"step-[0-9]+: was saved with other pairs of {split} than"
+        ):
+            Trainer.resume(run.folder.path, **more).run()
+        assert everything_in(run.folder.path) == before
+
     def test_another_model(self, corpus: Path, tmp_path: Path) -> None:
         run = self.unfinished(corpus, tmp_path)
         config = (run / "config.yaml").read_text(encoding="utf-8")
@@ -680,17 +731,27 @@ class TestChanged:
         with monkeypatch.context() as patch:
             load = trainer_module.load_checkpoint
 
-            def without_division(*args: Any, **options: Any) -> Any:
+            def as_earlier_versions(*args: Any, **options: Any) -> Any:
                 state = load(*args, **options)
-                del state["division"]
+                del state["division"], state["corpus"]
                 return state
 
-            patch.setattr(trainer_module, "load_checkpoint", without_division)
+            patch.setattr(trainer_module, "load_checkpoint", as_earlier_versions)
             assert resumed.run().stopped is None
         monkeypatch.undo()  # the first epoch has ended: its batches no longer matter
         changes = {"epochs": 2}
         found = Trainer.resume(run, changes=changes, cache=corpus / "cache", quiet=True).run()
         assert found.stopped is None
+
+
+def test_a_run_with_relative_paths_can_be_resumed_from_another_folder(
+    corpus: Path, trained: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(corpus)
+    paths = {"data": "pairs.tsv", "weights": os.path.relpath(trained)}
+    run = new(corpus, tmp_path, "run", max_steps=1, **paths).folder.path
+    monkeypatch.chdir(tmp_path)
+    assert Trainer.resume(run, cache=corpus / "cache", quiet=True).run().updates == 1
 
 
 def test_a_moved_run_folder_still_translates(corpus: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from headrace.cli.options import (
     parse_set_options,
     work_errors,
 )
-from headrace.cli.output import results_only
+from headrace.cli.output import print_line, results_only
 from headrace.errors import usage_errors
 from headrace.runs import StatusLine
 
@@ -169,7 +169,7 @@ def bench(
         with _signals_as_interrupt() as signals:
             result = bench.run()
     # Print before writing: if the file cannot be written, the result is not lost.
-    typer.echo(result.to_json() if as_json else text_of(result))
+    print_line(result.to_json() if as_json else text_of(result))
     path = out or _free_path(chosen.name, result.environment.date)
     result.write(path)
     typer.echo(f"wrote {path}", err=True)

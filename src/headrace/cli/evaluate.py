@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.options import Beam, Cache, DeviceName, Quiet, Run, Weights
+from headrace.cli.output import print_line
 from headrace.errors import CorpusError, TranslationError, usage_errors
 from headrace.runs import StatusLine
 
@@ -59,6 +60,7 @@ def evaluate(
             raise TranslationError(f"--split {split}: expected valid or test")
         model = TrainedModel.load(run, weights=weights, device=device)
     settings, left_out = model.settings, ""
+    prepared_for_run = partial(prepared_for, settings, cache, vocabularies=model.given_vocabularies)
     with StatusLine(quiet, log_level=logging.INFO) as line:
         if data:
             scored = read_scored_pairs(
@@ -69,9 +71,9 @@ def evaluate(
                 skip_bad=settings.skip_bad,
             )
             name, pairs, left_out = scored.name, scored.pairs, _left_out(scored)
-            scored_on = _check_novelty(model, scored, partial(prepared_for, settings, cache))
+            scored_on = _check_novelty(model, scored, prepared_for_run)
         else:
-            prepared = prepared_for(settings, cache, line.status)
+            prepared = prepared_for_run(progress=line.status)
             name = split or ("test" if "test" in prepared.splits else "valid")
             with usage_errors():  # the corpus may have no test split
                 pairs = prepared.texts(name)
@@ -80,13 +82,13 @@ def evaluate(
         scores, _ = model.score(pairs, beam=beam, lowercase=lowercase, watch=show)
     lengths = model.count_lengths([src for src, _ in pairs], [trg for _, trg in pairs])
     sentences = "1 sentence" if len(pairs) == 1 else f"{len(pairs):,} sentences"
-    typer.echo(f"{sentences} of {name}, {weights} weights{left_out}{_long_sentences(lengths)}")
-    typer.echo(scored_on)
-    typer.echo(f"chrF {scores.chrf:.2f}   {scores.chrf_signature}")
+    print_line(f"{sentences} of {name}, {weights} weights{left_out}{_long_sentences(lengths)}")
+    print_line(scored_on)
+    print_line(f"chrF {scores.chrf:.2f}   {scores.chrf_signature}")
     if scores.bleu_lower is not None:
-        typer.echo(f"BLEU {scores.bleu_lower:.2f} lowercased")
-    typer.echo(f"signature {scores.bleu_signature}")
-    typer.echo(f"BLEU {scores.bleu:.2f}")
+        print_line(f"BLEU {scores.bleu_lower:.2f} lowercased")
+    print_line(f"signature {scores.bleu_signature}")
+    print_line(f"BLEU {scores.bleu:.2f}")
 
 
 def _left_out(scored: ScoredPairs) -> str:

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.options import Cache, Quiet, Run, Weights, check_output_folder
+from headrace.cli.output import print_line
 from headrace.errors import CorpusError, TranslationError, usage_errors
 from headrace.runs import RunFolder, StatusLine
 
 if TYPE_CHECKING:
-    from headrace.translation import TrainSettings
+    from headrace.translation import TrainedModel
 
 _FORMATS = ("ctranslate2",)
 _CHECKED_SENTENCES = 100
@@ -57,22 +58,22 @@ def export(
         # Both models compute in float32 on the CPU, so that only rounding can differ.
         model = TrainedModel.load(run, weights=weights, device="cpu", precision="fp32")
     with StatusLine(quiet, log_level=logging.WARNING) as line:
-        sentences = _held_out(model.settings, run, cache, line) if check else []
+        sentences = _held_out(model, run, cache, line) if check else []
         line.status(f"exporting {run}")
         comparison = export_ctranslate2(model, folder, check=sentences)
     if comparison is not None:
-        typer.echo(f"{comparison.equal} of {comparison.sentences} translations are equal")
-    typer.echo(str(folder))
+        print_line(f"{comparison.equal} of {comparison.sentences} translations are equal")
+    print_line(str(folder))
 
 
-def _held_out(
-    settings: TrainSettings, run: Path, cache: Path | None, line: StatusLine
-) -> list[str]:
+def _held_out(model: TrainedModel, run: Path, cache: Path | None, line: StatusLine) -> list[str]:
     """Sentences that the model was not trained on: of the corpus, or those in `result.json`."""
     from headrace.translation import prepared_for, stored_result
 
     try:
-        prepared = prepared_for(settings, cache, line.status)
+        prepared = prepared_for(
+            model.settings, cache, line.status, vocabularies=model.given_vocabularies
+        )
         pairs = prepared.texts("test" if "test" in prepared.splits else "valid")
         sentences = [src for src, _ in pairs]
     except CorpusError as problem:

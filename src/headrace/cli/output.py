@@ -20,8 +20,13 @@ _STDOUT, _STDERR = 1, 2
 
 
 def print_result(content: dict[str, Any], text: str, as_json: bool) -> None:
+    print_line(json.dumps(content, indent=2) if as_json else text)
+
+
+def print_line(text: str) -> None:
+    """Print a result, or a part of it, to stdout."""
     try:
-        typer.echo(json.dumps(content, indent=2) if as_json else text)
+        typer.echo(text)
     except BrokenPipeError:  # the reader has seen enough
         raise
     except OSError as problem:

@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from headrace.cli.options import Cache, Data, note_default_languages
+from headrace.cli.output import print_line
 from headrace.errors import usage_errors
 from headrace.runs import StatusLine
 
@@ -60,5 +61,5 @@ def prepare(
     with StatusLine(quiet, log_level=logging.INFO) as line:
         found = prepared_for(settings, cache, line.status)
     if not quiet:
-        typer.echo(found.table())
-    typer.echo(str(found.folder))
+        print_line(found.table())
+    print_line(str(found.folder))

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from headrace.cli.output import print_line
 from headrace.errors import usage_errors
 
 EXAMPLE = """\
@@ -48,9 +49,9 @@ def report(
         traces = [] if perfetto is None else write_perfetto(source, perfetto)
     if perfetto is not None:
         for trace in traces:
-            typer.echo(str(trace))
+            print_line(str(trace))
         if not traces:
             typer.echo(f"{source}: has no timeline; no Perfetto file was written", err=True)
-    typer.echo(str(written))
+    print_line(str(written))
     if open_it:
         webbrowser.open(written.absolute().as_uri())

@@ -15,6 +15,7 @@ from headrace.cli.options import (
     note_default_languages,
     require_resume_alone,
 )
+from headrace.cli.output import print_line
 from headrace.cli.settings import with_settings
 from headrace.errors import TranslationError, usage_errors
 from headrace.runs import RunFolder
@@ -72,9 +73,7 @@ def train(
         raise typer.BadParameter("expected the files once: as DATA or as --data", param_hint="DATA")
     data = data or data_option
     if data:
-        given["data"] = tuple(str(path.absolute()) for path in data)
-    if "weights" in given:
-        given["weights"] = str(Path(given["weights"]).absolute())
+        given["data"] = tuple(map(str, data))
     with usage_errors():
         if "tokens" in given and "sentences" in given:
             raise TranslationError(
@@ -109,13 +108,13 @@ def train(
         return
     assert result.scores is not None
     for source, reference, found in [] if quiet else result.examples:
-        typer.echo(f"\n  {source}\n= {reference}\n> {found}")
+        print_line(f"\n  {source}\n= {reference}\n> {found}")
     updates = counted(result.updates, "update")
-    typer.echo(f"\n{updates}; weights, metrics and state in {result.folder.path}")
+    print_line(f"\n{updates}; weights, metrics and state in {result.folder.path}")
     if result.folder.report.exists():
-        typer.echo(f"report {result.folder.report}")
+        print_line(f"report {result.folder.report}")
     if result.scores.scored_on:
-        typer.echo(result.scores.scored_on)
-    typer.echo(f"chrF {result.scores.chrf:.1f}   {result.scores.chrf_signature}")
-    typer.echo(f"signature {result.scores.bleu_signature}")
-    typer.echo(f"BLEU {result.scores.bleu:.1f}")
+        print_line(result.scores.scored_on)
+    print_line(f"chrF {result.scores.chrf:.1f}   {result.scores.chrf_signature}")
+    print_line(f"signature {result.scores.bleu_signature}")
+    print_line(f"BLEU {result.scores.bleu:.1f}")

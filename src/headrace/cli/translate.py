@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from headrace.cli.options import Beam, DeviceName, Quiet, Run, Weights
+from headrace.cli.output import print_line
 from headrace.errors import TranslationError, usage_errors
 from headrace.runs import StatusLine
 
 if TYPE_CHECKING:
-    from headrace.translation import LengthCounts
+    from headrace.translation import LengthCounts, TrainedModel
 
 #: How many sentences are translated before their lines are printed. They are sorted by length into
 #: batches: with fewer, batches would have more padding.
@@ -46,8 +47,8 @@ def translate(
     """Translate sentences with a trained model.
 
     The command prints one line per sentence, in the same order. The lines of a
-    long input appear in parts, each as soon as it is translated. Input and
-    files are UTF-8.
+    long input appear in parts, each as soon as it is translated. Sentences that
+    you type on a terminal are translated one by one. Input and files are UTF-8.
     """
     begun_s = time.monotonic()
     from headrace.translation import TrainedModel
@@ -57,22 +58,26 @@ def translate(
             raise TranslationError(
                 "found sentences and --file: expected one of them; leave out the other"
             )
+        if file is None and not sentences and sys.stdin is None:
+            raise TranslationError("stdin is closed: expected sentences as arguments, or --file")
         given = _typed_text(sentences or [])
         content = _read_file(file) if file is not None else b""
         model = TrainedModel.load(run, weights=weights, device=device)
     if file is not None:
         given = _lines(content, str(file))
     elif not sentences:
+        if sys.stdin.isatty():
+            _translate_typed_lines(model, beam, quiet)
+            return
         given = _lines(sys.stdin.buffer.read(), "stdin")
     loaded_s = time.monotonic()
-    for warning in _warnings(model.count_lengths(given)):
-        typer.echo(f"warning: {warning}", err=True)
+    _warn(model.count_lengths(given))
     # Where translations appear on the terminal, they show the progress.
     with StatusLine(quiet or bool(sentences) or sys.stdout.isatty()) as line:
         for start in range(0, len(given), _PART):
             show = partial(_show, line, start, len(given))
             part = model.translate(given[start : start + _PART], beam=beam, watch=show)
-            typer.echo("\n".join(part))
+            print_line("\n".join(part))
     if not sentences and len(given) > 1 and not quiet:
         took_s = time.monotonic() - loaded_s
         typer.echo(
@@ -80,6 +85,17 @@ def translate(
             f"{loaded_s - begun_s:.1f} s",
             err=True,
         )
+
+
+def _translate_typed_lines(model: TrainedModel, beam: int | None, quiet: bool) -> None:
+    """Translate each line of a terminal as soon as it is typed."""
+    if not quiet:
+        typer.echo("Type a sentence and press Enter; Ctrl-D ends.", err=True)
+    for number, line in enumerate(sys.stdin.buffer, 1):
+        sentences = _lines(line, "stdin", number)
+        if line.strip():  # the warning about empty lines is for files
+            _warn(model.count_lengths(sentences))
+        print_line("\n".join(model.translate(sentences, beam=beam)))
 
 
 def _show(line: StatusLine, before: int, total: int, done: int, _: int) -> None:
@@ -106,12 +122,13 @@ def _read_file(file: Path) -> bytes:
         raise TranslationError(f"{file}: cannot be read ({problem.strerror})") from problem
 
 
-def _lines(content: bytes, name: str) -> list[str]:
-    """The lines of a file. They end with "\\n" only, as in corpora: each gets one translation."""
+def _lines(content: bytes, name: str, first: int = 1) -> list[str]:
+    """The lines of a file, from line `first` on. They end with "\\n" only, as in corpora: each gets
+    one translation."""
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        number = problem.object.count(b"\n", 0, problem.start) + 1
+        number = problem.object.count(b"\n", 0, problem.start) + first
         raise TranslationError(
             f"{name}:{number}: is not UTF-8 text ({problem}); expected plain text, not compressed, "
             "in UTF-8. Decompress or convert it"
@@ -119,14 +136,16 @@ def _lines(content: bytes, name: str) -> list[str]:
     return text.removesuffix("\n").split("\n") if text else []
 
 
-def _warnings(counts: LengthCounts) -> list[str]:
-    found = []
+def _warn(counts: LengthCounts) -> None:
+    """Warn of sentences that are cut or have no text."""
     of_all = f"of {counts.sentences:,} sentences"
     if counts.cut:
-        found.append(
-            f"{counts.cut:,} {of_all} will be cut at {counts.model_limit} tokens, the model's "
-            "maximum; split long lines into sentences"
+        typer.echo(
+            f"warning: {counts.cut:,} {of_all} will be cut at {counts.model_limit} tokens, the "
+            "model's maximum; split long lines into sentences",
+            err=True,
         )
     if counts.empty:
-        found.append(f"{counts.empty:,} {of_all} without text; each gets an empty line")
-    return found
+        typer.echo(
+            f"warning: {counts.empty:,} {of_all} without text; each gets an empty line", err=True
+        )

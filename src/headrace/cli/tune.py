@@ -24,7 +24,7 @@ from headrace.cli.options import (
     require_resume_alone,
     work_errors,
 )
-from headrace.cli.output import results_only
+from headrace.cli.output import print_line, results_only
 from headrace.cli.settings import with_settings
 from headrace.errors import TuneError, usage_errors
 
@@ -113,7 +113,7 @@ def tune(
             typer.echo(f"stopped by {stopped.signal}; resume with: {command}", err=True)
             raise typer.Exit(130 if stopped.signal == "SIGINT" else 143) from None
     # Print before writing: if the file cannot be written, the result is not lost.
-    typer.echo(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
+    print_line(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
     if out is not None:
         replace_file(out, result.plan_yaml().encode(), TuneError)
     typer.echo(f"wrote {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)

@@ -28,7 +28,7 @@ from headrace.translation.loss import translation_loss
 from headrace.translation.model import Translator, new_model
 from headrace.translation.schedules import constant, inverse_sqrt, noam
 from headrace.translation.settings import TrainSettings, is_plan_file, resolve_precision
-from headrace.translation.weights import load_weights
+from headrace.translation.weights import load_weights, run_of_weights
 
 _GRAPH_SHAPES = 16
 # Packed batches gain by one compiled graph instead of sixteen shapes. Measured with 26,000 tokens;
@@ -153,6 +153,7 @@ def build_run(
     torch.manual_seed(settings.seed)
     model = new_model(settings.model(), data.vocabularies)
     if settings.weights is not None:
+        _check_heads(settings, settings.weights)
         load_weights(model, Path(settings.weights))
     model = model.to(device.torch_device).train()
     parallel = parallelize(ranks, model, settings.parallel, device)
@@ -194,11 +195,25 @@ def build_run(
         timeout_s=timeout_s,
         share=share,
     )
-    valid_batches = _plan_validation(settings, data, batches)
+    valid_batches = _plan_validation(settings, data, loader, batches)
     valid_loader = make_loader(
         splits["valid"], valid_batches, LoaderPlan(workers=0), pin=pin, share=share
     )
     return RunParts(settings, data, ranks, device, model, engine, train_loader, valid_loader)
+
+
+def _check_heads(settings: TrainSettings, weights: str) -> None:
+    """Raise if the model of these weights has another number of heads. Their shapes do not tell."""
+    run = run_of_weights(weights)
+    trained = None if run is None else TrainSettings.read(run / "config.yaml")
+    if trained is None or trained.preset == "auto":
+        return
+    found, expected = settings.model().heads, trained.model().heads
+    if found != expected:
+        raise TranslationError(
+            f"heads = {found}: the run of weights = {weights} has heads = {expected}; expected the "
+            "same"
+        )
 
 
 def parallelize(
@@ -307,9 +322,16 @@ def batch_tokens(settings: TrainSettings, train: IdPairs, loader: LoaderPlan) ->
     return max(1, sentences * (train.tokens[1] - len(train)) // max(1, len(train)))
 
 
-def _plan_validation(settings: TrainSettings, data: Prepared, training: Batching) -> Batching:
-    """In the shape of training, if that is packed: the compiled code then serves both."""
+def _plan_validation(
+    settings: TrainSettings, data: Prepared, loader: LoaderPlan, training: Batching
+) -> Batching:
+    """Packed in the shape of training, if that is packed: the compiled code then serves both.
+    Otherwise of the size of training: larger batches might not fit into memory."""
     lengths = data.splits["valid"].lengths
     if isinstance(training, PackedPlan):
         return training.for_validation(lengths)
-    return BatchPlan(lengths, sentences=settings.sentences, shuffle=False)
+    tokens = settings.tokens
+    if tokens is not None:  # valid may have a longer sentence than train
+        tokens = max(tokens, int(lengths[:, 1].max(initial=1)))
+    sentences = loader.batch_size or settings.sentences
+    return BatchPlan(lengths, sentences=sentences, tokens=tokens, shuffle=False)

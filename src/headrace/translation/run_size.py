@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -15,6 +14,7 @@ from headrace.translation.build import RunParts
 from headrace.translation.corpus.prepared import Prepared
 from headrace.translation.model import new_model
 from headrace.translation.settings import TrainSettings
+from headrace.translation.weights import run_of_weights
 
 # On a GPU: the smallest preset whose corpora are at least this large wins. A larger model learns
 # the sentences of a small corpus by heart.
@@ -68,13 +68,9 @@ def choose_preset(device: Device, pairs: int) -> str:
 
 
 def preset_of_weights(weights: str | None) -> str | None:
-    """The preset of the run whose weights these are: its folder, or a file in it. None if there is
-    no such run."""
-    if weights is None:
-        return None
-    path = Path(weights)
-    config = (path if path.is_dir() else path.parent.parent) / "config.yaml"
-    preset = TrainSettings.read(config).preset if config.is_file() else "auto"
+    """The preset of the run whose weights these are. None if there is no such run."""
+    run = None if weights is None else run_of_weights(weights)
+    preset = "auto" if run is None else TrainSettings.read(run / "config.yaml").preset
     return None if preset == "auto" else preset
 
 

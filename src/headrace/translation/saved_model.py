@@ -24,7 +24,7 @@ from headrace.translation.decode import translate_ids
 from headrace.translation.model import EOS, Translator, new_model
 from headrace.translation.score import Scores, score
 from headrace.translation.settings import TrainSettings, resolve_precision
-from headrace.translation.weights import load_weights
+from headrace.translation.weights import load_weights, run_of_weights
 
 #: Called with the number of translated sentences and of all.
 Watch = Callable[[int, int], object]
@@ -68,6 +68,11 @@ class TrainedModel:
         model = model.to(opened.torch_device).eval()
         chosen = settings.precision if precision == "auto" else precision
         return cls(model, vocabularies, settings, opened, resolve_precision(chosen, opened))
+
+    @property
+    def given_vocabularies(self) -> tuple[Vocabulary, Vocabulary] | None:
+        """What `prepared_for` needs to find this run's corpus in the cache."""
+        return None if self.settings.weights is None else self.vocabularies
 
     def translate(
         self, sentences: Sequence[str], *, beam: int | None = None, watch: Watch | None = None
@@ -164,6 +169,20 @@ def score_on_ranks(
 def load_vocabularies(folder: Path, joint: bool) -> tuple[Vocabulary, Vocabulary]:
     source = Vocabulary.load(folder / "src.model")
     return source, source if joint else Vocabulary.load(folder / "trg.model")
+
+
+def vocabularies_of_weights(weights: str, joint: bool) -> tuple[Vocabulary, Vocabulary] | None:
+    """The vocabularies of the run whose weights these are. None if there is no such run."""
+    run = run_of_weights(weights)
+    if run is None or not (run / "vocabulary" / "src.model").is_file():
+        return None
+    is_joint = TrainSettings.read(run / "config.yaml").joint
+    if joint != is_joint:
+        raise TranslationError(
+            f"joint = {str(joint).lower()}: the run of weights = {weights} has joint = "
+            f"{str(is_joint).lower()}; expected the same"
+        )
+    return load_vocabularies(run / "vocabulary", joint)
 
 
 def save_vocabularies(folder: Path, vocabularies: tuple[Vocabulary, Vocabulary]) -> None:

@@ -111,7 +111,8 @@ class TrainSettings(Checked):
     tied: bool = choice(True, "Share one matrix between target embedding and output layer.")
     weights: str | None = choice(
         None,
-        "Start from these weights: a .safetensors file or a run folder.",
+        "Start from these weights: a .safetensors file or a run folder. The vocabularies are then "
+        "those of that run.",
         unset="random weights",
     )
     # --- training

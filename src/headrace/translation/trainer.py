@@ -67,6 +67,7 @@ from headrace.translation.build import RunParts, build_run, check_settings, may_
 from headrace.translation.corpus.batches import Division
 from headrace.translation.corpus.prepare import check_data, prepared_for
 from headrace.translation.corpus.prepared import Prepared
+from headrace.translation.corpus.vocabulary import Vocabulary
 from headrace.translation.observers import (
     EpochGauges,
     Observers,
@@ -90,9 +91,11 @@ from headrace.translation.run_size import (
 )
 from headrace.translation.saved_model import (
     TrainedModel,
+    load_vocabularies,
     save_vocabularies,
     score_on_ranks,
     unsharded_copy,
+    vocabularies_of_weights,
 )
 from headrace.translation.settings import (
     CHANGED_BY_RESUME,
@@ -294,13 +297,26 @@ class Trainer:
         ledger = Ledger()
         if not self._ranks.is_first:
             self._ranks.barrier(ledger)
-        data = prepared_for(self.settings, self._cache, progress.status)
+        data = prepared_for(
+            self.settings, self._cache, progress.status, vocabularies=self._given_vocabularies()
+        )
         progress.end_status()
         progress.message(data.table())
         save_vocabularies(self.folder.path / "vocabulary", data.vocabularies)
         if self._ranks.is_first:
             self._ranks.barrier(ledger)
         return data
+
+    def _given_vocabularies(self) -> tuple[Vocabulary, Vocabulary] | None:
+        """The vocabularies of the weights to start from, if they are a run's: with others, each of
+        their embeddings would be that of another piece."""
+        weights, joint = self.settings.weights, self.settings.joint
+        if weights is None:
+            return None
+        own = self.folder.path / "vocabulary"
+        if (own / "src.model").exists():  # the run has begun before
+            return load_vocabularies(own, joint)
+        return vocabularies_of_weights(weights, joint)
 
     def _choose_preset(self, data: Prepared) -> None:
         """Set the preset of the weights to start from, or else one for this device and corpus."""
@@ -355,11 +371,16 @@ def _new_folder(
 ) -> RunFolder:
     """Make the folder of a new run on rank 0, for all ranks.
 
-    A plan file is copied into it, so that the run does not depend on the original.
+    A plan file is copied into it, so that the run does not depend on the original. Paths become
+    absolute: the run can be resumed from any folder.
     """
     path = Path()
     if ranks.is_first:
         folder = RunFolder.create(project, name)
+        settings = settings.replace(
+            data=tuple(str(Path(path).absolute()) for path in settings.data),
+            weights=settings.weights and str(Path(settings.weights).absolute()),
+        )
         if is_plan_file(settings.plan):
             replace_file(folder.path / PLAN_FILE, Path(settings.plan).read_bytes(), RunError)
             settings = settings.replace(plan=PLAN_FILE)
@@ -750,8 +771,8 @@ def _trained_model(parts: RunParts, weights: Path | None = None) -> TrainedModel
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """Saves and restores what a run needs to resume: the engine's state, how the epoch is divided
-    into batches, its loss so far, and which epoch had the best weights."""
+    """Saves and restores what a run needs to resume: the engine's state, the corpus and how the
+    epoch divides it into batches, its loss so far, and which epoch had the best weights."""
 
     parts: RunParts
     folder: RunFolder
@@ -770,6 +791,7 @@ class Checkpoints:
         engine = self.parts.engine
         state = {
             "engine": engine.state_dict(),
+            "corpus": self.parts.data.digests,
             "division": self.parts.loader.sampler.division._asdict(),
             "sums": [self.losses.loss, self.losses.weight],
             "best": self.weight_files.best,
@@ -810,13 +832,15 @@ class Checkpoints:
         """Load the last checkpoint, if there is one. Returns its path and the next batch of the
         current epoch."""
         parts = self.parts
+        found = parts.data.digests  # now, and not while training: it reads the whole corpus
         path = agreed_checkpoint(self.folder.state, parts.ranks, parts.device.ledger)
         if path is None:
             return None, 0
         state = load_checkpoint(path, parts=parts.ranks.several)
         try:
             batch = parts.engine.load_state_dict(state["engine"])
-            # Checkpoints of earlier versions have none.
+            # Checkpoints of earlier versions have neither.
+            corpus = dict(state["corpus"]) if "corpus" in state else None
             division = Division(**state["division"]) if "division" in state else None
             self.losses.reset(*map(float, state["sums"]))
             self.weight_files.restore(dict(state["best"]))
@@ -825,9 +849,24 @@ class Checkpoints:
                 f"{path}: does not fit the model or optimizer in {self.folder.config}: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
+        if corpus is not None:
+            self._check_corpus(path, found, corpus)
         if batch and division is not None:
             self._check_division(path, batch, division)
         return path, batch
+
+    def _check_corpus(
+        self, path: Path, found: Mapping[str, str], expected: Mapping[str, str]
+    ) -> None:
+        """Raise if train or valid has other pairs than before: the run would not be the one that
+        its settings describe, and its validation scores could not be compared."""
+        changed = [split for split in found if found[split] != expected.get(split)]
+        if changed:
+            raise TranslationError(
+                f"{path}: was saved with other pairs of {' and '.join(changed)} than the corpus "
+                "has now; expected the same corpus as when this run started. To train on the new "
+                f"one, start from this run's weights: headrace train --weights {self.folder.path}"
+            )
 
     def _check_division(self, path: Path, batch: int, expected: Division) -> None:
         """Raise if the current epoch is not divided into batches as it was for its first ones."""

@@ -83,6 +83,14 @@ class WeightFiles:
         }
 
 
+def run_of_weights(weights: str) -> Path | None:
+    """The folder of the run whose weights these are: that folder, or a file in its `weights`. None
+    if there is no run."""
+    path = Path(weights)
+    run = path if path.is_dir() else path.parent.parent
+    return run if (run / "config.yaml").is_file() else None
+
+
 def load_weights(model: torch.nn.Module, path: Path) -> None:
     """Load weights from a file, or the best ones of a run folder. Raises if they do not fit."""
     if path.is_dir():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import os
 from collections import defaultdict, deque
@@ -99,6 +100,14 @@ class IdPairs:
     def tokens(self) -> tuple[int, int]:
         """Tokens per side, summed over all pairs."""
         return len(self._ids[0]), len(self._ids[1])
+
+    def digest(self) -> str:
+        """Identifies these pairs, in their order."""
+        found = hashlib.blake2b(digest_size=8)
+        for array in (*self._offsets, *self._ids):
+            found.update(len(array).to_bytes(8, "little"))
+            found.update(array.data)
+        return found.hexdigest()
 
     def contain(self, side: int, sequences: Sequence[Sequence[int]]) -> list[bool]:
         """Whether each of these sequences of ids is a source (`side` 0) or a target (1) here."""

@@ -64,10 +64,14 @@ def prepared_for(
     cache: Path | None = None,
     progress: OnProgress | None = None,
     *,
+    vocabularies: tuple[Vocabulary, Vocabulary] | None = None,
     cached_only: bool = False,
 ) -> Prepared:
     """The encoded corpus of a run, from the cache if it was prepared before. With `cached_only`
-    it is an error if it was not."""
+    it is an error if it was not.
+
+    `vocabularies` are those of a run that starts from weights: other ones would not fit them.
+    """
     return prepare(
         _paths(settings) if settings.data else None,
         src=settings.src,
@@ -76,6 +80,7 @@ def prepared_for(
         joint=settings.joint,
         max_length=settings.max_length,
         skip_bad=settings.skip_bad,
+        vocabularies=vocabularies,
         cache=cache if cache is not None else user_cache() / "text",
         progress=progress,
         cached_only=cached_only,
@@ -96,6 +101,7 @@ def prepare(
     joint: bool = False,
     max_length: int = 60,
     skip_bad: bool = False,
+    vocabularies: tuple[Vocabulary, Vocabulary] | None = None,
     cache: Path,
     workers: int | None = None,
     progress: OnProgress | None = None,
@@ -104,7 +110,8 @@ def prepare(
     """Encode `data` (None: the built-in corpus), or take it from the cache if it is there.
 
     Pairs with more than `max_length` tokens on one side are not encoded; in valid and test their
-    text is still kept for scoring. `workers` is the number of threads. With `cached_only` nothing
+    text is still kept for scoring. Without `vocabularies`, they are trained on the corpus. If
+    `joint`, both are one object. `workers` is the number of threads. With `cached_only` nothing
     is encoded: it is an error if the cache does not have it.
     """
     sides = Sides(src, trg)
@@ -127,7 +134,7 @@ def prepare(
         skip_bad=skip_bad,
         builtin=GRAMMAR_VERSION if files is None else None,
     )
-    key = _key(files, settings, progress)
+    key = _key(files, settings, vocabularies, progress)
     folder = Path(cache) / f"{src}-{trg}-{key[:16]}"
 
     def build(temporary: Path) -> None:
@@ -135,7 +142,8 @@ def prepare(
             corpus = builtin_corpus(src=src, trg=trg)
         else:
             corpus = read_pair_files(files, sides, skip_bad=skip_bad, progress=progress)
-        _encode_into(temporary, corpus, settings, key, workers, progress)
+        used = vocabularies or _train_vocabularies(corpus.splits["train"], settings, progress)
+        _encode_into(temporary, corpus, settings, used, key, workers, progress)
 
     if not _is_usable(folder, key):
         if cached_only:
@@ -156,12 +164,12 @@ def _encode_into(
     folder: Path,
     corpus: Corpus,
     settings: PreparedSettings,
+    vocabularies: tuple[Vocabulary, Vocabulary],
     key: str,
     workers: int | None,
     progress: OnProgress | None,
 ) -> None:
-    """Train vocabularies, encode all splits, and write everything into `folder`."""
-    vocabularies = _train_vocabularies(corpus.splits["train"], settings, progress)
+    """Encode all splits, and write them and the vocabularies into `folder`."""
     names = ("joint",) if settings.joint else ("src", "trg")
     for name, vocabulary in zip(names, vocabularies, strict=False):
         vocabulary.save(folder / f"{name}.model")
@@ -221,6 +229,7 @@ def _train_vocabularies(
 def _key(
     files: Mapping[str, Sequence[PairFiles]] | None,
     settings: PreparedSettings,
+    vocabularies: tuple[Vocabulary, Vocabulary] | None,
     progress: OnProgress | None,
 ) -> str:
     """The cache key: a hash of all that the prepared folder depends on."""
@@ -228,6 +237,8 @@ def _key(
 
     parts: list[Any] = [FORMAT, FORMAT_VERSION, sentencepiece.__version__]
     parts.append(dataclasses.asdict(settings))
+    if vocabularies is not None:
+        parts.append([hashlib.sha256(one.model).hexdigest() for one in vocabularies])
     for split, groups in (files or {}).items():
         for group in groups:
             hashes = [_file_hash(path, progress) for path in group.paths]

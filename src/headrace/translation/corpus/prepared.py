@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from headrace.errors import CorpusError
@@ -85,6 +87,15 @@ class Prepared:
         if len(sides[0]) != len(sides[1]):
             raise CorpusError(f"{self.folder}: the text of {split} has sides of different lengths")
         return list(zip(*sides, strict=True))
+
+    @cached_property
+    def digests(self) -> dict[str, str]:
+        """Identifies the pairs of train, and of valid with their text: what a run is trained and
+        validated on."""
+        text = "\n".join(text for pair in self.texts("valid") for text in pair)
+        of_text = hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+        valid = f"{self.splits['valid'].digest()}-{of_text}"
+        return {"train": self.splits["train"].digest(), "valid": valid}
 
     def describe_novelty(self, split: str) -> str:
         """What "never seen in training" means for a scored split, in one sentence."""
