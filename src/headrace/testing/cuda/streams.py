@@ -11,7 +11,8 @@ import torch
 from headrace.errors import DeviceError
 from headrace.testing import graphs
 from headrace.testing.cuda import state
-from headrace.testing.source import name_of_new_object
+from headrace.testing.races import calling_frames
+from headrace.testing.source import assigned_name, name_of_new_object
 from headrace.testing.streams import FakeEvent, FakeStream
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Stream:
     """
 
     _made: FakeStream
+    #: Whether its name is what the line that made it assigned it to, and not to a list of it, say.
+    _is_assigned = False
 
     @property
     def _fake(self) -> FakeStream:
@@ -50,7 +53,9 @@ class Stream:
             return stream_of(fake_cuda.stream_by_id(ids["stream_id"]))
         made = object.__new__(cls)
         # CUDA has priorities from -5 to 0, and takes others for the nearest of these.
-        made._made = fake_cuda.new_stream(name_of_new_object(), min(0, max(-5, priority)))
+        frames = calling_frames()
+        made._made = fake_cuda.new_stream(name_of_new_object(frames), min(0, max(-5, priority)))
+        made._is_assigned = assigned_name(frames) is not None
         fake_cuda.wrappers[made._made] = made
         return made
 
