@@ -27,7 +27,7 @@ def test_bugs_are_found_and_twins_are_silent() -> None:
                 if found != (expected if bug else set()):
                     wrong.append(f"{file}: reported {found}, expected {expected if bug else None}")
     assert not wrong, "\n".join(wrong)
-    assert len(PROGRAMS) >= 140
+    assert len(PROGRAMS) >= 170
 
 
 _WAIT = re.compile(r"(?:.*, or )?(\S+\.wait_stream\(.+\)) (before|after) .*:(\d+)")
@@ -38,18 +38,15 @@ def test_the_missing_wait_removes_the_race() -> None:
     tried, useless = 0, set()
     for program in PROGRAMS:
         text = program.text(bug=True)
+        if "thread" in text.lower():
+            continue  # which access is the first differs from run to run
         races = _races(text, program.name)
         for wait in filter(None, (_WAIT.fullmatch(race.missing) for race in races)):
             tried += 1
             mended = _with_call(text, wait[1], wait[2], int(wait[3]))
-            try:
-                left = _races(mended, f"{program.name}, mended")
-            except NameError:
-                left = races
-            if len(left) >= len(races):
+            if len(_races(mended, f"{program.name}, mended")) >= len(races):
                 useless.add(program.name)
-    # A lambda is not on a line of its own; the name of a thread's stream is not known elsewhere.
-    assert useless == {"torch future then", "param update by copy in thread"}
+    assert useless == {"torch future then"}  # a lambda is not on a line of its own
     assert tried >= 100
 
 
