@@ -190,6 +190,7 @@ class Event:
         if interprocess:
             raise state.not_imitated("torch.cuda.Event(interprocess=True)")
         self._made = state.device().event(timing=enable_timing)
+        self._is_external = external
 
     @property
     def _fake(self) -> FakeEvent:
@@ -209,12 +210,18 @@ class Event:
     event_id = cuda_event
 
     def record(self, stream: Stream | None = None) -> None:
-        self._fake.record(None if stream is None else stream._fake)
+        self._fake.record(self._used_on(stream))
 
     def wait(self, stream: Stream | None = None) -> None:
+        waiting = self._used_on(stream)
         if self._fake.recorded:
-            waiting = state.device().current_stream() if stream is None else stream._fake
             waiting.wait_event(self._fake)
+
+    def _used_on(self, stream: Stream | None) -> FakeStream:
+        used = state.device().current_stream() if stream is None else stream._fake
+        if self._is_external and used.tape is not None:  # each replay would record it again
+            raise state.not_imitated("torch.cuda.Event(external=True) in a capture")
+        return used
 
     def query(self) -> bool:
         return self._fake.query() if self._fake.recorded else True
@@ -252,7 +259,9 @@ class CudaEvent(Event):
         interprocess: bool = False,
         external: bool = False,
     ) -> None:
-        Event.__init__(self, enable_timing=enable_timing, interprocess=interprocess)
+        Event.__init__(
+            self, enable_timing=enable_timing, interprocess=interprocess, external=external
+        )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -268,6 +277,7 @@ class CUDAGraph:
         self._graph: graphs.FakeGraph | None = None
         self._tape: graphs.Tape | None = None
         self._recording: AbstractContextManager[None] | None = None
+        self._generators: list[torch.Generator] = []
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -292,7 +302,7 @@ class CUDAGraph:
             raise DeviceError(
                 f"pool = {pool!r}: expected torch.cuda.graph_pool_handle() or graph.pool()"
             )
-        self._tape = graphs.Tape(device, stream, pool)
+        self._tape = graphs.Tape(device, stream, pool, tuple(self._generators))
         self._recording = self._tape.recording()
         self._recording.__enter__()
 
@@ -306,6 +316,9 @@ class CUDAGraph:
             self._tape.forget()
             raise
         self._graph = graphs.FakeGraph(self._tape)
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
 
     def instantiate(self) -> None:
         """Does nothing: a fake graph is ready after its capture."""
