@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
+from headrace.testing import patches
 from headrace.testing.graphs import unobserved
 
 if TYPE_CHECKING:
@@ -107,6 +108,12 @@ class WatchedArray(np.ndarray):
         _touch(self._single(index), reads=True)
         return value
 
+    @property
+    def ctypes(self) -> Any:
+        """The address of the elements, for C code that will read them."""
+        _touch(self, reads=True)
+        return self.view(np.ndarray).ctypes
+
     def __bytes__(self) -> bytes:
         return bytes(self.tobytes())
 
@@ -164,6 +171,22 @@ def watch(device: FakeDevice, tensor: torch.Tensor, array: Any) -> Any:
     view = array.view(WatchedArray)
     view._device, view._memory = device, tensor.detach()
     return view
+
+
+def _as_array(*args: Any, **kwargs: Any) -> Any:
+    """Replaces `np.ctypeslib.as_array`, by which safetensors reads the memory of a tensor."""
+    array = patches.originals["as_array"](*args, **kwargs)
+    if array.nbytes and array.flags.writeable and not array.dtype.hasobject:
+        with unobserved():
+            memory = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        for device in patches.devices:
+            device.shares(memory)
+            if device.is_pinned(memory):
+                return watch(device, memory, array)
+    return array
+
+
+patches.patch(np.ctypeslib, "as_array", _as_array)
 
 
 def _touch(array: Any, *, reads: bool) -> None:
