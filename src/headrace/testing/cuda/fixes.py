@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator, Mapping
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from headrace.device import Device
-from headrace.source_lines import short_path
+from headrace.source_lines import short_path, variables_of
 from headrace.testing import autograd, races
 from headrace.testing.cuda.streams import Stream
 from headrace.testing.operators import is_collective
@@ -23,8 +22,6 @@ if TYPE_CHECKING:
 
 # More than a user's object has; a module or a table has more.
 _MAX_ATTRIBUTES = 200
-# References to a frame's copy of its variables: the frame's, ours, and that of the counting call.
-_OWN_REFERENCES = 3
 
 
 def missing_call(
@@ -93,7 +90,7 @@ def _stream_name(device: FakeCuda, where: str, elsewhere: bool = False) -> str:
 def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
     """The names by which a frame can use a stream: a variable, an attribute of one, or an item of a
     list or dict."""
-    variables = _variables(frame)
+    variables = variables_of(frame)
     for name, value in variables.items():
         if _is(value, stream):
             yield name
@@ -113,17 +110,6 @@ def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
             yield name
     for name, value in frame.f_globals.items():
         yield from _items_of(name, value, stream)
-
-
-def _variables(frame: FrameType) -> dict[str, Any]:
-    """The variables of a frame. Before Python 3.13, a function's frame keeps the copy that it makes
-    of them here, and so keeps tensors alive that the program deletes later: it is emptied again."""
-    kept = frame.f_locals
-    variables = dict(kept)
-    is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(kept, dict)
-    if is_copy and sys.getrefcount(kept) <= _OWN_REFERENCES:  # else the program called `locals()`
-        kept.clear()
-    return variables
 
 
 def _items_of(name: str, value: object, stream: FakeStream) -> Iterator[str]:
