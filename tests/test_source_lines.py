@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import importlib.util
+import inspect
 import sys
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from headrace import source_lines
-from headrace.source_lines import short_path
+from headrace.source_lines import short_path, variables_of
 
 
 @pytest.mark.parametrize(
@@ -48,3 +51,21 @@ def test_a_linked_environment_is_no_code_of_the_users(
     spec.loader.exec_module(again)
     assert not again.is_user_code(str(linked / "torch" / "_tensor.py"))
     assert again.is_user_code(str(linked / "timm" / "loss.py"))
+
+
+class _Object:
+    pass
+
+
+def test_looking_at_the_variables_of_a_function_keeps_none_alive() -> None:
+    held = _Object()
+    alive = weakref.ref(held)
+    assert variables_of(inspect.currentframe())["held"] is held  # type: ignore[arg-type]
+    del held
+    assert alive() is None
+    kept = locals()
+    variables_of(inspect.currentframe())  # type: ignore[arg-type]
+    assert kept["alive"] is alive  # what the program holds stays as it is
+    module: dict[str, Any] = {"variables_of": variables_of, "inspect": inspect}
+    exec("found = variables_of(inspect.currentframe())", module)
+    assert module["found"]["inspect"] is module["inspect"]  # a module's variables are no copy

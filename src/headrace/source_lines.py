@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 import torch
 
@@ -22,6 +23,8 @@ HEADRACE = Path(__file__).parent
 TORCH = Path(torch.__file__).parent
 _PACKAGES = (str(HEADRACE) + os.sep, str(TORCH) + os.sep)
 _STANDARD_LIBRARY = str(Path(threading.__file__).parent) + os.sep
+# References to a frame's copy of its variables: the frame's, ours, and that of the counting call.
+_OWN_REFERENCES = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +90,20 @@ def is_user_code(file: str) -> bool:
         # Installed packages may be inside the standard library's folder.
         return "site-packages" in file or "dist-packages" in file
     return True
+
+
+def variables_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of a running function, or of a module.
+
+    Before Python 3.13, a function's frame keeps the copy that it makes of them here, and with it
+    tensors that the program deletes later. So the copy is emptied again.
+    """
+    kept = frame.f_locals
+    variables = dict(kept)
+    is_copy = frame.f_code.co_flags & inspect.CO_OPTIMIZED and isinstance(kept, dict)
+    if is_copy and sys.getrefcount(kept) <= _OWN_REFERENCES:  # else the program called `locals()`
+        kept.clear()
+    return variables
 
 
 def definition(function: object) -> Site | None:

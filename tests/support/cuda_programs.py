@@ -13,6 +13,7 @@ import functools
 import gc
 import heapq
 import io
+import linecache
 import queue
 import threading
 import weakref
@@ -36,14 +37,20 @@ class Program(Case):
     def run_on_cuda(self, *, bug: bool) -> str:
         """Run it on `cuda`. Returns the name of its file in reports."""
         file = f"{self.name} ({'bug' if bug else 'twin'})"
-        torch.manual_seed(0)
-        names = _names()
-        try:
-            exec(compile(self.text(bug=bug), file, "exec"), names)
-            torch.cuda.synchronize()
-        finally:
-            names.clear()
+        run_text(self.text(bug=bug), file)
         return file
+
+
+def run_text(text: str, file: str) -> None:
+    """Run a program's text on `cuda`. Reports find its lines under the name `file`."""
+    torch.manual_seed(0)
+    linecache.cache[file] = len(text), None, text.splitlines(keepends=True), file
+    names = _names()
+    try:
+        exec(compile(text, file, "exec"), names)
+        torch.cuda.synchronize()
+    finally:
+        names.clear()
 
 
 def _names() -> dict[str, Any]:

@@ -306,6 +306,26 @@ _add(
   x.copy_(p, non_blocking=True)  # FIRST
 + d.synchronize("test", C)
   np.multiply(np.ones(64), 3, out=n)  # SECOND
+== a function of numpy's writes with out=
+  n = p.numpy()
+  x.copy_(p, non_blocking=True)  # FIRST
++ d.synchronize("test", C)
+  np.einsum("i,i->i", np.ones(64), np.ones(64), out=n, casting="same_kind")  # SECOND
+== a method of an array writes with out=
+  n = p.numpy()
+  x.copy_(p, non_blocking=True)  # FIRST
++ d.synchronize("test", C)
+  q.numpy().take(np.arange(64), out=n)  # SECOND
+== numpy stores through flat
+  n = p.numpy()
+  x.copy_(p, non_blocking=True)  # FIRST
++ d.synchronize("test", C)
+  n.flat = 3  # SECOND
+== numpy reads through flat
+  n = p.numpy()
+  p.copy_(x, non_blocking=True)  # FIRST
++ d.synchronize("test", C)
+  k = sum(n.flat)  # SECOND
 == numpy reads too early
   n = p.numpy()
   p.copy_(x, non_blocking=True)  # FIRST

@@ -118,3 +118,4 @@ def test_the_missing_call_is_named() -> None:
     (race,) = device.races
     assert race.first.operation == "c10d::allreduce_"
     assert race.missing.startswith("work.wait()")
+    assert "while stream 'default' is current, before" in race.missing

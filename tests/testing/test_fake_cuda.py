@@ -389,6 +389,29 @@ def test_a_captured_step_replays(fake_cuda: FakeCuda) -> None:
         second.debug_dump("file")
 
 
+def test_a_graph_draws_from_the_generators_that_it_knows(fake_cuda: FakeCuda) -> None:
+    generator, graph = torch.Generator("cuda").manual_seed(3), torch.cuda.CUDAGraph()
+    expected = torch.rand(2, 4, generator=torch.Generator().manual_seed(3))
+    graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        drawn = torch.rand(4, device="cuda", generator=generator)
+    for row in expected:  # the capture has drawn nothing
+        graph.replay()
+        assert torch.equal(drawn.cpu(), row)
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(RuntimeError, match="generator"), capture:
+        torch.rand(4, device="cuda", generator=generator)
+
+
+def test_an_external_event_is_refused_in_a_capture(fake_cuda: FakeCuda) -> None:
+    event = torch.cuda.Event(external=True)
+    event.record()
+    event.synchronize()
+    capture = torch.cuda.graph(torch.cuda.CUDAGraph())
+    with pytest.raises(NotImitatedError, match="external=True"), capture:
+        event.record()
+
+
 def test_a_capture_fails_where_cudas_does(fake_cuda: FakeCuda) -> None:
     x = torch.ones(2, device="cuda")
     with pytest.raises(RuntimeError, match="non-default stream"):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,124 @@ def test_two_streams_of_one_variable_are_told_apart() -> None:
                 x.add_(1)
     (race,) = device.races
     assert race.missing.startswith("side.wait_stream(<stream 'side'>) before")
+
+
+def test_a_race_keeps_no_tensor_alive() -> None:
+    """The report looks into the variables of the running functions."""
+    with fake_cuda(check=False) as device:
+        side, x = torch.cuda.Stream(), torch.ones(8, device="cuda")
+        first, kept = x * 2, x * 3
+        with torch.cuda.stream(side):
+            x + 1  # a race
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            first + kept
+        del first
+        new = x * 4  # may get the memory of `first`
+        variables = locals()
+        with torch.cuda.stream(side):
+            new - 1  # another race: a dict that the program has is left as it is
+        assert variables["kept"] is kept
+    kinds = [race.kind for race in device.races]
+    assert kinds == ["write-read", "reuse", "write-read"]
+    assert device.races[1].missing.startswith("first.record_stream(side) before")
+
+
+def test_a_wait_belongs_into_what_the_second_line_calls() -> None:
+    def run(*, waits: bool) -> list[str]:
+        with fake_cuda(check=False) as device:
+            side, model = torch.cuda.Stream(), torch.nn.Linear(4, 4).cuda()
+
+            def unpack(host: torch.Tensor) -> torch.Tensor:
+                with torch.cuda.stream(side):
+                    back = host.to("cuda", non_blocking=True)  # UNPACKED
+                    back.record_stream(torch.cuda.default_stream())
+                    if waits:
+                        torch.cuda.default_stream().wait_stream(side)
+                return back
+
+            with torch.autograd.graph.saved_tensors_hooks(lambda x: x.cpu().pin_memory(), unpack):
+                loss = model(torch.ones(2, 4, device="cuda")).sum()
+            loss.backward()
+        return [race.missing for race in device.races]
+
+    (missing,) = run(waits=False)
+    place = rf"after .*test_findings.py:{line_of('UNPACKED')}"
+    assert re.fullmatch(rf"torch\.cuda\.default_stream\(\)\.wait_stream\(side\) {place}", missing)
+    assert run(waits=True) == []
+
+
+def test_a_stream_is_current_at_the_line_that_is_told_to_use_it() -> None:
+    with fake_cuda(check=False) as device:
+        callers, side = torch.cuda.Stream(), torch.cuda.Stream()
+        weight = torch.ones(4, device="cuda", requires_grad=True)
+        scaled = (weight * torch.full((4,), 2.0, device="cuda")).sum()
+        with torch.cuda.stream(side), torch.no_grad():
+            weight.grad = torch.ones(4, device="cuda")
+        with torch.cuda.stream(callers):
+            scaled.backward()
+    (race, *_) = device.races
+    assert race.second.where == "default"
+    assert race.missing.startswith("torch.cuda.default_stream().wait_stream(side) before")
+
+
+def test_the_tensor_of_a_missing_record_has_its_own_name() -> None:
+    def freed(make: Callable[[torch.Tensor, torch.cuda.Stream], None]) -> str:
+        with fake_cuda(check=False) as device:
+            side, x = torch.cuda.Stream(), torch.ones(64, device="cuda")
+            make(x, side)
+            x * 2
+        (race,) = device.races
+        return race.missing.partition(".record_stream(")[0]
+
+    def use(x: torch.Tensor, side: torch.cuda.Stream) -> torch.Tensor:
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            return x + 1
+
+    def assigned(x: torch.Tensor, side: torch.cuda.Stream) -> None:
+        doubled = x.mul(2).view(8, 8)
+        use(doubled, side)
+
+    def one_of_two(x: torch.Tensor, side: torch.cuda.Stream) -> None:
+        doubled, other = x.mul(2) if x.is_cuda else x, x.untyped_storage()
+        use(doubled, side), other.nbytes()
+
+    def inside(x: torch.Tensor, side: torch.cuda.Stream) -> None:
+        total = use(x.mul(2), side).device  # `total` is not what was freed
+        assert total.type == "cuda"
+
+    def in_a_list(x: torch.Tensor, side: torch.cuda.Stream) -> None:
+        parts = [x.mul(2) for _ in range(1)]
+        use(parts[0], side)
+
+    names = [freed(make) for make in (assigned, one_of_two, inside, in_a_list)]
+    assert names == ["doubled", "doubled", "tensor", "tensor"]
+
+
+def test_a_stream_that_no_variable_names() -> None:
+    with fake_cuda(check=False) as device:
+        graph, x = torch.cuda.CUDAGraph(), torch.ones(4, device="cuda")
+        side = torch.cuda.Stream()
+        with torch.cuda.graph(graph):
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                y = x + 1
+            y * 2
+            torch.cuda.current_stream().wait_stream(side)
+        del side
+
+        def on_new_streams() -> None:
+            for stream in [torch.cuda.Stream() for _ in range(2)]:
+                with torch.cuda.stream(stream):
+                    x.add_(1)
+
+        torch.cuda.synchronize()
+        on_new_streams()
+        x.mul_(2)
+    captured, _, last = device.races
+    assert captured.missing.startswith("torch.cuda.current_stream().wait_stream(side) before")
+    assert last.missing.startswith("torch.cuda.current_stream().wait_stream(<stream 'stream")
 
 
 def test_a_race_error_is_that_report() -> None:

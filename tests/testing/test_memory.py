@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import io
 
+import numpy as np
 import pytest
+import safetensors.torch
 import torch
 
 from headrace.errors import DeviceError, DeviceMismatchError
@@ -50,6 +53,22 @@ class TestMemory:
                 here.numpy()
             with pytest.raises(RuntimeError, match="cannot pin a tensor on fake:1"):
                 here.pin_memory()
+
+    def test_safetensors_reads_pinned_memory(self) -> None:
+        for waits in (False, True):
+            with FakeDevice(check=False) as device:
+                here, pinned = torch.arange(4.0, device=device.torch_device), torch.zeros(2, 4)
+                pinned = pinned.pin_memory()
+                pinned[0].copy_(here, non_blocking=True)
+                safetensors.torch.save({"row": pinned[1]})  # another row
+                assert device.races == []
+                if waits:
+                    device.synchronize("test")
+                saved = safetensors.torch.save({"row": pinned[0]})
+                assert safetensors.torch.load(saved)["row"].tolist() == [0, 1, 2, 3]
+            assert len(device.races) == (0 if waits else 1)
+        numbers = (ctypes.c_int * 3)(1, 2, 3)
+        assert np.ctypeslib.as_array(numbers).tolist() == [1, 2, 3]
 
     def test_pinned_memory(self) -> None:
         with FakeDevice() as device:

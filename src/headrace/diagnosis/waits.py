@@ -35,7 +35,7 @@ from headrace.diagnosis.forms import (
 )
 from headrace.diagnosis.replacing import replaced, replaced_in_c
 from headrace.runs.records import LineRecord
-from headrace.source_lines import TORCH, is_user_code
+from headrace.source_lines import TORCH, is_user_code, variables_of
 
 _RUNNER = main_program.__file__
 #: Files of PyTorch through which it calls functions: they say nothing about what waits.
@@ -211,7 +211,7 @@ def _is_number(node: ast.AST | None, frame: FrameType) -> bool:
 def _value(node: ast.AST | None, frame: FrameType) -> object:
     """What `x` or `self.x` is in a frame, without running any code; None if that is not known."""
     if isinstance(node, ast.Name):
-        return frame.f_locals.get(node.id, frame.f_globals.get(node.id))
+        return variables_of(frame).get(node.id, frame.f_globals.get(node.id))
     if isinstance(node, ast.Attribute):
         return getattr(_value(node.value, frame), "__dict__", {}).get(node.attr)
     return None

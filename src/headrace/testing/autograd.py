@@ -142,6 +142,11 @@ def stream_in_run(device: FakeDevice) -> FakeStream | None:
     return run.stream_of(forward)
 
 
+def callers_stream(device: FakeDevice) -> FakeStream | None:
+    """The stream that was current at the running call of `backward()`; None outside of one."""
+    return _runs.stack[-1].callers.get(device) if _runs.stack else None
+
+
 def forward_site() -> Site | None:
     """The line of the forward operation whose backward is running, if one is."""
     forward = _running()

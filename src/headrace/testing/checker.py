@@ -23,7 +23,7 @@ from headrace.source_lines import Site, short_path
 from headrace.testing.entries import Entries, Entry
 from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
-from headrace.testing.races import Access, Freed, Race, missing_call, race_key
+from headrace.testing.races import Access, Frames, Freed, Race, missing_call, race_key
 from headrace.testing.source import accepted_because
 
 Clock = dict[int, int]
@@ -166,6 +166,8 @@ class Storage:
     home: str
     owner: Actor
     allocated_at: Site
+    #: The user's calls that allocated it, the innermost first.
+    allocated_by: Frames
     shape: torch.Size
     dtype: torch.dtype
     nbytes: int
@@ -177,6 +179,16 @@ class Storage:
     #: What the thread that made it knew then. None until there are two host threads.
     made_after: Clock | None = None
     made_by: Host | None = None
+
+    def allocation(self) -> Access:
+        """The allocation, as an access."""
+        return Access(
+            self.allocated_at,
+            self.owner.name,
+            "allocation",
+            writes=True,
+            frames=self.allocated_by,
+        )
 
     def __str__(self) -> str:
         line = f"{short_path(self.allocated_at.file)}:{self.allocated_at.line}"
@@ -218,7 +230,7 @@ class Checker:
         #: The races that a comment says are ordered.
         self.accepted: set[tuple[object, ...]] = set()
         #: Names the call that would remove a race.
-        self.missing_call: Callable[[str, Access, Access, Freed | None], str] = missing_call
+        self.missing_call: Callable[[str, Access, Access, Freed | None, bool], str] = missing_call
         # A first use with the stream that is not ordered after it. If that stream gets the memory
         # of the use, too, the cause is the same.
         self._unordered: set[tuple[object, ...]] = set()
@@ -272,7 +284,14 @@ class Checker:
         return found
 
     def track(
-        self, tensor: torch.Tensor, home: str, owner: Actor, site: Site, *, pooled: bool = False
+        self,
+        tensor: torch.Tensor,
+        home: str,
+        owner: Actor,
+        site: Site,
+        frames: Frames = (),
+        *,
+        pooled: bool = False,
     ) -> Storage:
         """Track a storage from its allocation on `owner` until it is freed."""
         storage = tensor.untyped_storage()
@@ -286,7 +305,7 @@ class Checker:
         # The rows of a nested tensor differ in shape.
         shape = torch.Size((tensor.numel(),)) if tensor.is_nested else tensor.shape
         tracked = self._storages[key] = Storage(
-            *(home, owner, site, shape, tensor.dtype, nbytes, storage.data_ptr()),
+            *(home, owner, site, frames, shape, tensor.dtype, nbytes, storage.data_ptr()),
             pooled=pooled,
         )
         self._watch_end(storage, key)
@@ -370,7 +389,7 @@ class Checker:
                 uses.pop(key, None)  # type: ignore[union-attr]
         # New memory is safe for the stream it was allocated on. For other streams it is not:
         # earlier work of the owner may still use these bytes.
-        allocation = Access(tracked.allocated_at, owner.name, "allocation", writes=True)
+        allocation = tracked.allocation()
         tick = owner.clock[owner.number]
         tracked.entries.add(Entry(owner.number, tick, whole, allocation, is_allocation=True))
 
@@ -400,19 +419,24 @@ class Checker:
             uses = self._freed.setdefault(pool, {})
             known = uses.get(line)
             if known is None or known.tick < entry.tick:
-                entry.freed = Freed(str(tracked), tracked.allocated_at)
+                entry.freed = Freed(str(tracked), tracked.allocated_by)
                 uses[line] = entry
 
-    def resized(self, tensor: torch.Tensor, actor: Actor, site: Site) -> None:
+    def resized(self, tensor: torch.Tensor, actor: Actor, site: Site, frames: Frames) -> None:
         """Notice that PyTorch has changed a storage's size in place: it has allocated memory on the
         current stream, copied what was there, and freed the old memory."""
         storage = tensor.untyped_storage()
         tracked = self._storages.get(storage._cdata)
         if tracked is not None and storage.nbytes() != tracked.nbytes:
-            self._resize(tracked, storage, actor, site)
+            self._resize(tracked, storage, actor, site, frames)
 
     def _resize(
-        self, tracked: Storage, storage: torch.UntypedStorage, actor: Actor, site: Site
+        self,
+        tracked: Storage,
+        storage: torch.UntypedStorage,
+        actor: Actor,
+        site: Site,
+        frames: Frames,
     ) -> None:
         before, after = tracked.nbytes, storage.nbytes()
         if tracked.home != "device" or tracked.pooled:
@@ -428,7 +452,7 @@ class Checker:
         self._count(after - before)
         old = replace(tracked)
         tracked.nbytes, tracked.address = after, storage.data_ptr()
-        tracked.owner, tracked.allocated_at = actor, site
+        tracked.owner, tracked.allocated_at, tracked.allocated_by = actor, site, frames
         tracked.recorded_streams = set()
         self._allocate(tracked)
         self._free(old)  # after the allocation, which cannot get this memory
@@ -455,7 +479,7 @@ class Checker:
         tracked, layout = place
         storage = tensor.untyped_storage()
         if storage.nbytes() != tracked.nbytes and storage._cdata not in self._offsets:  # by `out=`
-            self._resize(tracked, storage, actor, access.site)
+            self._resize(tracked, storage, actor, access.site, access.frames)
         self._check(tracked, layout, actor, access)
 
     def _check(self, tracked: Storage, layout: Layout, actor: Actor, access: Access) -> None:
@@ -476,7 +500,7 @@ class Checker:
         ordered = [actor]
         if entry.of_previous_owner:
             kind = "reuse"
-            second = Access(tracked.allocated_at, tracked.owner.name, "allocation", writes=True)
+            second = tracked.allocation()
             ordered.append(tracked.owner)
             if (first.site, first.where, second.where) in self._unordered:
                 return  # every later allocation could get this memory: the first is enough
@@ -489,8 +513,8 @@ class Checker:
                 join(one.clock, {entry.actor: entry.tick})
             return
         self._unordered.add((first.site, first.where, second.where))
-        needed = "" if kind == "reuse" or self._knows_of(entry, actor) else _THREADS_FIRST
-        self._add_race(kind, tracked, first, second, entry.freed, needed)
+        known = self._knows_of(entry, ordered[-1])
+        self._add_race(kind, tracked, first, second, entry.freed, known)
 
     def _knows_of(self, entry: Entry, actor: Actor) -> bool:
         """Whether the thread of `actor` comes after the launch of an entry on another stream."""
@@ -527,15 +551,18 @@ class Checker:
         first: Access,
         second: Access,
         freed: Freed | None = None,
-        needed: str = "",
+        known: bool = True,
     ) -> None:
-        """Add a race. `needed` is what the program must do before the missing call can help."""
+        """Add a race. `known` says whether the thread of the second access knows that the first is
+        launched."""
         # A loop repeats the same race at every step: report it once.
         key = race_key(kind, first, second)
         times = self._reported.get(key, 0)
         self._reported[key] = times + 1
         if times == 0:
-            missing = needed + self.missing_call(kind, first, second, freed)
+            missing = self.missing_call(kind, first, second, freed, known)
+            if not known and kind != "reuse":
+                missing = _THREADS_FIRST + missing
             self.races.append(Race(kind, str(tracked), first, second, missing, freed))
 
     def times(self, race: Race) -> int:

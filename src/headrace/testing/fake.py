@@ -445,11 +445,11 @@ class FakeDevice(host_threads.Hosts):
 
     def resized(self, tensor: torch.Tensor) -> None:
         """Notice that a storage has changed its size in place."""
-        site = calling_site()
+        site, frames = calling_site_and_frames()
         with torch._C.DisableTorchFunction(), self.lock:
             actor = self.current_stream().actor
             self.launch(actor)
-            self.checker.resized(tensor, actor, site)
+            self.checker.resized(tensor, actor, site, frames)
             self.queued(actor)
 
     def operation(
@@ -476,7 +476,7 @@ class FakeDevice(host_threads.Hosts):
             if tape is None:
                 self.launch(actor)
             for tensor in allocates:
-                self.checker.track(tensor, "device", actor, site, pooled=tape is not None)
+                self.checker.track(tensor, "device", actor, site, frames, pooled=tape is not None)
             if tape is None:
                 self._run(actor, launch)
                 self.queued(actor)

@@ -20,7 +20,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 
 from headrace.device import host_copy
 from headrace.source_lines import HEADRACE, TORCH
-from headrace.testing import autograd, patches
+from headrace.testing import autograd, numpy_views, patches
 from headrace.testing.operators import dispatches_itself, tensors
 from headrace.testing.races import calling_site
 
@@ -302,8 +302,6 @@ def _numpy(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwarg
             "tensor to host memory first."
         )
     if func.__name__ == "numpy" and device.is_pinned(tensor):
-        from headrace.testing import numpy_views  # PyTorch works without numpy
-
         return numpy_views.watch(device, tensor, func(*args, **kwargs))
     device.operation(None, "numpy", "host", reads=[tensor])
     return func(*args, **kwargs)

@@ -86,6 +86,8 @@ class Tape:
     device: FakeDevice
     origin: FakeStream
     pool: GraphPool
+    #: Those that may draw random numbers in the capture, besides the device's own.
+    generators: Sequence[torch.Generator] = ()
     launches: list[Launch] = field(default_factory=list)
     arithmetic: list[_Arithmetic] = field(default_factory=list)
     over: bool = False
@@ -111,6 +113,7 @@ class Tape:
         """Record inside the block. However the block ends, restore the memory."""
         with unobserved():
             random_state = self.device.random_state()
+            states = [generator.get_state() for generator in self.generators]
         self._add_stream(self.origin)
         try:
             with self.device.call.changed(tape=self):
@@ -128,6 +131,8 @@ class Tape:
             with unobserved():
                 self._restore()
                 self.device.set_random_state(random_state)
+                for generator, state in zip(self.generators, states, strict=True):
+                    generator.set_state(state)
 
     def _restore(self) -> None:
         for memory, content in self._before.values():
@@ -238,7 +243,11 @@ class Tape:
 
     def before_operation(self, operation: Operation, written: Sequence[torch.Tensor]) -> None:
         for value in (*operation.args, *operation.kwargs.values()):
-            if isinstance(value, torch.Generator) and value is not torch.default_generator:
+            if not isinstance(value, torch.Generator) or value is torch.default_generator:
+                continue
+            # The dispatcher may hand another object for the same generator.
+            known = {one._cdata for one in self.generators}  # type: ignore[attr-defined]
+            if value._cdata not in known:  # type: ignore[attr-defined]
                 self.refuse("random numbers from a generator of the step's own")
         self.save_before_write(written)
 

@@ -6,12 +6,14 @@ so through PyTorch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
+from headrace.testing import patches
 from headrace.testing.graphs import unobserved
 
 if TYPE_CHECKING:
@@ -86,15 +88,63 @@ class WatchedArray(np.ndarray):
         if func.__name__ in _ASKING_FUNCTIONS:
             return result
         watched = list(_watched([args, kwargs]))
-        if isinstance(result, np.ndarray) and np.may_share_memory(result, watched[0]):
-            view = result.view(WatchedArray)
-            view._device, view._memory = watched[0]._device, watched[0]._memory
-            return view
+        out = _output(func, args, kwargs)
         written = list(_watched(args[:1])) if func.__name__ in _WRITING_FUNCTIONS else []
-        written += _watched(kwargs.get("out"))
+        written += _watched(out)
+        viewed = None if written else _viewed(result, watched)
+        if viewed is not None:
+            view = result.view(WatchedArray)
+            view._device, view._memory = viewed._device, viewed._memory
+            return view
         for one in watched:
             _touch(one, reads=not any(one is other for other in written))
-        return result
+        return result if out is None else out
+
+    def item(self, *args: Any) -> Any:
+        value = self.view(np.ndarray).item(*args)
+        index = args[0] if len(args) == 1 and isinstance(args[0], tuple) else args
+        if len(index) == 1:  # counts the elements of all dimensions
+            index = np.unravel_index(index[0] % self.size, self.shape)
+        _touch(self._single(index), reads=True)
+        return value
+
+    @property
+    def ctypes(self) -> Any:
+        """The address of the elements, for C code that will read them."""
+        _touch(self, reads=True)
+        return self.view(np.ndarray).ctypes
+
+    def __bytes__(self) -> bytes:
+        return bytes(self.tobytes())
+
+    @property
+    def flat(self) -> Any:
+        _touch(self, reads=True)
+        return self.view(np.ndarray).flat
+
+    @flat.setter
+    def flat(self, values: Any) -> None:
+        self.view(np.ndarray).flat = _plain(values)  # type: ignore[misc]
+        _touch(self, reads=False)
+
+
+def _output(func: Any, args: Any, kwargs: Any) -> Any:
+    """The argument `out` of a function of numpy's; None if there is none."""
+    if "out" in kwargs or len(args) < 2:
+        return kwargs.get("out")
+    try:
+        return inspect.signature(func).bind_partial(*args).arguments.get("out")
+    except ValueError:  # an older numpy does not know the signatures of its C functions
+        return None
+
+
+def _viewed(result: Any, watched: Sequence[WatchedArray]) -> WatchedArray | None:
+    """The array that a result shows the memory of; None if it has its own."""
+    if isinstance(result, np.ndarray):
+        for one in watched:
+            if np.may_share_memory(result, one):
+                return one
+    return None
 
 
 def _method(name: str, reads: bool) -> Callable[..., Any]:
@@ -103,6 +153,8 @@ def _method(name: str, reads: bool) -> Callable[..., Any]:
     def call(self: WatchedArray, *args: Any, **kwargs: Any) -> Any:
         result = original(self.view(np.ndarray), *_plain(args), **_plain(kwargs))
         _touch(self, reads=reads)
+        for out in _watched(kwargs.get("out")):
+            _touch(out, reads=False)
         return result
 
     return call
@@ -119,6 +171,22 @@ def watch(device: FakeDevice, tensor: torch.Tensor, array: Any) -> Any:
     view = array.view(WatchedArray)
     view._device, view._memory = device, tensor.detach()
     return view
+
+
+def _as_array(*args: Any, **kwargs: Any) -> Any:
+    """Replaces `np.ctypeslib.as_array`, by which safetensors reads the memory of a tensor."""
+    array = patches.originals["as_array"](*args, **kwargs)
+    if array.nbytes and array.flags.writeable and not array.dtype.hasobject:
+        with unobserved():
+            memory = torch.from_numpy(array.reshape(-1).view(np.uint8))
+        for device in patches.devices:
+            device.shares(memory)
+            if device.is_pinned(memory):
+                return watch(device, memory, array)
+    return array
+
+
+patches.patch(np.ctypeslib, "as_array", _as_array)
 
 
 def _touch(array: Any, *, reads: bool) -> None:

@@ -63,6 +63,14 @@ class Access:
     #: Its number in the device's history.
     moment: int | None = field(default=None, compare=False, repr=False)
 
+    def called(self, other: Access) -> bool:
+        """Whether the call that made this access also called the line of the other, as `backward()`
+        calls hooks."""
+        if self.captured_at is not None or other.captured_at is not None:
+            return False
+        deeper = (other.frames[depth:] for depth in range(1, len(other.frames)))
+        return any(frames == self.frames[: len(frames)] for frames in deeper)
+
     def __str__(self) -> str:
         does = "writes" if self.writes else "reads"
         place = self.where if self.on_host else f"stream {self.where!r}"
@@ -75,10 +83,10 @@ class Access:
 
 
 class Freed(NamedTuple):
-    """A tensor whose memory was freed, and the line that had allocated it."""
+    """A tensor whose memory was freed, and the calls that had allocated it."""
 
     tensor: str
-    allocated_at: Site
+    allocated_by: Frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +176,7 @@ def race_key(kind: str, first: Access, second: Access) -> tuple[object, ...]:
     return kind, first.site, first.where, second.site, second.where
 
 
-def missing_call(kind: str, first: Access, second: Access, freed: Freed | None = None) -> str:
+def missing_call(kind: str, first: Access, second: Access, freed: Freed | None, known: bool) -> str:
     """The call that would remove the race, as code where possible."""
     if kind == "reuse":
         return (
@@ -178,7 +186,9 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None =
     if kind == "freed":
         return f"keep the tensor that was captured at {first.site} until the last replay"
     if is_collective(first.operation):
-        return f"work.wait() of the collective at {first.site}, before {second.site}"
+        # The wait orders the stream that is current then, and no other.
+        on = "" if second.on_host else f" while stream {second.where!r} is current,"
+        return f"work.wait() of the collective at {first.site},{on} before {second.site}"
     if first.on_host and second.on_host:
         return f"a lock, queue or join between {first.where} and {second.where}"
     if second.on_host:

@@ -5,12 +5,24 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import islice
 from typing import Any
 
 from headrace.source_lines import Site
-from headrace.testing.races import Access, calling_frames
+from headrace.testing.races import Access, Frames
+
+# A piece of source: line, last line, column, last column.
+_Position = tuple[int | None, int | None, int | None, int | None]
+
+# Methods that return their tensor or a view of it; those that change it end with "_".
+_VIEWS = frozenset(
+    {
+        *("detach", "expand", "flatten", "permute", "reshape", "squeeze", "t", "transpose"),
+        *("unflatten", "unsqueeze", "view", "view_as"),
+    }
+)
 
 _ORDERED = re.compile(r"#\s*headrace:\s*ordered-by\b[:\s]*(.*)")
 
@@ -20,20 +32,20 @@ def source_line(site: Site) -> str:
     return linecache.getline(site.file, site.line).strip()
 
 
-def name_of_new_object() -> str | None:
-    """The name that the running call gives to the object it makes: `self.copies` for
-    `self.copies = torch.cuda.Stream()`. None if it gives none."""
-    frames = calling_frames()
+def name_of_new_object(frames: Frames) -> str | None:
+    """The name of what the innermost call makes: `self.copies` for `self.copies =
+    torch.cuda.Stream()`, and also `copies` for each of `copies = [torch.cuda.Stream(), …]`. None if
+    it gets none."""
     if not frames:
         return None
-    code, instruction = frames[0]
-    line, _, column, _ = next(islice(code.co_positions(), instruction // 2, None))
-    return _name_at(code.co_filename, line or 0, column)
+    line, _, column, _ = _position(frames)
+    return _name_at(frames[0][0].co_filename, line or 0, column)
 
 
-def assigned_name(site: Site) -> str | None:
-    """The name that a line gives to what it makes; None if it gives none."""
-    return _name_at(site.file, site.line, None)
+def assigned_name(frames: Frames) -> str | None:
+    """The name that the innermost call gives to its result, or to a view of it. None if it gives
+    none: the result may be a part of a larger expression."""
+    return _name_of_value(frames[0][0].co_filename, _position(frames)) if frames else None
 
 
 def accepted_because(first: Access, second: Access) -> str | None:
@@ -109,6 +121,54 @@ def _contains(node: Any, line: int, column: int | None) -> bool:
 def _statement(file: str, line: int) -> ast.stmt | None:
     statements = [node for node in _path_to(file, line) if isinstance(node, ast.stmt)]
     return statements[-1] if statements else None
+
+
+def _position(frames: Frames) -> _Position:
+    code, instruction = frames[0]
+    return next(islice(code.co_positions(), instruction // 2, None))
+
+
+@lru_cache(maxsize=1024)
+def _name_of_value(file: str, position: _Position) -> str | None:
+    line, _, column, _ = position
+    for node in _path_to(file, line or 0, column):
+        pairs: list[tuple[ast.expr, ast.expr]] = []
+        if isinstance(node, ast.Assign):
+            pairs = list(_assigned(node.targets[0], node.value))
+        elif isinstance(node, ast.AnnAssign | ast.NamedExpr) and node.value is not None:
+            pairs = list(_assigned(node.target, node.value))
+        for target, value in pairs:
+            if position in map(_position_of, _same_memory(value)):
+                return ast.unparse(target)
+    return None
+
+
+def _assigned(target: ast.expr, value: ast.expr) -> Iterator[tuple[ast.expr, ast.expr]]:
+    """The targets of an assignment, each with its value."""
+    if isinstance(target, ast.Tuple):
+        if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+            for one, part in zip(target.elts, value.elts, strict=True):
+                yield from _assigned(one, part)
+    elif isinstance(value, ast.IfExp):
+        yield from ((target, value.body), (target, value.orelse))
+    elif isinstance(value, ast.BoolOp):
+        yield from ((target, part) for part in value.values)
+    else:
+        yield target, value
+
+
+def _same_memory(value: ast.expr) -> Iterator[ast.expr]:
+    """An expression, and those inside of it whose result it is or views."""
+    yield value
+    if isinstance(value, ast.Call) and isinstance(value.func, ast.Attribute):
+        if value.func.attr in _VIEWS or value.func.attr.endswith("_"):
+            yield from _same_memory(value.func.value)
+    elif isinstance(value, ast.Subscript | ast.Await):
+        yield from _same_memory(value.value)
+
+
+def _position_of(node: ast.expr) -> _Position:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
 @lru_cache(maxsize=1024)

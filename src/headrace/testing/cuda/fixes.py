@@ -8,8 +8,8 @@ from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from headrace.device import Device
-from headrace.source_lines import short_path
-from headrace.testing import races
+from headrace.source_lines import short_path, variables_of
+from headrace.testing import autograd, races
 from headrace.testing.cuda.streams import Stream
 from headrace.testing.operators import is_collective
 from headrace.testing.races import Access, Freed, is_users_frame
@@ -25,43 +25,51 @@ _MAX_ATTRIBUTES = 200
 
 
 def missing_call(
-    device: FakeCuda, kind: str, first: Access, second: Access, freed: Freed | None
+    device: FakeCuda, kind: str, first: Access, second: Access, freed: Freed | None, known: bool
 ) -> str:
-    """The missing call and where it belongs. Streams and tensors have the names that the line which
+    """The missing call and where it belongs. `known` says whether the thread of the second access
+    knows that the first is launched. Streams and tensors have the names that the line which
     is running now can use, or else those that their own line gave them."""
-    here = _place(second.site)
+    # The second line may have called the first, as `backward()` calls hooks: to wait before it is
+    # to wait too early.
+    is_inside = second.called(first)
+    where = f"after {_place(first.site)}" if is_inside else f"before {_place(second.site)}"
     if kind == "reuse":
-        tensor = (freed and assigned_name(freed.allocated_at)) or "tensor"
-        streams = _stream_name(device, first.where), _stream_name(device, second.where)
-        return (
-            f"{tensor}.record_stream({streams[0]}) before the last reference to it goes, or "
-            f"{streams[1]}.wait_stream({streams[0]}) before {here}"
-        )
+        tensor = (freed and assigned_name(freed.allocated_by)) or "tensor"
+        waited_for = _stream_name(device, first.where, is_inside)
+        recorded = f"{tensor}.record_stream({waited_for}) before the last reference to it goes"
+        if not known:  # the allocating stream cannot wait for what may not be launched yet
+            return recorded
+        waiting = _stream_name(device, second.where, is_inside)
+        return f"{recorded}, or {waiting}.wait_stream({waited_for}) {where}"
     if kind == "freed" or is_collective(first.operation):
-        return races.missing_call(kind, first, second)
+        return races.missing_call(kind, first, second, freed, known)
     if first.on_host or (first.where == second.where):
         threads = "host threads" if first.on_host and second.on_host else "threads that launch them"
         return f"a lock, queue or join between the two {threads}"
-    waited_for = _stream_name(device, first.where)
+    waited_for = _stream_name(device, first.where, is_inside)
     if second.on_host:
+        if is_inside:
+            return f"{waited_for}.synchronize() {where}"
         return (
             f"done = {waited_for}.record_event() after {_place(first.site)}, and "
-            f"done.synchronize() before {here}"
+            f"done.synchronize() {where}"
         )
     # A collective runs after what is on the stream that is current at the call.
     launched = device.current_stream().name if is_collective(second.operation) else second.where
-    waiting = _stream_name(device, launched)
+    waiting = _stream_name(device, launched, is_inside)
     if waiting == waited_for:  # a variable that has named both, one after the other
         waited_for = f"<stream {first.where!r}>"
-    return f"{waiting}.wait_stream({waited_for}) before {here}"
+    return f"{waiting}.wait_stream({waited_for}) {where}"
 
 
 def _place(site: Site) -> str:
     return f"{short_path(site.file)}:{site.line}"
 
 
-def _stream_name(device: FakeCuda, where: str) -> str:
-    """An expression for a stream."""
+def _stream_name(device: FakeCuda, where: str, elsewhere: bool = False) -> str:
+    """An expression for a stream. With `elsewhere`, it is for another line than the running one:
+    another stream may be current there."""
     stream = device.stream_named(where) or device.default_stream
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
@@ -69,18 +77,20 @@ def _stream_name(device: FakeCuda, where: str) -> str:
             for name in _names_of(stream, frame):
                 return name
         frame = frame.f_back
-    if stream in device.made_at:
+    callers = autograd.callers_stream(device) or stream
+    if not elsewhere and device.current_stream() is stream is callers:
+        return "torch.cuda.current_stream()"
+    if stream is device.default_stream:
+        return "torch.cuda.default_stream()"
+    if stream in device.wrappers and device.wrappers[stream]._is_assigned:
         return stream.name.partition(" #")[0]
-    if stream is not device.default_stream:  # PyTorch's own, which no variable names
-        return f"<stream {stream.name!r}>"
-    is_current = device.current_stream() is stream
-    return f"torch.cuda.{'current' if is_current else 'default'}_stream()"
+    return f"<stream {stream.name!r}>"  # no variable names it
 
 
 def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
     """The names by which a frame can use a stream: a variable, an attribute of one, or an item of a
     list or dict."""
-    variables = frame.f_locals
+    variables = variables_of(frame)
     for name, value in variables.items():
         if _is(value, stream):
             yield name
@@ -98,6 +108,8 @@ def _names_of(stream: FakeStream, frame: FrameType) -> Iterator[str]:
     for name, value in frame.f_globals.items():
         if _is(value, stream):
             yield name
+    for name, value in frame.f_globals.items():
+        yield from _items_of(name, value, stream)
 
 
 def _items_of(name: str, value: object, stream: FakeStream) -> Iterator[str]:

@@ -11,7 +11,8 @@ import torch
 from headrace.errors import DeviceError
 from headrace.testing import graphs
 from headrace.testing.cuda import state
-from headrace.testing.source import name_of_new_object
+from headrace.testing.races import calling_frames
+from headrace.testing.source import assigned_name, name_of_new_object
 from headrace.testing.streams import FakeEvent, FakeStream
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ class Stream:
     """
 
     _made: FakeStream
+    #: Whether its name is what the line that made it assigned it to, and not to a list of it, say.
+    _is_assigned = False
 
     @property
     def _fake(self) -> FakeStream:
@@ -50,7 +53,9 @@ class Stream:
             return stream_of(fake_cuda.stream_by_id(ids["stream_id"]))
         made = object.__new__(cls)
         # CUDA has priorities from -5 to 0, and takes others for the nearest of these.
-        made._made = fake_cuda.new_stream(name_of_new_object(), min(0, max(-5, priority)))
+        frames = calling_frames()
+        made._made = fake_cuda.new_stream(name_of_new_object(frames), min(0, max(-5, priority)))
+        made._is_assigned = assigned_name(frames) is not None
         fake_cuda.wrappers[made._made] = made
         return made
 
@@ -185,6 +190,7 @@ class Event:
         if interprocess:
             raise state.not_imitated("torch.cuda.Event(interprocess=True)")
         self._made = state.device().event(timing=enable_timing)
+        self._is_external = external
 
     @property
     def _fake(self) -> FakeEvent:
@@ -204,12 +210,18 @@ class Event:
     event_id = cuda_event
 
     def record(self, stream: Stream | None = None) -> None:
-        self._fake.record(None if stream is None else stream._fake)
+        self._fake.record(self._used_on(stream))
 
     def wait(self, stream: Stream | None = None) -> None:
+        waiting = self._used_on(stream)
         if self._fake.recorded:
-            waiting = state.device().current_stream() if stream is None else stream._fake
             waiting.wait_event(self._fake)
+
+    def _used_on(self, stream: Stream | None) -> FakeStream:
+        used = state.device().current_stream() if stream is None else stream._fake
+        if self._is_external and used.tape is not None:  # each replay would record it again
+            raise state.not_imitated("torch.cuda.Event(external=True) in a capture")
+        return used
 
     def query(self) -> bool:
         return self._fake.query() if self._fake.recorded else True
@@ -247,7 +259,9 @@ class CudaEvent(Event):
         interprocess: bool = False,
         external: bool = False,
     ) -> None:
-        Event.__init__(self, enable_timing=enable_timing, interprocess=interprocess)
+        Event.__init__(
+            self, enable_timing=enable_timing, interprocess=interprocess, external=external
+        )
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -263,6 +277,7 @@ class CUDAGraph:
         self._graph: graphs.FakeGraph | None = None
         self._tape: graphs.Tape | None = None
         self._recording: AbstractContextManager[None] | None = None
+        self._generators: list[torch.Generator] = []
 
     @property  # type: ignore[misc]
     def __class__(self) -> type:
@@ -287,7 +302,7 @@ class CUDAGraph:
             raise DeviceError(
                 f"pool = {pool!r}: expected torch.cuda.graph_pool_handle() or graph.pool()"
             )
-        self._tape = graphs.Tape(device, stream, pool)
+        self._tape = graphs.Tape(device, stream, pool, tuple(self._generators))
         self._recording = self._tape.recording()
         self._recording.__enter__()
 
@@ -301,6 +316,9 @@ class CUDAGraph:
             self._tape.forget()
             raise
         self._graph = graphs.FakeGraph(self._tape)
+
+    def register_generator_state(self, generator: torch.Generator) -> None:
+        self._generators.append(generator)
 
     def instantiate(self) -> None:
         """Does nothing: a fake graph is ready after its capture."""
