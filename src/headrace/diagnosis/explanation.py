@@ -289,7 +289,7 @@ def key_of(wait: Wait) -> LineKey:
 
 
 def _is_copy(wait: Wait) -> bool:
-    return wait.operation == "copy from pageable memory"
+    return wait.operation in ("copy from pageable memory", "copy of a strided view")
 
 
 def _only_copies(trace: StepTrace, calls: list[int]) -> bool:
