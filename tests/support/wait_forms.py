@@ -64,6 +64,7 @@ FORMS = [
     ("format", "f'{a.loss:.3f}'"),
     ("format", "'{:.3f}'.format(a.loss)"),
     ("format", "'%.3f' % a.loss"),
+    ("format", "('%s ' * 2 + '%.3f') % (1, 2, *a.x[:1])"),
     ("format", "LOG.info('loss %.3f', a.loss)"),
     ("tolist", "a.x.tolist()"),
     ("cpu", "a.x.cpu()"),

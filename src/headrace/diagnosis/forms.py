@@ -107,7 +107,7 @@ _FORMS = (
         "`DistributedDataParallel` is faster still.",
     ),
     Form("new tensor", "torch.tensor(…, device=…)", _ON_DEVICE),
-    Form("made on the host", "torch.zeros(…).to(device)", _ON_DEVICE),
+    Form("made on the host", ".to(device) of a new tensor", _ON_DEVICE),
     Form(
         "list of tensors",
         "torch.tensor([t, …])",
@@ -519,12 +519,14 @@ class Expression:
             if isinstance(node.ctx, ast.Store):
                 return "mask assignment"
             return "slice" if isinstance(node.slice, ast.Slice) else "mask"
-        if isinstance(node, ast.FormattedValue | ast.JoinedStr) or _is_percent_format(node):
+        if isinstance(node, ast.FormattedValue | ast.JoinedStr):
             return "format"
         if isinstance(node, ast.Compare):  # of lists, whose items it compares; or `in`
             return "compare"
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # `[0] * t`
             return "size"
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):  # `"loss %.3f" % t`
+            return "format"
         return None
 
     def _call_form(self, node: ast.Call) -> str | None:
@@ -585,16 +587,6 @@ def _owner(node: ast.Call) -> str:
     """`torch` of `torch.asarray(…)`."""
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
     return owner.id if isinstance(owner, ast.Name) else ""
-
-
-def _is_percent_format(node: ast.AST) -> bool:
-    """`"loss %.3f" % loss`."""
-    return (
-        isinstance(node, ast.BinOp)
-        and isinstance(node.op, ast.Mod)
-        and isinstance(node.left, ast.Constant)
-        and isinstance(node.left.value, str)
-    )
 
 
 def _names_cpu(node: ast.Call) -> bool:
