@@ -95,12 +95,13 @@ def _run(program: str, as_module: bool) -> int:
 def _print_error(problem: BaseException) -> None:
     """Print an error of the program's as Python does. Frames that are not the program's are left
     out: an error of the compiler has none, and one of `-m` is a single line."""
-    chain: list[BaseException] = []
+    cleared: set[int] = set()
     pending: list[BaseException | None] = [problem]
     while pending:
         one = pending.pop()
-        if one is not None and one not in chain:
-            chain.append(one.with_traceback(_users_part(one.__traceback__)))
+        if one is not None and id(one) not in cleared:
+            cleared.add(id(one))
+            one.__traceback__ = _users_part(one.__traceback__)
             pending += [one.__cause__, one.__context__]
     inside = problem.__traceback__
     if inside is None and isinstance(problem, ImportError):  # no code of the program's has run
