@@ -87,6 +87,23 @@ def test_an_error_of_an_operator_is_printed_without_the_frames_that_watch_it(
     assert any("linear.py" in file for file, _, _ in frames)
 
 
+def test_each_error_of_a_chain_has_its_own_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "class Same(Exception):\n"
+        "    __eq__, __hash__ = (lambda self, other: True), None\n"
+        "try: raise Same('first')\n"
+        "except Same: raise Same('second')\n",
+        encoding="utf-8",
+    )
+    assert run_as_main(str(program), [], as_module=False) == 1
+    text = capsys.readouterr().err
+    assert text.count("Traceback") == 2
+    assert "main_program.py" not in text
+
+
 @pytest.mark.parametrize(
     ("code", "printed"),
     [
