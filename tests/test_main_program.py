@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -12,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from headrace import main_program
 from headrace.errors import ProgramError
 from headrace.main_program import ProgramEnded, require_program, run_as_main
+from headrace.testing import fake_cuda
 
 
 def test_a_program_sees_its_own_command_line_and_keeps_its_exit_code(
@@ -53,6 +56,54 @@ def test_an_error_is_printed_without_our_frames(
     assert text.endswith("ValueError: its own\n")
     assert "main_program.py" not in text
     assert "runpy" not in text
+
+
+def test_an_error_of_an_operator_is_printed_without_the_frames_that_watch_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\n"
+        "layer = torch.nn.Linear(3, 3).cuda()\n"
+        "def double(grad): return grad @ torch.ones(2, 2, device='cuda')\n"
+        "layer.weight.register_hook(double)\n"
+        "try:\n"
+        "    layer(torch.ones(2, 2, device='cuda'))\n"
+        "except RuntimeError:\n"
+        "    layer(torch.ones(3, 3, device='cuda')).sum().backward()\n",
+        encoding="utf-8",
+    )
+    with fake_cuda():
+        assert run_as_main(str(program), [], as_module=False) == 1
+    text = capsys.readouterr().err
+    assert str(Path(main_program.__file__).parent) not in text
+    assert "_ops.py" not in text
+    frames = [line.partition(", line ") for line in text.splitlines() if ", line " in line]
+    assert [line for file, _, line in frames if "program.py" in file] == [
+        "6, in <module>",
+        "8, in <module>",
+        "3, in double",
+    ]
+    assert any("linear.py" in file for file, _, _ in frames)
+
+
+def test_each_error_of_a_chain_has_its_own_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import torch\n"
+        "class Equal(Exception):\n"
+        "    __eq__, __hash__ = (lambda self, other: True), None\n"
+        "try: torch.ones(2, device='cuda') @ torch.ones(3, device='cuda')\n"
+        "except RuntimeError: raise Equal\n",
+        encoding="utf-8",
+    )
+    with fake_cuda():
+        assert run_as_main(str(program), [], as_module=False) == 1
+    text = capsys.readouterr().err
+    assert text.count("Traceback") == 2
+    assert str(Path(main_program.__file__).parent) not in text
 
 
 @pytest.mark.parametrize(
@@ -180,6 +231,25 @@ def test_exiting_at_once_waits_for_nobody(tmp_path: Path) -> None:
     assert run_as_main(str(program), [], as_module=False) == 7
     assert os._exit is original
     threading.main_thread().pause.set()  # type: ignore[attr-defined]
+
+
+def test_a_program_that_another_one_replaces_says_so(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os, sys\n"
+        "try: os.execv('/no/such/file', ['file'])\n"
+        "except FileNotFoundError: print('none', flush=True)\n"
+        "os.execl(sys.executable, 'python', '-c', 'print(8 + 9)')\n",
+        encoding="utf-8",
+    )
+    call = f"run_as_main({str(program)!r}, [], as_module=False)"
+    code = f"from headrace.main_program import run_as_main; {call}"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["none", "17"]
+    assert run.stderr == (
+        "headrace: the program is replaced by another, which is not watched: "
+        "python -c 'print(8 + 9)'\n"
+    )
 
 
 def test_timers_and_handlers_end_with_the_program(tmp_path: Path) -> None:

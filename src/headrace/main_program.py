@@ -7,6 +7,7 @@ import logging
 import os
 import pkgutil
 import runpy
+import shlex
 import signal
 import sys
 import threading
@@ -22,6 +23,11 @@ from headrace.errors import ProgramError
 
 #: The name of a module that holds what a program has held.
 _KEPT = "headrace_program"
+#: The folders whose code watches a program, and PyTorch's files through which it is called.
+_WATCHING = tuple(str(Path(__file__).parent / room) + os.sep for room in ("diagnosis", "testing"))
+_MACHINERY = tuple(
+    str(Path("torch", file)) for file in ("_compile.py", "_dynamo/eval_frame.py", "_ops.py")
+)
 
 
 def require_program(program: str, *, as_module: bool) -> None:
@@ -55,6 +61,7 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
         _standard_streams(),
         _signals(),
         _exits_at_once(),
+        _replacement_told(),
     ):
         try:
             exit_code = _run(program, as_module)
@@ -88,11 +95,19 @@ def _run(program: str, as_module: bool) -> int:
 def _print_error(problem: BaseException) -> None:
     """Print an error of the program's as Python does. Frames that are not the program's are left
     out: an error of the compiler has none, and one of `-m` is a single line."""
-    inside = _users_part(problem.__traceback__)
+    cleared: set[int] = set()
+    pending: list[BaseException | None] = [problem]
+    while pending:
+        one = pending.pop()
+        if one is not None and id(one) not in cleared:
+            cleared.add(id(one))
+            one.__traceback__ = _users_part(one.__traceback__)
+            pending += [one.__cause__, one.__context__]
+    inside = problem.__traceback__
     if inside is None and isinstance(problem, ImportError):  # no code of the program's has run
         print(f"{sys.executable}: {problem}", file=sys.stderr)  # noqa: T201
     else:
-        sys.excepthook(type(problem), problem.with_traceback(inside), inside)
+        sys.excepthook(type(problem), problem, inside)
 
 
 def _run_script(path: Path) -> None:
@@ -222,6 +237,32 @@ def _exits_at_once() -> Iterator[None]:
 
 
 @contextmanager
+def _replacement_told() -> Iterator[None]:
+    """Say so if the program lets another one take its place: nobody watches that one, and nothing
+    is reported. `os.execvp` and such call one of the two functions."""
+    process = os.getpid()
+
+    def telling(original: Any) -> Any:
+        def replace(path: Any, arguments: Any, *environment: Any) -> Any:
+            # `os.execvp` tries one folder after the other.
+            is_there = os.path.exists(path)  # noqa: PTH110 - it may be bytes, or a descriptor
+            if is_there and os.getpid() == process:
+                command = shlex.join(map(os.fsdecode, arguments))
+                message = "headrace: the program is replaced by another, which is not watched: "
+                print(message + command, file=sys.stderr, flush=True)  # noqa: T201
+            return original(path, arguments, *environment)
+
+        return replace
+
+    originals = os.execv, os.execve
+    os.execv, os.execve = map(telling, originals)
+    try:
+        yield
+    finally:
+        os.execv, os.execve = originals
+
+
+@contextmanager
 def _signals() -> Iterator[None]:
     """After the block, stop the timers that the program has set and restore the handlers that it
     has replaced: they would run in code that is not the program's."""
@@ -281,10 +322,26 @@ def _exit_code(code: object) -> int:
 
 
 def _users_part(trace: TracebackType | None) -> TracebackType | None:
-    """A traceback without the frames that ran the program; None if there are no others."""
+    """A traceback without the frames that ran the program and those that watch what it calls; None
+    if there are no others."""
+    entries: list[TracebackType] = []
     while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if file != __file__ and not file.startswith("<frozen "):
-            return trace
+        entries.append(trace)
         trace = trace.tb_next
-    return None
+    files = [entry.tb_frame.f_code.co_filename for entry in entries]
+    first = next((at for at, file in enumerate(files) if not _runs_programs(file)), len(files))
+    is_ours = [at < first or file.startswith(_WATCHING) for at, file in enumerate(files)]
+    # PyTorch calls what watches it through functions that are in no other traceback.
+    for order in (range(first, len(files)), reversed(range(first, len(files)))):
+        beside = False
+        for at in order:
+            beside = is_ours[at] = is_ours[at] or (beside and files[at].endswith(_MACHINERY))
+    kept = None
+    for entry, ours in zip(reversed(entries), reversed(is_ours), strict=True):
+        if not ours:
+            kept = TracebackType(kept, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+    return kept
+
+
+def _runs_programs(file: str) -> bool:
+    return file == __file__ or file.startswith("<frozen ")

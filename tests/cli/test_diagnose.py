@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import textwrap
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 from typer.testing import CliRunner, Result
 
+from headrace import diagnosis
 from headrace.cli import app
 from headrace.runs.records import DiagnosisResult
 
@@ -161,6 +163,28 @@ def test_the_script_may_continue(folder: Path) -> None:
     assert done.exit_code == 1  # its own
     assert done.stderr.count("The host waits for the device 1.0 times a step") == 1
     assert done.stderr.index("The host waits") < done.stderr.index("an error in a sentence")
+
+
+def test_the_random_numbers_of_a_script_that_continues_stay_the_same(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (folder / "draws.py").write_text(
+        "import random, torch\n"
+        "random.seed(1)\n"
+        "optimizer = torch.optim.SGD([torch.ones(1, device='cuda', requires_grad=True)])\n"
+        "for _ in range(9): optimizer.step()\n"
+        "print(random.random())\n",
+        encoding="utf-8",
+    )
+    formatted = diagnosis.text_of
+
+    def draw(result: DiagnosisResult) -> str:  # as some libraries do when they are loaded
+        random.random()
+        return formatted(result)
+
+    monkeypatch.setattr(diagnosis, "text_of", draw)
+    done = run("--fake", *FAST, "--then", "continue", "draws.py")
+    assert done.stdout == f"{random.Random(1).random()}\n"
 
 
 def test_races_after_the_last_window_count(folder: Path) -> None:

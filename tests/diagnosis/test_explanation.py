@@ -213,9 +213,11 @@ def test_uneven_steps_and_waits_of_other_threads_are_told() -> None:
 def test_code_that_is_cut_shows_what_waits() -> None:
     text = f"print({'a, ' * 40}loss.item(), step)"
     line = LineRecord("train.py", 3, "", text)
-    shown = text_of(result_of(seen(Loop(reads=1), [[Wait(FORMS["item"], line)]] * 3)))
-    assert "loss.item()" in shown
-    assert max(map(len, shown.splitlines())) <= 120
+    waits = [Wait(FORMS["item"], line), Wait(FORMS["cpu"], line)]
+    for count in (1, 2):
+        shown = text_of(result_of(seen(Loop(reads=count), [waits[:count]] * 3)))
+        assert "loss.item()" in shown
+        assert max(map(len, shown.splitlines())) <= 120
 
 
 def test_a_line_that_waits_in_two_forms_says_which() -> None:

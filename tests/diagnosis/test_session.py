@@ -275,3 +275,25 @@ def test_windows_without_steps_are_an_error() -> None:
     for name, least in (("warmup", 1), ("clean", 2), ("profiled", 1), ("lines", 1)):
         with pytest.raises(ProgramError, match=f"{name} is 0; expected at least {least}"):
             Settings(**{name: 0})  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
+def test_lines_that_wait_between_many_steps_are_told() -> None:
+    def train(rollout: Callable[[torch.Tensor], object]) -> list[str]:
+        with fake_cuda(), headrace.diagnose(warmup=3, lines=2) as diagnosis:
+            # One line that moves many tensors waits once: the loop does not come back there.
+            weights = [torch.ones(2).cuda().requires_grad_() for _ in range(9)]
+            optimizer = torch.optim.SGD(weights, lr=0.1, fused=True)
+            for _ in range(4):
+                rollout(weights[0].detach())
+            for _ in range(9):
+                weights[0].sum().backward()
+                optimizer.step()
+                weights[0].tolist()
+        return list(diagnosis.result.notes)
+
+    assert train(lambda weight: None) == []
+    (note,) = train(lambda weight: weight.cpu())
+    assert "test_session.py:" in note
+    assert "waited 4 times before the steps that were looked at, and not in them" in note
+    assert note.endswith('measure whole rounds with step_line="FILE:LINE"')

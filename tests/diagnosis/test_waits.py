@@ -391,6 +391,7 @@ def test_copies_block_from_and_to_pageable_memory(
             is_cpu=place == "cpu",
             is_cuda=place == "cuda",
             is_pinned=lambda: pinned,
+            is_contiguous=lambda: True,
             dim=lambda: 1,
         )
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 from torch.nn.utils import rnn
+from torch.optim.swa_utils import AveragedModel
 
 
 class Inputs:
@@ -44,6 +45,8 @@ class Inputs:
         self.weight = here(torch.ones(6)).requires_grad_()
         self.weight.grad = torch.ones_like(self.weight)
         self.layer = torch.nn.Linear(6, 6).to(device)
+        self.average = AveragedModel(self.layer)
+        self.average.update_parameters(self.layer)  # the first time, it copies the weights
         self.lstm = torch.nn.LSTM(4, 5).to(device)
         self.scaler = torch.amp.GradScaler("cuda", enabled=device.type == "cuda")
         self.scaler.scale(self.s)
@@ -154,6 +157,7 @@ a.x.to_sparse()
 a.m.to_sparse_csr()
 a.sparse.coalesce()
 a.layer.weight.isnan().any().item()
+a.average.update_parameters(a.layer)
 """
 
 _NO_WAITS = """

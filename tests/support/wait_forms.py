@@ -39,6 +39,7 @@ FORMS = [
     ("number", "int(a.n)"),
     ("number", "math.sqrt(a.loss)"),
     ("number", "list(map(float, a.x))"),
+    ("branch", "list(filter(None, a.x))"),
     ("branch", "bool(a.loss)"),
     ("branch", "if a.loss > 0: pass"),
     ("branch", "while a.loss < 0: pass"),
@@ -63,6 +64,7 @@ FORMS = [
     ("format", "f'{a.loss:.3f}'"),
     ("format", "'{:.3f}'.format(a.loss)"),
     ("format", "'%.3f' % a.loss"),
+    ("format", "('%s ' * 2 + '%.3f') % (1, 2, *a.x[:1])"),
     ("format", "LOG.info('loss %.3f', a.loss)"),
     ("tolist", "a.x.tolist()"),
     ("cpu", "a.x.cpu()"),
@@ -77,6 +79,7 @@ FORMS = [
     ("to", "a.host.cuda()"),
     ("pinned copy", "a.pinned.to(a.device)"),
     ("pinned copy", "a.x.copy_(a.pinned)"),
+    ("strided copy", "a.pinned[::2].to(a.device, non_blocking=True)"),
     ("cpu", "a.pinned.copy_(a.x)"),
     ("to", "a.host.to(a.device, non_blocking=True)"),
     ("pageable copy", "a.x.copy_(a.host)"),
@@ -138,6 +141,7 @@ FORMS = [
     ("compare", "[a.loss] == [a.y[0]]"),
     ("compare", "[a.loss].count(a.y[0])"),
     ("compare", "heapq.nlargest(1, list(a.x))"),
+    ("compare", "heapq.heappushpop([a.x[0]], a.x[1])"),
     ("linalg", "torch.linalg.cholesky(a.matrix)"),
     ("linalg", "torch.linalg.inv(a.matrix)"),
     ("distribution", "torch.distributions.Normal(a.x, a.x.abs() + 1, validate_args=True)"),
@@ -322,6 +326,7 @@ a.x[1:3]
 a.x[a.i]
 torch.where(a.mask, a.x, -a.x)
 a.pinned.to(a.device, non_blocking=True)
+a.pinned[:2].to(a.device, non_blocking=True)
 a.x.clone()
 torch.zeros(3, device=a.device)
 a.x.isnan().any()

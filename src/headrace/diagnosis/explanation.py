@@ -54,6 +54,9 @@ _MIN_SAMPLED = 0.5
 _AROUND = 3
 #: A step that takes so many times the median is told, if there are enough steps for a median.
 _UNEVEN, _EVEN_STEPS = 5.0, 5
+#: A line to which the script came so often before its waits were looked for is told, if it did not
+#: wait later; and so many of these lines are named.
+_COMES_BACK, _MAX_NAMED = 3, 3
 #: From more tensors per batch on, receiving them is worth a note.
 _MANY_TENSORS = 8
 
@@ -289,7 +292,7 @@ def key_of(wait: Wait) -> LineKey:
 
 
 def _is_copy(wait: Wait) -> bool:
-    return wait.operation == "copy from pageable memory"
+    return wait.operation in ("copy from pageable memory", "copy of a strided view")
 
 
 def _only_copies(trace: StepTrace, calls: list[int]) -> bool:
@@ -436,9 +439,34 @@ def _uneven_steps(seen: Observations) -> list[str]:
     ]
 
 
+def _lines_left_out(seen: Observations) -> list[str]:
+    """Lines that the script came back to before its waits were looked for, and not afterwards: a
+    rollout before many updates, for example."""
+    measured = seen.measured
+    lines = [wait.called_from or wait.line for waits in measured.waits for wait in waits]
+    listed = {(line.file, line.line) for line in lines if line is not None}
+    left_out = [
+        (early.waits, f"{short_path(line.file)}:{line.line}")
+        for line, early in measured.early_waits.items()
+        if early.visits >= _COMES_BACK and (line.file, line.line) not in listed
+    ]
+    if not measured.waits or not left_out:
+        return []
+    count = sum(waits for waits, _ in left_out)
+    left_out.sort(key=lambda one: -one[0])
+    named = ", ".join(place for _, place in left_out[:_MAX_NAMED])
+    more = f" and {len(left_out) - _MAX_NAMED} more lines" if len(left_out) > _MAX_NAMED else ""
+    return [
+        f"{named}{more} waited {count} times before the steps that were looked at, and not in "
+        "them: if the loop comes back there, as for a rollout or an evaluation, measure whole "
+        f"rounds with {step_line_option(seen)}"
+    ]
+
+
 def _notes(seen: Observations, parts: StepParts | None, replay: Replay | None) -> list[str]:
     measured = seen.measured
     notes = [*seen.notes, *_waits_in_threads(measured), *_uneven_steps(seen)]
+    notes += _lines_left_out(seen)
     if measured.loader is not None:
         notes += _loader_notes(measured.loader, measured.waits, parts)
     if replay is not None and replay.holds and replay.is_limited_by_loader(GRAPH):

@@ -82,6 +82,12 @@ _FORMS = (
         "Pass `non_blocking=True`: the source is pinned already.",
     ),
     Form(
+        "strided copy",
+        ".to(device) of a part of pinned memory",
+        "The source is pinned, but not contiguous: PyTorch first copies it to memory that is not. "
+        "Copy the whole batch with `non_blocking=True`, and slice or expand it on the device.",
+    ),
+    Form(
         "accelerate copy",
         "Accelerate's copy of a batch",
         "Pass `pin_memory=True` to the DataLoader and `DataLoaderConfiguration(non_blocking=True)` "
@@ -101,7 +107,7 @@ _FORMS = (
         "`DistributedDataParallel` is faster still.",
     ),
     Form("new tensor", "torch.tensor(…, device=…)", _ON_DEVICE),
-    Form("made on the host", "torch.zeros(…).to(device)", _ON_DEVICE),
+    Form("made on the host", ".to(device) of a new tensor", _ON_DEVICE),
     Form(
         "list of tensors",
         "torch.tensor([t, …])",
@@ -300,7 +306,8 @@ _CALLS = {
     **dict.fromkeys(("debug", "info", "warning", "error", "log"), "format"),  # of a logger
     **dict.fromkeys(("max", "min", "sorted", "sort", "index", "any", "all"), "compare"),
     **dict.fromkeys(("count", "remove", "nlargest", "nsmallest"), "compare"),
-    **dict.fromkeys(("heappush", "heappop", "bisect", "bisect_left", "bisect_right"), "compare"),
+    **dict.fromkeys(("heappush", "heappop", "heappushpop", "heapreplace", "heapify"), "compare"),
+    **dict.fromkeys(("bisect", "bisect_left", "bisect_right", "insort", "median"), "compare"),
     **dict.fromkeys(("numpy", "asarray", "array"), "numpy"),
     **dict.fromkeys(("tensor", "as_tensor", "new_tensor", "from_numpy"), "new tensor"),
     **dict.fromkeys(("Tensor", "FloatTensor", "HalfTensor", "DoubleTensor"), "new tensor"),
@@ -342,6 +349,7 @@ _OPERATIONS = {
     "Event.synchronize": "event synchronize",
     "torch.cuda.empty_cache": "empty_cache",
     "copy from pageable memory": "pageable copy",
+    "copy of a strided view": "strided copy",
     "copy to pageable memory": "cpu",
     "blocking copy": "pinned copy",
     "index from host memory": "index",
@@ -389,8 +397,8 @@ _LOGGERS = ("lightning", "pytorch_lightning", "transformers", "tqdm", "wandb", "
 _READ_FOR_LOGS = ("item", "number", "tolist", "print", "format", "cpu", "numpy", "other")
 #: Forms whose advice helps also if the line is in a library.
 _IN_USERS_HANDS = (
-    *("to", "pinned copy", "pageable copy", "accelerate copy", "progress bar", "metric"),
-    *("nan filter", "in backward"),
+    *("to", "pinned copy", "pageable copy", "strided copy", "accelerate copy", "progress bar"),
+    *("metric", "nan filter", "in backward"),
 )
 #: In the names of functions in which TorchMetrics tests values.
 _CHECKING = ("validation", "nan_check")
@@ -422,6 +430,8 @@ def form_of(
             found = "pinned copy"
     elif found == "to" and operation == "blocking copy":
         found = "pinned copy"
+    elif found in ("to", "pinned copy", "pageable copy") and operation == "copy of a strided view":
+        found = "strided copy"
     elif found in _INDEXING and operation in _READS_INDEX:
         found = "index"
     elif found == "new tensor" and operation == "aten::_local_scalar_dense":
@@ -508,12 +518,14 @@ class Expression:
             if isinstance(node.ctx, ast.Store):
                 return "mask assignment"
             return "slice" if isinstance(node.slice, ast.Slice) else "mask"
-        if isinstance(node, ast.FormattedValue | ast.JoinedStr) or _is_percent_format(node):
+        if isinstance(node, ast.FormattedValue | ast.JoinedStr):
             return "format"
         if isinstance(node, ast.Compare):  # of lists, whose items it compares; or `in`
             return "compare"
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # `[0] * t`
             return "size"
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod):  # `"loss %.3f" % t`
+            return "format"
         return None
 
     def _call_form(self, node: ast.Call) -> str | None:
@@ -560,10 +572,13 @@ def _is_made_here(node: ast.Call) -> bool:
 
 
 def _mapped(node: ast.Call) -> str:
-    """`float` of `list(map(float, values))`, which waits in `list`."""
+    """`float` of `list(map(float, values))`, which waits in `list`; `filter` of
+    `list(filter(test, values))`."""
     for one in node.args:
-        if isinstance(one, ast.Call) and _called(one) == "map" and one.args:
+        if _called(one) == "map" and isinstance(one, ast.Call) and one.args:
             return getattr(one.args[0], "id", "")
+        if _called(one) == "filter":
+            return "filter"
     return ""
 
 
@@ -571,16 +586,6 @@ def _owner(node: ast.Call) -> str:
     """`torch` of `torch.asarray(…)`."""
     owner = node.func.value if isinstance(node.func, ast.Attribute) else None
     return owner.id if isinstance(owner, ast.Name) else ""
-
-
-def _is_percent_format(node: ast.AST) -> bool:
-    """`"loss %.3f" % loss`."""
-    return (
-        isinstance(node, ast.BinOp)
-        and isinstance(node.op, ast.Mod)
-        and isinstance(node.left, ast.Constant)
-        and isinstance(node.left.value, str)
-    )
 
 
 def _names_cpu(node: ast.Call) -> bool:

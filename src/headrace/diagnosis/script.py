@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -103,8 +104,12 @@ class _Run:
         if self._then == "stop":  # this thread has been ended, and steps again
             self._is_ended = False
             self._session.seen.note("the script caught SystemExit, which should end it: it runs on")
+        # The script runs on: what is drawn meanwhile must not change its random numbers. Libraries
+        # that format text draw some when they are loaded.
+        state = random.getstate()
         self._complete = self._explain(None)
         self._on_complete(self._complete)
+        random.setstate(state)
 
     def _explain(self, exit_code: int | None) -> DiagnosisResult:
         seen = self._session.seen

@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Hashable, Iterator
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
@@ -71,6 +71,17 @@ class Settings:
 
 
 Window = Literal["warm-up", "clean", "profiled", "lines"]
+#: Copies to the device, of which one line makes many when it moves a model.
+_COPIES = ("copy from pageable memory", "copy of a strided view", "blocking copy")
+
+
+@dataclass(slots=True)
+class EarlyWaits:
+    """How often the host waited at a line before its waits were looked for, and how often the
+    script came to that line."""
+
+    waits: int = 0
+    visits: int = 0
 
 
 @dataclass(slots=True)
@@ -89,6 +100,9 @@ class Measurements:
     profiled_total_ns: int = 0
     loader: LoaderFacts | None = None
     python_lines: list[LineTime] = field(default_factory=list)
+    #: The waits before the third window, by the user's line. On the fake device only, where looking
+    #: changes no times.
+    early_waits: dict[LineRecord, EarlyWaits] = field(default_factory=dict)
     #: The waits of each step in the third window.
     waits: list[list[Wait]] = field(default_factory=list)
     watched_total_ns: int = 0
@@ -291,9 +305,10 @@ class Session:
     def _run_windows(self) -> Generator[None, None, None]:
         seen = self.seen
         measured = seen.measured = Measurements()
-        yield
-        while self._finder.steps < self.settings.warmup:
+        with self._noted_early_waits(measured):
             yield
+            while self._finder.steps < self.settings.warmup:
+                yield
         self._finder.settle()
         if self._is_fake:
             seen.on_cpu = not self._uses_fake()
@@ -312,6 +327,22 @@ class Session:
             finally:
                 self._note_optimizers()
                 self._note_blocking_launches()
+
+    def _noted_early_waits(self, measured: Measurements) -> AbstractContextManager[None]:
+        if not self._is_fake or self.seen.device is None:
+            return nullcontext()
+        last: LineRecord | None = None
+
+        def note(wait: Wait) -> None:
+            nonlocal last
+            line = wait.called_from or wait.line
+            if line is not None:
+                early = measured.early_waits.setdefault(line, EarlyWaits())
+                early.waits += 1
+                early.visits += line != last or wait.operation not in _COPIES
+            last = line
+
+        return watch_waits(self.seen.device, note)
 
     def _clean_window(self) -> Iterator[None]:
         measured, device = self.seen.measured, self.seen.device

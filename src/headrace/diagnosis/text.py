@@ -100,10 +100,10 @@ def _lines(result: DiagnosisResult) -> str:
     for one, place in zip(shown_lines, places, strict=True):
         code = next((line.text for line in (one.line, one.called_from) if line and line.text), "")
         code = code or one.title
-        if places.count(place) > 1:
-            code = f"{one.title}: {code}"
+        form = f"{one.title}: " if places.count(place) > 1 else ""
         token = one.title.split("(")[0] + "("  # `.item(` of `.item()`
-        row: list[object] = [place, _shortened(code, width, token), _number(one.per_step)]
+        code = form + _shortened(code, max(_MIN_CODE, width - len(form)), token)
+        row: list[object] = [place, code, _number(one.per_step)]
         if has_times:
             row += [_number(value) for value in (one.blocked_ms, one.idle_ms, one.gain_ms)]
         rows.append(row)

@@ -464,11 +464,21 @@ def _pageable_copy(source: object, target: object) -> str | None:
     copy."""
     if not (isinstance(source, torch.Tensor) and isinstance(target, torch.Tensor)):
         return None
-    if source.is_cpu and target.is_cuda and source.dim() > 0 and not source.is_pinned():
-        return "copy from pageable memory"
+    if source.is_cpu and target.is_cuda and source.dim() > 0:
+        if not source.is_pinned():
+            return "copy from pageable memory"
+        return "copy of a strided view" if _is_rearranged(source, target) else None
     if source.is_cuda and target.is_cpu and not target.is_pinned():
         return "copy to pageable memory"
     return None
+
+
+def _is_rearranged(source: torch.Tensor, target: torch.Tensor) -> bool:
+    """Whether the target has the elements in another order than the source, or without its gaps:
+    then PyTorch makes a contiguous copy of the source first, which is not pinned."""
+    if source.is_contiguous():
+        return False
+    return source.dtype != target.dtype or source.stride() != target.stride()
 
 
 def _is_asynchronous(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

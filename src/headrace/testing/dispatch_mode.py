@@ -220,12 +220,14 @@ class DispatchMode(TorchDispatchMode):
         if not source.numel():
             return  # PyTorch copies nothing, and nobody waits
         device, pinned = self._device, self._device.is_pinned(source)
+        slow_copy = "copy from pageable memory"
         if self._is_elsewhere(source):
             device.operation(stream, "copy d2d", "kernel", writes=tensors(into))
             return
         if pinned and not _is_bytewise(into, source) and not source.expand_as(into).is_contiguous():
             device.operation(None, "aten::copy_", "host", reads=[source])
-            pinned = False  # PyTorch copies from a contiguous copy of it, which is not pinned
+            # PyTorch copies from a contiguous copy of it, which is not pinned.
+            pinned, slow_copy = False, "copy of a strided view"
         if pinned:
             device.operation(stream, "copy h2d", "copy", reads=[source], writes=[into])
         else:
@@ -236,7 +238,7 @@ class DispatchMode(TorchDispatchMode):
         if not pinned:
             # The driver has read the bytes when the call returns. With non_blocking they need not
             # have arrived: the host has waited, and still nothing is ordered.
-            device.hidden_wait(stream, "copy from pageable memory", orders=not non_blocking)
+            device.hidden_wait(stream, slow_copy, orders=not non_blocking)
         elif not non_blocking:
             device.hidden_wait(stream, "blocking copy")
 

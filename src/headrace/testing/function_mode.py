@@ -40,7 +40,8 @@ _SHARING = frozenset(("as_tensor", "asarray"))
 _OWN_FRAMES = (str(HEADRACE / "testing") + os.sep, str(TORCH / "overrides.py"))
 _SAVE = torch.serialization._save.__code__
 _SHALLOW_COPY = copy.copy.__code__  # of a tensor, it shares the storage
-_ASKS_CPP = tuple(str(TORCH / part) for part in ("nn/utils/clip_grad.py", "optim", "amp"))
+#: Groups the tensors of an optimizer by device and dtype.
+_GROUPING = "_group_tensors_by_device_and_dtype"
 
 
 class Call(threading.local):
@@ -165,8 +166,8 @@ def _to(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: 
         return func(*args, **kwargs)  # there is nothing to copy
     if target is not None and tensor.is_meta:
         return tensor.cpu()  # PyTorch says that it has no data
-    if target is None or (here and not there and _device_from_cpp()):
-        target, there = None, here
+    if target is None:
+        there = here
     if target is None and not copied and memory_format is None:
         return _call(device, torch.Tensor.to, (tensor, dtype or tensor.dtype), {})
     options = {"dtype": dtype or tensor.dtype}
@@ -457,13 +458,22 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
 # --- devices as arguments -------------------------------------------------------------------------
 
 
-def _device_from_cpp() -> bool:
-    """Whether library code called `.to` with a device that it got from C++. C++ reports "cpu" for
-    the fake device's tensors, so such a call does not mean the host."""
-    frame = sys._getframe(2)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_FRAMES):
-        frame = frame.f_back
-    return frame.f_code.co_filename.startswith(_ASKS_CPP)
+def _grouped(lists: Any, *args: Any) -> Any:
+    """C++ takes the fake device's tensors for the host's. A group lies where its first tensor lies:
+    code that asks moves other tensors there."""
+    groups = patches.originals[_GROUPING](lists, *args)
+    return {
+        (_device_of(columns[0][0], device), dtype): (columns, places)
+        for (device, dtype), (columns, places) in groups.items()
+    }
+
+
+def _device_of(tensor: Any, otherwise: torch.device) -> torch.device:
+    holding = (one.torch_device for one in patches.devices if one.holds(tensor))
+    return next(holding, otherwise)
+
+
+patches.patch(torch._C, _GROUPING, _grouped)
 
 
 def _parse_to(device: FakeDevice, args: Any, kwargs: Any) -> tuple[Any, Any, bool, Any]:
