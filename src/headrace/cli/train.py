@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,12 +16,15 @@ from headrace.cli.options import (
     note_default_languages,
     require_resume_alone,
 )
-from headrace.cli.output import print_line
+from headrace.cli.output import end_program, print_line
 from headrace.cli.settings import with_settings
 from headrace.errors import TranslationError, usage_errors
 from headrace.runs import RunFolder
 from headrace.text_table import counted
 from headrace.translation import CHANGED_BY_RESUME, SECTIONS, TrainSettings, stored_values
+
+if TYPE_CHECKING:
+    from headrace.translation import TrainResult
 
 EXAMPLE = """\
 Examples:
@@ -101,20 +105,27 @@ def train(
         if ranks.several:
             ranks.resume_command = f"headrace train --resume {trainer.folder.path}"
         result = trainer.run()
+    exit_code = 0
     if result.stopped is not None:
         sigterm_code = 0 if trainer.settings.stop_code == "zero" else 143
-        raise typer.Exit(130 if result.stopped == "SIGINT" else sigterm_code)
-    if not ranks.is_first:
-        return
-    assert result.scores is not None
-    for source, reference, found in [] if quiet else result.examples:
+        exit_code = 130 if result.stopped == "SIGINT" else sigterm_code
+    elif ranks.is_first:
+        _print_scores(result, [] if quiet else result.examples)
+    # At once: a thread of gloo's that still needs Python while Python ends aborts the process.
+    end_program(exit_code, at_once=ranks.several)
+
+
+def _print_scores(result: TrainResult, examples: Iterable[tuple[str, str, str]]) -> None:
+    scores = result.scores
+    assert scores is not None
+    for source, reference, found in examples:
         print_line(f"\n  {source}\n= {reference}\n> {found}")
     updates = counted(result.updates, "update")
     print_line(f"\n{updates}; weights, metrics and state in {result.folder.path}")
     if result.folder.report.exists():
         print_line(f"report {result.folder.report}")
-    if result.scores.scored_on:
-        print_line(result.scores.scored_on)
-    print_line(f"chrF {result.scores.chrf:.1f}   {result.scores.chrf_signature}")
-    print_line(f"signature {result.scores.bleu_signature}")
-    print_line(f"BLEU {result.scores.bleu:.1f}")
+    if scores.scored_on:
+        print_line(scores.scored_on)
+    print_line(f"chrF {scores.chrf:.1f}   {scores.chrf_signature}")
+    print_line(f"signature {scores.bleu_signature}")
+    print_line(f"BLEU {scores.bleu:.1f}")
