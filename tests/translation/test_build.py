@@ -63,21 +63,6 @@ def test_the_compiler_is_loaded_early_where_it_may_be_needed(
         assert not build.may_compile(settings, device)
 
 
-@pytest.mark.parametrize(
-    ("values", "workers"),
-    [
-        ({"packed": "off"}, 2),
-        ({"packed": "on"}, 0),  # made faster than received from another process
-        ({"packed": "on", "workers": 3}, 3),
-    ],
-)
-def test_loader_processes_where_they_pay(values: dict[str, Any], workers: int) -> None:
-    settings = TrainSettings(plan="max", **values)
-    with FakeDevice() as device:
-        assert build._resolve_plans(settings, device)[1].workers == workers
-    assert build._resolve_plans(settings.replace(workers=None), open_device("cpu"))[1].workers == 0
-
-
 def test_a_packed_batch_holds_the_longest_sentence(tmp_path: Path) -> None:
     """Of train and of valid. Fewer tokens are refused; few sentences make a larger batch."""
     for split in ("train", "valid"):

@@ -268,8 +268,7 @@ def _resolve_plans(settings: TrainSettings, device: Device) -> tuple[Plan, Loade
         plan = plan.replace(precision=precision, name=plan.name)
     workers = settings.workers if settings.workers is not None else loader.workers
     if workers is None:
-        # Making a packed batch takes less time than receiving it from a loader process.
-        workers = 2 if device.asynchronous and settings.packed != "on" else 0
+        workers = 2 if device.asynchronous else 0
     prefetch_factor = settings.prefetch_factor or loader.prefetch_factor
     return plan, LoaderPlan(workers, prefetch_factor, loader.batch_size)
 

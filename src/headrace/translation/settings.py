@@ -71,7 +71,7 @@ class TrainSettings(Checked):
         0,
         1024,
         "Number of loader processes.",
-        unset="the plan file's, else 2 for padded batches on a GPU, otherwise 0",
+        unset="the plan file's, else 2 with a GPU, 0 without",
     )
     prefetch_factor: int | None = whole(
         None,
