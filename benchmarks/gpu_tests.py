@@ -34,19 +34,19 @@ def main() -> None:
     command = [sys.executable, "-m", "pytest", *arguments.tests, "-m", "gpu", "-vv"]
     command += ["-n", str(arguments.processes), "--timeout", "110"]
     with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as run:
         try:
-            text, _ = run.communicate(timeout=arguments.limit_seconds)
+            text, errors = run.communicate(timeout=arguments.limit_seconds)
         except subprocess.TimeoutExpired:
             run.kill()
-            text, _ = run.communicate()
+            text, errors = run.communicate()
     tests = {name: outcome.lower() for outcome, name in OUTCOME.findall(text)}
     counts = Counter(tests.values())
     if counts["passed"] + counts["skipped"] < len(tests) or run.returncode:
         print(text.partition("= FAILURES =")[2][:9000])
         if arguments.out is not None:
-            arguments.out.with_suffix(".txt").write_text(text, encoding="utf-8")
+            arguments.out.with_suffix(".txt").write_text(text + errors, encoding="utf-8")
     print(", ".join(f"{count} {outcome}" for outcome, count in counts.items()))
     result = {**header("gpu_tests.py"), "exit": run.returncode, "counts": counts, "tests": tests}
     save(arguments.out, result)
