@@ -231,8 +231,8 @@ def calling_site() -> Site:
 
 
 def calling_frames() -> Frames:
-    """The user's calls that led here, and those of generated code, which names of its own are in.
-    Lines are looked up when a report needs them."""
+    """The calls that led here, of the user's and of generated code: the innermost one gives a new
+    object its name. Lines are looked up when a report needs them."""
     return calling_site_and_frames()[1]
 
 
