@@ -18,11 +18,13 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+import subprocess
 import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -30,6 +32,7 @@ from unittest import mock
 import torch
 from measuring import header, save
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader, TensorDataset
 
 from headrace.testing import Finding, fake_cuda
@@ -51,9 +54,15 @@ def case(package: str) -> Callable[[Callable[[], None]], Callable[[], None]]:
 STAND_INS: list[str] = []
 
 
-def import_with_stand_ins(name: str) -> Any:
+def import_with_stand_ins(name: str, *needed: str) -> Any:
     """Import a module. What it imports and is not installed gets a stand-in: the cases call nothing
-    of that."""
+    of that. The import begins anew after each stand-in. A package that cannot be imported twice
+    names in `needed` what it needs."""
+    for other in needed:
+        try:
+            importlib.import_module(other)
+        except ModuleNotFoundError:
+            _stand_in(other)
     while True:
         try:
             return importlib.import_module(name)
@@ -61,10 +70,14 @@ def import_with_stand_ins(name: str) -> Any:
             missing = error.name or ""
             if missing in sys.modules or missing.partition(".")[0] == name.partition(".")[0]:
                 raise
-            sys.modules[missing] = mock.MagicMock(__name__=missing, __spec__=None, __path__=[])
-            STAND_INS.append(missing)
+            _stand_in(missing)
         for known in [one for one in sys.modules if one.startswith(name.partition(".")[0])]:
             del sys.modules[known]
+
+
+def _stand_in(name: str) -> None:
+    sys.modules[name] = mock.MagicMock(__name__=name, __spec__=None, __path__=[])
+    STAND_INS.append(name)
 
 
 def blocks() -> nn.Sequential:
@@ -361,6 +374,104 @@ def _flexgen(overlap: bool) -> None:
             model.generate([[2, 3, 4, 5, 6, 7, 8, 9]] * 4, max_new_tokens=3)
         finally:
             env.close_copy_threads()
+
+
+@case("basicsr")
+def basicsr_prefetcher() -> None:
+    """CUDAPrefetcher in a training loop"""
+    prefetching = import_with_stand_ins("basicsr.data.prefetch_dataloader")
+    # The prefetcher puts the copies into these dictionaries: nothing else may keep them.
+    batches = (
+        {"lq": torch.ones(4, 32).pin_memory(), "gt": torch.zeros(4, dtype=torch.long).pin_memory()}
+        for _ in range(6)
+    )
+    prefetcher = prefetching.CUDAPrefetcher(batches, {"num_gpu": 1})
+    handed_out = ((batch["lq"], batch["gt"]) for batch in iter(prefetcher.next, None))
+    train_on(handed_out, nn.Linear(32, 4).cuda())
+
+
+@case("megatron.core")
+def megatron_hybrid_optimizer() -> None:
+    """HybridDeviceOptimizer(offload_fraction=0.5, param_update_in_fp32=True), bf16 gradients"""
+    from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+
+    model = blocks().to("cuda", torch.bfloat16)
+    optimizer = HybridDeviceOptimizer(
+        list(model.parameters()),
+        offload_fraction=0.5,
+        cpu_optimizer_cls=torch.optim.AdamW,
+        gpu_optimizer_cls=torch.optim.AdamW,
+        param_update_in_fp32=True,
+        overlap_cpu_optimizer_d2h_h2d=True,
+        lr=0.01,
+    )
+    for _ in range(3):
+        model(torch.ones(4, 32, device="cuda", dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@case("xtuner")
+def xtuner_offload() -> None:
+    """async_save_on_cpu around each layer, as in its MoE models, three training steps"""
+    offloading = import_with_stand_ins("xtuner.v1.utils.activation_offload")
+    offloading.OffloadManager().clear(clear_pin_memory_cache=True)  # of an earlier run
+    model = blocks().cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        hidden = torch.ones(4, 32, device="cuda", requires_grad=True)
+        for index, layer in enumerate(model):
+            with offloading.async_save_on_cpu(
+                h2d_stream=stream,
+                d2h_stream=stream,
+                block_idx=index,
+                group="text",
+                custom_check_fn=partial(_is_at, hidden.data_ptr()),
+                prefetch=True,
+                reserve_pin_memory=True,
+            ):
+                hidden = checkpoint(layer, hidden, use_reentrant=True)
+        hidden.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _is_at(address: int, tensor: torch.Tensor) -> bool:
+    return tensor.data_ptr() == address
+
+
+@case("vllm")
+def vllm_prefetch() -> None:
+    """PrefetchOffloader(prefetch_step=2), four of eight layers offloaded, three passes"""
+    _vllm_prefetch(layers=8)
+
+
+@case("vllm")
+def vllm_prefetch_uneven() -> None:
+    """the same with three of six layers offloaded"""
+    _vllm_prefetch(layers=6)
+
+
+def _vllm_prefetch(layers: int) -> None:
+    prefetching = import_with_stand_ins(
+        "vllm.model_executor.offloader.prefetch",
+        *("zmq", "zmq.asyncio", "urllib3", "urllib3.util"),
+    )
+    from vllm.model_executor.offloader.base import NoopOffloader, set_offloader
+
+    offloader = prefetching.PrefetchOffloader(group_size=2, num_in_group=1, prefetch_step=2)
+    set_offloader(offloader)
+    try:
+        model = offloader.wrap_modules(nn.Linear(32, 32).cuda() for _ in range(layers))
+        offloader.post_init()
+        with torch.no_grad():
+            for _ in range(3):
+                hidden = torch.ones(2, 32, device="cuda")
+                for layer in model:
+                    hidden = layer(hidden)
+    finally:
+        set_offloader(NoopOffloader())
 
 
 @case("fairscale")
@@ -679,7 +790,7 @@ class Waits:
             frame = sys._getframe(1)
             file = Path(frame.f_code.co_filename)
             if file.is_relative_to(self._folder):
-                line = f"{file.relative_to(self._folder.parent)}:{frame.f_lineno}"
+                line = f"{shortened(str(file))}:{frame.f_lineno}"
                 self.lines.add(line)
                 if self._leaves_out(line):
                     return None
@@ -732,10 +843,24 @@ def shortened(text: str) -> str:
 
 
 def version(package: str) -> str:
+    """Of an installed package its version, of one in a clone on `PYTHONPATH` its commit."""
     try:
         return importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
-        return "–"
+        return commit(package) or "–"
+
+
+def commit(package: str) -> str | None:
+    """The commit of the clone that a package is in. None if no clone has it."""
+    spec = importlib.util.find_spec(package)
+    if spec is None or spec.origin is None:
+        return None
+    git = ["git", "-C", str(Path(spec.origin).parent)]
+    is_tracked = ["ls-files", "--error-unmatch", spec.origin]
+    if subprocess.run([*git, *is_tracked], capture_output=True).returncode != 0:
+        return None
+    head = subprocess.run([*git, "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return head.stdout.strip()
 
 
 def main() -> None:
@@ -779,7 +904,7 @@ def main() -> None:
     print(f"torch {torch.__version__}")
     for row in rows:
         print(
-            f"{row['case']:28} {row['package']:13} {row['version']:9} {row['ended']:14} "
+            f"{row['case']:28} {row['package']:13} {row['version']:12} {row['ended']:14} "
             f"races: {len(row['races'])}"
         )
         for race in row["races"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import linecache
 import sys
 import weakref
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 import torch
 
 from headrace import source_lines
-from headrace.source_lines import short_path, variables_of
+from headrace.source_lines import is_generated, short_path, variables_of
 
 
 @pytest.mark.parametrize(
@@ -51,6 +52,16 @@ def test_a_linked_environment_is_no_code_of_the_users(
     spec.loader.exec_module(again)
     assert not again.is_user_code(str(linked / "torch" / "_tensor.py"))
     assert again.is_user_code(str(linked / "timm" / "loss.py"))
+
+
+def test_generated_code_has_no_source_of_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    for file in ("<attrs generated init cell.A>", "<eval_with_key>.0", "<ipython-input-7-cd>"):
+        monkeypatch.setitem(linecache.cache, file, (5, None, ["pass\n"], file))
+    assert is_generated("<attrs generated init cell.A>")
+    assert is_generated("<eval_with_key>.0")
+    assert is_generated("<string>")
+    assert not is_generated("<ipython-input-7-cd>")
+    assert not is_generated(__file__)
 
 
 class _Object:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import linecache
 import os
 import sys
 import threading
@@ -90,6 +91,16 @@ def is_user_code(file: str) -> bool:
         # Installed packages may be inside the standard library's folder.
         return "site-packages" in file or "dist-packages" in file
     return True
+
+
+@cache
+def is_generated(file: str) -> bool:
+    """Whether there is no source that the user has written: code of `exec`, of a dataclass, or of
+    attrs or PyTorch's graphs (`torch.fx`), whose source is known. A notebook's cells are the
+    user's."""
+    if not file.startswith("<"):
+        return False
+    return file.startswith(("<eval_with_key>", "<attrs generated")) or not linecache.getlines(file)
 
 
 def variables_of(frame: FrameType) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
@@ -50,6 +51,41 @@ def test_a_report_says_what_to_do() -> None:
         r"seen 10 times",
     ):
         assert re.search(expected, text), (expected, text)
+
+
+@dataclass
+class Pipe:
+    batch: torch.Tensor
+    stream: torch.cuda.Stream = field(default_factory=torch.cuda.Stream)
+
+
+def test_generated_code_is_not_named_but_the_line_that_calls_it() -> None:
+    with fake_cuda(check=False) as device:
+        one = Pipe(torch.ones(1, device="cuda"))  # PIPE
+        with torch.cuda.stream(one.stream):
+            other = Pipe(torch.ones(1, device="cuda"), one.stream)  # COPY
+        _ = one == other  # COMPARED
+    (made_at,) = device.made_at.values()
+    assert made_at.line == line_of("PIPE")
+    (finding,) = device.findings()
+    read = finding.second[0]
+    assert read.site.line == line_of("COMPARED")
+    assert read.text.startswith("_ = one == other")
+    assert "current_stream().wait_stream(one.stream) before" in finding.race.missing
+
+
+def test_generated_code_is_named_if_nothing_else_calls_it() -> None:
+    """As in `python -c`, or in a thread that runs such code."""
+    with fake_cuda(check=False) as device:
+        side = torch.cuda.Stream()
+        scope: dict[str, Callable[[torch.Tensor, torch.cuda.Stream], None]] = {}
+        exec("def use(x, copies):\n    return x.add(1)\n", scope)
+        thread = threading.Thread(target=scope["use"], args=(produce(side), side))
+        thread.start()
+        thread.join()
+    (finding,) = device.findings()
+    assert [str(line.site) for line in finding.second] == ["<string>:2"]
+    assert "wait_stream(copies) before <string>:2" in finding.race.missing
 
 
 def test_threads_without_an_order_need_one_before_a_wait_can_help() -> None:

@@ -35,7 +35,7 @@ from headrace.diagnosis.forms import (
 )
 from headrace.diagnosis.replacing import replaced, replaced_in_c
 from headrace.runs.records import LineRecord
-from headrace.source_lines import TORCH, is_user_code, variables_of
+from headrace.source_lines import TORCH, is_generated, is_user_code, variables_of
 
 _RUNNER = main_program.__file__
 #: Files of PyTorch through which it calls functions: they say nothing about what waits.
@@ -85,7 +85,7 @@ def wait_at(frame: FrameType | None, operation: str = "", fake: Device | None = 
         form = FORMS["anomaly detection"] if _tests_gradients() else form
         return Wait(form, None, None, operation)
     expression = _expression(innermost, fake)
-    if expression is None and own is not None and _is_generated(innermost.f_code.co_filename):
+    if expression is None and own is not None and is_generated(innermost.f_code.co_filename):
         # `one == other` of two dataclasses says what waits; a call may be of anything.
         around = _expression(own, fake)
         expression = None if around is not None and isinstance(around.node, ast.Call) else around
@@ -124,7 +124,7 @@ def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType |
             break
         if is_user_code(file):
             innermost = innermost or frame
-            if not _is_installed(file) and not _is_generated(file):
+            if not _is_installed(file) and not is_generated(file):
                 return innermost, frame
         frame = frame.f_back
     return innermost, None
@@ -132,14 +132,6 @@ def users_frames(frame: FrameType | None) -> tuple[FrameType | None, FrameType |
 
 def _is_installed(file: str) -> bool:
     return "site-packages" in file or "dist-packages" in file
-
-
-def _is_generated(file: str) -> bool:
-    """Whether there is no source that the user has written: code of `exec`, of a dataclass, or of
-    PyTorch's graphs (`torch.fx`), whose source is known. A notebook's cells are the user's."""
-    if not file.startswith("<"):
-        return False
-    return file.startswith("<eval_with_key>") or not linecache.getlines(file)
 
 
 def line_record(code: CodeType, line: int, names: dict[str, Any] | None = None) -> LineRecord:

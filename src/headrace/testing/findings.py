@@ -12,7 +12,7 @@ from types import CodeType
 from headrace.source_lines import Site, short_path
 from headrace.testing.checker import Checker
 from headrace.testing.history import Picture
-from headrace.testing.races import Access, Race
+from headrace.testing.races import Access, Race, without_generated
 from headrace.testing.source import source_line
 
 _MAX_SHOWN_FRAMES = 6
@@ -119,7 +119,7 @@ def _code_lines(access: Access) -> tuple[CodeLine, ...]:
     """The lines of an access: what its graph captured or its backward belongs to, and the calls
     that led to it."""
     lines = []
-    for code, instruction in access.frames[:_MAX_SHOWN_FRAMES]:
+    for code, instruction in without_generated(access.frames)[:_MAX_SHOWN_FRAMES]:
         line = _line_number(code, instruction)
         site = Site(code.co_filename, line)
         function = "" if code.co_name == "<module>" else code.co_name

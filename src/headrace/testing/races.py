@@ -16,7 +16,7 @@ import torch
 
 from headrace import main_program
 from headrace.device import Kind
-from headrace.source_lines import HEADRACE, TORCH, Site
+from headrace.source_lines import HEADRACE, TORCH, Site, is_generated
 from headrace.testing.operators import is_collective
 
 _TORCH = str(TORCH) + os.sep
@@ -209,24 +209,30 @@ def missing_call(kind: str, first: Access, second: Access, freed: Freed | None, 
 
 
 def calling_site() -> Site:
-    """The innermost line of the user's, or of the part of Headrace that is being tested. In a
-    thread of PyTorch's own, where there is none: PyTorch's."""
+    """The innermost line of the user's, or of the part of Headrace that is being tested. Generated
+    code counts only if nothing else called it, as in `python -c`. In a thread of PyTorch's own,
+    where there is none: PyTorch's."""
     frame: FrameType | None = sys._getframe(1)
-    pytorchs, outermost = None, frame
+    generated, pytorchs, outermost = None, None, frame
     while frame is not None:
         file = frame.f_code.co_filename
         if not is_internal(file):
-            return Site(file, frame.f_lineno)
+            if generated is not None and _is_runner(file):
+                break
+            if not is_generated(file):
+                return Site(file, frame.f_lineno)
+            generated = generated or frame
         if pytorchs is None and file.startswith(_TORCH) and not file.startswith(_PLUMBING):
             pytorchs = frame
         outermost, frame = frame, frame.f_back
-    shown = pytorchs or outermost
+    shown = generated or pytorchs or outermost
     assert shown is not None
     return Site(shown.f_code.co_filename, shown.f_lineno)
 
 
 def calling_frames() -> Frames:
-    """The user's calls that led here. Lines are looked up when a report needs them."""
+    """The calls that led here, of the user's and of generated code: the innermost one gives a new
+    object its name. Lines are looked up when a report needs them."""
     return calling_site_and_frames()[1]
 
 
@@ -241,7 +247,7 @@ def calling_site_and_frames() -> tuple[Site, Frames]:
         if not is_internal(file):
             if _is_runner(file):
                 break
-            if site is None:
+            if site is None and not is_generated(file):
                 site = Site(file, frame.f_lineno)
             frames.append((code, frame.f_lasti))
         elif file == "<frozen runpy>":
@@ -250,9 +256,24 @@ def calling_site_and_frames() -> tuple[Site, Frames]:
     return site or calling_site(), tuple(frames)
 
 
+def without_generated(frames: Frames) -> Frames:
+    """The frames that a report shows: generated code only if nothing else called it."""
+    is_users = [not is_generated(code.co_filename) for code, _ in frames]
+    return tuple(frame for at, frame in enumerate(frames) if is_users[at] or not any(is_users[at:]))
+
+
 def is_users_frame(frame: FrameType) -> bool:
-    """Whether a report would name this frame."""
-    return not is_internal(frame.f_code.co_filename)
+    """Whether a report would name this frame. Generated code only if nothing else called it."""
+    file = frame.f_code.co_filename
+    if is_internal(file):
+        return False
+    caller = frame.f_back if is_generated(file) else None
+    while caller is not None:
+        file = caller.f_code.co_filename
+        if not is_internal(file) and not is_generated(file):
+            return _is_runner(file)
+        caller = caller.f_back
+    return True
 
 
 @cache
