@@ -306,6 +306,49 @@ def test_the_loader_is_in_the_ledger_as_data() -> None:
     assert device.ledger.statistics().device_waits() == 0
 
 
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_a_loader_may_write_each_batch_into_the_same_tensors(
+    device: Device, buffers: int, on_device: bool
+) -> None:
+    target = device.torch_device if on_device else "cpu"
+
+    def reusing() -> Iterator[torch.Tensor]:
+        made = [torch.empty(3, device=target) for _ in range(buffers)]
+        for number in range(6):
+            yield made[number % buffers].fill_(number)
+
+    assert values(prefetch(reusing(), device, depth=3)) == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]
+
+
+def test_a_loader_that_writes_on_the_device_waits_for_the_stream_that_reads() -> None:
+    with FakeDevice() as device:
+        reader, target = device.stream("reader"), device.torch_device
+
+        def reusing() -> Iterator[torch.Tensor]:
+            made = torch.empty(3, device=target)
+            for number in range(4):
+                yield made.fill_(number)
+
+        found = []
+        for batch in Prefetcher(reusing(), device, owner=reader):
+            with device.use(reader):
+                found.append(batch.sum())
+        device.synchronize("test", reader)
+        assert [float(one) for one in found] == [0.0, 3.0, 6.0, 9.0]
+
+
+def test_a_loader_may_fill_the_same_container_with_each_batch(device: Device) -> None:
+    def reusing() -> Iterator[dict[str, Any]]:
+        batch: dict[str, Any] = {}
+        for number in range(6):
+            batch.update(number=number, x=torch.full((3,), float(number)))
+            yield batch
+
+    found = [(batch["number"], float(batch["x"][0])) for batch in prefetch(reusing(), device)]
+    assert found == [(number, float(number)) for number in range(6)]
+
+
 class TestCache:
     def test_a_list_of_batches_is_copied_once(self) -> None:
         with FakeDevice() as device:
@@ -342,6 +385,18 @@ class TestCache:
                 found.append(copy.sum().item())
                 copy.mul_(2)
         assert found == [2.0] * 4
+
+    @pytest.mark.parametrize("passes", [1, 2])
+    def test_two_passes_at_a_time_share_no_batch_that_is_still_ahead(self, passes: int) -> None:
+        batches = numbers(4)
+        with FakeDevice() as device:
+            loader, found = Prefetcher(batches, device, cache=BatchCache(4)), []
+            for _ in range(passes):
+                for outer in loader:
+                    found.append(float(outer[0]))
+                    for inner in loader:
+                        inner.mul_(2)
+        assert found == [0.0, 1.0, 2.0, 3.0] * passes
 
     def test_a_data_loader_never_hits(self) -> None:
         with FakeDevice() as device:

@@ -16,6 +16,7 @@ from headrace.data import (
     is_plain_tensor,
     measure_leaves,
     moves_itself,
+    other_attributes,
     rebuild_batch,
 )
 from support.batches import MovesItself, Pair, Sample, nested
@@ -108,6 +109,22 @@ def test_attributes_of_a_container_are_kept() -> None:
     named.append(ONE)
     marked.name = extra.name = "a"  # type: ignore[attr-defined]
     assert [doubled(one).name for one in (named, marked, extra)] == ["a"] * 3
+
+
+def test_attributes_in_slots_are_attributes_too() -> None:
+    slotted = type("Slotted", (dict,), {"__slots__": ("name", "unset")})(x=ONE)
+    slotted.name = "a"
+    assert other_attributes(slotted) == {"name": "a"}
+    assert other_attributes(doubled(slotted)) == {"name": "a"}
+
+
+def test_a_mapping_that_keeps_its_items_in_a_slot_is_not_written_to() -> None:
+    class InSlot(Stored):
+        __slots__ = ("_items",)
+
+    batch = InSlot(x=ONE)
+    assert torch.equal(doubled(batch)["x"], 2 * ONE)
+    assert batch["x"] is ONE
 
 
 def test_an_object_that_moves_itself_is_one_leaf() -> None:

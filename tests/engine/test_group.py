@@ -80,6 +80,16 @@ def test_the_weight_is_not_rounded_to_the_gradients_dtype() -> None:
     ]
 
 
+def test_complex_gradients_are_divided_by_the_weight() -> None:
+    parameter = torch.nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    one = Group(open_device("cpu"), optimizer, SINGLE, size=2, by_count=False, sharded=False)
+    parameter.grad = torch.full_like(parameter, 6 + 2j)
+    one.weight.add(2)
+    one.divide()
+    assert parameter.grad.tolist() == [3 + 1j, 3 + 1j]
+
+
 def test_a_replayed_step_counts_as_one_update() -> None:
     one = group(size=1)
     one.begin_update()

@@ -272,7 +272,7 @@ class TestLoaders:
 
         expected = losses_of(made(), Failing(), 1)
         seen, stored = stopped(made(), Failing(), 4)
-        assert len(stored["drawn_ahead"]) == 2
+        assert len(stored["drawn_ahead"]) == (2 if device.asynchronous else 1)
         kept: list[Any] = []
         again = made(on_error=lambda problem: kept.append(copy.deepcopy(again.state_dict())))
         again.on_step = lambda info: seen.extend(e.values["loss"] for e in info.come_back)

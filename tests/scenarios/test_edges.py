@@ -114,6 +114,19 @@ def batches_already_there(device: FakeDevice) -> None:
             with device.use(reader):
                 batch + 1
             del batch
+            torch.ones(400, device=device.torch_device)
+
+
+def batches_in_one_tensor(device: FakeDevice) -> None:
+    def loader() -> Iterator[torch.Tensor]:
+        batch = torch.empty(400, device=device.torch_device)
+        for number in range(4):
+            yield batch.fill_(number)
+
+    reader = device.stream("reader")
+    for batch in Prefetcher(loader(), device, owner=reader):
+        with device.use(reader):
+            batch + 1
 
 
 def values_dropped(device: FakeDevice) -> None:
@@ -157,6 +170,7 @@ SCENARIOS: list[Callable[[FakeDevice], object]] = [
     own_loop_on_another_stream,
     many_small_tensors,
     batches_already_there,
+    batches_in_one_tensor,
     values_dropped,
     values_over_and_over,
     checkpoints(None),

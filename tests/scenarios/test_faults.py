@@ -606,6 +606,28 @@ class TestHang:
         assert dog.look()
         assert codes == [HUNG]
 
+    def test_it_ends_the_process_also_without_a_terminal(self, tmp_path: Path) -> None:
+        now, codes, file = [0.0], [], tmp_path / "hang.txt"
+
+        class Gone(io.StringIO):
+            def write(self, text: str) -> int:
+                raise OSError(5, "Input/output error")
+
+        dog = Watchdog(
+            "cpu",
+            5,
+            file=file,
+            abort=True,
+            clock=lambda: now[0],
+            stream=Gone(),
+            leave=codes.append,
+        )
+        dog.progress("x")
+        now[0] = 6.0
+        assert dog.look()
+        assert codes == [HUNG]
+        assert "no progress for 6 s" in file.read_text()
+
     def test_its_thread_looks_and_ends(self, device: Device, tmp_path: Path) -> None:
         looked = threading.Event()
 

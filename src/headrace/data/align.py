@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from headrace.data.loader_state import first_state
+from headrace.data.tree import batch_tensors
 from headrace.device import Ledger
 from headrace.errors import StepError
 from headrace.parallel import Ranks
@@ -140,7 +141,13 @@ class Aligned:
         index = 0
         while any_rank:
             batch, state = following, self._fetched_state
+            versions = _versions(batch)
             following, any_rank = self._next(batches, batch)  # one ahead: `batch` may be the last
+            if _versions(batch) != versions:
+                raise StepError(
+                    f"the loader wrote to batch {index} when it was asked for the next one: with "
+                    "several ranks and no length, expected new tensors for each batch"
+                )
             if not any_rank:
                 self._last = index
             self._state, self.alignment = state, self._alignment_of(index)
@@ -175,6 +182,11 @@ class Aligned:
                 "a rank's loader has no batch in an epoch in which others have some: expected at "
                 "least one on each rank; its weight may be 0"
             )
+
+
+def _versions(batch: Any) -> list[int]:
+    """How often each tensor of a batch was written to, as far as PyTorch counts it."""
+    return [one._version for one in batch_tensors(batch) if not one.is_inference()]
 
 
 def _length(loader: Iterable[Any]) -> int | None:

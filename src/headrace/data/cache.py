@@ -2,11 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 _Versions = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CachedBatch:
+    """A batch's leaves, the loader's and the device's, with how often each was written to when they
+    were copied. The loader's are kept, too: their identity is the key."""
+
+    leaves: list[Any]
+    on_device: list[Any]
+    key: _Versions
+    versions: _Versions
+
+    @classmethod
+    def of(cls, leaves: list[Any], on_device: list[Any]) -> CachedBatch | None:
+        """None if there are leaves whose changes would not be noticed."""
+        key, versions = _versions(leaves), _versions(on_device)
+        if key is None or versions is None:
+            return None
+        return cls(leaves, on_device, key, versions)
 
 
 class BatchCache:
@@ -19,34 +39,33 @@ class BatchCache:
 
     def __init__(self, max_batches: int) -> None:
         self._max_batches = max_batches
-        self._kept: dict[_Versions, tuple[list[Any], list[Any], _Versions]] = {}
+        self._kept: dict[_Versions, CachedBatch] = {}
         self.hits = 0
         self.misses = 0
 
-    def find(self, leaves: list[Any]) -> list[Any] | None:
-        """The device's copies of a batch's leaves, if there are any and neither side has changed
-        since. A step may have written to a copy."""
+    def take_out(self, leaves: list[Any]) -> CachedBatch | None:
+        """The batch with these leaves, if it is kept and neither side has changed since. A step may
+        have written to a copy. Keep it again when it is handed out: until then nobody else may get
+        it, and write to it."""
         key = _versions(leaves)
-        kept = None if key is None else self._kept.get(key)
-        if key is not None and kept is not None and _versions(kept[1]) != kept[2]:
-            del self._kept[key]
-            kept = None
-        if kept is None:
+        kept = None if key is None else self._kept.pop(key, None)
+        if kept is None or _versions(kept.on_device) != kept.versions:
             self.misses += 1
             return None
         self.hits += 1
-        return kept[1]
+        return kept
 
-    def keep(self, leaves: list[Any], on_device: list[Any]) -> None:
-        """Keep the copies of a batch's leaves if there is room. The host's tensors are kept, too:
-        their identity is the key."""
-        key, versions = _versions(leaves), _versions(on_device)
-        if key is not None and versions is not None and len(self._kept) < self._max_batches:
-            self._kept[key] = (leaves, on_device, versions)
+    def keep(self, batch: CachedBatch) -> None:
+        """Keep a batch if there is room. Its copies must have been handed out: whoever finds it
+        does not wait for them."""
+        if batch.key in self._kept or len(self._kept) < self._max_batches:
+            self._kept[batch.key] = batch
 
 
 def _versions(leaves: list[Any]) -> _Versions | None:
-    """Which tensors these are, and how often each was written to. None if there are others."""
-    if not leaves or not all(isinstance(leaf, torch.Tensor) for leaf in leaves):
-        return None
-    return tuple((id(leaf), leaf._version) for leaf in leaves)
+    """Which tensors these are, and how often each was written to. None if that is not known of
+    all."""
+    for leaf in leaves:
+        if not isinstance(leaf, torch.Tensor) or leaf.is_inference():
+            return None
+    return tuple((id(leaf), leaf._version) for leaf in leaves) or None

@@ -13,12 +13,16 @@ prevent races:
 - The reading stream waits for the copy.
 - A pinned staging buffer is reused only after the copy's event.
 
+A batch that needs no copy, on the CPU or on the device already, is handed out before the loader is
+asked for another: the loader may use its memory again.
+
 The calling thread does all of this. A separate thread would compete with the training loop for the
 GIL; to load in parallel, use DataLoader workers.
 """
 
 from __future__ import annotations
 
+import operator
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -27,7 +31,7 @@ from typing import Any, Self
 import torch
 
 from headrace.data.align import Alignment
-from headrace.data.cache import BatchCache
+from headrace.data.cache import BatchCache, CachedBatch
 from headrace.data.loader_state import as_stateful
 from headrace.data.source import LoaderRng, Source
 from headrace.data.transfer import Sender
@@ -173,7 +177,8 @@ class StatefulPrefetcher(Prefetcher):
 class Prefetched:
     """A batch that was fetched. The event `ready` passes when its copy is done; None if nothing was
     copied. `loader_state` is the loader's own state after the batch, `rng_before` has the random
-    states before it. `kept` are its leaves if the cache has them."""
+    states before it. `to_keep` is what the cache gets when the batch is handed out. `is_shared`: it
+    has tensors of the loader's own, not copies."""
 
     batch: Any
     ready: Event | None
@@ -182,7 +187,8 @@ class Prefetched:
     loader_state: Any = None
     rng_before: dict[str, Any] | None = None
     alignment: Alignment | None = None
-    kept: list[Any] | None = None
+    to_keep: CachedBatch | None = None
+    is_shared: bool = False
 
 
 class PrefetchIterator:
@@ -201,6 +207,7 @@ class PrefetchIterator:
         self._source: Source | None = None
         self._error: BaseException | None = None
         self._pulled = 0
+        self._shared_last = False  # whether the batch fetched last has tensors of the loader's own
         self._copies: deque[tuple[Event, bool]] = deque()
         self._spare: list[Event] = []
         self._sender = Sender(
@@ -237,8 +244,10 @@ class PrefetchIterator:
         if not self._has_begun:
             self.begin()
         while self._source is not None and len(self._ahead) <= self._settings.depth:
-            if self._source.gave_last and self._ahead:
-                break  # as in a plain loop, the loader ends after its last batch was used
+            # As in a plain loop, the loader ends after its last batch was used. And it may write
+            # the next batch into the tensors of one that was not copied.
+            if self._ahead and (self._source.gave_last or self._ahead[-1].is_shared):
+                break
             self._pull()
         if not self._ahead:
             self.close()
@@ -254,6 +263,8 @@ class PrefetchIterator:
         prefetched = self._ahead.popleft()
         if prefetched.ready is not None:
             self._hand_over(prefetched)
+        if prefetched.to_keep is not None:
+            self._keep(prefetched.to_keep)
         if self._source is not None and not self._ahead:
             self._source.release_end_flag()
         self.loader_state = prefetched.loader_state
@@ -281,6 +292,8 @@ class PrefetchIterator:
             if prefetched.ready is not None:
                 # The owner gets the memory back, and must not reuse it before the copy is done.
                 self._owner.wait_event(prefetched.ready)
+            if prefetched.to_keep is not None:
+                self._keep(prefetched.to_keep)
         self._has_begun = True  # so that it cannot begin any more
         source, self._source = self._source, None
         if source is not None:
@@ -294,6 +307,8 @@ class PrefetchIterator:
         assert self._source is not None
         self._source.note_rng()  # outside the wait: this is not the loader's time
         source = self._source
+        if self._shared_last:
+            self._let_loader_write()
         try:
             with self._device.ledger.waiting("data"):
                 batch = next(source)
@@ -313,8 +328,16 @@ class PrefetchIterator:
             return
         prefetched.loader_state, prefetched.rng_before = source.state, source.rng_before
         prefetched.alignment = source.alignment
+        self._shared_last = prefetched.is_shared
         self._ahead.append(prefetched)
         self._pulled += 1
+
+    def _let_loader_write(self) -> None:
+        """Order the loader's work on the device behind the steps so far: it may write the next
+        batch into tensors that they read."""
+        producer = self._device.current_stream()
+        if producer is not self._owner:
+            producer.wait_stream(self._owner)
 
     def _end_with(self, problem: BaseException) -> None:
         """Keep an error of the loader or the copy, to be raised later. Ctrl-C is raised at once."""
@@ -327,12 +350,12 @@ class PrefetchIterator:
     def _copy(self, batch: Any) -> Prefetched:
         leaves, cache = flatten_batch(batch), self._settings.cache
         nbytes, samples = measure_leaves(leaves)
-        kept = None if cache is None else cache.find(leaves)
-        # Not twice at a time: the step of the first batch may write to its tensors.
-        if kept is not None and not any(one.kept is kept for one in self._ahead):
-            return Prefetched(rebuild_batch(batch, kept), None, nbytes, samples, kept=kept)
+        kept = None if cache is None else cache.take_out(leaves)
+        if kept is not None:
+            found = rebuild_batch(batch, kept.on_device)
+            return Prefetched(found, None, nbytes, samples, to_keep=kept)
         if not self._device.asynchronous:
-            return Prefetched(self._moved(batch, leaves), None, nbytes, samples)
+            return Prefetched(self._moved(batch, leaves), None, nbytes, samples, is_shared=True)
         ready = self._free_event()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
         arriving, was_copied = self._sender.send(leaves, transfer, ready)
@@ -347,10 +370,16 @@ class PrefetchIterator:
                 self._owner.wait_event(ready)
             raise
         prefetched = Prefetched(on_device, ready if was_copied else None, nbytes, samples)
-        if cache is not None and kept is None:
-            cache.keep(leaves, arriving)
-            prefetched.kept = arriving
+        prefetched.is_shared = any(map(operator.is_, arriving, leaves))
+        if cache is not None:
+            prefetched.to_keep = CachedBatch.of(leaves, arriving)
         return prefetched
+
+    def _keep(self, batch: CachedBatch) -> None:
+        """Put a batch into the cache, when the owner waits for its copy: another pass that finds it
+        there will not."""
+        if self._settings.cache is not None:
+            self._settings.cache.keep(batch)
 
     def _moved(self, batch: Any, leaves: list[Any]) -> Any:
         """The batch on a device that needs no copies: itself, if all of its tensors are there."""

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -69,7 +71,7 @@ def rebuild_batch(batch: Any, new_leaves: Iterable[Any]) -> Any:
 def other_attributes(batch: Any) -> dict[str, Any]:
     """What a container has besides its items: the attributes of a subclass, and those of a
     dataclass that are no fields."""
-    found: dict[str, Any] = getattr(batch, "__dict__", {})
+    found = _attributes(batch)
     if isinstance(batch, Mapping) and not isinstance(batch, dict):
         return {name: one for name, one in found.items() if not _may_keep_items(one)}
     if dataclasses.is_dataclass(batch):
@@ -150,11 +152,28 @@ def _rebuild_mapping(batch: Mapping[Any, Any], change: Callable[[Any], Any]) -> 
     # A subclass may have another constructor and further attributes: copy the object.
     twin: Any = copy.copy(batch)
     if not isinstance(batch, dict) and not hasattr(type(batch), "__copy__"):
-        kept = {name: one for name, one in vars(batch).items() if _may_keep_items(one)}
-        vars(twin).update({name: copy.copy(one) for name, one in kept.items()})
+        for name, one in _attributes(batch).items():
+            if _may_keep_items(one):
+                object.__setattr__(twin, name, copy.copy(one))
     for key, value in changed.items():
         twin[key] = value
     return twin
+
+
+def _attributes(batch: Any) -> dict[str, Any]:
+    """The attributes that an object keeps in its `__dict__` and in slots."""
+    found = dict(getattr(batch, "__dict__", {}))
+    kind: Any = type(batch)
+    for name in _slots(kind):
+        if hasattr(batch, name):
+            found[name] = getattr(batch, name)
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _slots(kind: type) -> tuple[str, ...]:
+    members = [item for one in kind.__mro__ for item in vars(one).items()]
+    return tuple(name for name, one in members if isinstance(one, types.MemberDescriptorType))
 
 
 def _may_keep_items(attribute: object) -> bool:

@@ -50,6 +50,8 @@ _EQUAL_TO_THEMSELVES = (
     torch.layout,
     torch.memory_format,
 )
+# Containers that have nothing besides their items.
+_WITHOUT_ATTRIBUTES = (tuple, list, dict)
 
 
 class _Memory:
@@ -320,6 +322,8 @@ def signature(batch: Any, device: Device) -> Hashable:
     elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         fields = dataclasses.fields(batch)
         items = (signature(getattr(batch, field.name), device) for field in fields)
+    if type(batch) in _WITHOUT_ATTRIBUTES:  # most are, and this runs before each replay
+        return (type(batch), *(items or ()))
     if items is not None:
         return (type(batch), *items, *_attribute_signatures(batch, device))
     if not _is_comparable(batch):

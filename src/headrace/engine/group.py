@@ -227,9 +227,10 @@ class Group:
 
 def _divide(gradients: list[torch.Tensor], weight: torch.Tensor) -> None:
     if gradients:
+        # The gradients of a group of weight 0 are 0, and must stay 0. First of all: the weight is
+        # real here, and complex numbers have no order.
+        weight = weight.clamp(min=torch.finfo(torch.float32).tiny)
         # At least float32: bfloat16 would round a count of tokens. A weight of the gradients' own
         # dtype takes one kernel for all of them.
         weight = weight.to(torch.promote_types(gradients[0].dtype, torch.float32))
-        # The gradients of a group of weight 0 are 0, and must stay 0.
-        weight = weight.clamp(min=torch.finfo(torch.float32).tiny)
         torch._foreach_div_(gradients, weight)

@@ -17,6 +17,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import TextIO
 
@@ -91,8 +92,9 @@ class Watchdog:
             return False
         self._reported = periods
         text = self.report(self._clock() - last)
-        print(text, file=self._stream or sys.stderr, flush=True)
         self._write(text)
+        with suppress(OSError, ValueError):  # the terminal is gone; the process must end even so
+            print(text, file=self._stream or sys.stderr, flush=True)
         if self._abort:
             kill_children()
             self._leave(HUNG)
