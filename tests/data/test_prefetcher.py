@@ -338,6 +338,29 @@ def test_a_loader_that_writes_on_the_device_waits_for_the_stream_that_reads() ->
         assert [float(one) for one in found] == [0.0, 3.0, 6.0, 9.0]
 
 
+def test_objects_that_move_themselves_in_place_are_fetched_ahead() -> None:
+    """As the batches of PyTorch Geometric: their `to` returns the object itself."""
+
+    class Moving:
+        def __init__(self, number: int) -> None:
+            self.x = torch.full((3,), float(number))
+
+        def to(self, device: torch.device, non_blocking: bool = False) -> Moving:
+            self.x = self.x.to(device)
+            return self
+
+    fetched: list[int] = []
+
+    def loader() -> Iterator[Moving]:
+        for number in range(6):
+            fetched.append(number)
+            yield Moving(number)
+
+    with FakeDevice() as device:
+        batches = iter(prefetch(loader(), device, depth=2))
+        assert (float(next(batches).x[0]), fetched) == (0.0, [0, 1, 2])
+
+
 def test_a_loader_may_fill_the_same_container_with_each_batch(device: Device) -> None:
     def reusing() -> Iterator[dict[str, Any]]:
         batch: dict[str, Any] = {}

@@ -22,7 +22,6 @@ GIL; to load in parallel, use DataLoader workers.
 
 from __future__ import annotations
 
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -370,7 +369,11 @@ class PrefetchIterator:
                 self._owner.wait_event(ready)
             raise
         prefetched = Prefetched(on_device, ready if was_copied else None, nbytes, samples)
-        prefetched.is_shared = any(map(operator.is_, arriving, leaves))
+        # Not objects that have moved themselves: what they hold is on the device now.
+        prefetched.is_shared = any(
+            one is leaf and isinstance(leaf, torch.Tensor)
+            for one, leaf in zip(arriving, leaves, strict=True)
+        )
         if cache is not None:
             prefetched.to_keep = CachedBatch.of(leaves, arriving)
         return prefetched
