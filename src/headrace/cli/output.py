@@ -99,7 +99,7 @@ def end_of_results(*, has_script_output: bool = False) -> None:
             _send_stdout_to_stderr()
 
 
-def end_program(exit_code: int, *, at_once: bool, has_script_output: bool) -> NoReturn:
+def end_program(exit_code: int, *, at_once: bool, has_script_output: bool = False) -> NoReturn:
     """End with an exit code; `at_once`: without waiting for threads that a script has left."""
     if at_once:
         end_of_results()
