@@ -37,6 +37,24 @@ def test_a_program_sees_its_own_command_line_and_keeps_its_exit_code(
     assert (list(sys.argv), list(sys.path)) == before
 
 
+@pytest.mark.parametrize("command", [("program.py",), ("-m", "program"), (".",)])
+def test_a_program_has_the_names_that_python_gives_it(
+    command: tuple[str, ...],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    text = "print(sorted(globals()), globals().get('__annotations__'), type(__builtins__))"
+    (tmp_path / "program.py").write_text(text, encoding="utf-8")
+    (tmp_path / "__main__.py").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    plain = subprocess.run(
+        [sys.executable, *command], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert run_as_main(command[-1], [], as_module="-m" in command) == 0
+    assert capsys.readouterr().out == plain.stdout
+
+
 def test_a_program_has_its_own_future_imports_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import io
 import logging
 import os
@@ -79,7 +80,7 @@ def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> i
 def _run(program: str, as_module: bool) -> int:
     try:
         if as_module:
-            _keep(runpy.run_module(program, run_name="__main__", alter_sys=True))
+            _keep(runpy.run_module(program, _main_names(), run_name="__main__", alter_sys=True))
         else:
             _run_script(Path(program).absolute())
     except (ProgramEnded, KeyboardInterrupt, _ExitAtOnce):
@@ -114,10 +115,10 @@ def _run_script(path: Path) -> None:
     """Like `runpy.run_path`, but `sys.argv[0]` stays as it was typed while `path` is absolute, as
     with `python`: then lines can be read after the script's `os.chdir`, too."""
     if pkgutil.get_importer(str(path)) is not None:  # a zip file or a folder
-        _keep(runpy.run_path(str(path), run_name="__main__"))
+        _keep(runpy.run_path(str(path), _main_names(), run_name="__main__"))
         return
     main = ModuleType("__main__")
-    vars(main).update(__file__=str(path), __cached__=None)
+    vars(main).update(_main_names(), __file__=str(path), __cached__=None)
     with io.open_code(str(path)) as file:
         # Not inherited: this file's `from __future__` imports.
         code = compile(file.read(), str(path), "exec", dont_inherit=True)
@@ -128,6 +129,14 @@ def _run_script(path: Path) -> None:
     finally:
         sys.modules["__main__"] = ours
         _keep(vars(main))
+
+
+def _main_names() -> dict[str, Any]:
+    """What Python puts into `__main__` before a program runs, and `exec` does not. Whether
+    `__annotations__` is among it depends on the version."""
+    names: dict[str, Any] = {"__builtins__": builtins}
+    has_annotations = "__annotations__" in vars(sys.modules["__main__"])
+    return names | {"__annotations__": {}} if has_annotations else names
 
 
 def _keep(names: dict[str, Any]) -> None:

@@ -151,6 +151,19 @@ def test_a_place_that_cannot_be_written_to_is_told_before_measuring(here: Path) 
             run("--work", "no such work either", "--out", out)
 
 
+def test_what_was_measured_is_written_even_if_it_cannot_be_printed(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(text: str) -> None:
+        raise HeadraceError("the result could not be written to stdout")
+
+    monkeypatch.setattr("headrace.cli.bench.print_line", fail)
+    arguments = ["bench", "--device", "cpu", *QUICK, "--work", "mlp", *SMALL, "--out", "r.json"]
+    result = CliRunner().invoke(app, arguments)
+    assert isinstance(result.exception, HeadraceError)
+    assert json.loads(Path("r.json").read_text(encoding="utf-8"))
+
+
 def test_what_was_measured_is_printed_even_if_it_cannot_be_written(
     here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

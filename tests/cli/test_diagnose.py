@@ -212,7 +212,7 @@ def test_a_thread_that_trains_is_ended_and_one_that_is_left_keeps_nobody_waiting
     assert "Traceback" not in done.stderr
     ended: list[tuple[int, bool]] = []
 
-    def end(exit_code: int, *, at_once: bool) -> None:
+    def end(exit_code: int, *, at_once: bool, has_script_output: bool) -> None:
         ended.append((exit_code, at_once))
 
     monkeypatch.setattr("headrace.cli.diagnose.end_program", end)
@@ -262,6 +262,12 @@ def test_a_step_line_that_never_runs_is_told(folder: Path, line: str, sentences:
     done = run("--fake", *FAST, "--step-line", line, "train.py", "plain", "9")
     assert (done.exit_code, done.stdout) == (0, "done\n")
     assert sentences in done.stderr
+
+
+def test_a_loop_that_never_begins_is_told(folder: Path) -> None:
+    (folder / "empty.py").write_text("for batch in ():\n    print(batch)\n", encoding="utf-8")
+    done = run("--fake", *FAST, "--step-line", "empty.py:1", "empty.py")
+    assert "The body of the loop at empty.py:1 never ran.\n" in done.stderr
 
 
 @pytest.mark.parametrize("then", ["stop", "continue"])

@@ -47,5 +47,5 @@ def test_threads_that_are_left_are_not_waited_for(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("headrace.cli.output.os._exit", end)
     monkeypatch.setattr("headrace.cli.output.end_of_results", lambda: None)
     with pytest.raises(KeyboardInterrupt):
-        end_program(3, at_once=True)
+        end_program(3, at_once=True, has_script_output=True)
     assert ended == [3]

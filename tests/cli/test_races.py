@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import textwrap
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -61,6 +64,20 @@ def test_a_program_without_races_keeps_its_output_and_exit_code(folder: Path) ->
     assert first == "Traceback (most recent call last):"
     assert second.endswith('program.py", line 21, in <module>')
     assert "ValueError: the program's own failure\n0 races found\n" in done.stderr
+
+
+def test_what_a_program_prints_as_it_ends_is_its_output(folder: Path) -> None:
+    text = "import atexit\natexit.register(print, 'goodbye')\nprint('hello')\n"
+    (folder / "ends.py").write_text(text, encoding="utf-8")
+    headrace = (sys.executable, "-m", "headrace")
+    for command in (("races",), ("diagnose", "--fake")):
+        run = partial(subprocess.run, capture_output=True, text=True, timeout=120)
+        done = run([*headrace, *command, "ends.py"])
+        assert (done.returncode, done.stdout) == (0, "hello\ngoodbye\n")
+        done = run([*headrace, *command, "--json", "ends.py"])
+        assert json.loads(done.stdout)["exit_code"] == 0
+        assert "hello\n" in done.stderr
+        assert done.stderr.endswith("goodbye\n")
 
 
 def test_races_are_reported_with_exit_code_1(folder: Path) -> None:

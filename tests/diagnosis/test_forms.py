@@ -112,6 +112,16 @@ def test_a_function_that_compares_inside_is_not_equal() -> None:
         assert form_of("aten::equal", [], Expression(node, None)).name == form
 
 
+@pytest.mark.parametrize(
+    ("code", "form"),
+    [("array.array('f', [t])", "number"), ("numpy.array([t])", "numpy"), ("array([t])", "other")],
+)
+def test_an_array_is_numpys_only_if_the_line_says_so(code: str, form: str) -> None:
+    node = ast.parse(code, mode="eval").body
+    found = form_of("aten::_local_scalar_dense", [], Expression(node, None))
+    assert found.name == form
+
+
 def test_numbers_of_the_device_in_a_list_are_read() -> None:
     node = ast.parse("torch.tensor([x.mean(), x.sum()])", mode="eval").body
     for operation, form in (

@@ -223,15 +223,27 @@ def main():
             k,
         ) > 2: break
         k += 1
-    for pair in zip(  # 5: once for the list, then for each item
-        range(4),
+    for pair in zip(  # 4
+        range(4),  # 4
     ):
         pass
+    for outer in range(2):  # 2
+        for inner in range(3):  # 6
+            if inner: continue
+        else: k = 0
+    for one in range(5):  # 3
+        if one == 2: break
+    for none in ():  # 0
+        pass
+    while k < 3:  # 3
+        k += 1
+    while True:  # 2
+        if (k := k + 1) > 4: break
 main()
 """
 
 
-def test_a_line_of_a_statement_over_many_lines_begins_once(tmp_path: Path) -> None:
+def test_a_line_begins_once_for_each_run_of_its_statement_or_its_body(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(MANY_LINES, encoding="utf-8")
     for number, line in enumerate(MANY_LINES.splitlines(), 1):

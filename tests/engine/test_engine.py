@@ -684,3 +684,20 @@ class TestInsideALoop:
         assert engine.last_result is not None
         assert (seen, len(engine.last_result.losses), engine.updates) == (5, 5, 2)
         assert engine.is_between_updates
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "is_told"),
+    [
+        (torch.float16, {"accumulate": 2}, True),
+        (torch.float16, {"accumulate": 2, "accumulate_by": "count"}, False),
+        (torch.float16, {}, False),
+        (torch.bfloat16, {"accumulate": 2}, False),
+    ],
+)
+def test_weights_may_be_too_large_for_float16(
+    dtype: torch.dtype, options: dict[str, Any], is_told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with FakeDevice() as device:
+        make_engine(device, model=make_model(device).to(dtype), **options)
+    assert ("or accumulate_by='count'" in caplog.text) == is_told

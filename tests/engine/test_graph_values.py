@@ -14,6 +14,7 @@ from torch import nn
 from headrace.device import Device
 from headrace.engine.graph_values import FrozenValues
 from headrace.engine.step_state import StepState
+from headrace.errors import CaptureError
 
 
 def set_first(value: Any) -> None:
@@ -46,3 +47,25 @@ def test_a_setting_that_changes_in_place(
     change(value)
     assert values.check()
     assert not values.check()
+
+
+@pytest.mark.parametrize(("batches", "is_captured"), [(30, False), (150, True)])
+def test_frequent_changes_count_no_more_after_a_long_time_without_any(
+    fake_device: Device, batches: int, is_captured: bool
+) -> None:
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    state = StepState(fake_device, lambda batch: model(batch), (model,), (optimizer,))
+    values, group = FrozenValues(state), optimizer.param_groups[0]
+
+    def train(epochs: int) -> None:
+        for _ in range(epochs):
+            for batch in range(batches):
+                group["momentum"] = min(0.5 + 0.1 * batch, 0.7)  # changes in batches 0, 1 and 2
+                values.check()
+
+    if is_captured:
+        train(epochs=5)
+    else:
+        with pytest.raises(CaptureError, match="momentum changes from step to step"):
+            train(epochs=5)

@@ -13,7 +13,8 @@ from pathlib import Path
 from types import ModuleType
 
 HEADER = """\
-import asyncio, contextlib, copy, functools, heapq, io, logging, math, threading
+import array, asyncio, contextlib, copy, functools, heapq, io, itertools, logging, math
+import operator, random, struct, threading
 import torch
 from torch.cuda import synchronize
 from torch.nn import functional as F
@@ -39,7 +40,14 @@ FORMS = [
     ("number", "int(a.n)"),
     ("number", "math.sqrt(a.loss)"),
     ("number", "list(map(float, a.x))"),
+    ("number", "[*map(int, a.x)]"),
+    ("number", "for _ in map(float, a.x): break"),
+    ("number", "struct.pack('f', a.loss)"),
+    ("number", "array.array('f', [a.loss])"),
     ("branch", "list(filter(None, a.x))"),
+    ("branch", "next(filter(None, a.x))"),
+    ("branch", "list(itertools.takewhile(bool, a.x))"),
+    ("branch", "operator.truth(a.loss)"),
     ("branch", "bool(a.loss)"),
     ("branch", "if a.loss > 0: pass"),
     ("branch", "while a.loss < 0: pass"),
@@ -140,6 +148,8 @@ FORMS = [
     ("compare", "a.loss in [a.n, a.loss]"),
     ("compare", "[a.loss] == [a.y[0]]"),
     ("compare", "[a.loss].count(a.y[0])"),
+    ("compare", "for _ in iter(lambda: a.mask[0], True): break"),
+    ("other", "random.choices('abcd', weights=a.x.abs())"),
     ("compare", "heapq.nlargest(1, list(a.x))"),
     ("compare", "heapq.heappushpop([a.x[0]], a.x[1])"),
     ("linalg", "torch.linalg.cholesky(a.matrix)"),
@@ -166,7 +176,16 @@ NESTINGS = (
 )
 #: Nestings that hold an expression only.
 _EXPRESSIONS = ("comprehension", "lambda", "over several lines")
-_STATEMENTS = ("if ", "while ", "assert ", "total ", "a.x[a.mask] =", "a.x[a.i", "a.x[a.n] =")
+_STATEMENTS = (
+    "if ",
+    "for ",
+    "while ",
+    "assert ",
+    "total ",
+    "a.x[a.mask] =",
+    "a.x[a.i",
+    "a.x[a.n] =",
+)
 
 
 @dataclass(frozen=True)

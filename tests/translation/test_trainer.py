@@ -360,6 +360,24 @@ class TestRun:
         tuned = new(corpus, tmp_path, "tuned", epochs=1, weights=str(first.folder.path)).run()
         assert epochs(tuned)[0]["loss"] < epochs(first)[0]["loss"]
 
+    def test_fine_tuning_is_resumed_without_the_weights_it_started_from(
+        self, corpus: Path, tmp_path: Path
+    ) -> None:
+        first = new(corpus, tmp_path, "first", epochs=1).run().folder.path
+        runs = [
+            new(corpus, tmp_path, name, epochs=1, weights=str(first)).run().folder.path
+            for name in ("tuned", "untrained", "expected")
+        ]
+        tuned, untrained, expected = runs
+        more: dict[str, Any] = {"changes": {"epochs": 2}, "cache": corpus / "cache"}
+        Trainer.resume(expected, quiet=True, **more).run()
+        first.rename(tmp_path / "gone")
+        Trainer.resume(tuned, quiet=True, **more).run()
+        assert weights_of(tuned) == weights_of(expected)
+        shutil.rmtree(untrained / "state")  # a fresh start needs the weights
+        with pytest.raises(TranslationError, match="does not exist"):
+            Trainer.resume(untrained, quiet=True, **more).run()
+
     def test_fine_tuning_on_another_corpus_keeps_the_vocabularies_of_the_weights(
         self, corpus: Path, tmp_path: Path
     ) -> None:

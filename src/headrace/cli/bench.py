@@ -168,11 +168,13 @@ def bench(
         )
         with _signals_as_interrupt() as signals:
             result = bench.run()
-    # Print before writing: if the file cannot be written, the result is not lost.
-    print_line(result.to_json() if as_json else text_of(result))
-    path = out or _free_path(chosen.name, result.environment.date)
-    result.write(path)
-    typer.echo(f"wrote {path}", err=True)
+    # One of the two may fail, at a full disk say: then the other still has the result.
+    try:
+        print_line(result.to_json() if as_json else text_of(result))
+    finally:
+        path = out or _free_path(chosen.name, result.environment.date)
+        result.write(path)
+        typer.echo(f"wrote {path}", err=True)
     if result.interrupted:
         raise typer.Exit(143 if signal.SIGTERM in signals else 130)
     if result.failed:

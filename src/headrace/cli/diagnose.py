@@ -128,7 +128,9 @@ def diagnose(
     # does so after Ctrl-C, too, as without diagnose.
     leaves_threads = result.exit_code != 130 and bool(running_threads() - others)
     if not is_first:
-        end_program(result.exit_code or 0, at_once=leaves_threads)
+        end_program(result.exit_code or 0, at_once=leaves_threads, has_script_output=not as_json)
+    if out is not None:  # before the result is printed, which may fail
+        result.write(out)
     if as_json:
         print_result(result.to_dict(), "", as_json)
     elif not shown:
@@ -142,8 +144,6 @@ def diagnose(
             f"{name} got {misplaced[0]}, which comes after it: an option of diagnose goes before "
             f"the {'module' if module else 'script'}"
         )
-    if out is not None:
-        result.write(out)
     if html is not None:
         with TemporaryDirectory() as folder:
             stored = Path(folder) / "diagnosis.json"
@@ -154,4 +154,5 @@ def diagnose(
         stderr.tell(
             f"diagnose ended {name} after {result.steps} steps; with --then continue it runs on"
         )
-    end_program(exit_code_of(result, limits, stderr.tell), at_once=leaves_threads)
+    exit_code = exit_code_of(result, limits, stderr.tell)
+    end_program(exit_code, at_once=leaves_threads, has_script_output=not as_json)

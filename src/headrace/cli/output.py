@@ -83,22 +83,28 @@ def replace_unknown_characters() -> None:
                 stream.reconfigure(errors="replace")
 
 
-def end_of_results() -> None:
-    """Redirect to stderr what exit handlers print. Call this at the end of the program."""
+class ScriptExit(SystemExit):
+    """The end of a command that has run a user's script, whose output is on stdout."""
+
+
+def end_of_results(*, has_script_output: bool = False) -> None:
+    """Redirect to stderr what exit handlers print, unless they may be those of a script whose
+    output is on stdout. Call this at the end of the program."""
     try:
         _flush()
     except OSError:  # the reader has closed the pipe, or the disk is full
         _drop_stdout()
     else:
-        _send_stdout_to_stderr()
+        if not has_script_output:
+            _send_stdout_to_stderr()
 
 
-def end_program(exit_code: int, *, at_once: bool) -> NoReturn:
+def end_program(exit_code: int, *, at_once: bool, has_script_output: bool = False) -> NoReturn:
     """End with an exit code; `at_once`: without waiting for threads that a script has left."""
     if at_once:
         end_of_results()
         os._exit(exit_code)
-    raise typer.Exit(exit_code)
+    raise ScriptExit(exit_code) if has_script_output else typer.Exit(exit_code)
 
 
 def _send_stdout_to_stderr() -> None:

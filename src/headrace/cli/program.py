@@ -76,8 +76,12 @@ def main() -> None:
     # down everything else on the same cores, such as loader processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     output.replace_unknown_characters()
+    has_script_output = False
     try:
         app()
+    except output.ScriptExit:
+        has_script_output = True
+        raise
     except KeyboardInterrupt:  # before a command began, or after it ended
         typer.echo("interrupted", err=True)
         sys.exit(130)
@@ -85,7 +89,7 @@ def main() -> None:
         typer.echo(f"error: {problem}", err=True)
         sys.exit(problem.exit_code)
     finally:
-        output.end_of_results()
+        output.end_of_results(has_script_output=has_script_output)
 
 
 def _version(wanted: bool) -> None:

@@ -70,7 +70,8 @@ def races(
         if html is not None:
             typer.echo(f"report: {html}", err=True)
     leaves_threads = bool(running_threads() - others)  # the program has called os._exit
-    end_program(1 if result.findings else result.exit_code, at_once=leaves_threads)
+    exit_code = 1 if result.findings else result.exit_code
+    end_program(exit_code, at_once=leaves_threads, has_script_output=not as_json)
 
 
 def _record(name: str, result: ProgramResult) -> RacesResult:

@@ -112,11 +112,13 @@ def tune(
             command = f"headrace tune --resume {tuning.folder.path}"
             typer.echo(f"stopped by {stopped.signal}; resume with: {command}", err=True)
             raise typer.Exit(130 if stopped.signal == "SIGINT" else 143) from None
-    # Print before writing: if the file cannot be written, the result is not lost.
-    print_line(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
-    if out is not None:
-        replace_file(out, result.plan_yaml().encode(), TuneError)
-    typer.echo(f"wrote {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)
+    # One of the two may fail, at a full disk say: then the other still has the result.
+    try:
+        print_line(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
+    finally:
+        if out is not None:
+            replace_file(out, result.plan_yaml().encode(), TuneError)
+        typer.echo(f"wrote {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)
 
 
 def _numbers(name: str, text: str) -> list[int]:

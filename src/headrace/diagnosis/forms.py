@@ -302,7 +302,8 @@ _CALLS = {
     "is_nonzero": "branch",
     **dict.fromkeys(("print", "str", "repr"), "print"),
     "format": "format",
-    "filter": "branch",
+    **dict.fromkeys(("filter", "filterfalse", "takewhile", "dropwhile", "truth"), "branch"),
+    "iter": "compare",  # `for x in iter(function, value)`
     **dict.fromkeys(("debug", "info", "warning", "error", "log"), "format"),  # of a logger
     **dict.fromkeys(("max", "min", "sorted", "sort", "index", "any", "all"), "compare"),
     **dict.fromkeys(("count", "remove", "nlargest", "nsmallest"), "compare"),
@@ -387,6 +388,8 @@ _MAKING = (
 _FINITE = ("isnan", "isinf", "isfinite")
 #: Calls that wait themselves, also in a test.
 _READING = ("item", "bool", "float", "int", "equal", "allclose", "is_nonzero", "tolist", "cpu")
+#: Iterators that test each item when it is drawn.
+_TESTING_ITEMS = ("filter", "filterfalse", "takewhile", "dropwhile")
 _INDEXING = ("mask", "mask assignment", "index assignment")
 #: Operators that other functions use, too: `torch.cov` tests its input with `equal`.
 _READS_VALUE = ("aten::_local_scalar_dense", "aten::equal")
@@ -520,6 +523,8 @@ class Expression:
             return "slice" if isinstance(node.slice, ast.Slice) else "mask"
         if isinstance(node, ast.FormattedValue | ast.JoinedStr):
             return "format"
+        if isinstance(node, ast.List | ast.Tuple | ast.Set):  # `[*map(int, t)]`
+            return _CALLS.get(_drawn_from(*node.elts))
         if isinstance(node, ast.Compare):  # of lists, whose items it compares; or `in`
             return "compare"
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult):  # `[0] * t`
@@ -538,7 +543,11 @@ class Expression:
             return "finite check"
         if _owner(node) == "math":
             return "finite check" if name in _FINITE else "number"
-        found = _CALLS.get(name) or _CALLS.get(_mapped(node))
+        if _owner(node) in ("array", "struct"):
+            return "number"
+        if name == "array" and not _owner(node):  # of NumPy, or of Python's `array`
+            return None
+        found = _CALLS.get(name) or _CALLS.get(_drawn_from(node, *node.args))
         if name == "asarray" and _owner(node) == "torch":
             found = "new tensor"
         if found == "new tensor" and self.of_tensors:
@@ -571,14 +580,15 @@ def _is_made_here(node: ast.Call) -> bool:
     return False
 
 
-def _mapped(node: ast.Call) -> str:
+def _drawn_from(*nodes: ast.AST) -> str:
     """`float` of `list(map(float, values))`, which waits in `list`; `filter` of
     `list(filter(test, values))`."""
-    for one in node.args:
-        if _called(one) == "map" and isinstance(one, ast.Call) and one.args:
+    for node in nodes:
+        one = node.value if isinstance(node, ast.Starred) else node
+        if isinstance(one, ast.Call) and _called(one) == "map" and one.args:
             return getattr(one.args[0], "id", "")
-        if _called(one) == "filter":
-            return "filter"
+        if _called(one) in _TESTING_ITEMS:
+            return _called(one)
     return ""
 
 
@@ -649,6 +659,13 @@ def _nodes(file: str) -> dict[tuple[int, int, int, int], tuple[ast.AST, ast.AST 
     pending: list[tuple[ast.AST, ast.AST | None]] = [(tree, None)]
     while pending:
         node, parent = pending.pop()
+        if isinstance(node, ast.For | ast.AsyncFor):
+            # Python 3.11 draws the next item at the place of the statement, later versions at that
+            # of the iterator.
+            assert node.end_lineno is not None
+            assert node.end_col_offset is not None
+            place = node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+            found.setdefault(place, (node.iter, node))
         if isinstance(node, ast.expr):
             assert node.end_lineno is not None
             assert node.end_col_offset is not None

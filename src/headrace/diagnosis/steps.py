@@ -325,8 +325,9 @@ class StepLine:
 def watch_line(
     step_line: StepLine, on_call: Callable[[Hashable], object]
 ) -> AbstractContextManager[set[int]]:
-    """Call `on_call` each time the line begins, inside the block. Until the line first runs, the
-    lines of its file that run are added to the set that the block gets."""
+    """Call `on_call` each time the line begins, inside the block; for the line of a loop, each time
+    its body begins. Until then, the lines of its file that run are added to the set that the block
+    gets."""
     watch = _monitored if hasattr(sys, "monitoring") else _traced
     return watch(step_line, on_call)
 
@@ -349,18 +350,48 @@ def _continuations(code: CodeType, line: int) -> frozenset[int]:
 def _statement(file: str, line: int) -> tuple[int, int]:
     """The first and the last line of the statement at a line; of `for` and such without the
     body."""
-    try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
+    innermost = _innermost(file, line)
+    if innermost is None:
         return line, line
-    statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
-    around = [one for one in statements if one.lineno <= line <= (one.end_lineno or 0)]
-    if not around:
-        return line, line
-    innermost = max(around, key=lambda one: (one.lineno, -(one.end_lineno or 0)))
     parts = [one for one in ast.iter_child_nodes(innermost) if not isinstance(one, _BODIES)]
     ends = [getattr(one, "end_lineno", 0) for part in parts for one in ast.walk(part)]
     return innermost.lineno, max(innermost.lineno, *ends, 0)
+
+
+def _innermost(file: str, line: int) -> ast.stmt | None:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return None
+    statements = (node for node in ast.walk(tree) if isinstance(node, ast.stmt))
+    around = [one for one in statements if one.lineno <= line <= (one.end_lineno or 0)]
+    return max(around, key=lambda one: (one.lineno, -(one.end_lineno or 0)), default=None)
+
+
+@cache
+def _body_start(code: CodeType, line: int) -> int | None:
+    """The offset at which the body of the loop at a line begins. None if there is no loop, or if
+    its body is on the same line.
+
+    The line of a loop runs once more than its body, for the last test; that of `while True` only
+    once."""
+    loop = _innermost(code.co_filename, line)
+    if not isinstance(loop, ast.For | ast.AsyncFor | ast.While):
+        return None
+    first, last = loop.body[0], loop.body[-1]
+    start = min([first.lineno, *(one.lineno for one in getattr(first, "decorator_list", ()))])
+    if not _statement(code.co_filename, line)[1] < start:
+        return None
+    lines = ((at, number) for at, _, number in code.co_lines() if number is not None)
+    return next((at for at, number in lines if start <= number <= (last.end_lineno or 0)), None)
+
+
+def _begins_step(code: CodeType, line: int, offset: int, step_line: int) -> bool:
+    """Whether a step begins with the instruction at an offset, which is the first of its line."""
+    body = _body_start(code, step_line)
+    if body is not None:
+        return offset == body
+    return line == step_line and offset not in _continuations(code, line)
 
 
 @contextmanager
@@ -378,10 +409,9 @@ def _monitored(step_line: StepLine, on_call: Callable[[Hashable], object]) -> It
         if not files[name]:
             return monitoring.DISABLE
         ran.add(line)
-        if line != step_line.line:
+        if not _begins_step(code, line, sys._getframe(1).f_lasti, step_line.line):
             return monitoring.DISABLE
-        if sys._getframe(1).f_lasti not in _continuations(code, line):
-            on_call("line")
+        on_call("line")
         return None
 
     monitoring.use_tool_id(tool, "headrace")
@@ -417,10 +447,10 @@ def _traced(step_line: StepLine, on_call: Callable[[Hashable], object]) -> Itera
     def on_event(frame: FrameType, event: str, argument: Any) -> Any:
         if event == "line":
             ran.add(frame.f_lineno)
-            if frame.f_lineno == step_line.line:
-                if frame.f_lasti not in _continuations(frame.f_code, frame.f_lineno):
+            if has_line[frame.f_code]:
+                if _begins_step(frame.f_code, frame.f_lineno, frame.f_lasti, step_line.line):
                     on_call("line")
-            elif step_line.line in ran and not has_line[frame.f_code]:
+            elif step_line.line in ran:
                 frame.f_trace_lines = False
         return on_event
 

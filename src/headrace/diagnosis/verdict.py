@@ -132,6 +132,8 @@ def _never_ran(line: StepLine, ran: set[int]) -> str:
     """`ran` are the lines of the file that did run."""
     if not ran:
         return f"{_place(line)} never ran, nor did any other line of that file."
+    if line.line in ran:
+        return f"The body of the loop at {_place(line)} never ran."
     nearest = min(ran, key=lambda one: (abs(one - line.line), -one))
     near = f"{short_path(line.file)}:{nearest}"
     return f"{_place(line)} never ran; the nearest line of that file that ran is {near}."

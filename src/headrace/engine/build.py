@@ -160,6 +160,8 @@ class ModelStepBuilder:
             by_count=accumulate_by == "count",
             sharded=parallelism_of(model) == "fsdp",
         )
+        if accumulate > 1 and accumulate_by == "weight":
+            _warn_of_half_precision(device, optimizer)
         self._parts: StepParts | None = None
         self.graphs: StepGraphs | None = None
 
@@ -411,6 +413,19 @@ def _recorder(
     if parts.group.is_open and pending and pending[-1].step == start.first - 1:
         pending, held = pending[:-1], pending[-1]
     return HoldingRecorder(scalars, lanes, restored=pending, loss=start.loss, held=held)
+
+
+def _warn_of_half_precision(device: Device, optimizer: torch.optim.Optimizer) -> None:
+    """Gradients of loss × weight may be larger than float16 can hold, where those of the loss are
+    not. bfloat16 has the range of float32."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(p.dtype == torch.float16 for p in parameters):
+        device.warn_once(
+            "accumulation in float16",
+            "parameters are float16, and accumulate multiplies each loss by its batch's weight: "
+            "gradients over 65,504 become infinite. Use float32 parameters with precision='fp16', "
+            "or accumulate_by='count'",
+        )
 
 
 def _check_numbers(

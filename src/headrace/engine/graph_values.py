@@ -31,6 +31,9 @@ from headrace.parallel import unwrap
 _STEADY_BATCHES = 10
 # After this many frequent changes the step is no longer captured.
 _MAX_FREQUENT_CHANGES = 3
+# After this many batches without a change, earlier frequent changes no longer count: a few of them
+# at the start of each epoch cost less than an epoch without graphs.
+_CALM_BATCHES = 100
 GRADIENTS_REPLACED = (
     "gradients are replaced between batches, and a graph would write to the old ones: change them "
     "in place, as p.grad.mul_(…) does"
@@ -72,6 +75,8 @@ class FrozenValues:
         if settings == before and changed is None and replaced is None:
             return False
         if before is not None:
+            if self._batches_since_change > _CALM_BATCHES:
+                self._frequent_changes = 0
             is_frequent = self._batches_since_change < _STEADY_BATCHES and not after_new_shape
             self._frequent_changes += is_frequent
             if is_frequent and self._frequent_changes == _MAX_FREQUENT_CHANGES:

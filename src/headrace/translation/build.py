@@ -141,18 +141,20 @@ def build_run(
     data: Prepared,
     ranks: Ranks = SINGLE,
     *,
+    loads_weights: bool = True,
     on_error: Callable[[BaseException], object] | None = None,
 ) -> RunParts:
     """Build a run in its initial state, with weights from the seed or from `settings.weights`.
 
-    `on_error` is passed to the engine.
+    Without `loads_weights`, those are not read: a checkpoint has later ones. `on_error` is passed
+    to the engine.
     """
     device = open_device(rank_device(settings.device))
     plan, loader = _resolve_plans(settings, device)
     batches = _plan_batches(settings, data, plan, loader, device)
     torch.manual_seed(settings.seed)
     model = new_model(settings.model(), data.vocabularies)
-    if settings.weights is not None:
+    if settings.weights is not None and loads_weights:
         _check_heads(settings, settings.weights)
         load_weights(model, Path(settings.weights))
     model = model.to(device.torch_device).train()

@@ -219,8 +219,13 @@ class Trainer:
             if self.settings.packed == "auto":
                 self._choose_packed(data)
             settings = self.settings
+            path = agreed_checkpoint(folder.state, ranks, Ledger())
             parts = build_run(
-                settings, data, ranks, on_error=lambda error: checkpoints.rescue(error)
+                settings,
+                data,
+                ranks,
+                loads_weights=path is None,  # they may be gone when the run is resumed
+                on_error=lambda error: checkpoints.rescue(error),
             )
             self._is_new = False
             start_up = StartUp(prepared_s - begun_s, time.monotonic() - prepared_s)
@@ -250,7 +255,7 @@ class Trainer:
                     folder.weights, parts.model, device, ranks, settings.average_last
                 )
                 checkpoints = Checkpoints(parts, folder, writer, weight_files, losses)
-                path, first_batch = checkpoints.restore()
+                first_batch = checkpoints.restore(path)
                 if stored is not None:
                     if is_done(settings, engine):
                         log.warning("%s", _nothing_to_do(parts, folder))
@@ -828,14 +833,12 @@ class Checkpoints:
         if self.parts.ranks.is_first:
             remove_result(self.folder)
 
-    def restore(self) -> tuple[Path | None, int]:
-        """Load the last checkpoint, if there is one. Returns its path and the next batch of the
-        current epoch."""
+    def restore(self, path: Path | None) -> int:
+        """Load a checkpoint, if there is one. Returns the next batch of the current epoch."""
         parts = self.parts
         found = parts.data.digests  # now, and not while training: it reads the whole corpus
-        path = agreed_checkpoint(self.folder.state, parts.ranks, parts.device.ledger)
         if path is None:
-            return None, 0
+            return 0
         state = load_checkpoint(path, parts=parts.ranks.several)
         try:
             batch = parts.engine.load_state_dict(state["engine"])
@@ -853,7 +856,7 @@ class Checkpoints:
             self._check_corpus(path, found, corpus)
         if batch and division is not None:
             self._check_division(path, batch, division)
-        return path, batch
+        return batch
 
     def _check_corpus(
         self, path: Path, found: Mapping[str, str], expected: Mapping[str, str]

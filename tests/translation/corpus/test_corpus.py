@@ -130,6 +130,8 @@ def test_held_out_pairs_depend_only_on_their_text(tmp_path: Path) -> None:
     ("name", "content", "message"),
     [
         ("d.tsv", "一\tone\n二 two\n", ":2: has 1 column; expected 2, tab-separated"),
+        ("d.tsv", "一\tone\r二\ttwo\r", ": its lines end with carriage returns (\\r) only; "
+         "expected line feeds (\\n). Convert it: tr '\\r' '\\n' < old > new"),
         ("d.tsv", "a\tb\tc\n", ":1: has 3 columns ('a', 'b', 'c'); expected 2, "
          "tab-separated, or a first line that names them: 'zh' and 'en'. If it has other names, "
          "give two of them as --src and --trg"),

@@ -95,6 +95,8 @@ class Recognized:
 def recognize(files: PairFiles, sides: Sides) -> Recognized:
     """Look at the beginning of a file. Raises if it holds no pairs in a known format."""
     begins = [head(path) for path in files.paths]
+    for path, begin in zip(files.paths, begins, strict=True):
+        _require_line_feeds(path, begin)
     if files.format == "text":
         samples = [_sample(begin) for begin in begins]
         if sides.are_swapped(list(zip(*samples, strict=False))):
@@ -131,6 +133,17 @@ def _sample(begin: bytes, limit: int | None = _SAMPLE_ROWS) -> list[str]:
         found.pop()
     texts = (line.decode("utf-8", errors="replace").rstrip("\r") for line in found)
     return list(itertools.islice((text for text in texts if text.strip()), limit))
+
+
+def _require_line_feeds(path: Path, begin: bytes) -> None:
+    """Raise if lines end with carriage returns only, as old programs for the Mac write them: the
+    whole file would be one line. JSON may have them between its values."""
+    text = begin.strip()
+    if b"\r" in text and b"\n" not in begin and not text.startswith((b"[", b"{")):
+        raise CorpusError(
+            f"{path}: its lines end with carriage returns (\\r) only; expected line feeds (\\n). "
+            "Convert it: tr '\\r' '\\n' < old > new"
+        )
 
 
 def _guess(path: Path, begin: bytes, sides: Sides) -> str:
