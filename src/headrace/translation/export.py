@@ -49,7 +49,7 @@ def require_ctranslate2() -> None:
     except ImportError as problem:
         raise TranslationError(
             f"exporting needs ctranslate2, which cannot be imported here ({problem}); install it "
-            "with: pip install -e '.[export]'"
+            "with: pip install 'headrace[export]'"
         ) from problem
 
 
