@@ -304,6 +304,19 @@ def test_an_option_behind_the_script_is_told(folder: Path) -> None:
         "the script\n"
     )
     assert "comes after it" not in run("--fake", "parses.py", "--lr", "3").stderr
+    text = """if True:
+        import torch
+        weight = torch.zeros(2, requires_grad=True)
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(5):
+            weight.sum().backward()
+            optimizer.step()
+    """
+    (folder / "ignores.py").write_text(text, encoding="utf-8")
+    done = run(*FAST, "ignores.py", "--fake")
+    assert done.exit_code == 0
+    assert "trains on the CPU" in done.stderr
+    assert "ignores.py got --fake, which comes after it" in done.stderr
 
 
 def test_json_and_limits(folder: Path) -> None:

@@ -139,7 +139,7 @@ def diagnose(
         stderr.tell(result.verdict[-1])
     own = {flag for option in context.command.params for flag in option.opts} - {"-m"}
     misplaced = [word for word in arguments if word.partition("=")[0] in own]
-    if misplaced and result.outcome == "no step" and result.exit_code == 2:  # as argparse exits
+    if misplaced and result.outcome in ("no step", "on the CPU"):  # the script may have such, too
         stderr.tell(
             f"{name} got {misplaced[0]}, which comes after it: an option of diagnose goes before "
             f"the {'module' if module else 'script'}"
