@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+import headrace as hr
 from headrace.device import Device, open_device
 from headrace.diagnosis import waits as waits_module
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
@@ -115,6 +116,27 @@ def wait_in(log: Any) -> Wait:
         return wait_at(frame)
 
     return log(read)  # type: ignore
+
+
+def test_waits_of_the_engine_are_told_from_those_of_the_users_loss() -> None:
+    waits: list[Wait] = []
+
+    def loss(model: Any, batch: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = model(batch).sum()
+        found.item()
+        return found
+
+    with fake_cuda(check=False) as device:
+        model = torch.nn.Linear(2, 2).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        engine = hr.Engine(model, optimizer, loss, plan="baseline")
+        with watch_waits(device, waits.append):
+            engine.epoch([torch.ones(3, 2)])
+    lines = {(one.form.name, one.line.text) for one in waits if one.line is not None}
+    assert lines == {
+        ("headrace", "engine.epoch([torch.ones(3, 2)])"),
+        ("item", "found.item()"),
+    }
 
 
 def test_generated_code_is_shown_with_the_line_that_runs_it() -> None:

@@ -263,6 +263,12 @@ _FORMS = (
         "Turn it off unless you look for a NaN: it reads every gradient back to test it.",
     ),
     Form(
+        "headrace",
+        "a wait of Headrace's",
+        "It waits where the plan says: to limit how far the host is ahead, for losses or for a "
+        "copy. `result.waits.table()` shows the reasons, `headrace plan` which plans wait less.",
+    ),
+    Form(
         "inside PyTorch",
         "a function of PyTorch",
         "The line calls it, and it reads a value back: look for an argument that avoids it, or "

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import linecache
+import os
 import sys
 import threading
 import warnings
@@ -35,9 +36,11 @@ from headrace.diagnosis.forms import (
 )
 from headrace.diagnosis.replacing import replaced, replaced_in_c
 from headrace.runs.records import LineRecord
-from headrace.source_lines import TORCH, is_generated, is_user_code, variables_of
+from headrace.source_lines import HEADRACE, TORCH, is_generated, is_user_code, variables_of
 
 _RUNNER = main_program.__file__
+#: Rooms whose waits are Headrace's own. A user's function that they call is the user's.
+_OURS = tuple(f"{HEADRACE / room}{os.sep}" for room in ("engine", "data", "checkpoint"))
 #: Files of PyTorch through which it calls functions: they say nothing about what waits.
 _MACHINERY = ("_compile", "eval_frame", "_device", "overrides", "_python_dispatch", "_contextlib")
 _MASKS = (torch.bool, torch.uint8)
@@ -73,8 +76,10 @@ def wait_at(frame: FrameType | None, operation: str = "", fake: Device | None = 
     device, which alone knows which tensors it holds."""
     innermost, own = users_frames(frame)
     functions: list[tuple[str, str]] = []
+    is_ours = False
     while frame is not None and frame is not innermost and frame.f_code.co_filename != _RUNNER:
         file = frame.f_code.co_filename
+        is_ours = is_ours or file.startswith(_OURS)
         is_wrapper = "<locals>" in frame.f_code.co_qualname
         if file.startswith(str(TORCH)) and not is_wrapper and Path(file).stem not in _MACHINERY:
             functions.append((Path(file).stem, frame.f_code.co_name))
@@ -92,6 +97,8 @@ def wait_at(frame: FrameType | None, operation: str = "", fake: Device | None = 
     form = form_of(operation, functions, expression, _libraries(innermost, own))
     if form.name == "in backward" and _tests_gradients():
         form = FORMS["anomaly detection"]
+    if is_ours:
+        form = FORMS["headrace"]
     called_from = _line(own) if own is not None and own is not innermost else None
     return Wait(form, _line(innermost), called_from, operation)
 
