@@ -111,7 +111,8 @@ def train(
         exit_code = 130 if result.stopped == "SIGINT" else sigterm_code
     elif ranks.is_first:
         _print_scores(result, [] if quiet else result.examples)
-    # At once: a thread of gloo's that still needs Python while Python ends aborts the process.
+    # At once: with gloo, Python's own exit has aborted now and then after all was written. Probably
+    # one of gloo's threads still needed Python.
     end_program(exit_code, at_once=ranks.several)
 
 
