@@ -21,7 +21,7 @@ from headrace.device.host_activity import HostActivity
 from headrace.device.ledger import Ledger
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
-from headrace.errors import CaptureError
+from headrace.errors import CaptureError, StepError
 from headrace.source_lines import Site
 
 _READ_USE_EVERY_NS = 1_000_000_000
@@ -63,15 +63,34 @@ class CudaPool:
         self._graphs -= 1
 
 
+def _forget_workspaces() -> None:
+    """Make PyTorch allocate cuBLAS's workspaces anew, in all threads.
+
+    PyTorch has one for each thread and stream, and frees them when it records graphs itself
+    (`torch.compile(mode="reduce-overhead")`). A graph may use only memory of its pool: so forget
+    them before a capture, which then allocates in the pool, and after it, since PyTorch would keep
+    the pool's memory for eager work.
+    """
+    torch._C._cuda_clearCublasWorkspaces()
+
+
 class CudaGraph(Graph):
     def __init__(self, raw: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
         #: PyTorch's own graph object.
         self.raw: torch.cuda.CUDAGraph | None = raw
         self._pool = pool
+        # The graph may launch kernels of these, and keeps none of them alive.
+        self._fft_plans = torch.backends.cuda.cufft_plan_cache.size
 
     def replay(self) -> None:
         if self.raw is None:
             raise CaptureError("this graph has been closed")
+        if self._fft_plans and torch.backends.cuda.cufft_plan_cache.size < self._fft_plans:
+            raise StepError(
+                "cuFFT's plans were freed after a step was captured as a graph, which may use "
+                "them: expected no call of torch.backends.cuda.cufft_plan_cache.clear() while "
+                "graphs are in use; close the engine first"
+            )
         self.raw.replay()
 
     def close(self) -> None:
@@ -232,7 +251,6 @@ class CudaDevice(AcceleratorDevice):
     # --- graphs ---------------------------------------------------------------------------------
 
     def graph_pool(self) -> object:
-        self._warm_up_capture()
         return CudaPool()
 
     def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
@@ -241,6 +259,7 @@ class CudaDevice(AcceleratorDevice):
         raw, random_state = torch.cuda.CUDAGraph(), self.random_state()
         collects = gc.isenabled()
         gc.disable()  # freeing a graph or an event during a capture may break it
+        _forget_workspaces()
         try:
             with self.use(self.stream("capture")):  # the default stream cannot capture
                 handle = pool.enter()
@@ -256,6 +275,7 @@ class CudaDevice(AcceleratorDevice):
                         raise
                     raise CaptureError("the step could not be captured") from problem
         finally:
+            _forget_workspaces()
             if collects:
                 gc.enable()
         return CudaGraph(raw, pool), result
@@ -274,15 +294,6 @@ class CudaDevice(AcceleratorDevice):
             torch.cuda.default_generators[self._index].graphsafe_set_state(fresh)
         else:
             raw.reset()
-
-    def _warm_up_capture(self) -> None:
-        """Make cuBLAS allocate its workspace for the capture stream outside any graph's pool. It
-        keeps the workspace for good, so the pool could never be freed. Backward runs in another
-        thread, which has its own workspace: so this runs a backward, too. The caller may be in
-        `torch.no_grad()` or `torch.inference_mode()`, where there would be none."""
-        with self.use(self.stream("capture")), torch.inference_mode(False), torch.enable_grad():
-            matrix = torch.ones(8, 8, device=self.torch_device, requires_grad=True)
-            (matrix @ matrix).sum().backward()
 
     @contextmanager
     def watch(self) -> Iterator[list[Obstacle]]:
