@@ -12,8 +12,8 @@ import pytest
 
 import headrace
 
-ROOMS = ["bench", "checkpoint", "cli", "data", "device", "diagnosis", "engine", "parallel"]
-ROOMS += ["report", "runs", "testing", "translation"]
+ROOMS = ["bench", "capture", "checkpoint", "cli", "data", "device", "diagnosis", "engine"]
+ROOMS += ["parallel", "report", "runs", "testing", "translation"]
 
 
 @pytest.mark.parametrize("name", ["headrace", *(f"headrace.{room}" for room in ROOMS)])

@@ -18,6 +18,7 @@ TYPE_CHECKING = False  # importing `typing` would take longer than all else here
 if TYPE_CHECKING:
     from typing import Any
 
+    from headrace.capture import GraphReport
     from headrace.data import BucketBatches, Buckets, PadToBuckets, Prefetcher, prefetch
     from headrace.device import (
         Device,
@@ -43,7 +44,6 @@ if TYPE_CHECKING:
         EpochResult,
         EpochStatistics,
         GraphedFunction,
-        GraphReport,
         Progress,
         RunAhead,
         StepInfo,
@@ -70,7 +70,7 @@ _HOMES = {
     "EpochResult": "engine",
     "EpochStatistics": "engine",
     "Event": "device",
-    "GraphReport": "engine",
+    "GraphReport": "capture",
     "GraphedFunction": "engine",
     "HeadraceError": "errors",
     "Ledger": "device",

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import nn
 
+from headrace.capture.obstacles import state_obstacle
+from headrace.capture.state import StepState
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.engine.graph_obstacles import state_obstacle
-from headrace.engine.step_state import StepState
 from headrace.errors import StepError
 from headrace.plan import Plan
 from headrace.testing import FakeDevice

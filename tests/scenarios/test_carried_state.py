@@ -28,8 +28,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import headrace as hr
+from headrace.capture.capturable_optimizer import CapturableOptimizer
 from headrace.device import Device
-from headrace.engine.capturable_optimizer import CapturableOptimizer
 from headrace.plan import Plan
 from headrace.testing import FakeDevice
 

@@ -18,8 +18,6 @@ from headrace.engine.nonfinite import NonFinitePolicy
 from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.run_ahead import RunAhead
 from headrace.engine.stages import Progress, StepInfo
-from headrace.engine.step_graphs import GraphReport
-from headrace.engine.step_state import StepState
 
 __all__ = [
     "Carry",
@@ -30,14 +28,12 @@ __all__ = [
     "Engine",
     "EpochResult",
     "EpochStatistics",
-    "GraphReport",
     "GraphedFunction",
     "LossFunction",
     "NonFinitePolicy",
     "Progress",
     "RunAhead",
     "StepInfo",
-    "StepState",
     "autocast",
     "compiler_loading",
     "graphed",

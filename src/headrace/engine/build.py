@@ -16,6 +16,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from headrace.capture import scales_on_device, warn_not_captured
 from headrace.data import (
     Aligned,
     BatchCache,
@@ -62,8 +63,8 @@ from headrace.engine.step import (
     UpdateCount,
     UserStep,
 )
-from headrace.engine.step_graphs import GraphedStep, StepGraphs, warn_not_captured
-from headrace.engine.update import Update, scales_on_device
+from headrace.engine.step_graphs import GraphedStep, StepGraphs
+from headrace.engine.update import Update
 from headrace.errors import StepError
 from headrace.parallel import SINGLE, Ranks, parallelism_of, ranks_of
 from headrace.plan import Plan

@@ -19,12 +19,10 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.capture import parts_of, signature, storages
 from headrace.checkpoint import StoredTensor
 from headrace.data import flatten_batch, rebuild_batch
 from headrace.device import Device
-from headrace.engine.graph_cache import signature
-from headrace.engine.loss_output import parts_of
-from headrace.engine.step_trace import storages
 from headrace.errors import CaptureError, StepError
 
 # Carried state of this many different shapes keeps its memory for graphs.

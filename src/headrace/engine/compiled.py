@@ -28,10 +28,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from headrace.atomic_files import user_cache
+from headrace.capture import PythonState, describe_own_graphs, recurrent_obstacle
 from headrace.device import Device
 from headrace.engine.forward import LossFunction
-from headrace.engine.python_state import PythonState
-from headrace.engine.user_compiled import describe_own_graphs, recurrent_obstacle
 from headrace.parallel import unwrap
 
 log = logging.getLogger("headrace")

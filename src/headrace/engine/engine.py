@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import torch
 
+from headrace.capture import GraphReport
 from headrace.data import BatchCache, UsedIterators, unwrap_prefetcher
 from headrace.device import Device, open_device
 from headrace.engine import memory_error, stored_state
@@ -34,7 +35,6 @@ from headrace.engine.resume import PositionTracker, Start, set_loader_epoch
 from headrace.engine.schedules import LearningRateFunction, Scheduler, SchedulerInterval
 from headrace.engine.stages import Progress
 from headrace.engine.step import StepFunction
-from headrace.engine.step_graphs import GraphReport
 from headrace.errors import StepError
 from headrace.parallel import Ranks, device_of, eval_mode, unwrap
 from headrace.plan import PLAN_VARIABLE, Plan, effective_plan

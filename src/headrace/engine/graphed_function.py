@@ -39,25 +39,34 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from headrace.data import flatten_batch
-from headrace.device import Device, open_device
-from headrace.engine.capturable_optimizer import CapturableOptimizer
-from headrace.engine.carry import CarriedState, Carry
-from headrace.engine.graph_cache import CapturedWork, GraphCache, signature
-from headrace.engine.graph_obstacles import state_obstacle
-from headrace.engine.graph_state import StateBeforeCapture, StateMemory
-from headrace.engine.graph_values import MEMORY_MOVES, FrozenValues
-from headrace.engine.graph_watch import StepWatch
-from headrace.engine.loss_output import map_tensors, parts_of
-from headrace.engine.step_graphs import (
+from headrace.capture import (
+    MEMORY_MOVES,
+    CapturableOptimizer,
+    CapturedWork,
+    FrozenValues,
+    GraphCache,
     GraphReport,
+    StateBeforeCapture,
+    StateMemory,
+    StepState,
+    StepTracer,
+    StepWatch,
+    Storage,
     describe_failure,
     join_reasons,
     log_rounding,
+    map_tensors,
+    parts_of,
+    settings_of_pytorch,
+    signature,
+    state_obstacle,
+    storages,
+    unique,
     warn_not_captured,
 )
-from headrace.engine.step_state import StepState, settings_of_pytorch, unique
-from headrace.engine.step_trace import StepTracer, Storage, storages
+from headrace.data import flatten_batch
+from headrace.device import Device, open_device
+from headrace.engine.carry import CarriedState, Carry
 from headrace.errors import CaptureError, StepError
 from headrace.parallel import parallelism_of
 from headrace.source_lines import describe_function

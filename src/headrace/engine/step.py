@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from headrace.capture import StepState
 from headrace.data import Fetched
 from headrace.device import Device
 from headrace.engine.carry import CarriedState
@@ -22,7 +23,6 @@ from headrace.engine.group import Group, Phase
 from headrace.engine.lanes import Lanes
 from headrace.engine.loss_output import LossOutput
 from headrace.engine.stages import Finished, Launched, Standing
-from headrace.engine.step_state import StepState
 from headrace.engine.update import Update
 from headrace.parallel import Parallelism, Ranks
 from headrace.source_lines import describe_function

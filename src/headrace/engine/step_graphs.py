@@ -14,35 +14,42 @@ import logging
 import operator
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 
-from headrace.data import Fetched, flatten_batch
-from headrace.device import Device
-from headrace.engine.capturable_optimizer import CapturableOptimizer
-from headrace.engine.compiled import CompiledLoss, loss_mode
-from headrace.engine.graph_cache import CapturedWork, GraphCache, signature
-from headrace.engine.graph_obstacles import capture_obstacle
-from headrace.engine.graph_state import (
+from headrace.capture import (
+    GRADIENTS_REPLACED,
+    MEMORY_MOVES,
+    CapturableOptimizer,
+    CapturedWork,
+    FrozenValues,
+    GraphCache,
+    GraphReport,
     StateBeforeCapture,
     StateMemory,
-    drop_gradients,
-    release_graph_state,
-    tensors_of,
+    StepTracer,
+    StepWatch,
+    describe_failure,
+    join_reasons,
+    log_rounding,
+    map_tensors,
+    settings_of_pytorch,
+    signature,
+    storages,
+    warn_not_captured,
 )
+from headrace.data import Fetched, flatten_batch
+from headrace.engine.compiled import CompiledLoss, loss_mode
+from headrace.engine.graph_obstacles import capture_obstacle
+from headrace.engine.graph_state import drop_gradients, release_graph_state, tensors_of
 from headrace.engine.graph_timing import TIMED_STEPS, GraphTiming
-from headrace.engine.graph_values import GRADIENTS_REPLACED, MEMORY_MOVES, FrozenValues
-from headrace.engine.graph_watch import StepWatch
-from headrace.engine.loss_output import LossOutput, map_tensors
+from headrace.engine.loss_output import LossOutput
 from headrace.engine.stages import Finished, Launched, Standing
 from headrace.engine.step import EagerStep, StepParts
-from headrace.engine.step_state import settings_of_pytorch
-from headrace.engine.step_trace import StepTracer, storages
 from headrace.errors import CaptureError
 from headrace.plan import Plan
-from headrace.source_lines import line_of_error
 
 log = logging.getLogger("headrace")
 
@@ -53,26 +60,6 @@ _GRADIENTS_DIFFER = (
     "some parameters get a gradient from some batches only, and with accumulation a graph needs "
     "the same ones each time: use every parameter for every batch, or accumulate = 1"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class GraphReport:
-    """What became of a plan's graphs. `shapes` is how many shapes have a graph now. `replays`
-    counts batches that were replayed, `one_by_one` those whose kernels were launched one by one.
-    `why` says why nothing is captured (any more); None if graphs are in use. `decision` says what
-    `graphs="auto"` measured. `rounding` says why the last digits differ from those of the plain
-    loop; None if nothing is known to change them. `seconds` is how long the captures took."""
-
-    shapes: int
-    captures: int
-    evictions: int
-    replays: int
-    one_by_one: int
-    memory_bytes: int
-    why: str | None
-    decision: str | None
-    rounding: str | None = None
-    seconds: float = 0.0
 
 
 class GraphedStep:
@@ -565,36 +552,3 @@ class StepGraphs:
             self._why_eager = timing.decision
             self._drop_graphs()
             release_graph_state(self._parts)
-
-
-def warn_not_captured(device: Device, plan_name: str, why: str) -> None:
-    """Log once why a plan's step does not run as a graph. `why` is a clause that follows
-    "because"."""
-    device.warn_once(
-        f"graphs: {why}",
-        "plan %s: the step's kernels are launched one by one, not as a graph, because %s",
-        plan_name,
-        why,
-    )
-
-
-def join_reasons(*reasons: str | None) -> str | None:
-    """The reasons that there are, each once; None if there are none."""
-    return "; ".join(dict.fromkeys(filter(None, reasons))) or None
-
-
-def log_rounding(plan_name: str, rounding: str | None) -> None:
-    """Log after the first capture why the last digits differ from the plain loop's."""
-    if rounding is not None:
-        log.info("plan %s: %s", plan_name, rounding)
-
-
-def describe_failure(problem: CaptureError) -> str:
-    """A failed capture in words: what was raised, and on which line of the user's code."""
-    cause = problem.__cause__
-    if cause is None:
-        return str(problem)
-    text = str(cause).strip().splitlines()[0] if str(cause).strip() else ""
-    site = line_of_error(cause.__traceback__)
-    where = "" if site is None else f", at {site}"
-    return f"the capture failed with {type(cause).__name__}: {text}{where}"

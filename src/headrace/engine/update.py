@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
+from headrace.capture import LearningRates, scales_on_device
 from headrace.device import Device
 from headrace.engine.clipping import Clipping
 from headrace.engine.ema import Ema
 from headrace.engine.group import Group
-from headrace.engine.learning_rates import LearningRates
 from headrace.engine.nonfinite import UpdateGuard
 from headrace.parallel import Ranks, local_shards
 
@@ -94,9 +94,3 @@ class Update:
         found: list[torch.Tensor] = [] if self.guard is None else self.guard.tensors()
         scale: Any = None if self.scaler is None else self.scaler._scale
         return found if scale is None else [*found, scale]
-
-
-def scales_on_device(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer reads the loss scale, and whether to skip an update, on the device.
-    Fused optimizers do."""
-    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

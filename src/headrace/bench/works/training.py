@@ -14,9 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
+from headrace.capture import StepState
 from headrace.data import flatten_batch, rebuild_batch
 from headrace.device import Device
-from headrace.engine import Carry, Engine, LossFunction, StepState
+from headrace.engine import Carry, Engine, LossFunction
 from headrace.errors import BenchError
 from headrace.plan import Plan
 

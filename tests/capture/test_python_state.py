@@ -24,8 +24,8 @@ import pytest
 import torch
 from torch import nn
 
+from headrace.capture.python_state import PythonState
 from headrace.device import Device, open_device
-from headrace.engine.python_state import PythonState
 
 DEVICE = open_device("cpu")
 x = 0  # a script's loop variable, which no loss function here reads

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import nn
 
+from headrace.capture.state import StepState
+from headrace.capture.values import FrozenValues
 from headrace.device import Device
-from headrace.engine.graph_values import FrozenValues
-from headrace.engine.step_state import StepState
 from headrace.errors import CaptureError
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from headrace.capture.cache import GraphCache, signature
 from headrace.device import Device, open_device
-from headrace.engine.graph_cache import GraphCache, signature
 from headrace.errors import CaptureError
 from headrace.testing import FakeDevice
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import headrace as hr
-from headrace.engine.user_compiled import has_own_graphs
+from headrace.capture.user_compiled import has_own_graphs
 from headrace.testing import FakeDevice
 
 WITH_GRAPHS: list[dict[str, Any]] = [

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import headrace as hr
+from headrace.capture.trace import StepTrace, StepTracer
 from headrace.device import Device
-from headrace.engine.step_trace import StepTrace, StepTracer
 from headrace.testing import FakeDevice
 
 

@@ -20,8 +20,8 @@ from collections.abc import Hashable, Sequence
 
 import torch
 
+from headrace.capture.trace import StepTrace, Storage
 from headrace.device import Obstacle
-from headrace.engine.step_trace import StepTrace, Storage
 
 # Give up capturing after this many batches of a shape without two in a row that agree.
 _MAX_WATCHED = 6

@@ -16,14 +16,14 @@ import numpy
 import torch
 from torch.utils.hooks import RemovableHandle
 
+from headrace.capture.capturable_optimizer import takes_rates_as_tensors
+from headrace.capture.obstacles import state_obstacle
+from headrace.capture.python_state import PythonState
+from headrace.capture.same_entries import Entry, SameEntries
+from headrace.capture.state import StepState
+from headrace.capture.user_compiled import describe_own_graphs
 from headrace.data import host_rng_states, set_host_rng_states
 from headrace.device import Device
-from headrace.engine.capturable_optimizer import takes_rates_as_tensors
-from headrace.engine.graph_obstacles import state_obstacle
-from headrace.engine.python_state import PythonState
-from headrace.engine.same_entries import Entry, SameEntries
-from headrace.engine.step_state import StepState
-from headrace.engine.user_compiled import describe_own_graphs
 from headrace.errors import CaptureError
 from headrace.parallel import unwrap
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from headrace.capture.learning_rates import LearningRates
 from headrace.device import Device
-from headrace.engine.learning_rates import LearningRates
 
 
 class CapturableOptimizer:
@@ -81,3 +81,9 @@ def takes_rates_as_tensors(optimizer: torch.optim.Optimizer) -> bool:
     """Whether the optimizer can read its learning rates from the device, as a graph needs it."""
     groups = optimizer.param_groups
     return all("capturable" in group or group.get("fused") for group in groups)
+
+
+def scales_on_device(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer reads the loss scale, and whether to skip an update, on the device.
+    Fused optimizers do."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))

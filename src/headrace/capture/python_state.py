@@ -13,7 +13,7 @@ once, by following what the loss function's code names, and compared before each
 The search follows functions, classes and containers of the user's own code, and all attributes of
 modules. It does not enter libraries, apart from the attributes and settings (`model.config`) of
 their modules: if a library keeps a value elsewhere, a change shows in what the step computes
-(`step_trace.py`).
+(`trace.py`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
+from headrace.capture.same_entries import SameEntries
+from headrace.capture.user_compiled import has_own_graphs
 from headrace.device import Device
-from headrace.engine.same_entries import SameEntries
-from headrace.engine.user_compiled import has_own_graphs
 from headrace.source_lines import Site, is_user_code
 
 _LARGE = 1000  # containers with more items are compared by length only

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from headrace.capture.python_state import PythonState
 from headrace.device import Device
-from headrace.engine.python_state import PythonState
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,62 @@
+"""Captures a function that runs on the device as CUDA graphs, and replays them.
+
+In goes a function with explicit inputs (a batch, or the arguments of a call) and the state that it
+uses: modules, optimizers, gradient scalers. Out come graphs by key, each with a guarantee that a
+replay does what the function would do, or the reason why there is none. This package knows shapes,
+memory, what a function reads and what a capture cannot repeat. It knows nothing of epochs, losses,
+accumulation or plans: that is `engine/`, which decides what to capture and when to replay.
+"""
+
+from __future__ import annotations
+
+from headrace.capture.cache import CapturedWork, GraphCache, signature
+from headrace.capture.capturable_optimizer import CapturableOptimizer, scales_on_device
+from headrace.capture.learning_rates import LearningRates
+from headrace.capture.memory import StateBeforeCapture, StateMemory
+from headrace.capture.nested import map_tensors, parts_of
+from headrace.capture.obstacles import state_obstacle
+from headrace.capture.python_state import PythonState
+from headrace.capture.report import (
+    GraphReport,
+    describe_failure,
+    join_reasons,
+    log_rounding,
+    warn_not_captured,
+)
+from headrace.capture.state import StepState, settings_of_pytorch, unique
+from headrace.capture.trace import StepTracer, Storage, storages
+from headrace.capture.user_compiled import describe_own_graphs, recurrent_obstacle
+from headrace.capture.values import GRADIENTS_REPLACED, MEMORY_MOVES, FrozenValues
+from headrace.capture.watch import StepWatch
+
+__all__ = [
+    "GRADIENTS_REPLACED",
+    "MEMORY_MOVES",
+    "CapturableOptimizer",
+    "CapturedWork",
+    "FrozenValues",
+    "GraphCache",
+    "GraphReport",
+    "LearningRates",
+    "PythonState",
+    "StateBeforeCapture",
+    "StateMemory",
+    "StepState",
+    "StepTracer",
+    "StepWatch",
+    "Storage",
+    "describe_failure",
+    "describe_own_graphs",
+    "join_reasons",
+    "log_rounding",
+    "map_tensors",
+    "parts_of",
+    "recurrent_obstacle",
+    "scales_on_device",
+    "settings_of_pytorch",
+    "signature",
+    "state_obstacle",
+    "storages",
+    "unique",
+    "warn_not_captured",
+]
