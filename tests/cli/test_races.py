@@ -96,7 +96,8 @@ def test_races_are_reported_with_exit_code_1(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "end"), [(130, "raise KeyboardInterrupt"), (143, "signal.raise_signal(signal.SIGTERM)")]
+    ("code", "end"),
+    [(130, "raise KeyboardInterrupt"), (143, "signal.raise_signal(signal.SIGTERM)")],
 )
 def test_an_interrupt_reports_what_was_found_until_then(folder: Path, code: int, end: str) -> None:
     ending = f"import program, signal\nprogram.main('race')\n{end}"

@@ -39,8 +39,8 @@ def diagnose_program(
 
     With `then="stop"` the script is ended after the last window; with "continue" it runs on, and
     `on_complete` is called with the result meanwhile. `fake` runs it on the fake device, which
-    tells waits and races but no times. On Ctrl-C or SIGTERM, the result has what is known, and exit code 130
-    or 143.
+    tells waits and races but no times. On Ctrl-C or SIGTERM, the result has what is known, and exit
+    code 130 or 143.
     """
     require_program(program, as_module=as_module)
     with _device_for(fake) as device:

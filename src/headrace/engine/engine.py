@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 import torch
 
-from headrace.data import BatchCache, UsedIterators, unwrap_prefetcher
+from headrace.data import BatchCache, UsedIterators, explain_no_batch, unwrap_prefetcher
 from headrace.device import Device, open_device
 from headrace.engine import memory_error, stored_state
 from headrace.engine.build import (
@@ -538,9 +538,19 @@ class Engine:
             )
 
     def _require_batches(self, run: Pass, loader: Iterable[Any], max_steps: int | None) -> None:
-        """Raise if a pass had no batch because an earlier pass has used up the iterator."""
-        if not run.has_trained and max_steps != 0:
-            self._iterators.require_batches(loader)
+        """Raise if a pass had no batch because an earlier pass has used up the iterator. Warn once
+        if the loader is empty, unless the pass has continued an epoch at its end."""
+        if run.has_trained or max_steps == 0:
+            return
+        self._iterators.require_batches(loader)
+        if run.progress.batches == 0 and "no batch" not in self._warned:
+            self._warned.add("no batch")
+            why = explain_no_batch(loader)
+            log.warning(
+                "the loader passed at %s had no batch%s: there is no loss, and mean_loss is NaN",
+                users_line(),
+                f" ({why})" if why else "",
+            )
 
     def _end_other_loop(self) -> None:
         """End a `steps()` loop that is still open. Python would otherwise end it whenever it

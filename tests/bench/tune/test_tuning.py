@@ -295,9 +295,10 @@ class TestWhole:
         assert "kept:" not in table  # both were decided early
         kept = replace(result.outcome.trials[0], status="kept")
         outcome = replace(result.outcome, trials=(kept, result.outcome.winner))
-        assert "\nkept: ran until the end of its stage; slower" in replace(
-            result, outcome=outcome
-        ).text()
+        assert (
+            "\nkept: ran until the end of its stage; slower"
+            in replace(result, outcome=outcome).text()
+        )
         assert content["sentences"][0] in table
 
     def test_interrupted_anywhere_it_finds_the_same(

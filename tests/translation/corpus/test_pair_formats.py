@@ -402,7 +402,9 @@ def test_the_split_to_score(tmp_path: Path) -> None:
     assert scored(folder, None) == [("Yes", "Oui")]
     both = [file, folder / "train.tsv"]
     assert scored(both, "test") == PAIRS
-    assert missing(both, "valid") == f"{both[0]}, {both[1]}: has no split 'valid'; found train, test"
+    assert (
+        missing(both, "valid") == f"{both[0]}, {both[1]}: has no split 'valid'; found train, test"
+    )
 
 
 @pytest.mark.parametrize("path", ["-", "a" * 5000, "\0", "missing/"])
