@@ -13,6 +13,7 @@ During 3 and 4, other benchmarks on this machine wait.
 from __future__ import annotations
 
 import gc
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -24,7 +25,7 @@ from headrace.bench import observation
 from headrace.bench.contestants import Contestant, Pool
 from headrace.bench.environment import environment_of
 from headrace.bench.loss_comparison import LossComparison, first_batches
-from headrace.bench.machine_lock import MachineLock
+from headrace.bench.machine_lock import Holder, MachineLock
 from headrace.bench.peers import Peer
 from headrace.bench.plan_list import PlanEntry, noise_pair, reference_of
 from headrace.bench.plan_results import noise_of, plan_result, with_speedups
@@ -34,9 +35,11 @@ from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.plan import refuse_plan_variable
 from headrace.runs.records import BenchResult, BenchSettings, BenchWork, PlanResult
+from headrace.schema import listed
 
 #: Called with the current activity, the share of it that is done, and the seconds left, if known.
 ProgressCallback = Callable[[str, float, float | None], object]
+log = logging.getLogger("headrace")
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class Bench:
     """A benchmark: what to measure, and how. `run` measures it.
 
     `compared_steps` = 0 skips the comparison of losses, `watched_s` = 0 the monitor, and
-    `traced_steps` = 0 the profiler.
+    `traced_steps` = 0 the profiler. Without `wait` it measures even while another benchmark does.
     """
 
     work: Work
@@ -61,6 +64,7 @@ class Bench:
     watched_s: float = 1.0
     traced_steps: int = 6
     command: str = ""
+    wait: bool = True
     on_progress: ProgressCallback = field(default=lambda activity, done, left_s: None)
 
     def run(self) -> BenchResult:
@@ -74,7 +78,8 @@ class Bench:
         # Garbage collections during the measurement need not look at what exists already.
         gc.freeze()
         try:
-            with MachineLock(self._say_waiting) as lock:
+            waiting = partial(self._say_waiting, missing)
+            with MachineLock(waiting, command=self.command, wait=self.wait) as lock:
                 self.on_progress(f"building {self.work.name}", 0.0, None)
                 self._compare(contestants, self._batches())
                 self._warm_up(contestants, pool)
@@ -110,8 +115,15 @@ class Bench:
     def _planned(self, entry: PlanEntry) -> Trainable:
         return EngineTrainable(self.work, self.device, entry, seed=self.seed)
 
-    def _say_waiting(self) -> None:
-        self.on_progress("waiting for another benchmark on this machine", 0.0, None)
+    def _say_waiting(self, missing: list[str], holders: Sequence[Holder]) -> None:
+        others = f": {listed(holders)}" if holders else ""
+        if not self.wait:
+            missing.append(f"an idle machine; another benchmark ran beside this one{others}")
+            return
+        log.warning(
+            "waiting for another benchmark on this machine%s; --no-wait measures beside it",
+            others,
+        )
 
     # --- the four passes --------------------------------------------------------------------------
 

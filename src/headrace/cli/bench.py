@@ -96,6 +96,14 @@ def bench(
             rich_help_panel=_MEASUREMENT,
         ),
     ] = 1.0,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait/--no-wait",
+            help="Wait while another benchmark measures on this machine.",
+            rich_help_panel=_MEASUREMENT,
+        ),
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -164,6 +172,7 @@ def bench(
             compared_steps=compare,
             watched_s=watch,
             command=shlex.join(["headrace", *sys.argv[1:]]),
+            wait=wait,
             on_progress=_progress_on(line),
         )
         with _signals_as_interrupt() as signals:
