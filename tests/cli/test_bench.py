@@ -23,6 +23,7 @@ from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
 from headrace.runs import StatusLine
 from headrace.runs.records import BenchResult
+from support.devices import needs_cuda
 from support.forked import HEADRACE, Forked, run_python
 from support.terminals import Terminal, new_console
 
@@ -250,19 +251,23 @@ def make_work(workers=0, how="", at=0):
     def loss(model, batch):
         calls.append(1)
         if workers == 7 and len(calls) == at:  # a number that only one of the plans sets
+            if how == "context":  # a failed assertion on the device ends the CUDA context
+                return model(batch[torch.full((1,), 99, device=batch.device)]).mean()
             os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGSEGV)
         return model(batch).mean()
     return model, optimizer, loss, [torch.ones(2, 3)]
 """
 
 
-def run_ending(folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, at: int) -> Any:
+def run_ending(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, at: int, device: str = "cpu"
+) -> Any:
     """`headrace bench` in a process of its own, with a plan that ends it."""
     monkeypatch.chdir(folder)
     (folder / "ending.py").write_text(ENDING)
     (folder / "ending.yaml").write_text("plan: event\nloader: {workers: 7}\n")
     which = ["--work", "ending:make_work", "--set", f"how={how}", "--set", f"at={at}"]
-    plans = ["--plans", "baseline,ending.yaml,pipeline", "--device", "cpu", "--out", "r.json"]
+    plans = ["--plans", "baseline,ending.yaml,pipeline", "--device", device, "--out", "r.json"]
     return run_python(HEADRACE, "bench", *which, *plans, *QUICK)
 
 
@@ -289,6 +294,24 @@ def test_a_plan_that_ends_the_process_costs_its_own_row(
         assert len(row.ms_per_step.repeats) == 2
     # What was compared and timed is kept.
     assert done.stderr.count("comparing losses of baseline") == 1
+
+
+@pytest.mark.parametrize("device", [needs_cuda])
+def test_a_plan_that_ends_the_cuda_context_costs_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    done = run_ending(tmp_path, monkeypatch, "context", 6, device)
+    assert done.returncode == 1, done.stderr
+    result = BenchResult.read(tmp_path / "r.json")
+    why = result.row("event").error
+    assert why is not None
+    assert why.startswith("ended the device's context (step ")
+    assert "device-side assert" in why
+    for plan in ("baseline", "pipeline"):
+        row = result.row(plan)
+        assert row.agrees
+        assert row.ms_per_step is not None
+        assert len(row.ms_per_step.repeats) == 2
 
 
 def test_a_workload_that_ends_the_process_is_an_error(
