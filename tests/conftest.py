@@ -5,7 +5,11 @@ from __future__ import annotations
 import gc
 import importlib
 import os
+import shutil
+import signal
+import tempfile
 from collections.abc import Iterator
+from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,6 +29,23 @@ from headrace.testing import FakeDevice
 from support import torchvision_ops
 from support.corpora import write_corpus
 from support.devices import needs_cuda
+
+# Temporary files of the tests' own, for their children, too. Locks on the machine are among them:
+# a benchmark that runs beside the tests must not make them wait. Pytest's folders stay where they
+# are found, since they outlive the tests.
+os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())
+TEMPORARY = os.environ["TMPDIR"] = tempfile.mkdtemp(
+    prefix="headrace-tests-", dir=os.environ["PYTEST_DEBUG_TEMPROOT"]
+)
+tempfile.tempdir = None  # else the folder found above
+# After `multiprocessing` has removed its own folder in there, which has the priority -100.
+Finalize(None, shutil.rmtree, (TEMPORARY, True), exitpriority=-1000)
+# Under `nohup` and in some CI systems Ctrl-C is ignored, and children inherit that.
+for number in (signal.SIGINT, signal.SIGTERM):
+    if signal.getsignal(number) is signal.SIG_IGN:
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
 
 # A busy machine is no failure: no example is held to a time. And the same examples each time.
 hypothesis.settings.register_profile("headrace", deadline=None, derandomize=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 
 TYPE_CHECKING = False  # not from `typing`, which takes long to import
 if TYPE_CHECKING:
@@ -38,7 +39,9 @@ def _exit_or_raise(number: int, frame: FrameType | None) -> None:
 
     Packages do not expect an exception in their imports: some print it, some swallow it.
     """
-    is_forked = os.getpid() != _PROCESS  # a loader's worker has inherited this handler
+    children = sys.modules.get("headrace.child_processes")
+    own = (_PROCESS, getattr(children, "command_process", None))
+    is_forked = os.getpid() not in own  # a loader's worker has inherited this handler
     if not is_forked and _is_importing(frame):
         os.write(2, b"interrupted\n")
         os._exit(130)

@@ -10,17 +10,21 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
+from headrace.bench.machine_lock import MachineLock
 from headrace.cli import app
 from headrace.cli.bench import _progress_on
 from headrace.cli.output import results_only
 from headrace.errors import BenchError, HeadraceError
 from headrace.runs import StatusLine
 from headrace.runs.records import BenchResult
-from support.forked import HEADRACE, Forked
+from support.devices import needs_cuda
+from support.forked import HEADRACE, Forked, run_python
 from support.terminals import Terminal, new_console
 
 QUICK = ["--steps", "3", "--repeats", "2", "--warmup", "1", "--watch", "0", "--compare", "3"]
@@ -195,11 +199,17 @@ def test_help_says_what_a_work_is() -> None:
     assert "return model, optimizer, loss, loader" in result.stdout
 
 
+@pytest.mark.parametrize("to_all", [False, True])
 @pytest.mark.parametrize(("number", "expected"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_prints_the_rows_so_far(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals, expected: int
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    expected: int,
+    to_all: bool,
 ) -> None:
-    """In a process of its own: the signal comes once the first round is over."""
+    """In a process of its own: the signal comes once the first round is over, to the command or, as
+    from a terminal or from Slurm, to the process in which it measures as well."""
     many = ["--steps", "50", "--repeats", "100000", "--warmup", "1", "--watch", "0"]
     which = ["--work", "mlp", *SMALL, "--device", "cpu", "--plans", "baseline,pipeline"]
     os.mkfifo(tmp_path / "stderr")
@@ -212,13 +222,140 @@ def test_a_signal_prints_the_rows_so_far(
         for line in lines:
             if line.startswith("round 3 ") or time.monotonic() > until:
                 break
+        children = psutil.Process(process.pid).children()
+        assert children
         process.send_signal(number)
+        for child in children if to_all else ():
+            child.send_signal(number)
         lines.read()
-    assert process.wait(60) == expected
+    try:
+        assert process.wait(60) == expected
+    finally:
+        process.kill()
     out = process.stdout.read_text()
     assert "interrupted: these are the results so far" in out
     assert re.search(r"^ pipeline .* identical$", out, re.MULTILINE)
     assert BenchResult.read(tmp_path / "r.json").interrupted
+
+
+ENDING = """
+import os, signal
+import torch
+
+def make_work(workers=0, how="", at=0):
+    if how == "while it is built":
+        os._exit(3)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    calls = []
+    def loss(model, batch):
+        calls.append(1)
+        if workers == 7 and len(calls) == at:  # a number that only one of the plans sets
+            if how == "context":  # a failed assertion on the device ends the CUDA context
+                return model(batch[torch.full((1,), 99, device=batch.device)]).mean()
+            os._exit(3) if how == "exit" else os.kill(os.getpid(), signal.SIGSEGV)
+        return model(batch).mean()
+    return model, optimizer, loss, [torch.ones(2, 3)]
+"""
+
+
+def run_ending(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, how: str, at: int, device: str = "cpu"
+) -> Any:
+    """`headrace bench` in a process of its own, with a plan that ends it."""
+    monkeypatch.chdir(folder)
+    (folder / "ending.py").write_text(ENDING)
+    (folder / "ending.yaml").write_text("plan: event\nloader: {workers: 7}\n")
+    which = ["--work", "ending:make_work", "--set", f"how={how}", "--set", f"at={at}"]
+    plans = ["--plans", "baseline,ending.yaml,pipeline", "--device", device, "--out", "r.json"]
+    return run_python(HEADRACE, "bench", *which, *plans, *QUICK)
+
+
+@pytest.mark.parametrize(
+    ("how", "at", "told"),
+    [
+        ("signal", 2, "ended the process (SIGSEGV) while comparing losses"),
+        ("exit", 6, "ended the process (exit code 3) while timing"),
+    ],
+)
+def test_a_plan_that_ends_the_process_costs_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str, at: int, told: str
+) -> None:
+    done = run_ending(tmp_path, monkeypatch, how, at)
+    assert done.returncode == 1, done.stderr
+    assert f"event failed: {told}" in " ".join(done.stdout.split())
+    assert f"event {told}; measuring goes on without it" in " ".join(done.stderr.split())
+    result = BenchResult.read(tmp_path / "r.json")
+    assert not result.interrupted
+    for plan in ("baseline", "pipeline"):
+        row = result.row(plan)
+        assert row.agrees
+        assert row.ms_per_step is not None
+        assert len(row.ms_per_step.repeats) == 2
+    # What was compared and timed is kept.
+    assert done.stderr.count("comparing losses of baseline") == 1
+
+
+@pytest.mark.parametrize("device", [needs_cuda])
+def test_a_plan_that_ends_the_cuda_context_costs_its_own_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, device: str
+) -> None:
+    done = run_ending(tmp_path, monkeypatch, "context", 6, device)
+    assert done.returncode == 1, done.stderr
+    result = BenchResult.read(tmp_path / "r.json")
+    why = result.row("event").error
+    assert why is not None
+    assert why.startswith("ended the device's context (step ")
+    assert "device-side assert" in why
+    for plan in ("baseline", "pipeline"):
+        row = result.row(plan)
+        assert row.agrees
+        assert row.ms_per_step is not None
+        assert len(row.ms_per_step.repeats) == 2
+
+
+def test_a_workload_that_ends_the_process_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = run_ending(tmp_path, monkeypatch, "while it is built", 0)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert "error: the workload ended the process (exit code 3) while it was built" in done.stderr
+
+
+def test_what_was_measured_before_a_kill_is_stored_and_can_be_reported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    many = ["--steps", "5", "--repeats", "100000", "--warmup", "1", "--watch", "0"]
+    which = ["--work", "mlp", *SMALL, "--device", "cpu", "--plans", "baseline,pipeline"]
+    os.mkfifo(tmp_path / "stderr")
+    monkeypatch.chdir(tmp_path)
+    each_turn = "from headrace.bench import turns\nturns.STORING_SHARE = 1\n"
+    bench = Forked(each_turn + HEADRACE, "bench", *which, *many, stderr=tmp_path / "stderr")
+    try:
+        with (tmp_path / "stderr").open() as lines:
+            assert any(line.startswith("round 3 ") for line in lines)
+            bench.kill()
+            lines.read()  # until its child has ended, too
+    finally:
+        bench.kill()
+    (stored,) = (tmp_path / "runs/bench").glob("*.json")
+    result = BenchResult.read(stored)
+    assert result.interrupted
+    for row in result.rows:
+        assert row.ms_per_step is not None
+        assert len(row.ms_per_step.repeats) >= 2
+    reported = CliRunner().invoke(app, ["report", str(stored)])
+    assert reported.exit_code == 0, reported.output
+
+
+def test_another_benchmark_is_named_and_need_not_be_waited_for(
+    here: Path,
+) -> None:
+    with MachineLock(lambda others: None, command="headrace bench --work other") as lock:
+        lock.begin_measuring()
+        code, out, _ = run("--work", "mlp", *SMALL, "--plans", "baseline", "--no-wait")
+    assert code == 0
+    assert "an idle machine; another benchmark ran beside this one" in " ".join(out.split())
 
 
 def test_progress_is_one_line_with_the_time_left() -> None:
@@ -423,3 +560,13 @@ def test_plans_are_not_compared_while_the_environment_replaces_them(
     assert "unset HEADRACE_PLAN first" in str(found)
     assert found.exit_code == 2
     assert not (here / "runs").exists()
+
+
+def test_a_module_that_ends_the_process_is_an_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "leaves.py").write_text("import os\nos._exit(5)\n")
+    done = run_python(HEADRACE, "bench", "--work", "leaves:make_work", "--device", "cpu", *QUICK)
+    assert done.returncode == 1
+    assert done.stderr == "error: the process ended (exit code 5) before anything was measured\n"

@@ -20,6 +20,8 @@ from typing import Any
 import psutil
 import torch.multiprocessing
 
+from headrace.child_processes import end_with_parent
+
 # An optimizer loads torch._dynamo.
 PRELOADED = [
     "headrace.bench.runner",
@@ -99,6 +101,7 @@ def run_python(code: str, *arguments: object, timeout: float = 100) -> Any:
 def _run(
     code: str, words: list[str], folder: str, environment: dict[str, str], out: str, err: str
 ) -> None:
+    end_with_parent(os.getppid())  # the server, which ends with the tests
     multiprocessing.set_start_method(None, force=True)  # else its children would be forked like it
     os.environ.clear()
     os.environ.update(environment)

@@ -17,10 +17,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.bench.environment import environment_of
+    from headrace.bench.known import Known
     from headrace.bench.peers import peers_of
     from headrace.bench.plan_list import entries_of, plans_here
     from headrace.bench.runner import Bench
     from headrace.bench.text import text_of
+    from headrace.bench.trainable import DeviceLost
     from headrace.bench.tune.settings import TuneSettings
     from headrace.bench.tune.tuning import Stopped, Tuning
     from headrace.bench.verdict import verdict_of
@@ -28,6 +30,8 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "Bench": "runner",
+    "DeviceLost": "trainable",
+    "Known": "known",
     "Stopped": "tune.tuning",
     "TuneSettings": "tune.settings",
     "Tuning": "tune.tuning",
@@ -42,6 +46,8 @@ _HOMES = {
 
 __all__ = [
     "Bench",
+    "DeviceLost",
+    "Known",
     "Stopped",
     "TuneSettings",
     "Tuning",

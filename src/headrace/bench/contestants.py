@@ -7,7 +7,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal, TypeVar
 
 from headrace.bench.equality import ComparedLosses
@@ -18,6 +18,7 @@ from headrace.bench.trainable import (
     describe_error,
     is_out_of_memory,
     release_memory,
+    require_usable,
 )
 from headrace.bench.works.work import Unit
 from headrace.device import Device
@@ -38,6 +39,7 @@ class Contestant:
     make: Callable[[], Trainable]
     entry: PlanEntry | None = None
     error: str | None = None
+    is_compared: bool = False
     losses: tuple[float, ...] = ()
     reference_losses: tuple[float, ...] = ()  # if not those in the reference's own row
     equal: Equality = field(default_factory=Equality)
@@ -75,7 +77,17 @@ class Contestant:
         if found.error is not None:
             self.fail(found.error)
         self.losses, self.reference_losses = found.losses, found.reference_losses
-        self.equal = found.equal
+        self.equal, self.is_compared = found.equal, True
+
+    def measured(self) -> dict[str, Any]:
+        """All that is known of it but its timings, to be pickled."""
+        given = ("name", "kind", "make", "entry", "timings")
+        return {one.name: getattr(self, one.name) for one in fields(self) if one.name not in given}
+
+    def resume(self, measured: dict[str, Any]) -> None:
+        """Go on from what another process has measured."""
+        for name, value in measured.items():
+            setattr(self, name, value)
 
     def fail(self, why: str) -> None:
         self.error = why
@@ -135,16 +147,18 @@ class Pool:
         """Call `action` with a contestant's trainable, which is built and warmed up if necessary.
 
         Out of memory, the pool releases all others and tries again. A failure becomes the
-        contestant's error or, if `note` is given, a note that begins with that text.
+        contestant's error or, if `note` is given, a note that begins with that text. Raises
+        `DeviceLost` if the device cannot be used any more.
         """
         for _ in range(2):
             try:
                 with contestant.collecting_notes():
                     return self._apply(contestant, action)
-            except Exception as problem:
+            except (Exception, SystemExit) as problem:
                 full = is_out_of_memory(problem)
                 trainable = self._trainables.get(contestant.name)
                 why = describe_error(problem, None if trainable is None else trainable.trained)
+            require_usable(self._device, why)
             # Outside `except`: the error's traceback keeps tensors alive.
             others = [name for name in self._trainables if name != contestant.name]
             self.release(contestant.name)

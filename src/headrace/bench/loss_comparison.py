@@ -21,7 +21,13 @@ from headrace.bench.equality import (
 )
 from headrace.bench.plan_list import PlanEntry
 from headrace.bench.text import DEFAULT_PRECISION
-from headrace.bench.trainable import EngineTrainable, Trainable, describe_error, release_memory
+from headrace.bench.trainable import (
+    EngineTrainable,
+    Trainable,
+    describe_error,
+    release_memory,
+    require_usable,
+)
 from headrace.bench.works.training import Made, StepTraining
 from headrace.bench.works.work import Work
 from headrace.device import Device
@@ -97,14 +103,17 @@ class LossComparison:
 
     def compare(self, entry: PlanEntry | None, make: Callable[[], Trainable]) -> ComparedLosses:
         """Train a contestant and compare its losses. It is the plan of `entry` or, if that is None,
-        the peer that `make` builds. Errors are in the result."""
+        the peer that `make` builds. Errors are in the result; raises `DeviceLost` if the device
+        cannot be used any more."""
         try:
             found = self._of_peer(make) if entry is None else self._of_plan(entry)
-        except Exception as problem:
+        except (Exception, SystemExit) as problem:
             trained = None if self._trainable is None else self._trainable.trained
             found = ComparedLosses(error=describe_error(problem, trained))
         # Outside `except`: the error's traceback keeps tensors alive.
         self._trainable = None
+        if found.error is not None:
+            require_usable(self._device, found.error)
         release_memory(self._device)
         return found
 

@@ -13,30 +13,42 @@ During 3 and 4, other benchmarks on this machine wait.
 from __future__ import annotations
 
 import gc
+import logging
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 from headrace.bench import observation
 from headrace.bench.contestants import Contestant, Pool
 from headrace.bench.environment import environment_of
+from headrace.bench.known import Known
 from headrace.bench.loss_comparison import LossComparison, first_batches
-from headrace.bench.machine_lock import MachineLock
+from headrace.bench.machine_lock import Holder, MachineLock
 from headrace.bench.peers import Peer
 from headrace.bench.plan_list import PlanEntry, noise_pair, reference_of
 from headrace.bench.plan_results import noise_of, plan_result, with_speedups
-from headrace.bench.trainable import EngineTrainable, Timing, Trainable
+from headrace.bench.trainable import DeviceLost, EngineTrainable, Timing, Trainable
+from headrace.bench.turns import Turns
 from headrace.bench.verdict import scored, verdict_of
 from headrace.bench.works.work import Work
 from headrace.device import Device
 from headrace.plan import refuse_plan_variable
-from headrace.runs.records import BenchResult, BenchSettings, BenchWork, PlanResult
+from headrace.runs.records import (
+    BenchResult,
+    BenchSettings,
+    BenchWork,
+    Environment,
+    Equality,
+    PlanResult,
+)
+from headrace.schema import listed
 
 #: Called with the current activity, the share of it that is done, and the seconds left, if known.
 ProgressCallback = Callable[[str, float, float | None], object]
+log = logging.getLogger("headrace")
 
 
 @dataclass(frozen=True)
@@ -44,7 +56,9 @@ class Bench:
     """A benchmark: what to measure, and how. `run` measures it.
 
     `compared_steps` = 0 skips the comparison of losses, `watched_s` = 0 the monitor, and
-    `traced_steps` = 0 the profiler.
+    `traced_steps` = 0 the profiler. Without `wait` it measures even while another benchmark does.
+    `on_result` gets the results so far, after turns of the contestants. With `known`, it goes on
+    from what an earlier process has measured.
     """
 
     work: Work
@@ -61,37 +75,60 @@ class Bench:
     watched_s: float = 1.0
     traced_steps: int = 6
     command: str = ""
+    wait: bool = True
     on_progress: ProgressCallback = field(default=lambda activity, done, left_s: None)
+    on_result: Callable[[BenchResult], object] | None = None
+    known: Known | None = None
 
     def run(self) -> BenchResult:
         """Measure. After Ctrl-C, returns what was measured so far. Raises `BenchError` if the
-        workload cannot be built; later errors are in the rows."""
+        workload cannot be built; later errors are in the rows. If a contestant leaves the device
+        unusable, returns what was measured so far or, with `known`, raises `DeviceLost`: another
+        process can go on."""
         refuse_plan_variable("bench")
-        contestants = self._contestants()
+        contestants, missing = self._contestants(), list[str]()
+        # Now: a device that a contestant leaves unusable cannot be described.
+        environment = environment_of(self.device, self.command)
+
+        def store() -> None:
+            if self.on_result is not None:
+                why = "interrupted before it was measured"
+                so_far = self._result(contestants, missing, environment, why)
+                self.on_result(replace(so_far, interrupted=True))
+
+        turns = Turns(contestants, self.known, store)
         pool = Pool(self.device, self.warmup)
-        missing: list[str] = []
-        interrupted = False
+        unmeasured: str | None = None
         # Garbage collections during the measurement need not look at what exists already.
         gc.freeze()
         try:
-            with MachineLock(self._say_waiting) as lock:
+            waiting = partial(self._say_waiting, missing)
+            with MachineLock(waiting, command=self.command, wait=self.wait) as lock:
                 self.on_progress(f"building {self.work.name}", 0.0, None)
-                self._compare(contestants, self._batches())
-                self._warm_up(contestants, pool)
+                turns.begin()
+                self._compare(contestants, turns, self._batches())
+                self._warm_up(contestants, turns, pool)
                 lock.begin_measuring()
-                self._time(contestants, pool)
-                self._observe(contestants, pool, missing)
+                self._time(contestants, turns, pool)
+                self._observe(contestants, turns, pool, missing)
         except KeyboardInterrupt:
-            interrupted = True
+            unmeasured = "interrupted before it was measured"
+        except DeviceLost:
+            assert turns.lost is not None
+            unmeasured = f"not measured: {turns.lost.name} {turns.lost}"
+            if self.known is not None:
+                raise
         finally:
-            pool.close()
+            if turns.lost is None:  # else closing fails, too
+                pool.close()
             gc.unfreeze()
         if pool.was_full:
             missing.append(
                 "all plans side by side: they did not fit into memory, so each was rebuilt for its "
                 "turns"
             )
-        return self._result(contestants, missing, interrupted)
+        result = self._result(contestants, missing, environment, unmeasured)
+        return replace(result, interrupted=unmeasured is not None and turns.lost is None)
 
     def _contestants(self) -> list[Contestant]:
         plans = [
@@ -110,8 +147,15 @@ class Bench:
     def _planned(self, entry: PlanEntry) -> Trainable:
         return EngineTrainable(self.work, self.device, entry, seed=self.seed)
 
-    def _say_waiting(self) -> None:
-        self.on_progress("waiting for another benchmark on this machine", 0.0, None)
+    def _say_waiting(self, missing: list[str], holders: Sequence[Holder]) -> None:
+        others = f": {listed(holders)}" if holders else ""
+        if not self.wait:
+            missing.append(f"an idle machine; another benchmark ran beside this one{others}")
+            return
+        log.warning(
+            "waiting for another benchmark on this machine%s; --no-wait measures beside it",
+            others,
+        )
 
     # --- the four passes --------------------------------------------------------------------------
 
@@ -126,7 +170,7 @@ class Bench:
             count=max(1, self.compared_steps),
         )
 
-    def _compare(self, contestants: Sequence[Contestant], batches: list[Any]) -> None:
+    def _compare(self, contestants: Sequence[Contestant], turns: Turns, batches: list[Any]) -> None:
         if not self.compared_steps:
             return
         reference = reference_of(self.entries)
@@ -138,20 +182,28 @@ class Bench:
             seed=self.seed,
             tolerance=self.tolerance,
         )
+        reference_lost = next(one.error for one in contestants if one.name == reference.name)
         # The reference first. If it fails, there is nothing to compare with, only times.
         for at, contestant in enumerate(
             sorted(contestants, key=lambda contestant: contestant.name != reference.name)
         ):
+            if contestant.error is not None or contestant.is_compared:
+                continue  # by an earlier process
+            if reference_lost is not None:
+                contestant.equal = Equality("not compared", why=f"{reference.name} failed")
+                continue
             self.on_progress(f"comparing losses of {contestant.name}", at / len(contestants), None)
-            contestant.compare_losses(comparison.compare)
+            with turns.of(contestant, "comparing losses"):
+                contestant.compare_losses(comparison.compare)
 
-    def _warm_up(self, contestants: Sequence[Contestant], pool: Pool) -> None:
+    def _warm_up(self, contestants: Sequence[Contestant], turns: Turns, pool: Pool) -> None:
         for at, contestant in enumerate(contestants):
-            if contestant.error is None:
+            if contestant.error is None and len(contestant.timings) < self.repeats:
                 self.on_progress(f"warming up {contestant.name}", at / len(contestants), None)
-                pool.attempt(contestant, lambda _: None)
+                with turns.of(contestant, "warming up"):
+                    pool.attempt(contestant, lambda _: None)
 
-    def _time(self, contestants: Sequence[Contestant], pool: Pool) -> None:
+    def _time(self, contestants: Sequence[Contestant], turns: Turns, pool: Pool) -> None:
         gc.collect()
         gc.freeze()
         began_s = time.monotonic()
@@ -163,17 +215,20 @@ class Bench:
                 left_s += self._observing_s(contestants)
             self.on_progress(f"round {repeat + 1} of {self.repeats}", repeat / self.repeats, left_s)
             for contestant in _rotated(contestants, repeat):
-                if contestant.error is None:
-                    timing = pool.attempt(contestant, self._turn)
-                    if timing is not None:
-                        contestant.timings.append(timing)
+                if contestant.error is None and len(contestant.timings) <= repeat:
+                    with turns.of(contestant, "timing"):
+                        timing = pool.attempt(contestant, self._turn)
+                        if timing is not None:
+                            contestant.timings.append(timing)
 
     def _turn(self, trainable: Trainable) -> Timing:
         if trainable.lead_in:
             trainable.run(trainable.lead_in)
         return trainable.run(self.steps)
 
-    def _observe(self, contestants: Sequence[Contestant], pool: Pool, missing: list[str]) -> None:
+    def _observe(
+        self, contestants: Sequence[Contestant], turns: Turns, pool: Pool, missing: list[str]
+    ) -> None:
         """Monitor all, then profile all: a profiler slows down what runs after it."""
         timed = [
             contestant
@@ -181,13 +236,19 @@ class Bench:
             if contestant.error is None and contestant.timings
         ]
         for at, contestant in enumerate(timed if self.watched_s else ()):
+            if contestant.samples:  # by an earlier process
+                continue
             self.on_progress(f"monitoring {contestant.name}", at / len(timed), None)
             watch = partial(
                 observation.watch, contestant, self.device, _median_ms(contestant), self.watched_s
             )
-            pool.attempt(contestant, watch)
-        for at, contestant in enumerate(timed if self.traced_steps else ()):
-            if contestant.error is not None:
+            with turns.of(contestant, "monitoring"):
+                pool.attempt(contestant, watch)
+        if turns.unprofiled is not None:
+            missing.append(f"GPU busy time: {turns.unprofiled}")
+        profiled = self.traced_steps and turns.unprofiled is None
+        for at, contestant in enumerate(timed if profiled else ()):
+            if contestant.error is not None or contestant.window is not None:
                 continue
             self.on_progress(f"profiling {contestant.name}", at / len(timed), None)
             trace = partial(
@@ -198,7 +259,8 @@ class Bench:
                 self.traced_steps,
             )
             # If the profiler fails, the plan has not: its times are known already.
-            why_not = pool.attempt(contestant, trace, note="could not be profiled")
+            with turns.of(contestant, "profiling"):
+                why_not = pool.attempt(contestant, trace, note="could not be profiled")
             if why_not is not None:
                 missing.append(f"GPU busy time: {why_not}")
                 break
@@ -215,8 +277,13 @@ class Bench:
         return len(running) * (self.watched_s + 1.0)
 
     def _result(
-        self, contestants: Sequence[Contestant], missing: list[str], interrupted: bool
+        self,
+        contestants: Sequence[Contestant],
+        missing: list[str],
+        environment: Environment,
+        unmeasured: str | None,
     ) -> BenchResult:
+        """What is known now. `unmeasured` is the error of those that were not measured yet."""
         reference = reference_of(self.entries)
         units = {
             contestant.name: contestant.units_per_step(self.work.unit) for contestant in contestants
@@ -225,9 +292,10 @@ class Bench:
         known = units[reference.name] or next((n for n in units.values() if n), None)
         rows: list[PlanResult] = []
         for contestant in contestants:
-            if interrupted and contestant.error is None and not contestant.timings:
-                contestant.fail("interrupted before it was measured")
-            rows.append(plan_result(contestant, units[contestant.name] or known))
+            row = contestant
+            if unmeasured is not None and row.error is None and not row.timings:
+                row = replace(row, error=unmeasured)
+            rows.append(plan_result(row, units[row.name] or known))
         rows = with_speedups(rows, reference.name)
         pair = noise_pair(self.entries)
         noise = noise_of(rows, None if pair is None else (pair[0].name, pair[1].name))
@@ -251,12 +319,11 @@ class Bench:
                 tolerance=self.tolerance,
                 compared_steps=self.compared_steps,
             ),
-            environment=environment_of(self.device, self.command),
+            environment=environment,
             rows=tuple(rows),
             noise=noise,
             verdict=verdict_of(rows, reference.name, noise),
             missing=tuple(missing),
-            interrupted=interrupted,
         )
 
 

@@ -151,6 +151,21 @@ def is_out_of_memory(problem: BaseException | None) -> bool:
     return False
 
 
+class DeviceLost(Exception):  # noqa: N818 - the contestant's error, which is in its row
+    """The device takes no more work from this process, whoever asks."""
+
+
+def require_usable(device: Device, why: str) -> None:
+    """Raise `DeviceLost` if, after the error `why`, every later call to the device fails.
+
+    An illegal memory access ends the CUDA context: only another process can use the device.
+    """
+    try:
+        device.synchronize("bench")
+    except Exception as problem:
+        raise DeviceLost(f"ended the device's context ({why})") from problem
+
+
 def release_memory(device: Device) -> None:
     """Return the memory of closed trainables to the device."""
     gc.collect()

@@ -8,13 +8,17 @@ import os
 import shlex
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from headrace.bench import Known
+from headrace.child_processes import fork_and_wait
 from headrace.cli.options import (
     Json,
     Work,
@@ -24,11 +28,15 @@ from headrace.cli.options import (
     parse_set_options,
     work_errors,
 )
-from headrace.cli.output import print_line, results_only
-from headrace.errors import usage_errors
+from headrace.cli.output import OWN_PROCESS, print_line, results_only
+from headrace.errors import BenchError, HeadraceError, usage_errors
 from headrace.runs import StatusLine
 
+if TYPE_CHECKING:
+    from headrace.runs.records import BenchResult
+
 _EXECUTION, _MEASUREMENT = "Execution", "Measurement"
+_SAME_REQUEST_S = 1.0
 EXAMPLE = """\
 Examples:
 $ headrace bench --work resnet --set batch=64
@@ -42,6 +50,7 @@ def _count(help_text: str, minimum: int) -> Any:
 
 
 def bench(
+    context: typer.Context,
     work: Work = "translation",
     options: WorkOptions = None,
     plans: Annotated[
@@ -96,6 +105,14 @@ def bench(
             rich_help_panel=_MEASUREMENT,
         ),
     ] = 1.0,
+    wait: Annotated[
+        bool,
+        typer.Option(
+            "--wait/--no-wait",
+            help="Wait while another benchmark measures on this machine.",
+            rich_help_panel=_MEASUREMENT,
+        ),
+    ] = True,
     out: Annotated[
         Path | None,
         typer.Option(
@@ -118,14 +135,24 @@ def bench(
     update itself.
 
     The exit code is 1 if a plan fails or its losses differ from the
-    baseline's.
+    baseline's. Results are stored as they come: a plan that ends the process,
+    or its CUDA context, costs its own row.
     """
+    known = _continue_in_child(context) if context.obj is OWN_PROCESS else None
     # Set before PyTorch is loaded. The first makes kernels deterministic; the profiler needs the
     # others.
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     os.environ.setdefault("TEARDOWN_CUPTI", "0")
     os.environ.setdefault("DISABLE_CUPTI_LAZY_REINIT", "1")
-    from headrace.bench import Bench, entries_of, find_work, peers_of, plans_here, text_of
+    from headrace.bench import (
+        Bench,
+        DeviceLost,
+        entries_of,
+        find_work,
+        peers_of,
+        plans_here,
+        text_of,
+    )
     from headrace.device import open_device
     from headrace.plan import refuse_plan_variable
 
@@ -143,13 +170,20 @@ def bench(
         given, target = parse_set_options(options or []), open_device(device)
         entries = entries_of(parse_list(plans) or plans_here(target), precision)
         chosen_peers = peers_of(parse_list(peers) or [])
-    with StatusLine(quiet, log_level=logging.WARNING) as line, results_only():
+    with (
+        _going_on_elsewhere(known, DeviceLost),
+        StatusLine(quiet, log_level=logging.WARNING) as line,
+        results_only(),
+    ):
         with work_errors(work):
             chosen = find_work(work, given, small=not target.asynchronous)
         if not target.asynchronous and chosen.options != find_work(work, given).options:
             line.message(
                 f"no GPU: training a smaller {work}, {chosen.description}; --set makes it larger"
             )
+        path = out or _free_path(chosen.name)
+        if known is not None:
+            path = Path(known.settled("path", str(path)))
         bench = Bench(
             work=chosen,
             device=target,
@@ -164,7 +198,10 @@ def bench(
             compared_steps=compare,
             watched_s=watch,
             command=shlex.join(["headrace", *sys.argv[1:]]),
+            wait=wait,
             on_progress=_progress_on(line),
+            on_result=partial(_store, path),
+            known=known,
         )
         with _signals_as_interrupt() as signals:
             result = bench.run()
@@ -172,7 +209,6 @@ def bench(
     try:
         print_line(result.to_json() if as_json else text_of(result))
     finally:
-        path = out or _free_path(chosen.name, result.environment.date)
         result.write(path)
         typer.echo(f"wrote {path}", err=True)
     if result.interrupted:
@@ -184,10 +220,20 @@ def bench(
 @contextmanager
 def _signals_as_interrupt() -> Iterator[list[int]]:
     """Inside the block, Ctrl-C and SIGTERM raise KeyboardInterrupt, also during an import: the
-    results so far must be printed. Yields a list of the signals received."""
+    results so far must be printed. Yields a list of the signals received.
+
+    A terminal, Slurm or systemd sends a signal to each process, and the first process passes it on
+    as well: what comes within a second is the same request. It may come while results are printed.
+    """
     signals: list[int] = []
+    first_s = 0.0
 
     def stop(number: int, frame: object) -> None:
+        nonlocal first_s
+        is_repeated = bool(signals) and time.monotonic() < first_s + _SAME_REQUEST_S
+        if is_repeated or (signals and number == signal.SIGTERM):
+            return
+        first_s = time.monotonic()
         signals.append(number)
         raise KeyboardInterrupt
 
@@ -198,8 +244,41 @@ def _signals_as_interrupt() -> Iterator[list[int]]:
     try:
         yield signals
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        if not signals:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def _continue_in_child(context: typer.Context) -> Known | None:
+    """Go on in a child process, and return what its predecessors have measured. A child that a
+    contestant has ended is followed by another; this process ends as the last one has."""
+    if not hasattr(os, "fork"):
+        return None
+    known = Known()
+    while (ending := fork_and_wait()) is not None:
+        if known.is_over or ending.requested:
+            raise typer.Exit(ending.exit_code)
+        if not known.has_grown():
+            raise BenchError(f"the process ended ({ending}) before anything was measured")
+        known.ending = str(ending)
+    context.call_on_close(known.end)  # also after an error
+    return known
+
+
+@contextmanager
+def _going_on_elsewhere(known: Known | None, lost: type[Exception]) -> Iterator[None]:
+    """If a contestant leaves the device unusable, another process goes on."""
+    try:
+        yield
+    except lost:
+        if known is None:
+            raise
+        known.start_again()
+
+
+def _store(path: Path, result: BenchResult) -> None:
+    with suppress(HeadraceError):  # a full disk, say: at the end, the result is printed even so
+        result.write(path)
 
 
 def _progress_on(line: StatusLine) -> Callable[[str, float, float | None], None]:
@@ -211,10 +290,10 @@ def _progress_on(line: StatusLine) -> Callable[[str, float, float | None], None]
     return show
 
 
-def _free_path(work: str, date: str) -> Path:
+def _free_path(work: str) -> Path:
     """A path in runs/bench that does not exist yet."""
     stem = "".join(letter if letter.isalnum() else "-" for letter in work).strip("-")
-    when = date[:19].replace(":", "").replace("T", "-")
+    when = time.strftime("%Y-%m-%d-%H%M%S")
     path, number = Path("runs/bench") / f"{stem}-{when}.json", 1
     while path.exists():
         number += 1

@@ -17,6 +17,8 @@ import typer
 from headrace.errors import HeadraceError
 
 _STDOUT, _STDERR = 1, 2
+#: What `context.obj` is if the command has its process to itself.
+OWN_PROCESS = object()
 
 
 def print_result(content: dict[str, Any], text: str, as_json: bool) -> None:

@@ -14,6 +14,7 @@ import typer
 from typer.core import TyperGroup
 
 import headrace
+from headrace.child_processes import end_workers_with_this
 from headrace.cli import (
     bench,
     diagnose,
@@ -76,9 +77,10 @@ def main() -> None:
     # down everything else on the same cores, such as loader processes.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     output.replace_unknown_characters()
+    end_workers_with_this()
     has_script_output = False
     try:
-        app()
+        app(obj=output.OWN_PROCESS)
     except output.ScriptExit:
         has_script_output = True
         raise

@@ -7,7 +7,6 @@ process uses `SINGLE`, which has the same methods and sends nothing.
 
 from __future__ import annotations
 
-from headrace.parallel.children import kill_children
 from headrace.parallel.models import (
     Parallelism,
     device_of,
@@ -40,7 +39,6 @@ __all__ = [
     "is_launched",
     "is_sharded",
     "join_ranks",
-    "kill_children",
     "local_shard",
     "local_shards",
     "parallelism_of",

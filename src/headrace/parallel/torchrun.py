@@ -22,9 +22,9 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
+from headrace.child_processes import kill_children
 from headrace.device import Ledger, available_devices
 from headrace.errors import DeviceNotFoundError, HeadraceError, RanksError
-from headrace.parallel.children import kill_children
 from headrace.parallel.rank_watch import RankWatch, show_error
 from headrace.parallel.ranks import SINGLE, Ranks
 

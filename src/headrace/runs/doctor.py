@@ -16,6 +16,7 @@ import psutil
 import torch
 
 import headrace
+from headrace.child_processes import child_environment
 from headrace.device import Device, available_devices, open_device
 from headrace.runs.device_speed import DeviceSpeed, measure_speed
 from headrace.text_table import text_table
@@ -203,10 +204,17 @@ def _cpu_bf16_works() -> bool:
     if not cpuinfo.exists() or "amx_bf16" not in cpuinfo.read_text(errors="replace"):
         return True
     attempt = (
+        "from headrace.child_processes import end_with_parent; "
+        f"end_with_parent({os.getpid()}); "
         "import torch; x = torch.ones(32, 32, dtype=torch.bfloat16); "
         "torch.nn.functional.linear(x, x)"
     )
-    done = subprocess.run([sys.executable, "-c", attempt], capture_output=True, check=False)  # noqa: S603 (a fixed command)
+    done = subprocess.run(  # noqa: S603 (a fixed command)
+        [sys.executable, "-c", attempt],
+        capture_output=True,
+        check=False,
+        env=child_environment(),
+    )
     return done.returncode == 0
 
 

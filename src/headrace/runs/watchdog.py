@@ -24,8 +24,8 @@ from typing import TextIO
 import psutil
 import torch
 
+from headrace.child_processes import kill_children
 from headrace.device import Device, open_device
-from headrace.parallel import kill_children
 
 log = logging.getLogger("headrace")
 #: Exit code of a process that ends itself because it hangs: EX_TEMPFAIL, "try again later".

@@ -27,6 +27,7 @@ from typing import Any
 
 from headrace.atomic_files import replace_file
 from headrace.checkpoint import CheckpointWriter, agreed_checkpoint, load_checkpoint
+from headrace.child_processes import kill_children
 from headrace.data import end_workers, loader_error
 from headrace.device import Device, Ledger, open_device
 from headrace.engine import DeferredValues, Engine, EpochResult, compiler_loading
@@ -46,7 +47,6 @@ from headrace.parallel import (
     SINGLE,
     Agreement,
     Ranks,
-    kill_children,
     parallelism_of,
     rank_device,
 )

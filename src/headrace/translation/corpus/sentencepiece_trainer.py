@@ -1,14 +1,13 @@
 """Trains a SentencePiece model, in this process or in a child.
 
 Training is one call into C++, which no signal interrupts. A child process can be ended: so Ctrl-C
-works, and a child whose parent was killed ends as well. The model is the same, byte for byte.
+works. The model is the same, byte for byte.
 
-This file is also the child's program. It imports SentencePiece and nothing else.
+This file is also the child's program. It imports SentencePiece and little else.
 """
 
 from __future__ import annotations
 
-import ctypes
 import io
 import json
 import os
@@ -16,8 +15,9 @@ import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from typing import Any
+
+from headrace.child_processes import child_environment, end_with_parent
 
 # Less text takes less time than a child needs to start.
 _IN_PROCESS_CHARACTERS = 20_000
@@ -34,7 +34,7 @@ def train_model(text: Sequence[str], options: Mapping[str, Any]) -> bytes:
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        env=child_environment(),
     ) as child:
         try:
             model, message = child.communicate(request)
@@ -61,10 +61,7 @@ def _train(text: Sequence[str], options: Mapping[str, Any]) -> bytes:
 
 def _main() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent ends this process
-    with suppress(OSError, AttributeError):  # Linux only: end when the parent does
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)
-    if os.getppid() != int(sys.argv[1]):  # it ended before that call
-        sys.exit("the parent process is gone")
+    end_with_parent(int(sys.argv[1]))
     request = json.load(sys.stdin.buffer)
     try:
         model = _train(request["text"], request["options"])
