@@ -533,7 +533,8 @@ def _figures(result: BenchResult) -> Table:
             "CPU cores",
             "power W",
         ),
-        *("peak memory", "reserved", "longer than GPU busy", "streams overlap", "losses"),
+        *("power W", "peak memory", "reserved", "longer than GPU busy", "streams overlap"),
+        "losses",
     )
     body = [_figures_of(result, row) for row in result.rows]
     return table("All rows", columns, body, look="wide")
