@@ -70,9 +70,11 @@ class TestRows:
         assert pipeline.ms_per_step is not None
         assert base.ms_per_step.repeats == (12.0, 12.0, 12.0)
         assert (base.speedup, base.per_s) == (1.0, 500.0)
-        # Its first copy has nothing to hide behind: 2 ms over 20 steps.
-        assert pipeline.ms_per_step.repeats == pytest.approx([10.1, 10.1, 10.1])
-        assert pipeline.speedup == pytest.approx(12 / 10.1)
+        assert pipeline.ms_per_step.repeats == (10.0, 10.0, 10.0)
+        assert pipeline.speedup == pytest.approx(1.2)
+        # The first copy of a pass has nothing to hide behind: that is no part of a step's time.
+        assert (base.pass_ms, pipeline.pass_ms) == (0.0, 2.0)
+        assert "to begin and end a pass: baseline 0 ms, pipeline 2 ms" in text_of(result)
         assert base.gpu is not None
         assert base.gpu.busy_ms_per_step == 12.0
         assert base.gpu.busy_share == 1.0
@@ -461,6 +463,12 @@ class TestEquality:
         assert not result.failed
 
 
+def test_a_pass_too_short_for_the_clock_is_timed_as_a_whole() -> None:
+    whole, short = Timing(steps=22, start_ns=5, elapsed_ns=1000), Timing(2, 9, 1000)
+    assert whole.without(short) == whole
+    assert whole.without(replace(short, elapsed_ns=200)) == Timing(20, 5, 800, None, pass_ns=120.0)
+
+
 class TestFailures:
     def test_an_exception_in_step_3_is_a_row(self) -> None:
         result = bench(failing(3), open_device("cpu")).run()
@@ -501,12 +509,12 @@ class TestFailures:
     def test_one_that_fails_later_keeps_the_others_going(self) -> None:
         result = bench(failing(25), open_device("cpu"), compared_steps=0).run()
         assert [row.error is None for row in result.rows] == [False, False]
-        only_twice = bench(failing(25), open_device("cpu"), "baseline", repeats=2)
+        only_twice = bench(failing(33), open_device("cpu"), "baseline", repeats=2)
         result = only_twice.run()
         row = result.row("baseline")
         assert row.ms_per_step is not None
         assert row.error is None
-        assert row.notes[0].startswith("could not be profiled: step 25: ValueError: the")
+        assert row.notes[0].startswith("could not be profiled: step 33: ValueError: the")
 
     def test_out_of_memory_is_tried_alone_once_more(self) -> None:
         device, log = open_device("cpu"), []

@@ -46,6 +46,7 @@ def plan_result(contestant: Contestant, units: float | None) -> PlanResult:
         loader=None if contestant.entry is None else asdict(contestant.entry.loader),
         error=contestant.error,
         ms_per_step=times,
+        pass_ms=_pass_ms(contestant.timings),
         per_s=units / median * 1e3 if units and median else None,
         waits=waits,
         host_blocked_ms=blocked_ms,
@@ -96,6 +97,12 @@ def step_times(timings: Sequence[Timing]) -> StepTimes | None:
     return StepTimes(statistics.median(times), min(times), max(times), tuple(times))
 
 
+def _pass_ms(timings: Sequence[Timing]) -> float | None:
+    """The median cost of a pass. Below 0 it is noise."""
+    found = [timing.pass_ns / 1e6 for timing in timings if timing.pass_ns is not None]
+    return max(0.0, statistics.median(found)) if found else None
+
+
 def _gpu(contestant: Contestant, median: float) -> GpuUse:
     window = contestant.window
     assert window is not None
@@ -114,16 +121,15 @@ def _gpu(contestant: Contestant, median: float) -> GpuUse:
 def _waits(timings: Sequence[Timing]) -> tuple[HostWaits | None, float | None, float | None]:
     """Per step: the waits for the device, the milliseconds the host was blocked by it, and the
     milliseconds it waited for the loader."""
-    timed = [timing for timing in timings if timing.result is not None]
-    steps = sum(timing.steps for timing in timed)
+    results = [timing.result for timing in timings if timing.result is not None]
+    steps = sum(result.statistics.batches for result in results)
     if not steps:
         return None, None, None
     counts: dict[str, int] = {}
     times: dict[str, float] = {}
     wall_ms = data_ms = 0.0
-    for timing in timed:
-        assert timing.result is not None
-        ledger = timing.result.waits
+    for result in results:
+        ledger = result.waits
         wall_ms += ledger.wall_ms
         data_ms += ledger["data"].total_ms
         for wait in ledger.reasons:

@@ -3,7 +3,8 @@
 1. losses: each trains alone with deterministic kernels; its losses are compared with the
    reference's, step by step
 2. warm-up: each is built and runs until its code is compiled and its graph captured
-3. timing: `repeats` rounds of `steps` steps each; every round starts with another contestant
+3. timing: `repeats` rounds of `steps` steps each; every round starts with another contestant.
+   What it costs to begin and to end a pass is left out, and told apart
 4. observation: each runs for a second while the monitor samples the device, then for a few steps
    under the profiler
 
@@ -45,6 +46,9 @@ from headrace.runs.records import (
     PlanResult,
 )
 from headrace.schema import listed
+
+# Steps of the pass that is timed beside each round's: with a first and a last one.
+_SHORT_PASS = 2
 
 #: Called with the current activity, the share of it that is done, and the seconds left, if known.
 ProgressCallback = Callable[[str, float, float | None], object]
@@ -224,7 +228,9 @@ class Bench:
     def _turn(self, trainable: Trainable) -> Timing:
         if trainable.lead_in:
             trainable.run(trainable.lead_in)
-        return trainable.run(self.steps)
+        # Two passes of different lengths: to begin and to end one cancels out.
+        whole = trainable.run(self.steps + _SHORT_PASS)
+        return whole.without(trainable.run(_SHORT_PASS))
 
     def _observe(
         self, contestants: Sequence[Contestant], turns: Turns, pool: Pool, missing: list[str]

@@ -15,7 +15,7 @@ _VERDICTS = {"within": "within the tolerance", "not compared": "not compared"}
 def text_of(result: BenchResult) -> str:
     """The result as text. Rounds, timelines and samples are only in the file."""
     parts = [_head(result), _table(result)]
-    parts += [part for part in (_waits(result), _streams(result)) if part]
+    parts += [part for part in (_passes(result), _waits(result), _streams(result)) if part]
     parts.append("\n".join(_remarks(result)))
     parts.append("\n".join(wrap_line(line) for line in result.verdict.sentences))
     return "\n\n".join(part for part in parts if part)
@@ -96,6 +96,11 @@ def losses_of(row: PlanResult) -> str:
     if equal.verdict == "within":
         return f"within {equal.largest:.0e}"
     return equal.verdict
+
+
+def _passes(result: BenchResult) -> str:
+    costs = [f"{row.plan} {row.pass_ms:.2g} ms" for row in result.rows if row.pass_ms is not None]
+    return wrap_line(f"to begin and end a pass: {', '.join(costs)}", "  ") if costs else ""
 
 
 def _waits(result: BenchResult) -> str:

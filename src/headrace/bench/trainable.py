@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Protocol
 
 import torch
@@ -22,16 +22,26 @@ from headrace.source_lines import line_of_error
 @dataclass(frozen=True, slots=True)
 class Timing:
     """How long some steps took. `start_ns` is on the ledger's clock. `result` is the engine's; None
-    for a peer."""
+    for a peer. `pass_ns` is what the pass took besides its steps, if that was measured."""
 
     steps: int
     start_ns: int
     elapsed_ns: int
     result: EpochResult | None = None
+    pass_ns: float | None = None
 
     @property
     def ms_per_step(self) -> float:
         return self.elapsed_ns / 1e6 / self.steps
+
+    def without(self, short: Timing) -> Timing:
+        """This timing less that of a `short` pass of fewer steps: what is left began and ended no
+        pass."""
+        steps, elapsed_ns = self.steps - short.steps, self.elapsed_ns - short.elapsed_ns
+        if elapsed_ns <= 0:  # steps that take no longer than the clock's noise
+            return self
+        pass_ns = short.elapsed_ns - short.steps * elapsed_ns / steps
+        return replace(self, steps=steps, elapsed_ns=elapsed_ns, pass_ns=pass_ns)
 
 
 class Trainable(Protocol):

@@ -23,6 +23,7 @@ from headrace.capture.report import (
     log_rounding,
     warn_not_captured,
 )
+from headrace.capture.same_entries import SameEntries
 from headrace.capture.state import StepState, settings_of_pytorch, unique
 from headrace.capture.trace import StepTracer, Storage, storages
 from headrace.capture.user_compiled import describe_own_graphs, recurrent_obstacle
@@ -39,6 +40,7 @@ __all__ = [
     "GraphReport",
     "LearningRates",
     "PythonState",
+    "SameEntries",
     "StateBeforeCapture",
     "StateMemory",
     "StepState",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from headrace.capture.python_state import same_value
-from headrace.capture.same_entries import SameEntries
+from headrace.capture.same_entries import SameEntries, dicts_of_modules
 from headrace.capture.state import StepState, unique
 from headrace.errors import CaptureError
 
@@ -29,9 +29,7 @@ class StateMemory:
         self._tensors = _with_addresses((*state.tensors(), *others))
         self._held = self._holders()
         self._figures = self._look()
-        dicts: list[dict[Any, Any]] = []
-        for module in self._modules:
-            dicts += [module._parameters, module._buffers, module._modules]
+        dicts: list[dict[Any, Any]] = [*dicts_of_modules(self._modules)]
         entries = [(one, key) for one in dicts for key in one]
         for optimizer in state.optimizers:
             own = [values for values in optimizer.state.values() if isinstance(values, dict)]

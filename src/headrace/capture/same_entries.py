@@ -8,9 +8,18 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
 Entry = tuple[dict[Any, Any], Any]
 ClassEntry = tuple["types.MappingProxyType[str, Any]", str]
 _ABSENT = object()
+
+
+def dicts_of_modules(modules: Iterable[torch.nn.Module]) -> list[dict[str, Any]]:
+    """The dicts in which modules keep their parameters, buffers and submodules."""
+    return [
+        one for module in modules for one in (module._parameters, module._buffers, module._modules)
+    ]
 
 
 class SameEntries:
@@ -37,6 +46,12 @@ class SameEntries:
         self._sizes = list(map(len, self._sized))
         absent = list(without)
         self._without, self._absent = [one for one, _ in absent], [keys for _, keys in absent]
+
+    @classmethod
+    def of_model(cls, model: torch.nn.Module) -> SameEntries:
+        """All parameters, buffers and submodules of a model."""
+        dicts = dicts_of_modules(model.modules())
+        return cls(((one, key) for one in dicts for key in one), dicts)
 
     def _now(self) -> Iterable[Any]:
         return map(dict.get, self._dicts, self._keys, itertools.repeat(_ABSENT))

@@ -238,11 +238,12 @@ class ModelStepBuilder:
         return self._group.updates
 
     def begin_epoch(self, *, from_start: bool) -> None:
-        """Check everything again: the user may have changed the loss function or the model since
-        the last epoch. With accumulation watch two batches, because only the second one can change
-        gradients of the first."""
+        """Check again what the user may have changed since the last epoch, in the loss function or
+        the model. No Python code runs for each parameter or module: a pass may be short. With
+        accumulation watch two batches, because only the second one can change gradients of the
+        first. (Graphs look for changes before each batch.)"""
         self.parts.forward.watch(min(2, self._group.size))
-        for part in (self._clipping, self.graphs, self._buffers):
+        for part in (self._clipping, self._buffers):
             if part is not None:
                 part.begin_epoch()
         if self.carry is not None:

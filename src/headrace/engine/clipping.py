@@ -13,10 +13,13 @@ raises an error, because each update would divide the sum again.
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Mapping
 
 import torch
 
+from headrace.capture import SameEntries
 from headrace.device import Device
 from headrace.errors import StepError
 from headrace.parallel import is_sharded, local_shard, unwrap
@@ -34,49 +37,60 @@ class Clipping:
     ) -> None:
         self._device, self._model, self._optimizer = device, model, optimizer
         self.max_norm = max_norm
-        self._by_id: dict[int, torch.Tensor] | None = None
+        self._named: dict[str, torch.Tensor] = {}
+        self._entries: SameEntries | None = None  # of the model; None: look at it again
+        self._own: list[torch.Tensor] | None = None  # the optimizer's parameters
+        self._all: list[torch.Tensor] = []
         self._outside: dict[str, torch.Tensor] = {}
 
     def begin_epoch(self) -> None:
-        """Look the model's parameters up again: it may have new ones."""
-        self._by_id = None
+        """Look the model's parameters up again if it has new ones."""
+        if self._entries is not None and not self._entries.hold():
+            self._entries = None
+        self._own = None
 
     def clip(self, *, divided: bool) -> torch.Tensor:
         """Scale all gradients so that their norm is at most `max_norm`, and return the norm before.
         `divided`: they have been divided by the weight of their group."""
-        by_id = self._model_parameters()
-        own = [p for group in self._optimizer.param_groups for p in group["params"]]
+        parameters = self._parameters()
         if self._outside:
-            self._check_outside(divided, {id(p) for p in own})
-        parameters = [*by_id.values(), *(p for p in own if id(p) not in by_id)]
+            self._check_outside(divided)
         # PyTorch sums the norm of sharded gradients over ranks.
         return local_shard(torch.nn.utils.clip_grad_norm_(parameters, self.max_norm))
 
     def gradients_outside(self) -> dict[str, torch.Tensor]:
         """The gradients of outside parameters, by name."""
-        self._model_parameters()
+        self._parameters()
         return {name: p.grad for name, p in self._outside.items() if p.grad is not None}
 
     def set_gradients_outside(self, gradients: Mapping[str, torch.Tensor]) -> None:
         self.begin_epoch()
-        self._model_parameters()
+        self._parameters()
         for name, parameter in self._outside.items():
             stored = gradients.get(name)
             parameter.grad = None if stored is None else stored.to(parameter.device, copy=True)
 
-    def _model_parameters(self) -> dict[int, torch.Tensor]:
-        """The model's parameters by `id`. Looked up once per epoch, since that takes long."""
-        if self._by_id is None:
-            named = dict(unwrap(self._model).named_parameters())
-            self._by_id = {id(p): p for p in self._model.parameters()}
-            own = {id(p) for group in self._optimizer.param_groups for p in group["params"]}
-            self._outside = {n: p for n, p in named.items() if p.requires_grad and id(p) not in own}
-        return self._by_id
+    def _parameters(self) -> list[torch.Tensor]:
+        """The parameters whose gradients count, in the order of the sum. They are looked up again
+        only if the optimizer has others than before or, from epoch to epoch, the model has."""
+        groups = (group["params"] for group in self._optimizer.param_groups)
+        own, before = list(itertools.chain.from_iterable(groups)), self._own
+        if self._entries is None:
+            self._entries = SameEntries.of_model(self._model)
+            self._named, before = dict(unwrap(self._model).named_parameters()), None
+        if before is None or len(own) != len(before) or not all(map(operator.is_, own, before)):
+            named = self._named
+            ids, own_ids = set(map(id, named.values())), set(map(id, own))
+            self._own, self._all, self._outside = own, [*named.values()], {}
+            if not own_ids <= ids:
+                self._all += [p for p in own if id(p) not in ids]
+            if not ids <= own_ids:
+                others = ((name, p) for name, p in named.items() if id(p) not in own_ids)
+                self._outside = {name: p for name, p in others if p.requires_grad}
+        return self._all
 
-    def _check_outside(self, divided: bool, own: set[int]) -> None:
-        """Warn about gradients of outside parameters, or raise where they cannot be clipped. `own`
-        are the optimizer's parameters by `id`."""
-        self._outside = {name: p for name, p in self._outside.items() if id(p) not in own}
+    def _check_outside(self, divided: bool) -> None:
+        """Warn about gradients of outside parameters, or raise where they cannot be clipped."""
         found = [name for name, p in self._outside.items() if p.grad is not None]
         if not found:
             return

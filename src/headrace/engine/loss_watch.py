@@ -7,6 +7,8 @@ large, usually without any error. Only the first calls are watched, so later one
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -19,6 +21,8 @@ from headrace.engine import loss_function
 from headrace.errors import StepError
 from headrace.source_lines import Site, describe_function, users_line
 
+_GRADIENT = operator.attrgetter("grad")
+_OWN_HOOK = object()
 _ENGINE_CALLS = "the engine calls backward(), optimizer.step() and zero_grad() itself"
 _RETURN_ONLY = (
     f"only return the loss; {_ENGINE_CALLS}. (If your step does all of that, use Engine.from_step)"
@@ -45,8 +49,7 @@ def call_watched(
 ) -> Any:
     """Return `loss(model, *inputs)`. Raise `StepError` if the call did the engine's work.
     `user_loss` is the loss function as the user wrote it, for messages."""
-    parameters = _parameters(model, optimizer)
-    before = [(p, p.grad, _version(p.grad)) for p in parameters]
+    before = _Gradients(optimizer)
     calls = _Calls()
     try:
         with (
@@ -58,8 +61,7 @@ def call_watched(
         _refuse_backward(calls, before, _loss_in(returned), user_loss)
         _refuse_scaled(calls, _loss_in(returned), device, user_loss)
     except StepError:
-        for parameter, gradient, _ in before:  # the user may continue with another engine
-            parameter.grad = gradient
+        before.restore()  # the user may continue with another engine
         raise
     except Exception as problem:
         explained = loss_function.explain_call_error(problem, user_loss, model)
@@ -69,13 +71,30 @@ def call_watched(
     return returned
 
 
-def _parameters(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    own = [p for group in optimizer.param_groups for p in group["params"]]
-    return list({id(p): p for p in (*model.parameters(), *own)}.values())
+class _Gradients:
+    """The gradients of an optimizer's parameters, as they were when this was made. An epoch begins
+    with it, and there may be thousands: no Python code runs for each."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        groups = (group["params"] for group in optimizer.param_groups)
+        self._parameters: list[torch.Tensor] = list(itertools.chain.from_iterable(groups))
+        self._before = self._now()
+        self._versions = _versions(self._before)
+
+    def have_changed(self) -> bool:
+        now = self._now()
+        return not all(map(operator.is_, now, self._before)) or _versions(now) != self._versions
+
+    def restore(self) -> None:
+        for parameter, gradient in zip(self._parameters, self._before, strict=True):
+            parameter.grad = gradient
+
+    def _now(self) -> list[torch.Tensor | None]:
+        return list(map(_GRADIENT, self._parameters))
 
 
-def _version(gradient: torch.Tensor | None) -> int:
-    return 0 if gradient is None else gradient._version
+def _versions(gradients: list[torch.Tensor | None]) -> list[int]:
+    return [gradient._version for gradient in gradients if gradient is not None]
 
 
 def _loss_in(returned: object) -> torch.Tensor | None:
@@ -90,7 +109,7 @@ def _loss_in(returned: object) -> torch.Tensor | None:
 
 def _refuse_backward(
     calls: _Calls,
-    before: list[tuple[torch.Tensor, torch.Tensor | None, int]],
+    before: _Gradients,
     loss: torch.Tensor | None,
     user_loss: object,
 ) -> None:
@@ -101,8 +120,7 @@ def _refuse_backward(
         for site, roots, keeps in calls.backwards
         if not keeps and any(root is loss for root in roots)
     ]
-    changed = any(p.grad is not was or _version(p.grad) != n for p, was, n in before)
-    if not freed and not changed:
+    if not freed and not before.have_changed():
         return
     if not calls.backwards:
         raise StepError(
@@ -147,16 +165,17 @@ def _refusing_steps(
             f"{_RETURN_ONLY}"
         )
 
-    if not hasattr(
-        optimizer, "_optimizer_step_pre_hooks"
-    ):  # a class that PyTorch's hooks do not support
+    # Not `register_step_pre_hook`: it advances PyTorch's number of hooks, and graphs would look for
+    # a new one.
+    hooks = getattr(optimizer, "_optimizer_step_pre_hooks", None)
+    if hooks is None:  # a class that PyTorch's hooks do not support
         yield
         return
-    handle = optimizer.register_step_pre_hook(refuse)
+    hooks[_OWN_HOOK] = refuse
     try:
         yield
     finally:
-        handle.remove()
+        del hooks[_OWN_HOOK]
 
 
 # --- GradScaler -----------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Undoes a failed batch, so that `on_error` can store the state from before it.
 
 A forward may change buffers (batch norm's means, say) and random generators. Both are restored.
-A tensor's version counter shows which buffers change: all are saved before an epoch's first batch,
-later only those that some batch has changed. Batch norm's kernels do not advance the counter, so
+A tensor's version counter shows which buffers change: all are saved before the first batch, later
+only those that some batch has changed. Batch norm's kernels do not advance the counter, so
 buffers that are named like its buffers are always saved.
 """
 
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from headrace.capture import SameEntries
 from headrace.data import Fetched, rng_states, set_rng_states
 from headrace.device import Device
 from headrace.engine.lanes import Lanes
@@ -54,21 +55,22 @@ class SavedBuffers:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._live: list[torch.Tensor] | None = None
+        self._entries = SameEntries((), ())
         self._versions: list[int] = []
         self._copies: dict[int, torch.Tensor] = {}
         self._unversioned: set[int] = set()
         self._saved_all = False
 
     def begin_epoch(self) -> None:
-        """Look for buffers again: the user may have made or loaded others since."""
-        self._live = None
-        self._copies = {}
+        """Look for buffers again if the user has made or loaded others since."""
+        if not self._entries.hold():
+            self._forget()
 
     @torch.no_grad()
     def save(self) -> None:
         """Call before a batch, on the stream that runs it."""
         if self._live is None:
-            found = self._find()
+            found, self._entries = self._find(), SameEntries.of_model(self._model)
             self._live = list(found.values())
             self._unversioned = {at for at, name in enumerate(found) if name.endswith(_UNVERSIONED)}
             self._versions = [buffer._version for buffer in self._live]
@@ -99,8 +101,12 @@ class SavedBuffers:
         if self._copies:
             live = [self._live[at] for at in self._copies]
             torch._foreach_copy_(live, list(self._copies.values()))
-        self.begin_epoch()
+        self._forget()
         return complete
+
+    def _forget(self) -> None:
+        self._live = None
+        self._copies = {}
 
     def _find(self) -> dict[str, torch.Tensor]:
         named = self._model.named_buffers()

@@ -137,12 +137,6 @@ class StepGraphs:
         watched = key is not None and self._why_eager is None and self._should_watch(key)
         return self._run_watched(key, fetched) if watched else self._run_eagerly(key, fetched)
 
-    def begin_epoch(self) -> None:
-        """Look again whether something prevents a capture."""
-        obstacle = None if self._why_eager is not None else capture_obstacle(self._parts)
-        if obstacle is not None:
-            self._give_up(obstacle)
-
     def state_dict(self) -> dict[str, Any]:
         """What `graphs="auto"` has decided, since measuring again might decide otherwise, and
         whether the optimizer was made capturable (`prepared`)."""

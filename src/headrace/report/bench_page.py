@@ -523,9 +523,18 @@ def _score_part(row: PlanResult, name: str, weight: float, look: str) -> Cell:
 def _figures(result: BenchResult) -> Table:
     """Every figure of every row."""
     columns = (
-        *("plan", "ms per step", "speed", f"{result.work.unit} per second", "waits per step"),
-        *("host blocked ms", "data ms", "GPU busy", "NVML", "CPU cores", "power W"),
-        *("peak memory", "reserved", "longer than GPU busy", "streams overlap", "losses"),
+        *("plan", "ms per step", "speed", f"{result.work.unit} per second", "ms per pass"),
+        *(
+            "waits per step",
+            "host blocked ms",
+            "data ms",
+            "GPU busy",
+            "NVML",
+            "CPU cores",
+            "power W",
+        ),
+        *("power W", "peak memory", "reserved", "longer than GPU busy", "streams overlap"),
+        "losses",
     )
     body = [_figures_of(result, row) for row in result.rows]
     return table("All rows", columns, body, look="wide")
@@ -538,6 +547,7 @@ def _figures_of(result: BenchResult, row: PlanResult) -> list[Cell | str]:
         figure(None if row.ms_per_step is None else row.ms_per_step.median),
         figure(row.speedup, times),
         figure(row.per_s),
+        figure(row.pass_ms),
         figure(None if row.waits is None else row.waits.per_step),
         figure(row.host_blocked_ms),
         figure(row.data_wait_ms),

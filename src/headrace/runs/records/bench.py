@@ -151,6 +151,8 @@ class PlanResult:
     loader: dict[str, Any] | None = None
     error: str | None = None
     ms_per_step: StepTimes | None = None
+    #: What a pass (an epoch) takes besides its steps: to begin it, and to end it.
+    pass_ms: float | None = None
     speedup: float | None = None
     per_s: float | None = None
     waits: HostWaits | None = None

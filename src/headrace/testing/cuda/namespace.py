@@ -213,6 +213,7 @@ def _memory() -> Iterator[Replacement]:
         torch.cuda.memory,
         why,
         memory_stats=_on_device(_memory_stats),
+        memory_stats_as_nested_dict=_on_device(lambda: _nested(_memory_stats())),
         mem_get_info=_on_device(_free_and_total),
         reset_peak_memory_stats=_on_device(lambda: state.device().reset_peak_memory()),
         reset_max_memory_allocated=_on_device(lambda: state.device().reset_peak_memory()),
