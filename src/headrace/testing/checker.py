@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,6 +25,9 @@ from headrace.testing.layout import Layout
 from headrace.testing.operators import memory_of
 from headrace.testing.races import Access, Frames, Freed, Race, missing_call, race_key
 from headrace.testing.source import accepted_because
+
+if TYPE_CHECKING:
+    from headrace.testing.graph_pools import GraphPool
 
 Clock = dict[int, int]
 
@@ -174,11 +177,17 @@ class Storage:
     address: int
     entries: Entries = field(default_factory=Entries)
     recorded_streams: set[int] = field(default_factory=set)
-    #: Allocated in a capture: any stream may use it first, and it is never handed out again.
-    pooled: bool = False
+    #: The graphs' pool that it was allocated in, by a capture: any stream may use it first, and it
+    #: is never handed out again.
+    pool: GraphPool | None = None
     #: What the thread that made it knew then. None until there are two host threads.
     made_after: Clock | None = None
     made_by: Host | None = None
+
+    @property
+    def size_class(self) -> str:
+        """Which of the allocator's two pools it comes from."""
+        return "small" if self.nbytes <= _SMALL_POOL_BYTES else "large"
 
     def allocation(self) -> Access:
         """The allocation, as an access."""
@@ -291,7 +300,7 @@ class Checker:
         site: Site,
         frames: Frames = (),
         *,
-        pooled: bool = False,
+        pool: GraphPool | None = None,
     ) -> Storage:
         """Track a storage from its allocation on `owner` until it is freed."""
         storage = tensor.untyped_storage()
@@ -306,10 +315,10 @@ class Checker:
         shape = torch.Size((tensor.numel(),)) if tensor.is_nested else tensor.shape
         tracked = self._storages[key] = Storage(
             *(home, owner, site, frames, shape, tensor.dtype, nbytes, storage.data_ptr()),
-            pooled=pooled,
+            pool=pool,
         )
         self._watch_end(storage, key)
-        if home == "device" and not pooled:
+        if home == "device" and pool is None:
             self._allocate(tracked)
         return tracked
 
@@ -376,7 +385,7 @@ class Checker:
         freed on this stream while other streams may still use it."""
         owner, whole = tracked.owner, Layout.whole(tracked.nbytes)
         tracked.entries = Entries()
-        uses = self._freed.get((owner.stream_number, _pool(tracked.nbytes)))
+        uses = self._freed.get((owner.stream_number, tracked.size_class))
         for key, use in list(uses.items()) if uses and tracked.nbytes else ():
             known = owner.knows(use.actor, use.tick)
             if not known:
@@ -396,7 +405,7 @@ class Checker:
     def _free(self, tracked: Storage) -> None:
         """Take a storage's memory back. It is safe for its owner at once, and after
         `record_stream` when those streams have done what is on them now."""
-        if tracked.pooled or not tracked.nbytes:
+        if tracked.pool is not None or not tracked.nbytes:
             return
         host = self._this_host()
         done: list[Clock] = []
@@ -414,7 +423,7 @@ class Checker:
                 continue
             if (entry.access.site, entry.access.where, tracked.owner.name) in self._unordered:
                 continue
-            pool = tracked.owner.stream_number, _pool(tracked.nbytes)
+            pool = tracked.owner.stream_number, tracked.size_class
             line = entry.actor, entry.access.site, entry.access.writes
             uses = self._freed.setdefault(pool, {})
             known = uses.get(line)
@@ -439,7 +448,7 @@ class Checker:
         frames: Frames,
     ) -> None:
         before, after = tracked.nbytes, storage.nbytes()
-        if tracked.home != "device" or tracked.pooled:
+        if tracked.home != "device" or tracked.pool is not None:
             if tracked.home == "device":
                 self._count(after - before)
             tracked.nbytes, tracked.address = after, storage.data_ptr()
@@ -572,7 +581,3 @@ class Checker:
 
 def _kind(first: Access, second: Access) -> str:
     return "-".join("write" if one.writes else "read" for one in (first, second))
-
-
-def _pool(nbytes: int) -> str:
-    return "small" if nbytes <= _SMALL_POOL_BYTES else "large"

@@ -38,6 +38,7 @@ from headrace.testing.costs import Costs
 from headrace.testing.dispatch_mode import DispatchMode
 from headrace.testing.findings import Finding, find, race_report
 from headrace.testing.function_mode import Call, FunctionMode
+from headrace.testing.graph_pools import GraphPool
 from headrace.testing.history import History, Picture
 from headrace.testing.operators import dispatches_itself, inner_tensors
 from headrace.testing.pages import race_page
@@ -116,7 +117,7 @@ class FakeDevice(host_threads.Hosts):
         self.history = History()
         self._pictures: list[Picture] = []
         self._entered = 0
-        #: How often captures refer to each storage from outside of them.
+        #: How often captures refer to each storage.
         self.captured_references: Counter[int] = Counter()
         self._streams: dict[str, FakeStream] = {}
         #: Host memory that was pinned after its allocation: the number of bytes, by address.
@@ -316,7 +317,7 @@ class FakeDevice(host_threads.Hosts):
                 self.host_waits(dict(view.clock), view.time_ns, name)
 
     def graph_pool(self) -> object:
-        return graphs.GraphPool(self)
+        return GraphPool(self)
 
     def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
         return graphs.capture(self, work, pool)
@@ -475,8 +476,9 @@ class FakeDevice(host_threads.Hosts):
             self._pay_launch()
             if tape is None:
                 self.launch(actor)
+            pool = None if tape is None else tape.pool
             for tensor in allocates:
-                self.checker.track(tensor, "device", actor, site, frames, pooled=tape is not None)
+                self.checker.track(tensor, "device", actor, site, frames, pool=pool)
             if tape is None:
                 self._run(actor, launch)
                 self.queued(actor)

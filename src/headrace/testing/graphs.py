@@ -12,7 +12,7 @@ import importlib
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -23,28 +23,16 @@ from headrace.errors import CaptureError, ClosedError, DeviceError, DeviceMismat
 from headrace.testing import patches
 from headrace.testing.branches import Branches
 from headrace.testing.checker import Clock, storage_key
+from headrace.testing.graph_pools import GraphPool, fill_with_garbage
 from headrace.testing.operators import Operation, tensors
-from headrace.testing.races import Launch, calling_site
+from headrace.testing.races import Launch
+from headrace.testing.raw_memory import bytes_of, references, unobserved
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
     from headrace.testing.streams import FakeStream
 
 _COPY = torch.ops.aten.copy_.default
-# All bits set: no number in any floating type, -1 in the others.
-_GARBAGE = 0xFF
-
-
-class GraphPool:
-    """Memory that several graphs share, so they may not run at the same time: every replay writes
-    `memory`, and two replays without an order between them race on it."""
-
-    def __init__(self, device: FakeDevice) -> None:
-        self.device = device
-        with unobserved():
-            self.memory = torch.zeros(1, dtype=torch.uint8)
-            with device.lock:
-                device.checker.track(self.memory, "pool", device.host(), calling_site())
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +91,17 @@ class Tape:
     _problem: RuntimeError | None = None
     #: Memory from outside the capture, and the first captured operation that uses it.
     _inputs: dict[int, tuple[torch.Tensor, Launch]] = field(default_factory=dict)
+    #: How often this tape refers to each storage.
     _references: Counter[int] = field(default_factory=Counter)
+    #: Its number among the captures of the pool.
+    _number: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.branches = Branches(self.device.checker)
+        self._number = self.pool.enter(self)
+        # A graph may end without `close()`. Its counts must not stay: other memory will have the
+        # same keys.
+        weakref.finalize(self, self.device.captured_references.subtract, self._references)
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -114,6 +109,11 @@ class Tape:
         with unobserved():
             random_state = self.device.random_state()
             states = [generator.get_state() for generator in self.generators]
+            # PyTorch computes with what an earlier capture has left, and would complain about
+            # indices that are garbage.
+            for memory in self.pool.indices():
+                self.save_before_write([memory])
+                memory.zero_()
         self._add_stream(self.origin)
         try:
             with self.device.call.changed(tape=self):
@@ -123,7 +123,6 @@ class Tape:
             if self._unjoined:
                 names = ", ".join(sorted(stream.name for stream in self._unjoined))
                 raise RuntimeError(f"capturing stream has unjoined work: on {names}")
-            self._count_references()
         finally:
             self.over, self._problem = True, None
             for stream in self._counts:
@@ -139,42 +138,40 @@ class Tape:
             if memory.untyped_storage().nbytes() >= content.numel():  # not if it was resized
                 memory.copy_(content)
         for memory in self._allocated.values():
-            memory.fill_(_GARBAGE)
+            fill_with_garbage(memory)
+        forgotten = Counter(self._before.keys())
+        self._references.subtract(forgotten)
+        self.device.captured_references.subtract(forgotten)
         self._before.clear()
 
-    def _count_references(self) -> None:
-        """Count how often this tape refers to memory from outside."""
-        with unobserved():
-            kept = [(launch.reads, launch.writes) for launch in self.launches]
-            kept += [(step.args, step.kwargs) for step in self.arithmetic]
-            outputs = [[output for _, output in step.outputs] for step in self.arithmetic]
-            distinct = {id(tensor): tensor for tensor in tensors([kept, outputs])}
-            for tensor in distinct.values():
-                self._references[storage_key(tensor)] += 1
-            for launch in self.launches:
-                for tensor in (*launch.reads, *launch.writes):
-                    key = storage_key(tensor)
-                    if key not in self._allocated and self.device.checker.storage_of(tensor):
-                        self._inputs.setdefault(key, (tensor, launch))
-        counts = self.device.captured_references
-        counts.update(self._references)
-        # A graph may end without `close()`. Its counts must not stay: other memory will have the
-        # same keys.
-        weakref.finalize(self, counts.subtract, self._references)
+    def _kept(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor that this tape keeps: count that it refers to the memory."""
+        key = storage_key(tensor)
+        self._references[key] += 1
+        self.device.captured_references[key] += 1
+        return tensor
 
     def freed_inputs(self) -> list[tuple[torch.Tensor, Launch]]:
-        """Memory from outside the capture that only captures refer to any more: on CUDA, where they
-        refer to none, it is freed, and may belong to somebody else."""
-        references = self.device.captured_references
+        """Memory from outside any pool that only captures refer to any more: on CUDA, where they
+        refer to none, it is freed, and may belong to somebody else. That of a pool stays there."""
+        kept = self.device.captured_references
+        freed = [use for key, use in self._inputs.items() if references(key) <= kept[key]]
+        storage_of = self.device.checker.storage_of
         return [
-            use
-            for key, use in self._inputs.items()
-            # One more is the storage's own Python object.
-            if torch._C._storage_Use_Count(key) <= references[key] + 1
+            (tensor, launch)
+            for tensor, launch in freed
+            if (tracked := storage_of(tensor)) is None
+            or tracked.pool is None
+            or not tracked.pool.is_open
         ]
+
+    def overwrite_shared(self) -> None:
+        """Do to the memory of the pool's other graphs what a replay of this one does on CUDA."""
+        self.pool.replayed(self._number)
 
     def forget(self) -> None:
         """Free all memory."""
+        self.pool.leave(self)
         self.device.captured_references.subtract(self._references)
         self._references.clear()
         self._inputs.clear()
@@ -222,15 +219,21 @@ class Tape:
         self.branches.launched(stream, launch)
         if launch.reads or launch.writes or launch.cost_ns:
             with unobserved():
-                self.launches.append(
-                    launch.on(self._detached(launch.reads), self._detached(launch.writes))
-                )
+                kept = launch.on(self._detached(launch.reads), self._detached(launch.writes))
+                self.launches.append(kept)
+                for tensor in (*kept.reads, *kept.writes):
+                    key = storage_key(tensor)
+                    if key not in self._allocated and self.device.checker.storage_of(tensor):
+                        self._inputs.setdefault(key, (tensor, kept))
 
     def allocated(self, memory: Sequence[torch.Tensor]) -> None:
         """Take the memory of new tensors as the graph's."""
         with unobserved():
             for tensor in memory:
-                self._allocated.setdefault(storage_key(tensor), _bytes_of(tensor))
+                key = storage_key(tensor)
+                if key not in self._allocated:
+                    self.pool.allocated(self._number, tensor)
+                    self._allocated[key] = self._kept(bytes_of(tensor))
 
     def save_before_write(self, written: Sequence[torch.Tensor]) -> None:
         """Keep a copy of tensors that are about to be written."""
@@ -238,7 +241,7 @@ class Tape:
             for tensor in written:
                 key = storage_key(tensor)
                 if key not in self._allocated and key not in self._before:
-                    memory = _bytes_of(tensor)
+                    memory = self._kept(bytes_of(tensor))
                     self._before[key] = memory, memory.clone()
 
     def before_operation(self, operation: Operation, written: Sequence[torch.Tensor]) -> None:
@@ -259,7 +262,7 @@ class Tape:
         trains = torch.is_grad_enabled()
         with unobserved():
             outputs = [
-                (position, tensor.data)
+                (position, self._kept(tensor.data))
                 for position, tensor in enumerate(tensors(result))
                 if storage_key(tensor) in keys
             ]
@@ -279,7 +282,7 @@ class Tape:
         with `bake` all host memory, is copied as it is now."""
         if isinstance(value, torch.Tensor):
             fixed = not self.device.holds(value) and (bake or not self.device.is_pinned(value))
-            return value.detach().clone() if fixed else value.data
+            return value.detach().clone() if fixed else self._kept(value.data)
         if isinstance(value, (tuple, list)):
             return type(value)(self._detached(part, bake=bake) for part in value)
         if isinstance(value, dict):
@@ -301,6 +304,7 @@ class FakeGraph(Graph):
         with unobserved():
             for step in tape.arithmetic:
                 step.run()
+            tape.overwrite_shared()
         tape.device.replay(tape.launches, tape.pool.memory)
 
     def close(self) -> None:
@@ -356,25 +360,6 @@ def wait(stream: FakeStream, mark: Mark | None) -> bool:
         raise RuntimeError("operation not permitted on an event last recorded in another capture")
     mark.tape.wait(stream, mark)
     return True
-
-
-def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The whole storage of a tensor as bytes."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
-
-
-@contextmanager
-def unobserved() -> Iterator[None]:
-    """Hide operations inside the block from the modes, autograd and autocast."""
-    with ExitStack() as stack:
-        for guard in (
-            torch._C.DisableTorchFunction,
-            torch._C._DisableTorchDispatch,
-            torch._C._DisableAutocast,
-            torch.inference_mode,
-        ):
-            stack.enter_context(guard())
-        yield
 
 
 # --- what PyTorch asks the real device ------------------------------------------------------------

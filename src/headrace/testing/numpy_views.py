@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from headrace.testing import patches
-from headrace.testing.graphs import unobserved
+from headrace.testing.raw_memory import unobserved
 
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice

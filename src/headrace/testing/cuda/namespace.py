@@ -29,7 +29,7 @@ from headrace.testing.cuda.streams import (
     Stream,
     stream_of,
 )
-from headrace.testing.graphs import unobserved
+from headrace.testing.raw_memory import unobserved
 
 _CYCLES_PER_MS = 1_000_000
 

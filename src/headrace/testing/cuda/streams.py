@@ -11,6 +11,7 @@ import torch
 from headrace.errors import DeviceError
 from headrace.testing import graphs
 from headrace.testing.cuda import state
+from headrace.testing.graph_pools import GraphPool
 from headrace.testing.races import calling_frames
 from headrace.testing.source import assigned_name, name_of_new_object
 from headrace.testing.streams import FakeEvent, FakeStream
@@ -298,7 +299,7 @@ class CUDAGraph:
         if stream.tape is not None:
             raise RuntimeError(f"stream {stream.name!r} is capturing already")
         pool = device.graph_pool() if pool is None else pool
-        if not isinstance(pool, graphs.GraphPool):
+        if not isinstance(pool, GraphPool):
             raise DeviceError(
                 f"pool = {pool!r}: expected torch.cuda.graph_pool_handle() or graph.pool()"
             )
