@@ -3,6 +3,7 @@ tells the device what each reads, writes and allocates."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from headrace.testing.streams import FakeStream
 
 
+_TO_COPY = torch.ops.aten._to_copy.default
+
+
 class DispatchMode(TorchDispatchMode):
     #: Operators that take functions come here, too.
     supports_higher_order_operators = True
@@ -36,6 +40,8 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
+        if kwargs and self._device.is_named_by(kwargs.get("device")):
+            return self._on_named_device(func, types, args, kwargs)
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(HigherOrderOperation(func, args, kwargs or {}))
         is_fake = FakeTensor in types  # a shape without memory, by which PyTorch plans ahead
@@ -79,6 +85,18 @@ class DispatchMode(TorchDispatchMode):
             self._on_host(operation, inputs)
             return operation.run()
 
+    def _on_named_device(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Code that PyTorch runs inside a call, where the function mode is off, has named the
+        device."""
+        changes: dict[str, Any] = {"named": "device"}
+        if func is _TO_COPY and not self._holds(args[0]):
+            non_blocking = bool(kwargs.get("non_blocking", False))
+            changes |= {"moving": "to device", "non_blocking": non_blocking}
+        with self._device.call.changed(**changes):
+            return self.__torch_dispatch__(
+                func, types, args, {**kwargs, "device": torch.device("cpu")}
+            )
+
     def _higher_order(self, operation: HigherOrderOperation) -> Any:
         with torch._C.DisableTorchFunction():
             inputs = operation.inputs()
@@ -109,7 +127,8 @@ class DispatchMode(TorchDispatchMode):
             reads = device.checker.held(reads)
         if stream.tape is not None:
             stream.tape.before_operation(operation, writes)
-        result = operation.run()
+        with device.drawing() if operation.draws() else nullcontext():
+            result = operation.run()
         known = {memory_key(tensor) for tensor in inputs}
         outputs = tensors(result)
         keys = [memory_key(tensor) for tensor in outputs]
