@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -65,6 +66,10 @@ class CudaFunctionMode(FunctionMode):
             args = (torch.device("cuda", args[0]), *args[1:])
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": _checked_generator(device, tensor, kwargs)}
+        rate = kwargs.get("lr")
+        if isinstance(rate, float) and getattr(func, "__name__", "").startswith("_fused_"):
+            # CUDA's fused optimizers compute with this precision, those of the CPU with another.
+            kwargs = {**kwargs, "lr": ctypes.c_float(rate).value}
         if isinstance(kwargs.get("device"), int):
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         try:
