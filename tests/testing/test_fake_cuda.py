@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import Stream as StreamBefore
 from torch.cuda import current_stream as current_before
 from torch.nn.attention.flex_attention import flex_attention
@@ -470,6 +471,23 @@ def test_a_mode_of_the_users_sees_where_tensors_are(fake_cuda: FakeCuda) -> None
     with Devices() as mode:
         host + host
     assert mode.seen == {("cpu", False, True)}
+
+
+def test_a_jagged_tensor_moves_as_a_whole(fake_cuda: FakeCuda) -> None:
+    rows = [torch.ones(2), torch.ones(3)]
+    host = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    there = host.cuda()
+    assert all(map(on_cuda, (there, there.values(), there.offsets())))
+    assert (there * 2).to_padded_tensor(0.0).tolist() == [[2.0, 2.0, 0.0], [2.0, 2.0, 2.0]]
+    back = there.cpu()
+    assert [one.device.type for one in (back, back.values(), back.offsets())] == ["cpu"] * 3
+
+
+def test_a_plan_ahead_is_made_for_the_cpu(fake_cuda: FakeCuda) -> None:
+    """C++ would end the process at the first operation of one on cuda."""
+    with FakeTensorMode() as mode:
+        shapes = torch.empty(2, device="cuda"), mode.from_tensor(torch.ones(2, device="cuda"))
+        assert (shapes[0] + shapes[1]).shape == (2,)
 
 
 def test_host_waits_that_pytorch_reports(fake_cuda: FakeCuda) -> None:

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from headrace.testing.streams import FakeStream
 
 
-_TO_COPY = torch.ops.aten._to_copy.default
+# Operators that copy a tensor to the device that they name.
+_MOVES = (torch.ops.aten.to, torch.ops.aten._to_copy)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -40,13 +41,20 @@ class DispatchMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if kwargs and self._device.is_named_by(kwargs.get("device")):
-            return self._on_named_device(func, types, args, kwargs)
         if isinstance(func, HigherOrderOperator):
             return self._higher_order(HigherOrderOperation(func, args, kwargs or {}))
         is_fake = FakeTensor in types  # a shape without memory, by which PyTorch plans ahead
         if types and not is_fake and any(map(operators.dispatches_itself, types)):
             return NotImplemented  # its own handler calls operators that come here
+        named = kwargs.get("device") if kwargs else None
+        if named is not None and not is_fake and func.overloadpacket in _MOVES:
+            here, there = self._holds(args[0]), self._device.is_named_by(named)
+            # C++ names the host for whatever it takes to be there. It is meant if a tensor is moved
+            # there that this one is a part of.
+            if there and not here:
+                return self._move_to(args[0], "to device", kwargs)
+            if here and not there and self._device.call.moving == "to host":
+                return self._move_to(args[0], "to host", kwargs)
         if operators.is_composite(func) and not operators.is_nested(args):
             # Autograd takes it apart before this mode sees it, but it is off in inference mode and
             # in the implementation of a custom operator.
@@ -54,6 +62,10 @@ class DispatchMode(TorchDispatchMode):
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
+        if self._device.is_named_by(named):
+            with self._device.call.changed(named="device"):
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if is_fake:
             return func(*args, **(kwargs or {}))
         operation = Operation(func, args, kwargs or {})
@@ -84,18 +96,6 @@ class DispatchMode(TorchDispatchMode):
                 return self._on_stream(operation, inputs, mixed=len(on_device) < len(inputs))
             self._on_host(operation, inputs)
             return operation.run()
-
-    def _on_named_device(self, func: Any, types: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Code that PyTorch runs inside a call, where the function mode is off, has named the
-        device."""
-        changes: dict[str, Any] = {"named": "device"}
-        if func is _TO_COPY and not self._holds(args[0]):
-            non_blocking = bool(kwargs.get("non_blocking", False))
-            changes |= {"moving": "to device", "non_blocking": non_blocking}
-        with self._device.call.changed(**changes):
-            return self.__torch_dispatch__(
-                func, types, args, {**kwargs, "device": torch.device("cpu")}
-            )
 
     def _higher_order(self, operation: HigherOrderOperation) -> Any:
         with torch._C.DisableTorchFunction():
@@ -213,6 +213,14 @@ class DispatchMode(TorchDispatchMode):
             self._device_to_host(stream, into, source, non_blocking)
         else:
             device.operation(None, "aten::copy_", "host", reads=[source], writes=[into])
+
+    def _move_to(self, source: torch.Tensor, way: str, options: dict[str, Any]) -> Any:
+        """`.to(device=…)` in code that PyTorch runs inside a call: the function mode is off."""
+        kept = {name: options[name] for name in ("dtype", "memory_format") if options.get(name)}
+        non_blocking = bool(options.get("non_blocking"))
+        moving = self._device.call.changed(moving=way, non_blocking=non_blocking)
+        with torch._C.DisableTorchFunction(), moving:
+            return self._move(Operation(torch.ops.aten._to_copy.default, (source,), kept))
 
     def _move(self, operation: Operation) -> Any:
         """`.to(device)` and `.cpu()`: an allocation and a copy."""
