@@ -95,6 +95,48 @@ def test_races_are_reported_with_exit_code_1(folder: Path) -> None:
     assert "<h1>1 race found</h1>" in (folder / "races.html").read_text(encoding="utf-8")
 
 
+REPLAYS = """
+    import torch
+    import headrace as hr
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Dropout(0.3)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    scale, side = torch.ones((), device="cuda"), torch.cuda.Stream()
+
+    @hr.graphed
+    def step(x):
+        optimizer.zero_grad()
+        loss = (model(x) * scale).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    for number in range(6):
+        x = torch.randn(8, 6, device="cuda")
+        side.wait_stream(torch.cuda.current_stream())
+        if number > 3:
+            with torch.cuda.stream(side):
+                scale.fill_(0.5)
+        step(x)
+    print(step.report().replays, step.report().why)
+"""
+
+
+def test_a_replay_that_races_is_reported_at_the_line_of_its_call(folder: Path) -> None:
+    (folder / "replays.py").write_text(textwrap.dedent(REPLAYS), encoding="utf-8")
+    done = run("replays.py")
+    assert (done.exit_code, done.stdout) == (1, "3 None\n")
+    first, second = done.stderr.split("  second:")
+    assert first.startswith("1 race found\n")
+    assert "replays.py:23  scale.fill_(0.5)\n" in first
+    assert second.splitlines()[1:4] == [
+        "      replays.py:24          step(x)",
+        "      replays.py:13 in step  loss = (model(x) * scale).square().mean()",
+        "  missing: torch.cuda.current_stream().wait_stream(side) before replays.py:24",
+    ]
+
+
 @pytest.mark.parametrize(
     ("code", "end"),
     [(130, "raise KeyboardInterrupt"), (143, "signal.raise_signal(signal.SIGTERM)")],

@@ -17,13 +17,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.cuda import Stream as StreamBefore
 from torch.cuda import current_stream as current_before
 from torch.nn.attention.flex_attention import flex_attention
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.data import DataLoader, TensorDataset
 
 from headrace.errors import DeviceError, NotImitatedError, RaceError
 from headrace.testing import FakeCuda, fake_cuda
+from support.captures import line
 
 
 class Keeper:
@@ -439,6 +442,71 @@ def test_make_graphed_callables(fake_cuda: FakeCuda) -> None:
     assert fake_cuda.races == []
 
 
+# --- inside PyTorch's calls -----------------------------------------------------------------------
+
+
+class Devices(TorchDispatchMode):
+    """Notes where each operation's tensors are, and makes one of its own beside each result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[tuple[str, bool, bool]] = set()
+        self.made: list[torch.Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.seen |= {(str(one.device), one.is_cuda, one.is_cpu) for one in (*args, result)}
+        self.made.append(torch.zeros(result.shape, device=result.device))
+        self.made.append(torch.ones(result.shape).to(result.device))
+        return result
+
+
+def test_a_mode_of_the_users_sees_where_tensors_are(fake_cuda: FakeCuda) -> None:
+    x, host = torch.ones(2, 2, device="cuda"), torch.ones(2, 2)
+    with Devices() as mode:
+        y = (x @ x).relu()
+    assert mode.seen == {("cuda:0", True, False)}
+    assert [one.tolist() for one in mode.made] == [[[n, n]] * 2 for n in (0.0, 1.0, 0.0, 1.0)]
+    assert all(map(on_cuda, (y, *mode.made)))
+    with Devices() as mode:
+        host + host
+    assert mode.seen == {("cpu", False, True)}
+
+
+def test_a_jagged_tensor_moves_as_a_whole(fake_cuda: FakeCuda) -> None:
+    rows = [torch.ones(2), torch.ones(3)]
+    host = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    there = host.cuda()
+    assert all(map(on_cuda, (there, there.values(), there.offsets())))
+    assert (there * 2).to_padded_tensor(0.0).tolist() == [[2.0, 2.0, 0.0], [2.0, 2.0, 2.0]]
+    back = there.cpu()
+    assert [one.device.type for one in (back, back.values(), back.offsets())] == ["cpu"] * 3
+
+
+def test_a_plan_ahead_is_made_for_the_cpu(fake_cuda: FakeCuda) -> None:
+    """C++ would end the process at the first operation of one on cuda."""
+    with FakeTensorMode() as mode:
+        shapes = torch.empty(2, device="cuda"), mode.from_tensor(torch.ones(2, device="cuda"))
+        assert (shapes[0] + shapes[1]).shape == (2,)
+
+
+def test_host_waits_that_pytorch_reports(fake_cuda: FakeCuda) -> None:
+    x, pageable = torch.ones(2, device="cuda"), torch.ones(2)
+    torch.cuda.set_sync_debug_mode("warn")
+    assert torch.cuda.get_sync_debug_mode() == 1
+    x.copy_(pageable, non_blocking=True)  # waits, but does not look as if it did
+    with pytest.warns(UserWarning, match="called a synchronizing CUDA operation") as caught:
+        x.sum().item()
+    assert [(one.filename, one.lineno) for one in caught] == [(__file__, line() - 1)]
+    torch.cuda.set_sync_debug_mode(2)
+    with pytest.raises(RuntimeError, match="called a synchronizing CUDA operation"):
+        x.cpu()
+    torch.cuda.set_sync_debug_mode("default")
+    assert x.tolist() == [1.0, 1.0]
+    with pytest.raises(RuntimeError, match="expected one of `default`, `warn`, `error`"):
+        torch.cuda.set_sync_debug_mode("loud")
+
+
 # --- random numbers, autocast, figures ------------------------------------------------------------
 
 
@@ -467,6 +535,37 @@ def test_random_numbers(fake_cuda: FakeCuda) -> None:
         assert torch.equal(torch.rand(3, device="cuda"), drawn)
     assert torch.equal(torch.rand(3, device="cuda"), drawn)
     assert torch.cuda.initial_seed() == 7
+
+
+def test_the_host_draws_apart_from_the_device(fake_cuda: FakeCuda) -> None:
+    torch.manual_seed(3)
+    expected = torch.rand(3).tolist(), torch.rand(3).tolist()
+    torch.manual_seed(3)  # seeds both
+    before = torch.get_rng_state()
+    x = torch.rand(3, device="cuda")
+    torch.nn.functional.dropout(torch.ones(50, device="cuda"))
+    torch.randn_like(x).bernoulli_().exponential_()
+    torch.randperm(9, device="cuda")
+    assert torch.equal(torch.get_rng_state(), before)
+    assert x.tolist() == expected[0]  # as for the CPU, with the same seed
+    state = torch.cuda.get_rng_state()
+    assert (torch.rand(3).tolist(), torch.rand(3).tolist()) == expected
+    assert torch.equal(torch.cuda.get_rng_state(), state)
+
+
+def test_the_default_generator_itself(fake_cuda: FakeCuda) -> None:
+    (generator,) = torch.cuda.default_generators
+    torch.cuda.manual_seed(4)
+    drawn = [torch.rand(3, device="cuda") for _ in range(2)]
+    generator.manual_seed(4)
+    again = torch.rand(3, device="cuda", generator=generator), torch.rand(3, device="cuda")
+    assert all(map(torch.equal, drawn, again))
+    other = generator.clone_state()
+    expected = torch.rand(3, device="cuda")
+    generator.graphsafe_set_state(other)
+    assert torch.equal(torch.rand(3, device="cuda"), expected)
+    with pytest.raises(NotImitatedError, match=r"Generator.get_offset\(\)"):
+        generator.get_offset()
 
 
 def test_autocast_and_scaler(fake_cuda: FakeCuda) -> None:

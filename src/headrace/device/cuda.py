@@ -22,7 +22,7 @@ from headrace.device.ledger import Ledger
 from headrace.device.nvml import NvmlAbsent, NvmlSensors
 from headrace.device.trace import Trace
 from headrace.errors import CaptureError, StepError
-from headrace.source_lines import Site
+from headrace.source_lines import users_line
 
 _READ_USE_EVERY_NS = 1_000_000_000
 _MARKER_CYCLES = 1000
@@ -304,23 +304,28 @@ class CudaDevice(AcceleratorDevice):
     @contextmanager
     def watch(self) -> Iterator[list[Obstacle]]:
         found: list[Obstacle] = []
+        others: list[tuple[Any, ...]] = []
+
+        def note(message: Any, category: Any, filename: str, lineno: int, *_: Any) -> None:
+            text = str(message)
+            if "synchronizing CUDA operation" in text:
+                # The warning names the innermost line, which is in the modes that watch.
+                found.append(host_wait(users_line()))
+            elif "debug mode" not in text:
+                others.append((message, category, filename, lineno))
+
         before = torch.cuda.get_sync_debug_mode()
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings():
             warnings.simplefilter("always")
+            setattr(warnings, "showwarning", note)  # noqa: B010 - mypy knows its exact type
             torch.cuda.set_sync_debug_mode("warn")
             try:
                 with HostActivity(self, found):
                     yield found
             finally:
                 torch.cuda.set_sync_debug_mode(before)
-        for warning in caught:
-            text = str(warning.message)
-            if "synchronizing CUDA operation" in text:
-                found.append(host_wait(Site(warning.filename, warning.lineno)))
-            elif "debug mode" not in text:
-                warnings.warn_explicit(
-                    warning.message, warning.category, warning.filename, warning.lineno
-                )
+        for warning in others:
+            warnings.warn_explicit(*warning)
 
     @contextmanager
     def answering(self, query: CaptureQuery) -> Iterator[None]:

@@ -176,18 +176,16 @@ def _expression(frame: FrameType, fake: Device | None) -> Expression | None:
     value = _value(getattr(getattr(found.node, "func", None), "value", None), frame)
     if isinstance(value, torch.Tensor):
         source = _value(node.args[0], frame) if node.func.attr == "copy_" and node.args else value
-        return replace(
-            found, on_device=_is_on_device(value, fake), is_pinned=_is_pinned(source, fake)
-        )
+        return replace(found, on_device=_is_on_device(value), is_pinned=_is_pinned(source, fake))
     return found
 
 
-def _is_on_device(tensor: torch.Tensor, fake: Device | None) -> bool:
-    return fake.holds(tensor) if fake is not None else tensor.device.type not in ("cpu", "meta")
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return tensor.device.type not in ("cpu", "meta")
 
 
 def _is_pinned(source: object, fake: Device | None) -> bool:
-    if not isinstance(source, torch.Tensor) or _is_on_device(source, fake):
+    if not isinstance(source, torch.Tensor) or _is_on_device(source):
         return False
     return fake.is_pinned(source) if fake is not None else source.is_pinned()
 

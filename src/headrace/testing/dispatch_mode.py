@@ -3,6 +3,7 @@ tells the device what each reads, writes and allocates."""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,10 @@ from headrace.testing.operators import HigherOrderOperation, Operation, tensors
 if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
     from headrace.testing.streams import FakeStream
+
+
+# Operators that copy a tensor to the device that they name.
+_MOVES = (torch.ops.aten.to, torch.ops.aten._to_copy)
 
 
 class DispatchMode(TorchDispatchMode):
@@ -41,6 +46,15 @@ class DispatchMode(TorchDispatchMode):
         is_fake = FakeTensor in types  # a shape without memory, by which PyTorch plans ahead
         if types and not is_fake and any(map(operators.dispatches_itself, types)):
             return NotImplemented  # its own handler calls operators that come here
+        named = kwargs.get("device") if kwargs else None
+        if named is not None and not is_fake and func.overloadpacket in _MOVES:
+            here, there = self._holds(args[0]), self._device.is_named_by(named)
+            # C++ names the host for whatever it takes to be there. It is meant if a tensor is moved
+            # there that this one is a part of.
+            if there and not here:
+                return self._move_to(args[0], "to device", kwargs)
+            if here and not there and self._device.call.moving == "to host":
+                return self._move_to(args[0], "to host", kwargs)
         if operators.is_composite(func) and not operators.is_nested(args):
             # Autograd takes it apart before this mode sees it, but it is off in inference mode and
             # in the implementation of a custom operator.
@@ -48,6 +62,10 @@ class DispatchMode(TorchDispatchMode):
                 parts = func.decompose(*args, **(kwargs or {}))
             if parts is not NotImplemented:
                 return parts
+        if self._device.is_named_by(named):
+            with self._device.call.changed(named="device"):
+                kwargs = {**kwargs, "device": torch.device("cpu")}
+                return self.__torch_dispatch__(func, types, args, kwargs)
         if is_fake:
             return func(*args, **(kwargs or {}))
         operation = Operation(func, args, kwargs or {})
@@ -109,7 +127,8 @@ class DispatchMode(TorchDispatchMode):
             reads = device.checker.held(reads)
         if stream.tape is not None:
             stream.tape.before_operation(operation, writes)
-        result = operation.run()
+        with device.drawing() if operation.draws() else nullcontext():
+            result = operation.run()
         known = {memory_key(tensor) for tensor in inputs}
         outputs = tensors(result)
         keys = [memory_key(tensor) for tensor in outputs]
@@ -194,6 +213,14 @@ class DispatchMode(TorchDispatchMode):
             self._device_to_host(stream, into, source, non_blocking)
         else:
             device.operation(None, "aten::copy_", "host", reads=[source], writes=[into])
+
+    def _move_to(self, source: torch.Tensor, way: str, options: dict[str, Any]) -> Any:
+        """`.to(device=…)` in code that PyTorch runs inside a call: the function mode is off."""
+        kept = {name: options[name] for name in ("dtype", "memory_format") if options.get(name)}
+        non_blocking = bool(options.get("non_blocking"))
+        moving = self._device.call.changed(moving=way, non_blocking=non_blocking)
+        with torch._C.DisableTorchFunction(), moving:
+            return self._move(Operation(torch.ops.aten._to_copy.default, (source,), kept))
 
     def _move(self, operation: Operation) -> Any:
         """`.to(device)` and `.cpu()`: an allocation and a copy."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -81,6 +81,8 @@ class FakeDevice(host_threads.Hosts):
     captures = True
     #: What an error advises about a tensor that lies on the host.
     how_to_move = "move it with .to(device.torch_device), inside the `with device:` block"
+    #: Whether it has a random generator of its own. Otherwise its generator is the host's.
+    draws_apart = False
     #: The mode that makes this device's name work in PyTorch's calls.
     function_mode: type[FunctionMode] = FunctionMode
 
@@ -418,6 +420,10 @@ class FakeDevice(host_threads.Hosts):
             else:
                 yield
 
+    def drawing(self) -> AbstractContextManager[None]:
+        """Inside the block, PyTorch draws from the device's random generator."""
+        return nullcontext()
+
     def mark_pinned(self, tensor: torch.Tensor) -> None:
         with torch._C.DisableTorchFunction(), self.lock:
             self.checker.track(tensor, "pinned", self.host(), calling_site())
@@ -490,7 +496,7 @@ class FakeDevice(host_threads.Hosts):
 
     def replay(self, launches: Sequence[Launch], pool: torch.Tensor) -> None:
         """Put a graph's operations on the current stream, at the cost of one launch."""
-        actor, site = self.current_stream().actor, calling_site()
+        actor, site = self.current_stream().actor, users_line()
         with torch._C.DisableTorchFunction(), self.lock:
             self._pay_launch()
             self.launch(actor)
@@ -501,7 +507,7 @@ class FakeDevice(host_threads.Hosts):
 
     def replays_freed(self, tensor: torch.Tensor, launch: Launch) -> None:
         """Report that a graph is replayed whose input was freed."""
-        stream, site = self.current_stream(), calling_site()
+        stream, site = self.current_stream(), users_line()
         captured = Access(launch.site, "capture", launch.name, writes=False)
         replayed = Access(site, stream.name, "graph replay", writes=False, captured_at=launch.site)
         with torch._C.DisableTorchFunction(), self.lock:

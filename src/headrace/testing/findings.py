@@ -5,11 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from types import CodeType
 
-from headrace.source_lines import Site, short_path
+from headrace.source_lines import Site, is_user_code, short_path
 from headrace.testing.checker import Checker
 from headrace.testing.history import Picture
 from headrace.testing.races import Access, Race, without_generated
@@ -125,8 +125,10 @@ def _code_lines(access: Access) -> tuple[CodeLine, ...]:
         function = "" if code.co_name == "<module>" else code.co_name
         lines.append(CodeLine(site, function, source_line(site)))
     if not lines or lines[0].site != access.site:
-        captured = access.captured_at is not None and lines
-        lines = [CodeLine(access.site, "", source_line(access.site)), *(lines if captured else [])]
+        captured = [] if access.captured_at is None else lines
+        # Of a graph that Headrace captured, without the way from there to the step.
+        captured = list(takewhile(lambda line: is_user_code(line.site.file), captured)) or captured
+        lines = [CodeLine(access.site, "", source_line(access.site)), *captured]
     if access.forward_site is not None:
         forward = CodeLine(access.forward_site, "", source_line(access.forward_site), "backward of")
         lines.insert(1, forward)

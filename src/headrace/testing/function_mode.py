@@ -1,6 +1,6 @@
 """The mode above autograd: it sees calls as the user wrote them.
 
-It makes `device=`, `.to()`, `.cpu()`, `.device` and pinning work for a device that PyTorch does not
+It makes `device=`, `.to()`, `.cpu()` and pinning work for a device that PyTorch does not
 know, and stores in each new autograd node the stream it was made on.
 """
 
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
     from headrace.testing.fake import FakeDevice
     from headrace.testing.graphs import Tape
 
-_DEVICE_PROPERTY = torch.Tensor.__dict__.get("device") or torch._C.TensorBase.device
+_DEVICE: Any = torch._C.TensorBase.device
 #: Properties that start no operation and make no autograd node: nothing to follow.
 _PLAIN_PROPERTIES = frozenset(
     getattr(torch.Tensor, name)
     for name in ("shape", "dtype", "ndim", "grad", "requires_grad", "is_leaf", "layout", "grad_fn")
-)
+) | {_DEVICE}
 #: Functions that may return a tensor of an array's own memory.
 _SHARING = frozenset(("as_tensor", "asarray"))
 _OWN_FRAMES = (str(HEADRACE / "testing") + os.sep, str(TORCH / "overrides.py"))
@@ -104,8 +104,6 @@ class FunctionMode(TorchFunctionMode):
         if tensor is not None:
             if name == "__get__":
                 read = getattr(func, "__self__", None)
-                if read is _DEVICE_PROPERTY:
-                    return device.torch_device if device.holds(tensor) else func(*args)
                 if read in _PLAIN_PROPERTIES:
                     return func(*args)
             special = _TENSOR_METHODS.get(name)
@@ -455,6 +453,27 @@ _TENSOR_METHODS: dict[str, Callable[..., Any]] = {
 }
 
 
+# --- where a tensor is ----------------------------------------------------------------------------
+
+
+def holder(tensor: torch.Tensor) -> FakeDevice | None:
+    """The fake device that a tensor lies on."""
+    return next((device for device in patches.devices if device.holds(tensor)), None)
+
+
+def _device(tensor: torch.Tensor) -> torch.device:
+    """Replaces the property of tensors. PyTorch turns modes off inside each call: code that runs
+    there, as in a `TorchDispatchMode`, has to see the same device as the user."""
+    device = holder(tensor)
+    if device is not None:
+        return device.torch_device
+    real: torch.device = _DEVICE.__get__(tensor)
+    return real
+
+
+patches.patch(torch.Tensor, "device", property(_device))
+
+
 # --- devices as arguments -------------------------------------------------------------------------
 
 
@@ -463,14 +482,9 @@ def _grouped(lists: Any, *args: Any) -> Any:
     code that asks moves other tensors there."""
     groups = patches.originals[_GROUPING](lists, *args)
     return {
-        (_device_of(columns[0][0], device), dtype): (columns, places)
-        for (device, dtype), (columns, places) in groups.items()
+        (columns[0][0].device, dtype): (columns, places)
+        for (_, dtype), (columns, places) in groups.items()
     }
-
-
-def _device_of(tensor: Any, otherwise: torch.device) -> torch.device:
-    holding = (one.torch_device for one in patches.devices if one.holds(tensor))
-    return next(holding, otherwise)
 
 
 patches.patch(torch._C, _GROUPING, _grouped)
@@ -480,7 +494,7 @@ def _parse_to(device: FakeDevice, args: Any, kwargs: Any) -> tuple[Any, Any, boo
     """Target, dtype, non_blocking and memory format of a call of `.to(…)`."""
     other = args[0] if args else kwargs.get("other")
     if isinstance(other, torch.Tensor):
-        target = device.torch_device if device.holds(other) else other.device
+        target = other.device
         non_blocking = args[1] if len(args) > 1 else kwargs.get("non_blocking")
         return target, other.dtype, bool(non_blocking), None
     kwargs = {key: value for key, value in kwargs.items() if key != "copy"}

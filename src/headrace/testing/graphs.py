@@ -302,8 +302,9 @@ class FakeGraph(Graph):
         for tensor, launch in tape.freed_inputs():
             tape.device.replays_freed(tensor, launch)
         with unobserved():
-            for step in tape.arithmetic:
-                step.run()
+            with tape.device.drawing():
+                for step in tape.arithmetic:
+                    step.run()
             tape.overwrite_shared()
         tape.device.replay(tape.launches, tape.pool.memory)
 
@@ -337,7 +338,8 @@ def capture(device: FakeDevice, work: Callable[[], Result], pool: object) -> tup
 @contextmanager
 def watch(device: FakeDevice) -> Iterator[list[Obstacle]]:
     found: list[Obstacle] = []
-    with noting_host_draws(found, with_torch=False), device.call.changed(obstacles=found):
+    draws = noting_host_draws(found, with_torch=device.draws_apart)
+    with draws, device.call.changed(obstacles=found):
         yield found
 
 

@@ -309,6 +309,9 @@ class HigherOrderOperation(Operation):
         given = (self.args, self.kwargs)
         return tensors((given, [_captured(function) for function in _functions(given)]))
 
+    def draws(self) -> bool:
+        return True  # its functions may
+
     def reads_and_writes(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         return self.inputs(), []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, Literal
 
@@ -12,16 +14,20 @@ from headrace.source_lines import Site
 from headrace.testing.costs import Costs
 from headrace.testing.cuda import state
 from headrace.testing.cuda.fixes import missing_call
+from headrace.testing.cuda.random import CudaGenerator, drawing_from
 from headrace.testing.cuda.tensors import CudaFunctionMode
 from headrace.testing.fake import FakeDevice
 from headrace.testing.races import calling_site
 from headrace.testing.streams import FakeStream
+
+_SYNCHRONIZES = "called a synchronizing CUDA operation"
 
 
 class FakeCuda(FakeDevice):
     """The device of a `fake_cuda()` block: `cuda:0` for every call of PyTorch's."""
 
     how_to_move = "move it with .cuda(), inside the fake_cuda() block"
+    draws_apart = True
     function_mode = CudaFunctionMode
 
     def __init__(
@@ -47,6 +53,11 @@ class FakeCuda(FakeDevice):
         self.made_at: dict[FakeStream, Site] = {}
         self._names = Counter(["default"])
         self.checker.missing_call = partial(missing_call, self)
+        #: What `torch.cuda.set_sync_debug_mode` has set: 0, or 1 to warn and 2 to raise.
+        self.sync_debug_mode = 0
+        #: The device's default generator. On a GPU it has the seed that the host's was given, too.
+        self.generator = CudaGenerator()
+        self.generator.manual_seed(torch.initial_seed())
 
     @staticmethod
     def in_use() -> FakeCuda | None:
@@ -97,6 +108,23 @@ class FakeCuda(FakeDevice):
             return False
         state.check_index(named)
         return True
+
+    def hidden_wait(self, stream: FakeStream, operation: str, *, orders: bool = True) -> None:
+        if self.sync_debug_mode and orders and not self.call.checking_values:
+            if self.sync_debug_mode == 2:
+                raise RuntimeError(_SYNCHRONIZES)
+            site = calling_site()
+            warnings.warn_explicit(_SYNCHRONIZES, UserWarning, site.file, site.line)
+        super().hidden_wait(stream, operation, orders=orders)
+
+    def drawing(self) -> AbstractContextManager[None]:
+        return drawing_from(self.generator)
+
+    def random_state(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_random_state(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
 
     def description(self) -> str:
         return "a fake CUDA device on CPU tensors"

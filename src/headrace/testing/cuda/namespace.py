@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import FunctionType
 from typing import Any, ClassVar
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from headrace.testing.cuda import state
 from headrace.testing.cuda.legacy import legacy_types, set_default_tensor_type
-from headrace.testing.cuda.random import DefaultGenerator, Generator
+from headrace.testing.cuda.random import Generator
 from headrace.testing.cuda.replacing import Replacement
 from headrace.testing.cuda.streams import (
     CudaEvent,
@@ -29,6 +30,7 @@ from headrace.testing.cuda.streams import (
     Stream,
     stream_of,
 )
+from headrace.testing.cuda.tensors import is_cpu, is_cuda
 from headrace.testing.raw_memory import unobserved
 
 _CYCLES_PER_MS = 1_000_000
@@ -158,8 +160,8 @@ def _devices() -> Iterator[Replacement]:
         _maybe_exchange_device=_exchange_device,
         ipc_collect=_returning(None),
         can_device_access_peer=_returning(False),
-        set_sync_debug_mode=_returning(None),
-        get_sync_debug_mode=_returning(0),
+        set_sync_debug_mode=_set_sync_debug_mode,
+        get_sync_debug_mode=lambda: state.device().sync_debug_mode,
     )
     yield from _all(
         cuda,
@@ -183,6 +185,16 @@ def _devices() -> Iterator[Replacement]:
     yield from _all(
         torch.distributed, "NCCL needs GPUs", init_process_group=_without_nccl("init_process_group")
     )
+
+
+def _set_sync_debug_mode(debug_mode: int | str) -> None:
+    names = ["default", "warn", "error"]
+    if debug_mode not in (*names, *range(len(names))):
+        raise RuntimeError(
+            "invalid value of debug_mode, expected one of `default`, `warn`, `error`"
+        )
+    mode = names.index(debug_mode) if isinstance(debug_mode, str) else debug_mode
+    state.device().sync_debug_mode = mode
 
 
 def _exchange_device(index: int) -> int:
@@ -319,6 +331,8 @@ def _limit_memory(fraction: float, device: Any = None) -> None:
 
 
 def _tensors_and_storages() -> Iterator[Replacement]:
+    for name, read in {"is_cuda": is_cuda, "is_cpu": is_cpu}.items():
+        yield Replacement(torch.Tensor, name, property(read), "C++ takes all for the host's")
     yield Replacement(
         torch.Tensor,
         "record_stream",
@@ -343,8 +357,30 @@ def _tensors_and_storages() -> Iterator[Replacement]:
     why = "PyTorch's own need a CUDA device"
     yield from _all(torch.cuda, why, **legacy_types(vars(torch.cuda)))
     yield from _all(torch, why, set_default_tensor_type=set_default_tensor_type)
+    yield Replacement(
+        FakeTensor,
+        "__new__",
+        staticmethod(_planned(vars(FakeTensor)["__new__"].__func__)),
+        "C++ ends the process if a shape without memory is on cuda",
+    )
     base = torch.storage._StorageBase
     yield Replacement(base, "to", _storage_to(copy_of(base.to)), "torch.load(map_location='cuda')")
+
+
+def _planned(original: Callable[..., Any]) -> Callable[..., Any]:
+    """PyTorch plans ahead with tensors without memory: let it plan for the CPU, which computes."""
+
+    def make(*args: Any, **kwargs: Any) -> Any:
+        named = {name: _where_it_computes(value) for name, value in kwargs.items()}
+        return original(*map(_where_it_computes, args), **named)
+
+    return make
+
+
+def _where_it_computes(value: Any) -> Any:
+    if isinstance(value, str | torch.device) and torch.device(value).type == "cuda":
+        return torch.device("cpu")
+    return value
 
 
 def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
@@ -392,8 +428,18 @@ def _storage_to(original: Callable[..., Any]) -> Callable[..., Any]:
 def _random() -> Iterator[Replacement]:
     yield Replacement(torch, "Generator", Generator, "PyTorch cannot make one on cuda")
     yield Replacement(
-        torch.cuda, "default_generators", (DefaultGenerator(),), "seeds and random states"
+        torch.cuda, "default_generators", _DefaultGenerators(), "seeds and random states"
     )
+
+
+class _DefaultGenerators(Sequence[torch.Generator]):
+    """`torch.cuda.default_generators`: one for each device."""
+
+    def __len__(self) -> int:
+        return 1
+
+    def __getitem__(self, index: Any) -> Any:
+        return (state.device().generator,)[index]
 
 
 # --- autocast -------------------------------------------------------------------------------------
@@ -546,6 +592,10 @@ def _driver() -> Iterator[Replacement]:
         "_cuda_synchronize": synchronize,
         "_cuda_isCurrentStreamCapturing": lambda: state.device().current_stream().tape is not None,
         "_cuda_isInBadFork": state.in_forked_child,
+        "_cuda_clearCublasWorkspaces": lambda: None,
+        # After a capture that failed. Its memory is gone then.
+        "_cuda_endAllocateToPool": lambda index, pool: None,
+        "_cuda_releasePool": lambda index, pool: None,
         "_nccl_version": lambda: (2 << 32) + (28 << 16),
         "_nccl_version_suffix": lambda: b"",
         "_scatter": _scatter,

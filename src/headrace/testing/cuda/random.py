@@ -1,11 +1,13 @@
 """Random generators of the fake CUDA device.
 
-Its default generator is the host's: PyTorch computes on CPU tensors. So `torch.cuda.manual_seed`
-also seeds the host, and a state of `torch.cuda.get_rng_state` is one of the host's generator.
+They are of the host's kind, since PyTorch computes on CPU tensors, but not the host's: as on a GPU,
+what the device draws does not move the host's generator on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -24,57 +26,54 @@ class _AnyGenerator(type):
         if named.type != "cuda":
             return _RealGenerator(named)
         state.check_index(named)
-        return _CudaGenerator()
+        return CudaGenerator()
 
 
 class Generator(metaclass=_AnyGenerator):
     """Replaces `torch.Generator`: `Generator("cuda")` is a generator that says it is on cuda."""
 
 
-class _CudaGenerator(_RealGenerator):
+class CudaGenerator(_RealGenerator):
+    """A generator of the host's kind that says it is on cuda."""
+
     @property
     def device(self) -> torch.device:  # type: ignore[override]
         return torch.device("cuda", 0)
 
     def clone_state(self) -> Any:
-        other = _CudaGenerator()
+        other = CudaGenerator()
         other.set_state(self.get_state())
         return other
+
+    def graphsafe_get_state(self) -> Any:
+        return self.clone_state()
+
+    def graphsafe_set_state(self, state: torch.Generator) -> Any:
+        self.set_state(state.get_state())
+        return self
+
+    def get_offset(self) -> int:
+        raise state.not_imitated("Generator.get_offset()")
+
+    def set_offset(self, offset: int) -> Any:
+        raise state.not_imitated("Generator.set_offset()")
 
     def __reduce__(self) -> Any:
         raise TypeError("a generator on cuda cannot be pickled")
 
 
-class DefaultGenerator(_CudaGenerator):
-    """`torch.cuda.default_generators[0]`."""
-
-    def get_state(self) -> torch.Tensor:
-        return torch.default_generator.get_state()
-
-    def set_state(self, new_state: torch.Tensor) -> DefaultGenerator:
-        torch.default_generator.set_state(new_state)
-        return self
-
-    def manual_seed(self, seed: int) -> DefaultGenerator:
-        torch.default_generator.manual_seed(seed)
-        return self
-
-    def seed(self) -> int:
-        return torch.default_generator.seed()
-
-    def initial_seed(self) -> int:
-        return torch.default_generator.initial_seed()
-
-    def get_offset(self) -> int:
-        raise state.not_imitated("Generator.get_offset()")
-
-    def set_offset(self, offset: int) -> DefaultGenerator:
-        raise state.not_imitated("Generator.set_offset()")
-
-
 def is_cuda_generator(generator: object) -> bool:
-    return isinstance(generator, _CudaGenerator)
+    return isinstance(generator, CudaGenerator)
 
 
-def is_default_generator(generator: object) -> bool:
-    return isinstance(generator, DefaultGenerator)
+@contextmanager
+def drawing_from(generator: torch.Generator) -> Iterator[None]:
+    """Draw from a generator where PyTorch draws from the host's default one."""
+    host = torch.default_generator
+    before = host.get_state()
+    host.set_state(generator.get_state())
+    try:
+        yield
+    finally:
+        generator.set_state(host.get_state())
+        host.set_state(before)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -9,18 +10,26 @@ import torch
 from torch.utils import _device as default_device
 
 from headrace.testing.cuda import state
-from headrace.testing.cuda.random import is_cuda_generator, is_default_generator
-from headrace.testing.function_mode import FunctionMode
+from headrace.testing.cuda.random import is_cuda_generator
+from headrace.testing.function_mode import FunctionMode, holder
 
 if TYPE_CHECKING:
     from headrace.testing.cuda.device import FakeCuda
 
 
-def _property(name: str) -> Any:
-    return torch.Tensor.__dict__.get(name) or getattr(torch._C.TensorBase, name)
+_IS_CUDA: Any = torch._C.TensorBase.is_cuda
+_IS_CPU: Any = torch._C.TensorBase.is_cpu
+_ARRAY: Any = vars(torch.Tensor)["__cuda_array_interface__"]
 
 
-_IS_CUDA, _IS_CPU, _ARRAY = map(_property, ("is_cuda", "is_cpu", "__cuda_array_interface__"))
+def is_cuda(tensor: torch.Tensor) -> bool:
+    """The property of tensors, inside a mode as outside."""
+    return holder(tensor) is not None or bool(_IS_CUDA.__get__(tensor))
+
+
+def is_cpu(tensor: torch.Tensor) -> bool:
+    """The property of tensors, inside a mode as outside."""
+    return holder(tensor) is None and bool(_IS_CPU.__get__(tensor))
 
 
 class CudaFunctionMode(FunctionMode):
@@ -41,8 +50,6 @@ class CudaFunctionMode(FunctionMode):
             name = getattr(func, "__name__", "")
             if name == "__get__":
                 read = getattr(func, "__self__", None)
-                if read is _IS_CUDA or read is _IS_CPU:
-                    return device.holds(tensor) if read is _IS_CUDA else not device.holds(tensor)
                 if read is _ARRAY and device.holds(tensor):
                     raise state.not_imitated("__cuda_array_interface__ (CuPy, Numba)")
             rewrite = _METHODS.get(name)
@@ -59,6 +66,10 @@ class CudaFunctionMode(FunctionMode):
             args = (torch.device("cuda", args[0]), *args[1:])
         if kwargs.get("generator") is not None:
             kwargs = {**kwargs, "generator": _checked_generator(device, tensor, kwargs)}
+        rate = kwargs.get("lr")
+        if isinstance(rate, float) and getattr(func, "__name__", "").startswith("_fused_"):
+            # CUDA's fused optimizers compute with this precision, those of the CPU with another.
+            kwargs = {**kwargs, "lr": ctypes.c_float(rate).value}
         if isinstance(kwargs.get("device"), int):
             kwargs = {**kwargs, "device": torch.device("cuda", kwargs["device"])}
         try:
@@ -96,7 +107,7 @@ def _checked_generator(device: FakeCuda, tensor: torch.Tensor | None, kwargs: An
     )
     if expected != found:
         raise RuntimeError(f"Expected a '{expected}' device type for generator but found '{found}'")
-    return None if is_default_generator(generator) else generator
+    return None if generator is device.generator else generator
 
 
 # --- methods that are rewritten: to another function and other arguments --------------------------
