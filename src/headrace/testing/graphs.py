@@ -42,7 +42,7 @@ class GraphPool:
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
         with unobserved():
-            self.memory = torch.zeros(1, dtype=torch.uint8)
+            self.memory = torch.zeros(1, dtype=torch.uint8, device="cpu")
             with device.lock:
                 device.checker.track(self.memory, "pool", device.host(), calling_site())
 
@@ -360,7 +360,7 @@ def wait(stream: FakeStream, mark: Mark | None) -> bool:
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     """The whole storage of a tensor as bytes."""
-    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(tensor.untyped_storage())
 
 
 @contextmanager
