@@ -1,4 +1,5 @@
-"""No cycles between files, one file names `torch.cuda`, and no host wait hides outside the seam.
+"""No cycles between files, one file names `torch.cuda`, no host wait hides outside the seam,
+and tensors name their device.
 
 The order of the rooms and their faces are import-linter's (pyproject.toml, `make check`). Files,
 classes and methods that CONTRIBUTING.md names are there.
@@ -11,6 +12,7 @@ import re
 from pathlib import Path
 
 import pytest
+from torch.utils._device import _device_constructors
 
 import headrace
 from support.paths import ROOT
@@ -106,6 +108,19 @@ def test_host_waits_only_in_the_seam_and_the_ledger() -> None:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             waits = isinstance(node, ast.Call) and is_host_wait(node)
             assert not waits, f"{path}:{node.lineno}: {ast.unparse(node)}"
+
+
+def test_what_is_made_names_its_device() -> None:
+    """Else it is made on the default device, which may be a GPU (`torch.set_default_device`)."""
+    makers = {maker.__name__ for maker in _device_constructors()} | {"Generator"}
+    for _, path in modules():
+        if path.name == "model.py":  # a model is made on the default device, as any module is
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+                makes = ast.unparse(node.func.value) == "torch" and node.func.attr in makers
+                named = {keyword.arg for keyword in node.keywords} & {"device", None}
+                assert named or not makes, f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
 @pytest.mark.parametrize(

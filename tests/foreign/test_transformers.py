@@ -171,6 +171,25 @@ class TestModels:
         assert engine.graphs.why is None
         assert engine.graphs.replays == 3
 
+    def test_gradient_checkpointing_as_a_graph(self) -> None:
+        """Its hook is refused; the advice is to remove it, and that is enough."""
+        batch = {"input_ids": torch.full((2, 6), 7), "labels": torch.tensor([0, 1])}
+        with FakeDevice() as device:
+            model = bert().to(device.torch_device).train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+            model.gradient_checkpointing_enable(
+                {"use_reentrant": False, "preserve_rng_state": False}
+            )
+            reports = []
+            for _ in range(2):
+                engine = hr.Engine(model, optimizer, their_loss, plan="graph", device=device)
+                engine.epoch([batch] * 5)
+                reports.append(engine.graphs)
+                model.disable_input_require_grads()
+        refused, captured = reports
+        assert "call model.disable_input_require_grads()" in str(refused.why)
+        assert (captured.why, captured.captures) == (None, 1)
+
 
 class TestSchedules:
     """`get_scheduler` gives PyTorch's, and a few that follow a metric."""

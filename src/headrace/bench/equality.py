@@ -104,7 +104,7 @@ def _differences(
         usual = rms * one.numel() ** 0.5 if one.is_floating_point() else 0.0
         size = torch.clamp(norms[name], min=usual).clamp(min=1e-12)
         figures.append(torch.linalg.vector_norm(apart) / size)
-    on_host = torch.empty(1, len(figures), dtype=torch.float64)
+    on_host = torch.empty(1, len(figures), dtype=torch.float64, device="cpu")
     with device.ledger.waiting("bench"):
         on_host[0].copy_(torch.stack(figures))
     device.synchronize("bench")

@@ -133,7 +133,7 @@ class _PeerTrainable(abc.ABC):
 
     def _read(self, losses: list[torch.Tensor]) -> tuple[float, ...]:
         stacked = torch.stack([loss.float() for loss in losses])
-        on_host = torch.empty(stacked.shape, dtype=stacked.dtype)
+        on_host = torch.empty(stacked.shape, dtype=stacked.dtype, device="cpu")
         with self._device.ledger.waiting("bench"):
             on_host.copy_(stacked)
         self._device.synchronize("bench")

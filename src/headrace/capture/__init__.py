@@ -14,7 +14,7 @@ from headrace.capture.capturable_optimizer import CapturableOptimizer, scales_on
 from headrace.capture.learning_rates import LearningRates
 from headrace.capture.memory import StateBeforeCapture, StateMemory
 from headrace.capture.nested import map_tensors, parts_of
-from headrace.capture.obstacles import state_obstacle
+from headrace.capture.obstacles import fused_or, state_obstacle
 from headrace.capture.python_state import PythonState
 from headrace.capture.report import (
     GraphReport,
@@ -49,6 +49,7 @@ __all__ = [
     "Storage",
     "describe_failure",
     "describe_own_graphs",
+    "fused_or",
     "join_reasons",
     "log_rounding",
     "map_tensors",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
@@ -54,7 +55,7 @@ class CapturableOptimizer:
             return None
         remedy = (
             "fused=True would make them equal"
-            if all("fused" in group for group in self._optimizer.param_groups)
+            if can_be_fused(self._optimizer)
             else "made with capturable=True and lr as a tensor on the device, it computes the same "
             "bits without graphs"
         )
@@ -75,6 +76,11 @@ class CapturableOptimizer:
             group["capturable"] = False
         for state, name, value in self._counts:
             state[name] = value
+
+
+def can_be_fused(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether the optimizer can be made with fused=True."""
+    return "fused" in inspect.signature(type(optimizer)).parameters
 
 
 def takes_rates_as_tensors(optimizer: torch.optim.Optimizer) -> bool:

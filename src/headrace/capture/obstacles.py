@@ -15,9 +15,10 @@ import torch
 from torch.autograd.graph import get_gradient_edge
 from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
+from torch.nn.utils import parametrizations
 from torch.optim import optimizer as torch_optimizer
 
-from headrace.capture.capturable_optimizer import scales_on_device
+from headrace.capture.capturable_optimizer import can_be_fused, scales_on_device
 from headrace.capture.state import StepState
 
 _MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -38,14 +39,15 @@ def state_obstacle(state: StepState) -> str | None:
         for group in optimizer.param_groups:
             known = "capturable" in group or group.get("fused") or name == "SGD"
             if not known:
+                other = "use SGD or an optimizer that has a `capturable` setting"
                 return (
-                    f"{name} may count its steps on the host, which no graph can repeat: make the "
-                    "optimizer with fused=True, or use SGD or one that has a `capturable` setting"
+                    f"{name} may count its steps on the host, which no graph can repeat: "
+                    f"{fused_or(other, optimizer)}"
                 )
         if state.scalers and not scales_on_device(optimizer):
             return (
                 f"with fp16 and {name} the host reads back after every step whether a gradient "
-                "was infinite: make the optimizer with fused=True, or use bf16"
+                f"was infinite: {fused_or('use bf16', optimizer)}"
             )
     if (sparse := _sparse_part(state)) is not None:
         return (
@@ -53,12 +55,24 @@ def state_obstacle(state: StepState) -> str | None:
             "use a dense one"
         )
     for owner, hook in _hooks(state):
+        if (newer := _parametrization_instead_of(hook)) is not None:
+            return (
+                f"torch.nn.utils.{newer} makes a new weight {owner} in each forward, and a graph "
+                f"would keep reading an old one: use torch.nn.utils.parametrizations.{newer}"
+            )
         if not _is_repeated(hook):
             return (
-                f"a hook {owner} would not run in a replay ({_describe_hook(hook)}): remove it, or "
-                "do its work in the model"
+                f"a hook {owner} would not run in a replay ({_describe_hook(hook)}): "
+                f"{_instead_of_hook(hook)}"
             )
     return None
+
+
+def fused_or(other: str, optimizer: torch.optim.Optimizer) -> str:
+    """Advice for an optimizer that is not fused: make it so if its class can, or `other`."""
+    if can_be_fused(optimizer):
+        return f"make the optimizer with fused=True, or {other}"
+    return f"{type(optimizer).__name__} has no fused=True, so {other}"
 
 
 def _sparse_part(state: StepState) -> str | None:
@@ -127,6 +141,23 @@ def _is_repeated(hook: Callable[..., Any]) -> bool:
     module = getattr(_function(hook), "__module__", None) or type(hook).__module__
     is_own = module.partition(".")[0] in ("torch", __name__.partition(".")[0])
     return is_own and module != "torch.autograd.graph"
+
+
+def _parametrization_instead_of(hook: Callable[..., Any]) -> str | None:
+    """The name of the parametrization that has replaced a hook of PyTorch's, such as `weight_norm`.
+    The hook assigns the weight anew before each forward; the parametrization computes it in it."""
+    package, _, name = type(hook).__module__.rpartition(".")
+    is_older = package == "torch.nn.utils" and hasattr(parametrizations, name)
+    return name if is_older else None
+
+
+def _instead_of_hook(hook: Callable[..., Any]) -> str:
+    if "enable_input_require_grads" in getattr(_function(hook), "__qualname__", ""):
+        return (
+            "call model.disable_input_require_grads() after gradient_checkpointing_enable(); only "
+            "reentrant checkpoints of a frozen model need the hook"
+        )
+    return "remove it, or do its work in the model"
 
 
 def _describe_hook(hook: Callable[..., Any]) -> str:

@@ -169,7 +169,10 @@ class PadToBuckets:
 
     def __call__(self, samples: Sequence[Any]) -> torch.Tensor | tuple[torch.Tensor, ...]:
         sides = len(self.buckets.edges[0])
-        rows = [[torch.as_tensor(ids) for ids in ((s,) if sides == 1 else s)] for s in samples]
+        rows = [
+            [torch.as_tensor(ids, device="cpu") for ids in ((s,) if sides == 1 else s)]
+            for s in samples
+        ]
         for index, row in enumerate(rows):
             shapes = [tuple(ids.shape) for ids in row]
             if len(row) != sides or any(len(shape) != 1 for shape in shapes):
@@ -182,8 +185,8 @@ class PadToBuckets:
         padded = []
         for side, edge in enumerate(self.buckets.edges[bucket]):
             ids = torch.cat([row[side] for row in rows])
-            real = torch.arange(edge) < torch.from_numpy(lengths[:, side, None])
-            full = torch.full(real.shape, self.pad, dtype=ids.dtype)
+            real = torch.arange(edge, device="cpu") < torch.from_numpy(lengths[:, side, None])
+            full = torch.full(real.shape, self.pad, dtype=ids.dtype, device="cpu")
             padded.append(full.masked_scatter_(real, ids))
         return padded[0] if sides == 1 else tuple(padded)
 

@@ -144,9 +144,13 @@ def drawing_from(states: dict[str, Any]) -> Iterator[None]:
 
 
 def generator_states(generators: list[torch.Generator]) -> list[dict[str, Any]]:
-    """The state of each generator, and the seed it began with."""
+    """The state of each generator, its device, and the seed it began with."""
     return [
-        {"seed": generator.initial_seed(), "state": generator.get_state()}
+        {
+            "seed": generator.initial_seed(),
+            "state": generator.get_state(),
+            "device": generator.device.type,
+        }
         for generator in generators
     ]
 

@@ -203,7 +203,7 @@ class AcceleratorDevice(Device):
             stream.raw.synchronize()
 
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True, device="cpu")
 
     def _raw_event(self, timing: bool) -> Any:
         return self._module.Event(enable_timing=timing)

@@ -114,4 +114,4 @@ class CpuDevice(Device):
 
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
         # Ordinary memory: pinning needs an accelerator, and here every copy blocks anyway.
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")

@@ -6,7 +6,8 @@ import pickle
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from headrace.device.graph import Obstacle, host_copy, host_draw, torch_draw
-from headrace.source_lines import users_line
+from headrace.source_lines import Site, users_line
 
 if TYPE_CHECKING:
     from headrace.device.base import Device
@@ -63,28 +64,73 @@ class HostActivity(TorchDispatchMode):
 
 @contextmanager
 def noting_host_draws(found: list[Obstacle], *, with_torch: bool = True) -> Iterator[None]:
-    """Append to `found` from which of the host's random generators the block draws. `with_torch`
-    is False where PyTorch's CPU generator is the device's."""
-    generators: dict[Obstacle, Callable[[], Any]] = {
-        host_draw("the random module"): random.getstate,
-        host_draw("numpy.random"): _numpy_state,
-    }
-    if with_torch:
-        generators[torch_draw()] = _torch_state
-    before = {draw: state() for draw, state in generators.items()}
-    yield
-    known = {obstacle.what for obstacle in found}  # with their lines
-    drawn = [draw for draw, state in generators.items() if state() != before[draw]]
+    """Append to `found` from which of the host's random generators the block draws, and the line of
+    the first draw, if it is known. `with_torch` is False where PyTorch's CPU generator is the
+    device's."""
+    states: list[tuple[Callable[[], Any], Callable[[], Obstacle]]] = []
+    with ExitStack() as stack:
+        for name, module, owner, state in _generators():
+            sites = stack.enter_context(_noting_calls(module, owner))
+            states.append((state, partial(_draw_from, name, sites)))
+        if with_torch:
+            states.append((_torch_state, torch_draw))
+        before = [state() for state, _ in states]
+        yield
+        known = {obstacle.what for obstacle in found}  # with their lines
+        after = [state() for state, _ in states]
+    drawn = [
+        draw() for (_, draw), one, other in zip(states, before, after, strict=True) if one != other
+    ]
     found += [draw for draw in drawn if draw.what not in known]
+
+
+def _generators() -> Iterator[tuple[str, Any, object, Callable[[], Any]]]:
+    """The host's global generators: name, module, the object whose methods are the module's
+    functions, and what reads the state."""
+    python: Any = random
+    yield "the random module", python, python._inst, python._inst.getstate
+    numpy: Any = sys.modules.get("numpy.random")
+    if numpy is not None:
+        owner = numpy.mtrand._rand
+        yield "numpy.random", numpy, owner, partial(_numpy_state, owner)
+
+
+@contextmanager
+def _noting_calls(module: Any, owner: object) -> Iterator[list[Site]]:
+    """The user's lines that call functions of `module` that are methods of `owner`. Calls of a
+    function that was imported by its name are not noted."""
+    sites: list[Site] = []
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            sites.append(users_line())
+            return function(*args, **kwargs)
+
+        return call
+
+    functions = {
+        name: value
+        for name, value in vars(module).items()
+        if getattr(value, "__self__", None) is owner and name not in ("getstate", "get_state")
+    }
+    vars(module).update({name: noting(function) for name, function in functions.items()})
+    try:
+        yield sites
+    finally:
+        vars(module).update(functions)
+
+
+def _draw_from(name: str, sites: list[Site]) -> Obstacle:
+    return host_draw(name, sites[0] if sites else None)
 
 
 def _all_on_host(result: Any) -> bool:
     return all(one.is_cpu for one in tree_iter(result) if isinstance(one, torch.Tensor))
 
 
-def _numpy_state() -> bytes:
-    numpy: Any = sys.modules.get("numpy")
-    return b"" if numpy is None else pickle.dumps(numpy.random.get_state(legacy=False))
+def _numpy_state(generator: Any) -> bytes:
+    return pickle.dumps(generator.get_state(legacy=False))
 
 
 def _torch_state() -> bytes:

@@ -37,6 +37,7 @@ from headrace.diagnosis.steps import (
 from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
+from headrace.engine import can_be_fused
 from headrace.errors import ProgramError
 from headrace.parallel import is_launched
 from headrace.runs.records import LineRecord
@@ -515,14 +516,13 @@ class Session:
             if not isinstance(optimizer, torch.optim.Optimizer):
                 continue
             name = type(optimizer).__name__
-            can_fuse = name in ("Adam", "AdamW", "SGD", "Adagrad")
             on_device = any(
                 weight.device.type == "cuda"
                 for group in optimizer.param_groups
                 for weight in group["params"][:1]
             )
             is_fused = all(group.get("fused") for group in optimizer.param_groups)
-            if can_fuse and on_device and not is_fused:
+            if on_device and not is_fused and can_be_fused(optimizer):
                 self.seen.note(f"{name} is not fused: pass fused=True for fewer launches")
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from headrace.capture import state_obstacle
+from headrace.capture import fused_or, state_obstacle
 from headrace.engine.step import StepParts
 
 
@@ -10,9 +10,10 @@ def capture_obstacle(parts: StepParts) -> str | None:
     """Why the engine's step cannot be captured and what to do; None if nothing prevents it."""
     obstacle = _distributed_obstacle(parts) or state_obstacle(parts.state)
     if obstacle is None and parts.update.guard is not None and not parts.update.scales_on_device:
+        other = "use on_nonfinite='report' or 'stop'"
         return (
             f"with on_nonfinite and {type(parts.optimizer).__name__} the host reads back before "
-            "every update whether to leave it out: make the optimizer with fused=True"
+            f"every update whether to leave it out: {fused_or(other, parts.optimizer)}"
         )
     return obstacle
 

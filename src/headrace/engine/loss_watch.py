@@ -218,7 +218,7 @@ def _refuse_scaled(
     for site, scaler, scaled in calls.scaled:
         if loss is None:
             continue
-        slope = torch.ones(()) if scaled is loss else _slope(loss, scaled)
+        slope = torch.ones((), device="cpu") if scaled is loss else _slope(loss, scaled)
         if slope is None:
             continue
         with device.ledger.waiting("grad_scaler"):

@@ -40,7 +40,7 @@ def measure_speed(device: Device) -> DeviceSpeed:
     buffer = device.pinned.take(_COPY_BYTES)
     pinned = buffer.view((_COPY_BYTES,), torch.uint8)
     pinned.fill_(1)
-    pageable = torch.ones(_COPY_BYTES, dtype=torch.uint8)
+    pageable = torch.ones(_COPY_BYTES, dtype=torch.uint8, device="cpu")
     on_device = device.empty((_COPY_BYTES,), torch.uint8)
     to_device = _median_ms(device, lambda: device.copy(on_device, pinned))
     to_host = _median_ms(device, lambda: device.copy(pinned, on_device))

@@ -332,7 +332,7 @@ class FakeDevice(host_threads.Hosts):
 
     def _allocate_pinned(self, nbytes: int) -> torch.Tensor:
         with torch._C.DisableTorchFunction(), torch.utils._python_dispatch._disable_current_modes():
-            memory = torch.empty(nbytes, dtype=torch.uint8)
+            memory = torch.empty(nbytes, dtype=torch.uint8, device="cpu")
         self.mark_pinned(memory)
         return memory
 

@@ -310,7 +310,7 @@ def _resize_storage(storage: torch.UntypedStorage, nbytes: int) -> Any:
     """Replaces `UntypedStorage.resize_`: 0 frees the memory, and to grow is to allocate."""
     result = patches.originals["resize_"](storage, nbytes)
     with torch._C.DisableTorchFunction(), torch._C._DisableTorchDispatch():
-        tensor = torch.empty(0, dtype=torch.uint8).set_(storage)
+        tensor = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     for device in patches.devices:
         device.resized(tensor)
     return result
@@ -426,7 +426,7 @@ def _quantile(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kw
 def _pad_packed(device: FakeDevice, func: Any, tensor: torch.Tensor, args: Any, kwargs: Any) -> Any:
     """Return the lengths on the host."""
     padded, lengths = _call(device, func, args, kwargs)
-    return padded, torch.tensor(lengths.tolist())
+    return padded, torch.tensor(lengths.tolist(), device="cpu")
 
 
 _TENSOR_METHODS: dict[str, Callable[..., Any]] = {

@@ -58,7 +58,7 @@ class GraphPool:
     def __init__(self, device: FakeDevice) -> None:
         self.device = device
         with unobserved():
-            self.memory = torch.zeros(1, dtype=torch.uint8)
+            self.memory = torch.zeros(1, dtype=torch.uint8, device="cpu")
             with device.lock:
                 device.checker.track(self.memory, "pool", device.host(), calling_site())
         self._graphs: weakref.WeakSet[Tape] = weakref.WeakSet()

@@ -208,7 +208,7 @@ def _as_tensor(array: Any, memory: torch.Tensor) -> torch.Tensor:
     if any(stride < 0 for stride in array.strides):
         return memory
     strides = [stride // size for stride in array.strides]
-    empty = torch.empty(0, dtype=memory.dtype)
+    empty = torch.empty(0, dtype=memory.dtype, device="cpu")
     return empty.set_(storage, offset // size, array.shape, strides)
 
 

@@ -25,7 +25,7 @@ def unobserved() -> Iterator[None]:
 def bytes_of(memory: torch.Tensor | torch.UntypedStorage) -> torch.Tensor:
     """A whole storage, or that of a tensor, as bytes."""
     storage = memory.untyped_storage() if isinstance(memory, torch.Tensor) else memory
-    return torch.empty(0, dtype=torch.uint8).set_(storage)
+    return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def references(key: int) -> int:
@@ -36,7 +36,7 @@ def references(key: int) -> int:
 
 def _references_of_one_tensor() -> int:
     with unobserved():
-        tensor = torch.empty(1)
+        tensor = torch.empty(1, device="cpu")
         return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 

@@ -323,7 +323,7 @@ def _to_device(sentences: list[Sequence[int]], device: Device) -> Tensor:
     buffer = device.pinned.take(math.prod(shape) * torch.int64.itemsize)
     staging = buffer.view(shape, torch.int64).fill_(PAD)
     for row, ids in zip(staging, sentences, strict=True):
-        row[: len(ids)] = torch.tensor(ids, dtype=torch.int64)
+        row[: len(ids)] = torch.tensor(ids, dtype=torch.int64, device="cpu")
     src = device.empty(shape, torch.int64)
     device.copy(src, staging, known_pinned=True)
     copied = device.event()

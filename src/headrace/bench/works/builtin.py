@@ -157,7 +157,7 @@ class RandomBatches(Dataset[tuple[Tensor, ...]]):
     def __getitem__(self, index: int) -> tuple[Tensor, ...]:
         if not 0 <= index < self.count:
             raise IndexError(index)
-        return self.draw(torch.Generator().manual_seed((self.seed << 20) + index))
+        return self.draw(torch.Generator(device="cpu").manual_seed((self.seed << 20) + index))
 
 
 def loader_of(data: RandomBatches, pin: bool, workers: int, prefetch_factor: int) -> Iterable[Any]:
@@ -171,7 +171,7 @@ def loader_of(data: RandomBatches, pin: bool, workers: int, prefetch_factor: int
         prefetch_factor=prefetch_factor,
         pin_memory=pin,
         persistent_workers=True,
-        generator=torch.Generator().manual_seed(data.seed),
+        generator=torch.Generator(device="cpu").manual_seed(data.seed),
     )
 
 
@@ -195,19 +195,21 @@ def _sentences(
     """src (batch, length) and trg (batch, length + 1): `length` target tokens are predicted."""
 
     def ids(extra: int) -> Tensor:
-        return torch.randint(EOS + 1, vocabulary, (batch, length + extra), generator=draw)
+        return torch.randint(
+            EOS + 1, vocabulary, (batch, length + extra), generator=draw, device="cpu"
+        )
 
     return ids(0), ids(1)
 
 
 def _images(batch: int, size: int, classes: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    images = torch.randn(batch, 3, size, size, generator=draw)
-    return images, torch.randint(0, classes, (batch,), generator=draw)
+    images = torch.randn(batch, 3, size, size, generator=draw, device="cpu")
+    return images, torch.randint(0, classes, (batch,), generator=draw, device="cpu")
 
 
 def _rows(batch: int, width: int, draw: torch.Generator) -> tuple[Tensor, Tensor]:
-    rows = torch.randn(batch, width, generator=draw)
-    return rows, torch.randint(0, 10, (batch,), generator=draw)
+    rows = torch.randn(batch, width, generator=draw, device="cpu")
+    return rows, torch.randint(0, 10, (batch,), generator=draw, device="cpu")
 
 
 def _adamw(model: nn.Module, lr: float) -> torch.optim.AdamW:

@@ -389,7 +389,7 @@ def _record_stream(tensor: torch.Tensor, stream: Stream) -> None:
 
 def _as_bytes(storage: Any) -> torch.Tensor:
     with unobserved():
-        return torch.empty(0, dtype=torch.uint8).set_(storage)
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
 
 
 def _new_storage(cls: Any, *args: Any, device: Any = None, **kwargs: Any) -> Any:

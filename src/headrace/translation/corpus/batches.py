@@ -367,5 +367,5 @@ def make_loader(
         timeout=timeout_s if workers else 0,
         worker_init_fn=ignore_foreign_sigterm,
         # A generator of its own: seeding workers must not advance the one that dropout uses.
-        generator=torch.Generator().manual_seed(0),
+        generator=torch.Generator(device="cpu").manual_seed(0),
     )
