@@ -10,7 +10,11 @@ accumulation or plans: that is `engine/`, which decides what to capture and when
 from __future__ import annotations
 
 from headrace.capture.cache import CapturedWork, GraphCache, signature
-from headrace.capture.capturable_optimizer import CapturableOptimizer, scales_on_device
+from headrace.capture.capturable_optimizer import (
+    CapturableOptimizer,
+    can_be_fused,
+    scales_on_device,
+)
 from headrace.capture.learning_rates import LearningRates
 from headrace.capture.memory import StateBeforeCapture, StateMemory
 from headrace.capture.nested import map_tensors, parts_of
@@ -47,6 +51,7 @@ __all__ = [
     "StepTracer",
     "StepWatch",
     "Storage",
+    "can_be_fused",
     "describe_failure",
     "describe_own_graphs",
     "fused_or",

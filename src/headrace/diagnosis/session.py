@@ -21,6 +21,7 @@ from typing import Any, ClassVar, Literal
 
 import torch
 
+from headrace.capture import can_be_fused
 from headrace.device import Device, chrome_trace, is_profiling, open_device
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.loaders import LoaderFacts, Loaders
@@ -37,7 +38,6 @@ from headrace.diagnosis.steps import (
 from headrace.diagnosis.torch_calls import TorchCalls
 from headrace.diagnosis.trace import StepTrace, read_trace
 from headrace.diagnosis.waits import Wait, wait_at, watch_waits
-from headrace.engine import can_be_fused
 from headrace.errors import ProgramError
 from headrace.parallel import is_launched
 from headrace.runs.records import LineRecord

@@ -7,7 +7,6 @@ from the options, `loop.py` is the loop over batches, and `step.py` trains on on
 
 from __future__ import annotations
 
-from headrace.engine.capturable_optimizer import can_be_fused
 from headrace.engine.carry import Carry
 from headrace.engine.compiled import CompileReport, compiler_loading
 from headrace.engine.deferred import DeferredScalars, DeferredValues
@@ -36,7 +35,6 @@ __all__ = [
     "RunAhead",
     "StepInfo",
     "autocast",
-    "can_be_fused",
     "compiler_loading",
     "graphed",
 ]

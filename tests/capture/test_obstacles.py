@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.nn.utils import parametrizations
 
+from headrace.capture.obstacles import state_obstacle
+from headrace.capture.state import StepState
 from headrace.device import Device
-from headrace.engine.graph_obstacles import state_obstacle
-from headrace.engine.step_state import StepState
 from headrace.testing import FakeDevice
 from support.engines import make_engine
 
