@@ -1,0 +1,38 @@
+"""device/cuda.py, on a GPU and on its imitation."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from headrace.device import Device, open_device
+from headrace.testing import fake_cuda
+from support.captures import line
+from support.devices import needs_cuda
+
+
+@pytest.fixture(params=["imitated", needs_cuda])
+def cuda(request: pytest.FixtureRequest) -> Iterator[Device]:
+    if request.param == "imitated":
+        with fake_cuda():
+            yield open_device("cuda")
+    else:
+        yield open_device(request.param)
+
+
+def test_a_watched_wait_is_named_by_the_users_line(cuda: Device) -> None:
+    """PyTorch's warning names the line of the mode that watches."""
+    value = torch.ones(4, device=cuda.torch_device)
+    with cuda.watch() as found:
+        value.sum().item()
+    assert [str(one.site) for one in found] == [f"{__file__}:{line() - 1}"]
+
+
+def test_other_warnings_of_a_watched_step_go_their_way(cuda: Device) -> None:
+    with pytest.warns(UserWarning, match="own") as caught, cuda.watch() as found:
+        warnings.warn("the user's own", stacklevel=1)
+    assert [(str(one.message), one.lineno) for one in caught] == [("the user's own", line() - 1)]
+    assert found == []
