@@ -75,17 +75,18 @@ def _forget_workspaces() -> None:
 
 
 class CudaGraph(Graph):
-    def __init__(self, raw: torch.cuda.CUDAGraph, pool: CudaPool) -> None:
+    def __init__(self, raw: torch.cuda.CUDAGraph, pool: CudaPool, device_index: int) -> None:
         #: PyTorch's own graph object.
         self.raw: torch.cuda.CUDAGraph | None = raw
-        self._pool = pool
+        self._pool, self._index = pool, device_index
         # The graph may launch kernels of these, and keeps none of them alive.
-        self._fft_plans = torch.backends.cuda.cufft_plan_cache.size
+        self._fft_plans = torch._cufft_get_plan_cache_size(device_index)
 
     def replay(self) -> None:
         if self.raw is None:
             raise CaptureError("this graph has been closed")
-        if self._fft_plans and torch.backends.cuda.cufft_plan_cache.size < self._fft_plans:
+        plans = self._fft_plans
+        if plans and torch._cufft_get_plan_cache_size(self._index) < plans:
             raise StepError(
                 "cuFFT's plans were freed after a step was captured as a graph, which may use "
                 "them: expected no call of torch.backends.cuda.cufft_plan_cache.clear() while "
@@ -284,7 +285,7 @@ class CudaDevice(AcceleratorDevice):
             _forget_workspaces()
             if collects:
                 gc.enable()
-        return CudaGraph(raw, pool), result
+        return CudaGraph(raw, pool, self._index), result
 
     def _end_failed_capture(self, raw: Any, handle: Any, random_state: torch.Tensor) -> None:
         """Clean up after a failed capture. After a Python error the capture can be ended as usual.

@@ -601,6 +601,7 @@ def _driver() -> Iterator[Replacement]:
         "_scatter": _scatter,
     }.items():
         yield Replacement(torch._C, name, new, "what torch.cuda's functions call")
+    yield Replacement(torch, "_cufft_get_plan_cache_size", lambda index: 0, "FFTs run on the CPU")
 
 
 def _scatter(tensor: torch.Tensor, devices: Any, *_: Any) -> tuple[torch.Tensor, ...]:
