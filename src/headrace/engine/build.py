@@ -8,6 +8,8 @@ Only this module decides, by the options, which stages a pass has. A step builde
 from __future__ import annotations
 
 import inspect
+import os
+import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -66,7 +68,7 @@ from headrace.engine.step import (
 from headrace.engine.step_graphs import GraphedStep, StepGraphs
 from headrace.engine.update import Update
 from headrace.errors import StepError
-from headrace.parallel import SINGLE, Ranks, parallelism_of, ranks_of
+from headrace.parallel import SINGLE, Ranks, close_before_group, parallelism_of, ranks_of
 from headrace.plan import Plan
 from headrace.schema import require_whole
 
@@ -181,6 +183,9 @@ class ModelStepBuilder:
         self.graphs = None
         if plan.graphs != "off" and device.captures:
             self.graphs = StepGraphs(self._parts, plan)
+            if self.ranks.uses_nccl:
+                close_before_group(self.graphs)
+                _warn_of_expandable_segments(device)
             return
         release_graph_state(self._parts)
         if plan.graphs != "off":
@@ -415,6 +420,18 @@ def _recorder(
     if parts.group.is_open and pending and pending[-1].step == start.first - 1:
         pending, held = pending[:-1], pending[-1]
     return HoldingRecorder(scalars, lanes, restored=pending, loss=start.loss, held=held)
+
+
+def _warn_of_expandable_segments(device: Device) -> None:
+    """NCCL registers the memory of a captured collective, and segments that grow move under it."""
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        if re.search(r"expandable_segments\s*:\s*true", os.environ.get(name, ""), re.IGNORECASE):
+            device.warn_once(
+                "expandable segments",
+                "%s has expandable_segments:True, and the plan captures NCCL's collectives: a "
+                "replay may crash or hang; unset it, or use a plan with graphs = off",
+                name,
+            )
 
 
 def _warn_of_half_precision(device: Device, optimizer: torch.optim.Optimizer) -> None:

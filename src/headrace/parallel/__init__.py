@@ -24,7 +24,7 @@ from headrace.parallel.models import (
     unwrap,
     wrap_ddp,
 )
-from headrace.parallel.ranks import SINGLE, Agreement, AllReduce, Ranks
+from headrace.parallel.ranks import SINGLE, Agreement, AllReduce, Ranks, close_before_group
 from headrace.parallel.torchrun import is_launched, join_ranks, rank_device
 
 __all__ = [
@@ -33,6 +33,7 @@ __all__ = [
     "AllReduce",
     "Parallelism",
     "Ranks",
+    "close_before_group",
     "device_of",
     "eval_mode",
     "full_state_dict",

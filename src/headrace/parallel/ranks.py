@@ -7,10 +7,13 @@ single process is rank 0 of 1: its collectives return at once and send nothing.
 
 from __future__ import annotations
 
+import atexit
 import json
+import weakref
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -165,6 +168,40 @@ def _unpadded(content: bytes) -> Any:
 
 _BY_GROUP: dict[str, Ranks] = {}
 SINGLE = Ranks()
+
+
+# --- graphs of collectives ------------------------------------------------------------------------
+
+
+class HasGraphs(Protocol):
+    def close(self) -> None: ...
+
+
+_WITH_GRAPHS: weakref.WeakSet[HasGraphs] = weakref.WeakSet()
+
+
+def close_before_group(graphs: HasGraphs) -> None:
+    """Close `graphs` before the process group is destroyed, or when Python ends. A graph of NCCL's
+    collectives uses the group's communicator, which may hang or crash if it goes first."""
+    if not _WITH_GRAPHS:
+        atexit.register(_close_graphs)
+    _WITH_GRAPHS.add(graphs)
+    destroy = dist.destroy_process_group
+    if hasattr(destroy, "__wrapped__"):
+        return
+
+    @wraps(destroy)
+    def close_and_destroy(*args: Any, **kwargs: Any) -> None:
+        _close_graphs()
+        destroy(*args, **kwargs)
+
+    dist.destroy_process_group = close_and_destroy
+
+
+def _close_graphs() -> None:
+    for graphs in list(_WITH_GRAPHS):
+        graphs.close()
+    _WITH_GRAPHS.clear()
 
 
 class Agreement:
