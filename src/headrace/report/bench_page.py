@@ -524,15 +524,7 @@ def _figures(result: BenchResult) -> Table:
     """Every figure of every row."""
     columns = (
         *("plan", "ms per step", "speed", f"{result.work.unit} per second", "ms per pass"),
-        *(
-            "waits per step",
-            "host blocked ms",
-            "data ms",
-            "GPU busy",
-            "NVML",
-            "CPU cores",
-            "power W",
-        ),
+        *("waits per step", "host blocked ms", "data ms", "GPU busy", "NVML", "CPU cores"),
         *("power W", "peak memory", "reserved", "longer than GPU busy", "streams overlap"),
         "losses",
     )
