@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 import headrace
-from headrace.device import Device
+from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.engine.graph_obstacles import state_obstacle
 
 PACKAGE = f"{Path(headrace.__file__).parent}/"
 # What the fake device does is no cost of the engine.
@@ -69,6 +71,19 @@ def test_does_not_grow_with_the_model(device: Device, plan: str, options: dict[s
         calls.append(calls_in(lambda: engine.epoch(batches[:1])))  # noqa: B023 - called at once
     few, many = calls
     assert many - few < 18, f"{few} calls with 2 layers, {many} with 20"
+
+
+def test_a_look_for_hooks_is_no_new_hook() -> None:
+    """Otherwise two engines in turns would look again in each pass. (Not on the fake device, which
+    registers hooks of its own.)"""
+    parts = engine_of(2, open_device("cpu"), "pipeline")._builder.parts
+    assert parts is not None
+    number = RemovableHandle.next_id
+    assert state_obstacle(parts.state) is None
+    assert RemovableHandle.next_id == number
+    parts.model[0][0].weight.register_hook(lambda gradient: gradient)  # type: ignore[index, operator, union-attr]
+    assert RemovableHandle.next_id == number + 1
+    assert "a hook of parameter '0.0.weight'" in str(state_obstacle(parts.state))
 
 
 class Summing(nn.Module):

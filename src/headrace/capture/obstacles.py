@@ -17,6 +17,7 @@ from torch.nn.modules import module as torch_module
 from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrizations
 from torch.optim import optimizer as torch_optimizer
+from torch.utils.hooks import RemovableHandle
 
 from headrace.capture.capturable_optimizer import can_be_fused, scales_on_device
 from headrace.capture.state import StepState
@@ -124,10 +125,15 @@ def _accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     except NotImplementedError:  # a kind of tensor that has no views: nobody gets at its node
         return []
     found: list[Callable[..., Any]] = []
+    number = RemovableHandle.next_id
     for register in (node.register_prehook, node.register_hook):
         handle: Any = register(_no_hook)
         found += [hook for hook in handle.hooks_dict_ref().values() if hook is not _no_hook]
         handle.remove()
+    # PyTorch numbers all hooks, and other engines take a new number for a new hook: with two of
+    # them in turns, each would look again at what the other's look has added.
+    if RemovableHandle.next_id == number + 2:
+        RemovableHandle.next_id = number
     return found
 
 

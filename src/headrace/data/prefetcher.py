@@ -357,23 +357,24 @@ class PrefetchIterator:
             return Prefetched(self._moved(batch, leaves), None, nbytes, samples, is_shared=True)
         ready = self._free_event()
         transfer = self._settings.transfers[self._pulled % len(self._settings.transfers)]
-        arriving, was_copied = self._sender.send(leaves, transfer, ready)
-        if was_copied:
+        arriving, copied = self._sender.send(leaves, transfer, ready)
+        if copied:
             self._copies.append((ready, self._is_reusable()))
         else:
             self._spare.append(ready)
         try:
             on_device = rebuild_batch(batch, arriving)
         except BaseException:  # from the batch's own class; the copy still writes to the memory
-            if was_copied:
+            if copied:
                 self._owner.wait_event(ready)
             raise
-        prefetched = Prefetched(on_device, ready if was_copied else None, nbytes, samples)
-        # Not objects that have moved themselves: what they hold is on the device now.
-        prefetched.is_shared = any(
-            one is leaf and isinstance(leaf, torch.Tensor)
-            for one, leaf in zip(arriving, leaves, strict=True)
-        )
+        prefetched = Prefetched(on_device, ready if copied else None, nbytes, samples)
+        if copied < len(leaves):
+            # Not objects that have moved themselves: what they hold is on the device now.
+            prefetched.is_shared = any(
+                one is leaf and isinstance(leaf, torch.Tensor)
+                for one, leaf in zip(arriving, leaves, strict=True)
+            )
         if cache is not None:
             prefetched.to_keep = CachedBatch.of(leaves, arriving)
         return prefetched

@@ -29,18 +29,18 @@ class Sender:
         #: Whether the batch that was sent last went through a staging buffer.
         self.staged = False
 
-    def send(self, leaves: list[Any], transfer: Stream, ready: Event) -> tuple[list[Any], bool]:
-        """Start the copies. Returns the leaves on the device, and whether any is being copied: then
-        `ready` passes when the copies are done."""
+    def send(self, leaves: list[Any], transfer: Stream, ready: Event) -> tuple[list[Any], int]:
+        """Start the copies. Returns the leaves on the device, and how many of them are being
+        copied: if any is, `ready` passes when the copies are done."""
         host = [leaf for leaf in leaves if self._must_copy(leaf)]
         if host and len(host) == len(leaves):  # the common case
-            return self._copy(host, transfer, ready), True
+            return self._copy(host, transfer, ready), len(host)
         copied = {id(leaf) for leaf in host}
         # Move these first, since that may raise: then nobody would wait for a copy under way.
         others = iter([self._move_other(leaf) for leaf in leaves if id(leaf) not in copied])
         copies = iter(self._copy(host, transfer, ready) if host else [])
         arriving = [next(copies if id(leaf) in copied else others) for leaf in leaves]
-        return arriving, bool(host)
+        return arriving, len(host)
 
     def _must_copy(self, leaf: Any) -> bool:
         """Whether it is a plain tensor in host memory."""

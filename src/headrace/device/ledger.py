@@ -206,11 +206,10 @@ class Ledger:
             everything.add(part)
         return everything
 
-    def _close_wall(self, now_ns: int | None = None) -> None:
+    def _close_wall(self) -> None:
         """Add the wall time up to now: an epoch may end during a wait."""
         if self._waiting_threads:
-            if now_ns is None:
-                now_ns = self._clock_ns()
+            now_ns = self._clock_ns()
             # On the fake device each thread has its own clock, and this thread's may be behind.
             if now_ns > self._wall_since_ns:
                 self._epoch.wall_ns += now_ns - self._wall_since_ns
@@ -248,7 +247,10 @@ class _Waiting:
             ledger._epoch.of(self._reason).add_wait(elapsed_ns - self._nested_ns)
             if around is None:
                 ledger._under_way.pop(self._ident, None)
-                ledger._close_wall(end_ns)
+                # As `_close_wall`, without a call: some thread waits, this one.
+                if end_ns > ledger._wall_since_ns:
+                    ledger._epoch.wall_ns += end_ns - ledger._wall_since_ns
+                    ledger._wall_since_ns = end_ns
                 ledger._waiting_threads -= 1
             else:
                 ledger._under_way[self._ident] = around

@@ -87,7 +87,7 @@ class DeferredScalars:
     def add(self, step: int, values: Scalar | Mapping[str, Scalar]) -> None:
         """The first half of `push`: keep this step's values on the device."""
         block = self._filling
-        if block is not None and type(values) is dict and block.add_single(step, values):
+        if block is not None and type(values) is dict and block.add_same(step, values):
             return
         # Check for a dict first: nearly all values are one, and the check for Mapping is slower.
         named = values if isinstance(values, (dict, Mapping)) else {"loss": values}
@@ -306,11 +306,8 @@ class _Block:
         self._filled, self._arrived = device.event(), device.event()
         self._sum: AllReduce | None = None
         self._rows: list[torch.Tensor] = []
-        # If there is only one column: its name and dtype, and the numbers of each entry.
-        only = len(columns.names) == 1
-        self._only_name = columns.names[0] if only else ""
-        self._only_dtype = columns.dtypes[0] if only else None
-        self._only_numbers = {self._only_name: _ON_DEVICE}
+        # The numbers of an entry that has nothing but the columns.
+        self._only_columns = dict.fromkeys(columns.names, _ON_DEVICE)
         if columns.names:
             shape = (every, len(columns.names))
             self._on_device = device.empty(shape, columns.dtype)
@@ -320,38 +317,34 @@ class _Block:
             self._buffer = device.pinned.take(math.prod(shape) * columns.dtype.itemsize)
             self._on_host = self._buffer.view(shape, columns.dtype)
 
-    def add_single(self, step: int, values: dict[str, Scalar]) -> bool:
-        """A faster `add` for a single tensor, usually the loss. Returns False, and adds nothing, if
-        the values are anything else."""
-        value, row = values.get(self._only_name), len(self.entries)
-        if (
-            len(values) != 1
-            or row == len(self._rows)
-            or not isinstance(value, torch.Tensor)
-            or value.dim()
-            or value.dtype is not self._only_dtype
-        ):
+    def add_same(self, step: int, values: dict[str, Scalar]) -> bool:
+        """A faster `add` for what most batches have: 0-dim tensors, the same as the batch before.
+        Returns False, and adds nothing, if the values are anything else."""
+        at, columns = len(self.entries), self.columns
+        if at == len(self._rows) or tuple(values) != columns.names:
             return False
-        self._rows[row].copy_(value.detach())
-        self.entries.append((step, self._only_numbers))
+        for value, dtype in zip(values.values(), columns.dtypes, strict=True):
+            if not isinstance(value, torch.Tensor) or value.dim() or value.dtype is not dtype:
+                return False
+        tensors: Any = values.values()
+        self._write(self._rows[at], [value.detach() for value in tensors])
+        self.entries.append((step, self._only_columns))
         return True
 
     def add(self, step: int, numbers: dict[str, float], tensors: list[torch.Tensor]) -> None:
         """Keep one step's values: tensors in the next row, numbers as they are."""
         if tensors:
-            row = self._rows[len(self.entries)]
-            if len(tensors) == 1:
-                value = tensors[0]
-                row.copy_(value if value.dim() == 0 else value.reshape(()))
-            else:
-                row_values = [
-                    value
-                    if value.dim() == 0 and value.dtype == row.dtype
-                    else value.to(row.dtype).reshape(())
-                    for value in tensors
-                ]
-                torch.stack(row_values, out=row)
+            scalars = [value if value.dim() == 0 else value.reshape(()) for value in tensors]
+            self._write(self._rows[len(self.entries)], scalars)
         self.entries.append((step, numbers))
+
+    def _write(self, row: torch.Tensor, scalars: list[torch.Tensor]) -> None:
+        """Copy 0-dim tensors to a row, by one kernel if they have its dtype."""
+        if len(scalars) == 1:
+            row.copy_(scalars[0])
+        else:
+            dtype = row.dtype
+            torch.stack([one if one.dtype is dtype else one.to(dtype) for one in scalars], out=row)
 
     def send(self, stream: Stream, ranks: Ranks) -> None:
         """Start the sum over ranks, if there are several, and the copy to the host."""

@@ -42,7 +42,8 @@ class LossOutput:
         if isinstance(returned, torch.Tensor):
             _check_loss(returned, device, needs_grad, by)
             return cls(returned, 1, False, {"loss": returned})
-        if not isinstance(returned, Mapping) or "loss" not in returned:
+        # Check for a dict first: nearly all are one, and the check for Mapping is slower.
+        if not isinstance(returned, (dict, Mapping)) or "loss" not in returned:
             raise StepError(f"{by} returned {_why_no_loss(returned)}")
         values: dict[str, Any] = dict(returned)
         outputs = values.pop("outputs", None)
@@ -54,14 +55,14 @@ class LossOutput:
                     "single number, as for every metric. Return its mean, or return it under "
                     "'outputs', which stay on the device"
                 )
-            if not isinstance(value, torch.Tensor | int | float):
+            if not isinstance(value, _NUMBERS):
                 raise StepError(
                     f"{by} returned {name!r}, which is a {type(value).__name__}: expected a number"
                 )
         loss, weight, weighted = values["loss"], values.get("weight", 1), "weight" in values
-        return cls(
-            loss, weight, weighted, values, outputs=map_tensors(torch.Tensor.detach, outputs)
-        )
+        if outputs is not None:
+            outputs = map_tensors(torch.Tensor.detach, outputs)
+        return cls(loss, weight, weighted, values, outputs=outputs)
 
     def numbers(self) -> dict[str, float]:
         """The values that are Python numbers instead of tensors."""
@@ -86,7 +87,7 @@ class LossOutput:
         }
         if not copies and self.outputs is None:
             return self
-        outputs = map_tensors(torch.clone, self.outputs)
+        outputs = None if self.outputs is None else map_tensors(torch.clone, self.outputs)
         return replace(self, values={**self.values, **copies}, outputs=outputs)
 
     def detached_copy(self) -> LossOutput:
@@ -99,6 +100,8 @@ class LossOutput:
         return replace(self, loss=self.loss.detach(), values=values, outputs=outputs)
 
 
+# A tuple, made once: a union is made anew, and asked more slowly, for every value of a batch.
+_NUMBERS = (torch.Tensor, int, float)
 _EXPECTED = "expected a 0-dim tensor, or a dict whose 'loss' is one"
 
 
