@@ -12,12 +12,12 @@ import shlex
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import thread as executors
 from contextlib import ExitStack, contextmanager
 from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import FrameType, ModuleType, TracebackType
 from typing import Any, NoReturn
 
 from headrace.errors import ProgramError
@@ -48,10 +48,17 @@ class ProgramEnded(SystemExit):
     raises it ends without a traceback."""
 
 
+class ProgramTerminated(ProgramEnded):
+    """SIGTERM has ended the program."""
+
+    exit_code = 128 + signal.SIGTERM
+
+
 def run_as_main(program: str, arguments: Sequence[str], *, as_module: bool) -> int:
     """Run a script, or a module as `python -m` does. Returns its exit code when its threads have
     ended, too; after its `os._exit` at once. An error of the program's is printed as Python prints
-    it. Ctrl-C and `ProgramEnded` are raised at once."""
+    it. Ctrl-C, `ProgramEnded` and, unless the program has a handler of its own, SIGTERM (as
+    `ProgramTerminated`) are raised at once."""
     folder = str(Path.cwd()) if as_module else str(Path(program).resolve().parent)
     process, others = os.getpid(), running_threads()
     with (
@@ -273,12 +280,15 @@ def _replacement_told() -> Iterator[None]:
 
 @contextmanager
 def _signals() -> Iterator[None]:
-    """After the block, stop the timers that the program has set and restore the handlers that it
-    has replaced: they would run in code that is not the program's."""
+    """Raise `ProgramTerminated` on SIGTERM, which would otherwise end this process, too. After the
+    block, stop the timers that the program has set and restore the handlers that it has replaced:
+    they would run in code that is not the program's."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread may set handlers
         return
     handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    if handlers[signal.SIGTERM] is signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate_in(os.getpid()))
     try:
         yield
     finally:
@@ -288,6 +298,19 @@ def _signals() -> Iterator[None]:
         for number, handler in handlers.items():
             if handler is not None and signal.getsignal(number) is not handler:
                 signal.signal(number, handler)
+
+
+def _terminate_in(process: int) -> Callable[[int, FrameType | None], None]:
+    """A handler of SIGTERM. A second one ends the process at once, and so does the first in a
+    process that the program has forked, such as a loader's worker."""
+
+    def handle(number: int, frame: FrameType | None) -> None:
+        signal.signal(number, signal.SIG_DFL)
+        if os.getpid() == process:
+            raise ProgramTerminated
+        os.kill(os.getpid(), number)
+
+    return handle
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from headrace.runs.records import DiagnosisResult
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
 
 SCRIPT = """
-    import os, sys, threading, warnings
+    import os, signal, sys, threading, warnings
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -41,6 +41,13 @@ SCRIPT = """
                 raise ValueError("the script's own failure")
             if kind == "interrupted" and step == steps - 1:
                 raise KeyboardInterrupt
+            if kind == "terminated" and step == steps - 1:
+                os.kill(os.getpid(), signal.SIGTERM)
+            if kind == "terminated in a worker" and step == 1:
+                child = os.fork()
+                if child == 0:
+                    os.kill(os.getpid(), signal.SIGTERM)
+                assert os.waitpid(child, 0)[1] == signal.SIGTERM
             if kind == "prints":
                 print("line", step)
             if kind == "forks" and step == 1:
@@ -131,6 +138,9 @@ def test_waits_are_listed_by_line_and_the_script_is_ended(folder: Path) -> None:
         ("interrupted", 2, 130, "Ctrl-C ended the script after 2 steps, too few to measure.\n"),
         ("interrupted at once", 2, 130, "Ctrl-C ended the script before its first step.\n"),
         ("interrupted", 9, 130, "The host waits for the device 1.0 times a step"),
+        ("terminated", 2, 143, "SIGTERM ended the script after 2 steps, too few to measure.\n"),
+        ("terminated", 9, 143, "The host waits for the device 1.0 times a step"),
+        ("terminated in a worker", 9, 0, "The host waits for the device 1.0 times a step"),
         ("prints", 9, 0, "The host waits for the device 1.0 times a step"),
         ("forks", 9, 0, "The host waits for the device 1.0 times a step"),
         ("a child fails", 9, 0, "The host waits for the device 1.0 times a step"),
@@ -254,7 +264,7 @@ def test_the_advice_for_a_short_script_works(folder: Path, steps: int) -> None:
             "Name a line that runs once per step: --step-line FILE:LINE.\n",
         ),
         ("other.py:1", "other.py:1 never ran, nor did any other line of that file.\n"),
-        ("train.py:69", "The script ran train.py:69 once: there is no repeating step"),
+        ("train.py:76", "The script ran train.py:76 once: there is no repeating step"),
     ],
 )
 def test_a_step_line_that_never_runs_is_told(folder: Path, line: str, sentences: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typer.testing import CliRunner
 
 from headrace.cli import app
+from headrace.errors import CorpusError
 from headrace.translation import TrainSettings, prepared_for
 from support.saved_runs import write_run
 
@@ -32,6 +33,10 @@ def test_sentences_longer_than_in_training_are_counted(tmp_path: Path) -> None:
     pairs.write_text(lines[0], encoding="utf-8")
     found = CliRunner().invoke(app, arguments)
     assert found.stdout.splitlines()[0] == "1 sentence of scored.tsv, best weights"
+    found = CliRunner().invoke(app, [*arguments, "--split", "test"])
+    assert isinstance(found.exception, CorpusError)
+    assert found.exception.exit_code == 2
+    assert str(found.exception).startswith(f"split test: {pairs} has no splits")
 
 
 def test_empty_pairs_and_sentences_that_train_has_are_counted(tmp_path: Path) -> None:

@@ -17,10 +17,36 @@ from torch.utils.data import DataLoader, TensorDataset
 import headrace as hr
 from headrace.device import Device
 from headrace.engine import Engine, StepInfo
+from headrace.engine import engine as engine_module
 from headrace.errors import PlanError, StepError
 from headrace.plan import PRESETS, Plan
 from headrace.testing import Costs, FakeDevice
 from support.engines import EAGER, data, loss, make_engine, make_model, plain_loop, same, weights
+
+
+class TestDevice:
+    def test_a_model_that_was_left_on_the_cpu_is_said_once(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def make(**options: Any) -> None:
+            model = torch.nn.Linear(2, 1)
+            Engine(model, torch.optim.SGD(model.parameters()), loss, **options)
+
+        engine_module._warn_of_cpu.cache_clear()
+        monkeypatch.setattr(engine_module, "available_devices", lambda: ["cpu"])
+        make()
+        monkeypatch.setattr(engine_module, "available_devices", lambda: ["cuda:0", "cpu"])
+        make(device="cpu")
+        assert not caplog.records
+        make()
+        make()
+        (said,) = caplog.records
+        assert said.getMessage() == (
+            "the model is on the CPU, so the engine trains there, and this machine has cuda:0: "
+            "call model.to('cuda') before you create the optimizer, or pass device='cpu' to the "
+            "engine if you want the CPU"
+        )
+        engine_module._warn_of_cpu.cache_clear()
 
 
 class TestSameLosses:

@@ -619,10 +619,13 @@ class TestFiles:
 
     def test_written_beside_and_renamed(self, tmp_path: Path) -> None:
         source = stored(tmp_path, bench_sample(SMALL, steps=1))
-        assert write_report(source) == tmp_path / "report.html"
+        other = tmp_path / "other.v2"
+        other.write_bytes(source.read_bytes())
+        assert write_report(source) == tmp_path / "result.html"
+        assert write_report(other) == tmp_path / "other.v2.html"
         assert write_report(source, tmp_path / "deep" / "er.html").exists()
         names = {path.name for path in tmp_path.iterdir()}
-        assert names == {"result.json", "report.html", "deep"}
+        assert names == {"result.json", "result.html", "other.v2", "other.v2.html", "deep"}
 
     def test_the_input_is_never_overwritten(self, tmp_path: Path) -> None:
         source = stored(tmp_path, bench_sample(SMALL, steps=1))
@@ -647,7 +650,7 @@ class TestCommand:
         done = self.run(source, "--perfetto", tmp_path / "traces")
         assert done.exit_code == 0, done.output
         lines = done.stdout.splitlines()
-        assert lines[-1] == str(tmp_path / "report.html")
+        assert lines[-1] == str(tmp_path / "result.html")
         assert len(lines) == 3
         assert all(Path(line).exists() for line in lines)
 

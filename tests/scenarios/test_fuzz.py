@@ -205,7 +205,7 @@ def test_data(how: list[Any], name: str, skip_bad: bool, packed_first: bool) -> 
             files = [files, folder / "a.de"]
         for read in (
             lambda: read_corpus(files, src="en", trg="de", skip_bad=skip_bad),
-            lambda: read_pairs(files, src="en", trg="de", split="test", skip_bad=skip_bad),
+            lambda: read_pairs(files, src="en", trg="de", skip_bad=skip_bad),
         ):
             read_or_refused(read)
 

@@ -7,6 +7,7 @@ import functools
 import inspect
 import itertools
 import logging
+import math
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -16,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.nn import functional
+from torch.utils.data import DataLoader, SubsetRandomSampler, TensorDataset
 
 import headrace as hr
 from headrace.device import Device, open_device
@@ -511,6 +513,49 @@ class TestIterators:
         for nothing in ([], [], empty, empty, itertools.islice(generated(3), 0)):
             assert engine.epoch(nothing).losses == ()
             assert engine.evaluate(nothing).losses == ()
+
+    def test_an_empty_loader_is_said_once(
+        self, device: Device, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        """A mean of no losses is NaN, which must not look like a diverged run."""
+
+        def said(loader: Any, act: str) -> list[str]:
+            caplog.clear()
+            engine = make_engine(device)
+            for _ in range(2):
+                result = getattr(engine, act)(loader)
+                assert (result.losses, math.isnan(result.mean_loss)) == ((), True)
+            return [one.getMessage() for one in caplog.records if "no batch" in one.getMessage()]
+
+        few, none = TensorDataset(torch.zeros(3, 8)), TensorDataset(torch.zeros(0, 8))
+        subset = DataLoader(few, sampler=SubsetRandomSampler([]))
+        for loader, why in (
+            ([], ""),
+            (DataLoader(none), " (its dataset is empty)"),
+            (
+                DataLoader(few, batch_size=4, drop_last=True),
+                " (its dataset has 3 samples, and drop_last drops a batch of less than 4)",
+            ),
+            (subset, " (its dataset has 3 samples, and its sampler chose none)"),
+        ):
+            for act in ("epoch", "evaluate"):
+                (message,) = said(loader, act)
+                assert message.startswith(f"the loader passed at {__file__}:")
+                assert message.endswith(
+                    f" had no batch{why}: there is no loss, and mean_loss is NaN"
+                )
+
+    def test_an_epoch_that_is_continued_at_its_end_is_not_empty(
+        self, device: Device, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        engine = make_engine(device)
+        for _ in engine.steps(data(2)):
+            state = engine.state_dict()
+        other = make_engine(device)
+        other.load_state_dict(state)
+        assert other.epoch(data(2)).losses == ()  # they were handed out before
+        assert len(other.epoch(data(2), max_steps=0).losses) == 0
+        assert "no batch" not in caplog.text
 
     def test_of_a_step_of_ones_own(self, device: Device) -> None:
         engine, batches = Engine.from_step(lambda batch: None, device=device), generated(3)

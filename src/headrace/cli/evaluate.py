@@ -40,7 +40,10 @@ def evaluate(
     data: Scored = None,
     split: Annotated[
         str | None,
-        typer.Option(help="valid or test.", show_default="test, or valid if there is no test"),
+        typer.Option(
+            help="valid or test, of a folder or of the held-out pairs.",
+            show_default="test, or valid if there is no test",
+        ),
     ] = None,
     weights: Weights = "best",
     beam: Beam = None,
@@ -67,7 +70,7 @@ def evaluate(
                 data if len(data) > 1 else data[0],
                 src=settings.src,
                 trg=settings.trg,
-                split=split or "test",
+                split=split,
                 skip_bad=settings.skip_bad,
             )
             name, pairs, left_out = scored.name, scored.pairs, _left_out(scored)

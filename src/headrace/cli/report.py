@@ -29,7 +29,10 @@ def report(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(help="File for the report.", show_default="report.html beside the input"),
+        typer.Option(
+            help="File for the report.",
+            show_default="report.html in a run folder, NAME.html beside NAME.json",
+        ),
     ] = None,
     perfetto: Annotated[
         Path | None,

@@ -40,7 +40,7 @@ from headrace.data.tree import (
     other_attributes,
     rebuild_batch,
 )
-from headrace.data.used_iterators import UsedIterators
+from headrace.data.used_iterators import UsedIterators, explain_no_batch
 
 __all__ = [
     "Aligned",
@@ -62,6 +62,7 @@ __all__ = [
     "batch_leaves",
     "describe_batch",
     "end_workers",
+    "explain_no_batch",
     "first_of",
     "flatten_batch",
     "generator_states",

@@ -1,11 +1,13 @@
-"""Iterators passed as loaders: after one epoch they have no batches left."""
+"""Loaders that have no batch: iterators that an earlier epoch has used up, and empty ones."""
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sized
 from typing import Any
+
+from torch.utils.data import DataLoader
 
 from headrace.errors import StepError
 from headrace.source_lines import users_line
@@ -37,6 +39,19 @@ class UsedIterators:
 
     def _was_used(self, loader: object) -> bool:
         return any(reference() is loader for reference in self._used)
+
+
+def explain_no_batch(loader: object) -> str:
+    """Why a `DataLoader` has no batch, as a part of a sentence; "" of any other loader."""
+    dataset = loader.dataset if isinstance(loader, DataLoader) else None
+    if not isinstance(dataset, Sized):
+        return ""
+    count, size = len(dataset), getattr(loader, "batch_size", None)
+    if count == 0:
+        return "its dataset is empty"
+    if getattr(loader, "drop_last", False) and size is not None and count < size:
+        return f"its dataset has {count:,} samples, and drop_last drops a batch of less than {size}"
+    return f"its dataset has {count:,} samples, and its sampler chose none"
 
 
 def _reference(iterator: Iterator[Any]) -> Callable[[], Any]:

@@ -18,7 +18,7 @@ from headrace.diagnosis.explanation import explain
 from headrace.diagnosis.session import Session, Settings
 from headrace.diagnosis.verdict import line_count
 from headrace.errors import ProgramError
-from headrace.main_program import ProgramEnded, require_program, run_as_main
+from headrace.main_program import ProgramEnded, ProgramTerminated, require_program, run_as_main
 from headrace.runs.records import DiagnosisResult, StepParts
 
 Then = Literal["stop", "continue"]
@@ -39,7 +39,8 @@ def diagnose_program(
 
     With `then="stop"` the script is ended after the last window; with "continue" it runs on, and
     `on_complete` is called with the result meanwhile. `fake` runs it on the fake device, which
-    tells waits and races but no times. On Ctrl-C, the result has what is known, and exit code 130.
+    tells waits and races but no times. On Ctrl-C or SIGTERM, the result has what is known, and exit
+    code 130 or 143.
     """
     require_program(program, as_module=as_module)
     with _device_for(fake) as device:
@@ -80,15 +81,20 @@ class _Run:
 
     def run(self, work: Callable[[], int]) -> int | None:
         """The exit code of the program; None if it was ended."""
+        by = ""
         try:
             with self._session:
                 exit_code = work()
+        except ProgramTerminated as end:
+            by, exit_code = "SIGTERM", end.exit_code
         except ProgramEnded:
             return None
         except KeyboardInterrupt:
-            self._session.seen.is_interrupted = not self._is_ended
-            exit_code = 130
-        return None if self._is_ended else exit_code  # a thread of the program's may have trained
+            by, exit_code = "Ctrl-C", 130
+        if self._is_ended:  # a thread of the program's may have trained
+            return None
+        self._session.seen.signal = by
+        return exit_code
 
     def result(self, exit_code: int | None) -> DiagnosisResult:
         if self._complete is None or self._fake is not None:

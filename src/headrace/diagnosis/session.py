@@ -139,8 +139,8 @@ class Observations:
     #: How many backward passes came before any optimizer step, and the line of the first.
     backwards_alone: int = 0
     backward_line: LineRecord | None = None
-    #: Whether Ctrl-C ended the script.
-    is_interrupted: bool = False
+    #: The signal that ended the script, "Ctrl-C" or "SIGTERM"; "" if none did.
+    signal: str = ""
     #: Whether the code is in a `with headrace.diagnose()` block, not in a script of its own.
     is_block: bool = False
 

@@ -88,11 +88,11 @@ def _on_the_cpu(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
 def _too_few_steps(result: DiagnosisResult, seen: Observations) -> tuple[str, ...]:
     subject, line = _subject(seen), seen.settings.step_line
     name_a_line = f"name a line that runs once per step: {step_line_option(seen)}"
-    if seen.is_interrupted or result.exit_code:
+    if seen.signal or result.exit_code:
         when = f"after {_steps(seen)}, too few to measure"
         if result.outcome == "no step":
             when = f"before {_place(line)} ran" if line is not None else "before its first step"
-        see = "" if seen.is_interrupted else ": its own output says why"
+        see = "" if seen.signal else ": its own output says why"
         return (f"{_ending(result, seen)} {when}{see}.",)
     if result.outcome == "no step" and line is not None:
         return _never_ran(line, seen.lines_that_ran), f"N{name_a_line[1:]}."
@@ -199,8 +199,8 @@ def _subject(seen: Observations) -> str:
 
 
 def _ending(result: DiagnosisResult, seen: Observations) -> str:
-    if seen.is_interrupted:
-        return "Ctrl-C ended the script"
+    if seen.signal:
+        return f"{seen.signal} ended the script"
     code = f" with exit code {result.exit_code}" if result.exit_code else ""
     return f"{_subject(seen)} ended{code}"
 

@@ -8,14 +8,15 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from headrace.capture import GraphReport
-from headrace.data import BatchCache, UsedIterators, unwrap_prefetcher
-from headrace.device import Device, open_device
+from headrace.data import BatchCache, UsedIterators, explain_no_batch, unwrap_prefetcher
+from headrace.device import Device, available_devices, open_device
 from headrace.engine import memory_error, stored_state
 from headrace.engine.build import (
     ModelStepBuilder,
@@ -63,7 +64,8 @@ class Engine:
             `outputs`: tensors of any shape that stay on the device and are handed out with the
             batch's values (`DeferredValues.outputs`, `on_outputs`).
         plan: A `Plan`, a preset's name, a dict of fields, or the path of a YAML file.
-        device: Where to train. [default: the model's device]
+        device: Where to train. [default: the model's device; a warning says if that is the CPU,
+            and there is a GPU]
         scheduler: A learning-rate scheduler of PyTorch, transformers or timm, also one prepared by
             Accelerate.
         scheduler_every: Step the scheduler after each "step" (optimizer update) or each "epoch". A
@@ -132,7 +134,7 @@ class Engine:
         on_epoch: Callable[[EpochResult], object] | None = None,
         on_error: Callable[[BaseException], object] | None = None,
     ) -> None:
-        device = open_device(device or device_of(model))
+        device = open_device(device or _device_of(model))
         policy = NonFinitePolicy.of(on_nonfinite)
         builder = ModelStepBuilder(
             device,
@@ -538,9 +540,19 @@ class Engine:
             )
 
     def _require_batches(self, run: Pass, loader: Iterable[Any], max_steps: int | None) -> None:
-        """Raise if a pass had no batch because an earlier pass has used up the iterator."""
-        if not run.has_trained and max_steps != 0:
-            self._iterators.require_batches(loader)
+        """Raise if a pass had no batch because an earlier pass has used up the iterator. Warn once
+        if the loader is empty, unless the pass has continued an epoch at its end."""
+        if run.has_trained or max_steps == 0:
+            return
+        self._iterators.require_batches(loader)
+        if run.progress.batches == 0 and "no batch" not in self._warned:
+            self._warned.add("no batch")
+            why = explain_no_batch(loader)
+            log.warning(
+                "the loader passed at %s had no batch%s: there is no loss, and mean_loss is NaN",
+                users_line(),
+                f" ({why})" if why else "",
+            )
 
     def _end_other_loop(self) -> None:
         """End a `steps()` loop that is still open. Python would otherwise end it whenever it
@@ -601,3 +613,23 @@ class Engine:
         whether there was one."""
         with self.device.use(run.stages.lanes.caller):
             return next(steps, run) is not run
+
+
+def _device_of(model: torch.nn.Module) -> torch.device:
+    """The model's device. Warn if it is the CPU, although there is an accelerator."""
+    device, best = device_of(model), available_devices()[0]
+    if device.type == "cpu" and best != "cpu":
+        _warn_of_cpu(best)
+    return device
+
+
+@cache
+def _warn_of_cpu(best: str) -> None:
+    """Warn once in this process."""
+    log.warning(
+        "the model is on the CPU, so the engine trains there, and this machine has %s: call "
+        "model.to('%s') before you create the optimizer, or pass device='cpu' to the engine if you "
+        "want the CPU",
+        best,
+        best.partition(":")[0],
+    )

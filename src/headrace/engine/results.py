@@ -41,9 +41,10 @@ class EpochResult:
     """The result of one pass over a loader.
 
     `losses` has one float per batch, in order. `mean_loss` and `metrics` are means over batches,
-    by weight. `waits` holds the host waits of this pass. `non_finite` lists the batches whose loss
-    was NaN or infinite. `compiled` says whether the step ran as compiled code, and if not, why;
-    None if the plan does not compile.
+    by weight. A mean of no batches is NaN: the engine logs a warning if the loader was empty.
+    `waits` holds the host waits of this pass. `non_finite` lists the batches whose loss was NaN or
+    infinite. `compiled` says whether the step ran as compiled code, and if not, why; None if the
+    plan does not compile.
     """
 
     epoch: int

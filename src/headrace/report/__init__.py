@@ -6,7 +6,7 @@ styles and scripts.
 
     from headrace.report import write_report
 
-    write_report("bench.json")             # report.html beside it
+    write_report("bench.json")             # bench.html beside it
     write_report("runs/train/exp")         # report.html in the run folder
 """
 

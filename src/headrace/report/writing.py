@@ -33,10 +33,12 @@ def render(source: str | Path) -> str:
 
 
 def write_report(source: str | Path, out: str | Path | None = None) -> Path:
-    """Write the page to `out`, by default `report.html` in the run folder or beside the result."""
+    """Write the page to `out`: by default `report.html` in a run folder, or a file beside a result
+    and named after it, `bench.html` for `bench.json`."""
     source = Path(source)
     if out is None:
-        out = (source if source.is_dir() else source.parent) / "report.html"
+        beside = source.parent / f"{source.name.removesuffix('.json')}.html"
+        out = source / "report.html" if source.is_dir() else beside
     out = Path(out)
     if out.is_dir():
         raise ReportError(f"{out}: is a folder; expected the name of the file to write")

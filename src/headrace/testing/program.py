@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from headrace.main_program import require_program, run_as_main
+from headrace.main_program import ProgramTerminated, require_program, run_as_main
 from headrace.testing.cuda import fake_cuda
 from headrace.testing.findings import Finding
 
@@ -26,11 +26,13 @@ class ProgramResult:
 
 def run_program(program: str, arguments: Sequence[str], *, as_module: bool) -> ProgramResult:
     """Run a script, or a module as `python -m` does. An error of the program's is printed as Python
-    prints it. Ctrl-C ends the program, and what it did until then is checked."""
+    prints it. Ctrl-C and SIGTERM end the program, and what it did until then is checked."""
     require_program(program, as_module=as_module)
     with fake_cuda(check=False, keep_timeline=False) as device:
         try:
             exit_code = run_as_main(program, arguments, as_module=as_module)
+        except ProgramTerminated as end:
+            exit_code = end.exit_code
         except KeyboardInterrupt:
             exit_code = _INTERRUPTED
     findings = tuple(device.findings())

@@ -255,6 +255,8 @@ class TestBudget:
             Candidate(name.split(",")[0], Plan.preset(name.split(",")[0]))
         ) for name in bench.steps) / 1e3  # fmt: skip
         assert spent_s < 15.0 + 8.0  # the run in which it was up is finished
+        kept = {trial.why for trial in outcome.trials if trial.status == "kept"}
+        assert kept == {"the search ended before it was decided"}
 
     def test_without_any_time_the_first_is_all_there_is(self) -> None:
         outcome, bench = search(by_name(pipeline=10.0), budget_s=0.0)

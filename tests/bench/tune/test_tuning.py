@@ -6,6 +6,7 @@ import json
 import os
 import re
 import signal
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -291,6 +292,13 @@ class TestWhole:
         table = (found.folder.path / "table.txt").read_text()
         for one in content["trials"]:
             assert one["name"] in table
+        assert "kept:" not in table  # both were decided early
+        kept = replace(result.outcome.trials[0], status="kept")
+        outcome = replace(result.outcome, trials=(kept, result.outcome.winner))
+        assert (
+            "\nkept: ran until the end of its stage; slower"
+            in replace(result, outcome=outcome).text()
+        )
         assert content["sentences"][0] in table
 
     def test_interrupted_anywhere_it_finds_the_same(

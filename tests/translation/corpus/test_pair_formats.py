@@ -40,7 +40,7 @@ def put(path: Path, content: str | bytes) -> Path:
 
 
 def pairs_in(*paths: Path, src: str = "en", trg: str = "fr") -> list[tuple[str, str]]:
-    return read_pairs(list(paths) if len(paths) > 1 else paths[0], src=src, trg=trg, split="test")
+    return read_pairs(list(paths) if len(paths) > 1 else paths[0], src=src, trg=trg)
 
 
 def refused(*paths: Path, src: str = "en", trg: str = "fr") -> str:
@@ -134,7 +134,7 @@ def test_what_a_file_is_and_what_is_said(
 def test_a_csv_cell_may_have_lines_and_bad_rows_can_be_skipped(tmp_path: Path) -> None:
     path = put(tmp_path / "a.csv", b'en,fr\n"two\nlines",deux\na,b,c\n"x"y,z\n\xff,b\nGo.,Va !\n')
     assert f"{path}:4: has 3 columns; expected 2, comma-separated" == refused(path)
-    found = read_pairs(path, src="en", trg="fr", split="test", skip_bad=True)
+    found = read_pairs(path, src="en", trg="fr", skip_bad=True)
     assert found == [("two lines", "deux"), ("Go.", "Va !")]
     put(path, 'en,fr\na,b\n"c,d\n' + "e,f\n" * 50_000)
     assert (
@@ -364,6 +364,10 @@ def test_folders(tmp_path: Path) -> None:
         f"{outer}: has only the folders news, subtitles. Give one of them; expected .json"
     )
     put(outer / "LICENSE", "")
+    loop = outer / "train.tsv"
+    loop.symlink_to(loop)
+    assert refused(outer).startswith(f"{loop}: cannot be read (Too many levels of symbolic links)")
+    loop.unlink()
     assert "has LICENSE and the folders news, subtitles; expected .json" in refused(outer)
     texts = tmp_path / "texts"
     texts.mkdir()
@@ -372,6 +376,35 @@ def test_folders(tmp_path: Path) -> None:
     put(texts / "_about.txt", "about")
     corpus = read_corpus(texts, src="en", trg="fr")
     assert corpus.splits == {"train": PAIRS, "valid": [("Yes", "Oui")]}
+
+
+def test_the_split_to_score(tmp_path: Path) -> None:
+    file, folder = put(tmp_path / "test.tsv", rows("{en}|{fr}")), tmp_path / "folder"
+    folder.mkdir()
+    put(folder / "valid.tsv", "Yes\tOui\n")
+
+    def scored(data: Path | list[Path], split: str | None) -> object:
+        return read_pairs(data, src="en", trg="fr", split=split)
+
+    def missing(data: Path | list[Path], split: str) -> str:
+        with pytest.raises(CorpusError) as caught:
+            scored(data, split)
+        return str(caught.value)
+
+    assert scored(file, None) == PAIRS
+    assert missing(file, "test") == (
+        f"split test: {file} has no splits; leave the split out, or give a folder with a file for "
+        "each"
+    )
+    assert scored(folder, None) == scored(folder, "valid") == [("Yes", "Oui")]
+    assert missing(folder, "test") == f"{folder}: has no split 'test'; found valid"
+    put(folder / "train.tsv", "No\tNon\n")
+    assert scored(folder, None) == [("Yes", "Oui")]
+    both = [file, folder / "train.tsv"]
+    assert scored(both, "test") == PAIRS
+    assert (
+        missing(both, "valid") == f"{both[0]}, {both[1]}: has no split 'valid'; found train, test"
+    )
 
 
 @pytest.mark.parametrize("path", ["-", "a" * 5000, "\0", "missing/"])

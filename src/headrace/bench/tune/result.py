@@ -14,6 +14,10 @@ from headrace.runs.records import Environment, Rung, TrialRecord, TuneResult, Wi
 from headrace.text_table import text_table, wrap_line
 
 _ORDER = ("winner", "same as winner", "kept", "dropped", "out of memory", "failed")
+_KEPT = (
+    "kept: ran until the end of its stage; slower than the winner, or no faster than a plan that "
+    "the winner has beaten."
+)
 _NAMED = 3
 _NOISY = 0.05
 
@@ -79,7 +83,8 @@ class FinishedSearch:
             for trial in sorted(self.outcome.trials, key=_place)
         ]
         columns = ("candidate", "ms/step", "time", "runs × steps", "memory", "status", "why")
-        sentences = [wrap_line(sentence) for sentence in self.sentences]
+        kept = [_KEPT] * any(trial.status == "kept" for trial in self.outcome.trials)
+        sentences = [wrap_line(sentence) for sentence in [*kept, *self.sentences]]
         return "\n".join([text_table(columns, rows, right=columns[1:5]), "", *sentences])
 
     def plan_yaml(self) -> str:

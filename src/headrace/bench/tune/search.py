@@ -335,8 +335,15 @@ class Search:
             trial.end("same as winner", f"within noise ({noise:.1%}); the winner is simpler")
         for trial in measured:
             if trial.status is None:
-                trial.end("kept", "")
+                trial.end("kept", _why_kept(trial, winner, cut_short))
         return Outcome(tuple(measured), winner, first, noise, cut_short)
+
+
+def _why_kept(trial: Trial, winner: Trial, cut_short: bool) -> str:
+    """Of a trial that was still in the race when the search ended."""
+    if cut_short or trial.ms_per_unit is None or winner.ms_per_unit is None:
+        return "the search ended before it was decided"
+    return f"{trial.ms_per_unit / winner.ms_per_unit - 1:.1%} behind {winner.candidate.name}"
 
 
 def _ranked(trials: Iterable[Trial], steps: int) -> list[Trial]:

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from headrace.errors import CorpusError
+from headrace.errors import CorpusError, usage_errors
 from headrace.text_table import counted, text_table
 from headrace.translation.corpus.held_out import choose_held_out, count_shared
 from headrace.translation.corpus.languages import Sides
@@ -132,10 +132,15 @@ def read_corpus(
 
 
 def read_pairs(
-    data: Path | Sequence[Path], *, src: str, trg: str, split: str, skip_bad: bool = False
+    data: Path | Sequence[Path],
+    *,
+    src: str,
+    trg: str,
+    split: str | None = None,
+    skip_bad: bool = False,
 ) -> list[Pair]:
     """Read all pairs of a file, or of one split of a folder, for scoring: nothing is left out but
-    empty pairs."""
+    empty pairs. Without `split`: test, or valid if there is no test, or the only one there is."""
     return read_scored_pairs(data, src=src, trg=trg, split=split, skip_bad=skip_bad).pairs
 
 
@@ -150,22 +155,43 @@ class ScoredPairs:
 
 
 def read_scored_pairs(
-    data: Path | Sequence[Path], *, src: str, trg: str, split: str, skip_bad: bool = False
+    data: Path | Sequence[Path],
+    *,
+    src: str,
+    trg: str,
+    split: str | None = None,
+    skip_bad: bool = False,
 ) -> ScoredPairs:
     """`read_pairs`, with what is said about them."""
-    sides, name = Sides(src, trg), split
+    sides = Sides(src, trg)
     splits = find_pair_files(data, sides, require_train=False)
-    found = splits.get(split)
+    name = split or next((one for one in ("test", "valid") if one in splits), None)
+    found = None if name is None else splits.get(name)
     if found is None:
-        if len(splits) > 1:
-            there = ", ".join(splits)
-            raise CorpusError(f"{data}: has no split {split!r}; found {there}")
+        if split is not None or len(splits) > 1:
+            with usage_errors():
+                raise CorpusError(_without_split(data, split or "test", splits))
         (found,) = splits.values()
         name = " and ".join(path.name for files in found for path in files.paths)
-    pairs, counts = _read_split(split, found, sides, skip_bad, None)
+    assert name is not None
+    pairs, counts = _read_split(name, found, sides, skip_bad, None)
     if not pairs:
         raise CorpusError(f"{_joined(found)}: has no pair to score{_dropped(counts)}")
     return ScoredPairs(name, pairs, counts)
+
+
+def _without_split(
+    data: Path | Sequence[Path], split: str, splits: Mapping[str, Sequence[PairFiles]]
+) -> str:
+    paths = [data] if isinstance(data, Path) else data
+    parts = [files for group in splits.values() for files in group]
+    if len(parts) == 1 and not any(path.is_dir() for path in paths):
+        return (
+            f"split {split}: {parts[0]} has no splits; leave the split out, or give a folder with "
+            "a file for each"
+        )
+    named = ", ".join(map(str, paths))
+    return f"{named}: has no split {split!r}; found {', '.join(splits)}"
 
 
 def read_pair_files(

@@ -116,7 +116,7 @@ def _group_folder(folder: Path, sides: Sides) -> list[PairFiles]:
     except OSError as problem:
         raise CorpusError(f"{folder}: cannot be read ({problem.strerror})") from problem
     found.sort(key=lambda entry: entry.name)
-    files = [Path(entry.path) for entry in found if entry.is_file()]
+    files = [Path(entry.path) for entry in found if _is_file(entry)]
     groups, unknown = _group_by_ending(files, sides)
     splits = {_split_of(group.paths[0]) for group in groups}
     for path in unknown:
@@ -130,6 +130,16 @@ def _group_folder(folder: Path, sides: Sides) -> list[PairFiles]:
     if not groups:
         raise CorpusError(f"{folder}: {_describe_folder(found)}; expected {_expected(sides)}")
     return groups
+
+
+def _is_file(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_file()
+    except OSError as problem:  # a symbolic link that leads back to itself, for example
+        raise CorpusError(
+            f"{entry.path}: cannot be read ({problem.strerror}); expected a file or folder, or "
+            "nothing of this name"
+        ) from problem
 
 
 def _describe_folder(found: list[os.DirEntry[str]]) -> str:
