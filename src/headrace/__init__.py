@@ -46,7 +46,6 @@ if TYPE_CHECKING:
         GraphedFunction,
         Progress,
         RunAhead,
-        StepInfo,
         graphed,
     )
     from headrace.errors import HeadraceError
@@ -85,7 +84,6 @@ _HOMES = {
     "Progress": "engine",
     "RunAhead": "engine",
     "Span": "device",
-    "StepInfo": "engine",
     "Stream": "device",
     "StreamManager": "device",
     "Timeline": "device",
@@ -130,7 +128,6 @@ __all__ = [
     "Progress",
     "RunAhead",
     "Span",
-    "StepInfo",
     "Stream",
     "StreamManager",
     "Timeline",

@@ -78,8 +78,6 @@ class ModelSettings:
             raise TranslationError(f"no model setting {name!r}; known: {', '.join(known)}")
         return dataclasses.replace(self, **changes)
 
-    but = replace  # its older name
-
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `ModelSettings(**values)` restores them."""
         return dataclasses.asdict(self)
