@@ -125,7 +125,7 @@ def read_corpus(
     skip_bad: bool = False,
     progress: OnProgress | None = None,
 ) -> Corpus:
-    """Read a corpus from a file, two text files, or a folder (formats: `pair_files.py`)."""
+    """Read a corpus from a file, two text files, or a folder (formats: `pair_formats.py`)."""
     sides = Sides(src, trg)
     files = find_pair_files(data, sides)
     return read_pair_files(files, sides, skip_bad=skip_bad, progress=progress)
@@ -280,7 +280,7 @@ def _read_split(
         before = read
         recognized = recognize(part, sides)
         log.info("%s", recognized)
-        for record in read_records(recognized, sides, on_malformed):
+        for record in read_records(recognized, on_malformed):
             read += 1
             if progress is not None and read % _REPORT_EVERY == 0:
                 progress(f"read {split}", read, 0)
