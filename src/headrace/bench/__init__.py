@@ -21,14 +21,15 @@ if TYPE_CHECKING:
     from headrace.bench.plan_list import entries_of, plans_here
     from headrace.bench.runner import Bench
     from headrace.bench.text import text_of
+    from headrace.bench.tune.search import Stopped
     from headrace.bench.tune.settings import TuneSettings
-    from headrace.bench.tune.tuning import Stopped, Tuning
+    from headrace.bench.tune.tuning import Tuning
     from headrace.bench.verdict import verdict_of
     from headrace.bench.works.lookup import find_work
 
 _HOMES = {
     "Bench": "runner",
-    "Stopped": "tune.tuning",
+    "Stopped": "tune.search",
     "TuneSettings": "tune.settings",
     "Tuning": "tune.tuning",
     "entries_of": "plan_list",

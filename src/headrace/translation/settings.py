@@ -229,10 +229,6 @@ class TrainSettings(Checked):
     @classmethod
     def read(cls, path: str | Path) -> TrainSettings:
         """Read a run's settings from its `config.yaml`."""
-        if (Path(path).parent / "journal.jsonl").exists():
-            raise TranslationError(
-                f"{Path(path).parent}: is a run of `headrace tune`; expected a training run"
-            )
         return cls.from_dict(stored_values(path), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
