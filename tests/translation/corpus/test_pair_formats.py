@@ -129,6 +129,17 @@ def test_what_a_file_is_and_what_is_said(
     assert said(path) == expected
 
 
+def test_a_line_that_the_beginning_cuts_off_is_not_looked_at(tmp_path: Path) -> None:
+    """The first 64 KiB end within a licence."""
+    line = f"{'a' * 1000}\t{'b' * 1000}\t{CREDIT}\n"
+    rest = f"\td\t{CREDIT}\n"
+    first = "c" * (((1 << 16) - 2003 - len(rest)) % len(line)) + rest
+    content = first + line * 60
+    assert content[: 1 << 16].endswith("b\tC")
+    path = put(tmp_path / "long.tsv", content)
+    assert len(pairs_in(path)) == 61
+
+
 def test_a_csv_cell_may_have_lines_and_bad_rows_can_be_skipped(tmp_path: Path) -> None:
     path = put(tmp_path / "a.csv", b'en,fr\n"two\nlines",deux\na,b,c\n"x"y,z\n\xff,b\nGo.,Va !\n')
     assert f"{path}:4: has 3 columns; expected 2, comma-separated" == refused(path)

@@ -20,7 +20,7 @@ from headrace.text_table import counted, text_table
 from headrace.translation.corpus.held_out import choose_held_out, count_shared
 from headrace.translation.corpus.languages import Sides
 from headrace.translation.corpus.pair_files import OnProgress, Pair, PairFiles, find_pair_files
-from headrace.translation.corpus.pair_formats import read_records, recognize
+from headrace.translation.corpus.pair_formats import recognize
 
 log = logging.getLogger("headrace")
 _REPORT_EVERY = 5_000
@@ -280,7 +280,7 @@ def _read_split(
         before = read
         recognized = recognize(part, sides)
         log.info("%s", recognized)
-        for record in read_records(recognized, on_malformed):
+        for record in recognized.read(on_malformed):
             read += 1
             if progress is not None and read % _REPORT_EVERY == 0:
                 progress(f"read {split}", read, 0)

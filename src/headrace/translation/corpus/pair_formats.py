@@ -27,6 +27,7 @@ OnMalformed = Callable[[str], None]
 _Records = Iterator[Pair | None]
 
 _SAMPLE_ROWS = 100
+_MAYBE_CUT = 1 << 14  # characters; a longer beginning may end within a line
 _DELIMITERS = {"\t": "tab", ",": "comma", ";": "semicolon"}
 # Columns beside the sentences: numbers and references such as 1:17 or s42, licences, links,
 # languages.
@@ -41,8 +42,8 @@ _NO_SENTENCES = (
 
 @dataclass(frozen=True, slots=True)
 class Recognized:
-    """Files of pairs and how they are read; as text, what is read:
-    "reading my.csv: CSV with a header, columns en and zh"."""
+    """Files of pairs. `read` yields the pairs unchanged, and None for each malformed record. As
+    text, what is read: "reading my.csv: CSV with a header, columns en and zh"."""
 
     files: PairFiles
     description: str
@@ -57,15 +58,13 @@ def recognize(files: PairFiles, sides: Sides) -> Recognized:
     return _FORMATS[files.format](files, sides)
 
 
-def read_records(recognized: Recognized, on_malformed: OnMalformed) -> _Records:
-    """Yield the pairs unchanged, and None for each malformed record."""
-    return recognized.read(on_malformed)
-
-
 def _sample(path: Path) -> list[str]:
-    """The first lines that are not blank."""
-    found = (line.rstrip("\r") for line in head(path).split("\n") if line.strip())
-    return list(itertools.islice(found, _SAMPLE_ROWS))
+    """The first lines that are not blank, without one that may be cut off."""
+    text = head(path)
+    found = text.split("\n")
+    if len(text) >= _MAYBE_CUT and len(found) > 1:
+        found.pop()
+    return [line.rstrip("\r") for line in found if line.strip()][:_SAMPLE_ROWS]
 
 
 # --- two text files -------------------------------------------------------------------------------
@@ -184,12 +183,7 @@ def _find_delimiter(sample: list[str], sides: Sides) -> str:
 def _split(sample: list[str], delimiter: str, quoted: bool) -> list[list[str]]:
     if not quoted:
         return [line.split(delimiter) for line in sample]
-    rows: list[list[str]] = []
-    try:
-        rows.extend(csv.reader((f"{line}\n" for line in sample), delimiter=delimiter))
-    except csv.Error:  # reading it will say where
-        rows.append(sample[0].split(delimiter))
-    return rows
+    return list(csv.reader((f"{line}\n" for line in sample), delimiter=delimiter))
 
 
 def _table_records(path: Path, table: _Table, on_malformed: OnMalformed) -> _Records:

@@ -23,6 +23,7 @@ MAX_LINE = 1 << 20
 COMPRESSED_ENDINGS = (".gz", ".bz2", ".xz", ".zst")
 
 _HEAD_BYTES = 1 << 16
+_CHUNK_BYTES = 1 << 20
 # UTF-32 first: its mark begins like that of UTF-16.
 _ENCODINGS = {
     codecs.BOM_UTF32_LE: "utf-32",
@@ -131,16 +132,18 @@ def _open_zstd(path: Path, mode: str, **options: Any) -> Any:
         raise CorpusError(
             f"{path}: is compressed with zstd; run `pip install zstandard`, or decompress it"
         ) from problem
-    rest, parts = path.read_bytes(), []
-    while rest:  # a file may have several frames
-        frame = zstandard.ZstdDecompressor().decompressobj()
-        try:
-            parts.append(frame.decompress(rest))
-        except zstandard.ZstdError as problem:
-            raise EOFError(str(problem)) from problem
-        if not frame.eof:  # the package's own reader takes a file that was cut off for a whole one
-            raise EOFError("it ends within a frame")
-        rest = frame.unused_data
+    frame, parts = None, []
+    with path.open("rb") as packed:
+        while chunk := packed.read(_CHUNK_BYTES):
+            while chunk:  # a file may have several frames
+                frame = frame or zstandard.ZstdDecompressor().decompressobj()
+                try:
+                    parts.append(frame.decompress(chunk))
+                except zstandard.ZstdError as problem:
+                    raise EOFError(str(problem)) from problem
+                chunk, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:  # the package's own reader takes a file that was cut off for a whole one
+        raise EOFError("it ends within a frame")
     file = io.BytesIO(b"".join(parts))
     return io.TextIOWrapper(file, **options) if mode == "rt" else file
 
