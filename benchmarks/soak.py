@@ -44,7 +44,7 @@ def soak(
     started = time.perf_counter()
     with CheckpointWriter(device, folder) as writer:
         for info in engine.steps(itertools.islice(itertools.cycle(host), steps)):
-            reported += [entry.step for entry in info.come_back]
+            reported += [entry.step for entry in info.arrived]
             # One checkpoint before the mark: it needs its own memory for the cloned state.
             if (info.batch + 1) % (steps // CHECKPOINTS) == 0 or info.batch + 1 == mark // 2:
                 writer.save(engine.state_dict(), engine.updates)

@@ -88,7 +88,6 @@ def test_a_changed_preset_shows_that_it_was_changed() -> None:
     assert plan.replace(streams=4).name == "pipeline*"
     assert Plan.preset("pipeline").replace() == Plan.preset("pipeline")
     assert Plan.preset("event").replace(name="mine", sync_every=5).name == "mine"
-    assert Plan.preset("event").but(sync_every=5) == Plan.preset("event").replace(sync_every=5)
 
 
 def test_whatever_may_stand_for_a_plan(tmp_path: Path) -> None:

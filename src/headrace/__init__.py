@@ -12,148 +12,51 @@
 
 from __future__ import annotations
 
-import importlib
+from headrace.lazy import lazy
 
-TYPE_CHECKING = False  # importing `typing` would take longer than all else here
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any
-
-    from headrace.capture import GraphReport
-    from headrace.data import BucketBatches, Buckets, PadToBuckets, Prefetcher, prefetch
-    from headrace.device import (
-        Device,
-        Event,
-        Ledger,
-        LedgerStatistics,
-        Span,
-        Stream,
-        StreamManager,
-        Timeline,
-        WaitStatistics,
-        available_devices,
-        open_device,
-    )
-    from headrace.diagnosis import Diagnosis, diagnose
-    from headrace.engine import (
-        Carry,
-        CompileReport,
-        DeferredScalars,
-        DeferredValues,
-        Ema,
-        Engine,
-        EpochResult,
-        EpochStatistics,
-        GraphedFunction,
-        Progress,
-        RunAhead,
-        StepInfo,
-        graphed,
-    )
-    from headrace.errors import HeadraceError
-    from headrace.plan import PRESETS, LoaderPlan, Plan, PlanFile, load_plan
-    from headrace.runs import BusyWindow, Monitor, UseSample, Watchdog
+    from headrace.capture import GraphReport as GraphReport
+    from headrace.data import BucketBatches as BucketBatches
+    from headrace.data import Buckets as Buckets
+    from headrace.data import PadToBuckets as PadToBuckets
+    from headrace.data import Prefetcher as Prefetcher
+    from headrace.data import prefetch as prefetch
+    from headrace.device import Device as Device
+    from headrace.device import Event as Event
+    from headrace.device import Ledger as Ledger
+    from headrace.device import LedgerStatistics as LedgerStatistics
+    from headrace.device import Span as Span
+    from headrace.device import Stream as Stream
+    from headrace.device import StreamManager as StreamManager
+    from headrace.device import Timeline as Timeline
+    from headrace.device import WaitStatistics as WaitStatistics
+    from headrace.device import available_devices as available_devices
+    from headrace.device import open_device as open_device
+    from headrace.diagnosis import Diagnosis as Diagnosis
+    from headrace.diagnosis import diagnose as diagnose
+    from headrace.engine import Carry as Carry
+    from headrace.engine import CompileReport as CompileReport
+    from headrace.engine import DeferredScalars as DeferredScalars
+    from headrace.engine import DeferredValues as DeferredValues
+    from headrace.engine import Ema as Ema
+    from headrace.engine import Engine as Engine
+    from headrace.engine import EpochResult as EpochResult
+    from headrace.engine import EpochStatistics as EpochStatistics
+    from headrace.engine import GraphedFunction as GraphedFunction
+    from headrace.engine import Progress as Progress
+    from headrace.engine import RunAhead as RunAhead
+    from headrace.engine import graphed as graphed
+    from headrace.errors import HeadraceError as HeadraceError
+    from headrace.plan import PRESETS as PRESETS
+    from headrace.plan import LoaderPlan as LoaderPlan
+    from headrace.plan import Plan as Plan
+    from headrace.plan import PlanFile as PlanFile
+    from headrace.plan import load_plan as load_plan
+    from headrace.runs import BusyWindow as BusyWindow
+    from headrace.runs import Monitor as Monitor
+    from headrace.runs import UseSample as UseSample
+    from headrace.runs import Watchdog as Watchdog
 
 __version__ = "0.1.0"
-
-_HOMES = {
-    "BucketBatches": "data",
-    "Buckets": "data",
-    "BusyWindow": "runs",
-    "Carry": "engine",
-    "CompileReport": "engine",
-    "DeferredScalars": "engine",
-    "DeferredValues": "engine",
-    "Device": "device",
-    "Diagnosis": "diagnosis",
-    "Ema": "engine",
-    "Engine": "engine",
-    "EpochResult": "engine",
-    "EpochStatistics": "engine",
-    "Event": "device",
-    "GraphReport": "capture",
-    "GraphedFunction": "engine",
-    "HeadraceError": "errors",
-    "Ledger": "device",
-    "LedgerStatistics": "device",
-    "LoaderPlan": "plan",
-    "Monitor": "runs",
-    "PRESETS": "plan",
-    "PadToBuckets": "data",
-    "Plan": "plan",
-    "PlanFile": "plan",
-    "Prefetcher": "data",
-    "Progress": "engine",
-    "RunAhead": "engine",
-    "Span": "device",
-    "StepInfo": "engine",
-    "Stream": "device",
-    "StreamManager": "device",
-    "Timeline": "device",
-    "UseSample": "runs",
-    "WaitStatistics": "device",
-    "Watchdog": "runs",
-    "available_devices": "device",
-    "diagnose": "diagnosis",
-    "graphed": "engine",
-    "load_plan": "plan",
-    "open_device": "device",
-    "prefetch": "data",
-}
-
-__all__ = [
-    "PRESETS",
-    "BucketBatches",
-    "Buckets",
-    "BusyWindow",
-    "Carry",
-    "CompileReport",
-    "DeferredScalars",
-    "DeferredValues",
-    "Device",
-    "Diagnosis",
-    "Ema",
-    "Engine",
-    "EpochResult",
-    "EpochStatistics",
-    "Event",
-    "GraphReport",
-    "GraphedFunction",
-    "HeadraceError",
-    "Ledger",
-    "LedgerStatistics",
-    "LoaderPlan",
-    "Monitor",
-    "PadToBuckets",
-    "Plan",
-    "PlanFile",
-    "Prefetcher",
-    "Progress",
-    "RunAhead",
-    "Span",
-    "StepInfo",
-    "Stream",
-    "StreamManager",
-    "Timeline",
-    "UseSample",
-    "WaitStatistics",
-    "Watchdog",
-    "__version__",
-    "available_devices",
-    "diagnose",
-    "graphed",
-    "load_plan",
-    "open_device",
-    "prefetch",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module 'headrace' has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"headrace.{_HOMES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__all__, __getattr__, __dir__ = lazy(__name__, __file__, "__version__")

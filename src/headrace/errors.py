@@ -175,7 +175,7 @@ class WorkOptionError(BenchError):
 
 
 class TuneError(HeadraceError, ValueError):
-    """`tune` cannot search with these settings, this workload or this journal."""
+    """`tune` cannot search with these settings or this workload."""
 
 
 class ReportError(HeadraceError, ValueError):

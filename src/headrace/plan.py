@@ -155,10 +155,6 @@ class Plan(Checked):
             changes["name"] = self.name if self.name.endswith("*") else f"{self.name}*"
         return dataclasses.replace(self, **changes)
 
-    def but(self, **changes: Any) -> Plan:
-        """The older name of `replace`."""
-        return self.replace(**changes)
-
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain values, which `from_dict` reads."""
         return dataclasses.asdict(self)

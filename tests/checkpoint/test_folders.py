@@ -1,4 +1,4 @@
-"""Torn, foreign and older checkpoints: refused by name, or upgraded."""
+"""Torn and foreign checkpoints, and those of another version: refused by name."""
 
 from __future__ import annotations
 
@@ -106,16 +106,11 @@ def test_a_state_from_another_program(tmp_path: Path, state: Any) -> None:
         load_checkpoint(path)
 
 
-def test_an_older_version_is_upgraded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_checkpoint(tmp_path, {"a": 1}, step=1)
     monkeypatch.setattr(folders, "VERSION", 3)
     with pytest.raises(CheckpointError, match="version = 1: expected 3, which"):
         load_checkpoint(path)
-    rename = {"state": {"b": 1}}
-    monkeypatch.setitem(folders.UPGRADES, 1, lambda content: {**content, "seen": 1})
-    monkeypatch.setitem(folders.UPGRADES, 2, lambda content: {**content, **rename})
-    assert load_checkpoint(path) == {"b": 1}
-    assert load_checkpoint(save_checkpoint(tmp_path, {"c": 1}, step=2)) == {"c": 1}
 
 
 def test_no_checkpoint(tmp_path: Path) -> None:

@@ -177,12 +177,6 @@ def test_max_buckets_must_be_a_count(max_buckets: Any) -> None:
         Buckets.choose([1, 2], max_buckets)
 
 
-def test_most_is_the_old_name_of_max_buckets() -> None:
-    lengths = list(range(1, 9))
-    assert Buckets.choose(lengths, most=3) == Buckets.choose(lengths, max_buckets=3)
-    assert len(Buckets.choose(lengths, most=3).edges) == 3
-
-
 @pytest.mark.parametrize("waste", [-0.1, 1.1, math.nan])
 def test_waste_must_be_a_share(waste: float) -> None:
     with pytest.raises(PlanError, match=r"waste: .*; expected a share from 0 to 1"):

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import headrace as hr
 from headrace.device import Device
-from headrace.engine import Engine, StepInfo
+from headrace.engine import Engine, Progress
 from headrace.engine import engine as engine_module
 from headrace.errors import PlanError, StepError
 from headrace.plan import PRESETS, Plan
@@ -496,7 +496,7 @@ class TestLoop:
         assert torch.equal(model[0].weight, before)
 
     def test_on_step_and_on_epoch_are_called(self, device: Device) -> None:
-        steps: list[StepInfo] = []
+        steps: list[Progress] = []
         epochs: list[hr.EpochResult] = []
         engine = make_engine(device, on_step=steps.append, on_epoch=epochs.append)
         result = engine.epoch(data(4))

@@ -55,8 +55,8 @@ class Values:
 def test_the_loop_sees_every_value(device: Device, plan: str | Plan, count: int) -> None:
     values, in_on_step = Values(), []
     engine = new(device, plan, on_values=values)
-    engine.on_step = lambda info: in_on_step.extend(entry.step for entry in info.come_back)
-    in_the_loop = [e.step for info in engine.steps(data(count)) for e in info.come_back]
+    engine.on_step = lambda info: in_on_step.extend(entry.step for entry in info.arrived)
+    in_the_loop = [e.step for info in engine.steps(data(count)) for e in info.arrived]
     assert in_the_loop == in_on_step == values.steps == list(range(count))
     assert engine.last_result is not None
     assert values.losses == list(engine.last_result.losses)

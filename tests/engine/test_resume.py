@@ -35,10 +35,7 @@ from support.loaders import (
     own_generator,
     pairs,
 )
-from support.paths import FIXTURES
 from support.resumed_engines import losses_of, new, pending_in, seeded, stopped
-from support.scheduled_engines import BATCHES as EACH
-from support.scheduled_engines import make, uninterrupted
 
 
 class Steps:
@@ -53,7 +50,7 @@ class Steps:
                 assert engine.last_result is not None
                 self.losses = list(engine.last_result.losses)
                 break
-            self.losses += [entry.values["loss"] for entry in info.come_back]
+            self.losses += [entry.values["loss"] for entry in info.arrived]
 
 
 def without_dropout(device: Device, depth: int) -> Engine:
@@ -164,7 +161,7 @@ class TestLoaders:
             seen = list(engine.epoch(of(0)).losses)
             if at == 14:
                 for info in engine.steps(of(1)):
-                    seen += [entry.values["loss"] for entry in info.come_back]
+                    seen += [entry.values["loss"] for entry in info.arrived]
                     if info.batch == 3:
                         stored = copy.deepcopy(engine.state_dict())
                         break
@@ -237,7 +234,7 @@ class TestLoaders:
         kept: list[Any] = []
         seen: list[float] = []
         engine = made(on_error=lambda problem: kept.append(copy.deepcopy(engine.state_dict())))
-        engine.on_step = lambda info: seen.extend(e.values["loss"] for e in info.come_back)
+        engine.on_step = lambda info: seen.extend(e.values["loss"] for e in info.arrived)
         with pytest.raises(BoomError):
             engine.epoch(Failing())
         assert kept[0]["batch"] == 6  # the batches before it were trained on first
@@ -275,7 +272,7 @@ class TestLoaders:
         assert len(stored["drawn_ahead"]) == (2 if device.asynchronous else 1)
         kept: list[Any] = []
         again = made(on_error=lambda problem: kept.append(copy.deepcopy(again.state_dict())))
-        again.on_step = lambda info: seen.extend(e.values["loss"] for e in info.come_back)
+        again.on_step = lambda info: seen.extend(e.values["loss"] for e in info.arrived)
         seeded(98)
         again.load_state_dict(stored)
         fails[0] = True
@@ -628,18 +625,3 @@ class TestTheEpochsLoss:
         assert others.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
         assert same(weights(other), weights(whole))
         assert other.state_dict()["scheduler"] == whole.state_dict()["scheduler"]
-
-
-class TestOlderStates:
-    def test_of_format_2(self) -> None:
-        """Format 2 had neither the loader's generators nor the epoch's sums."""
-        device = open_device("cpu")
-        options = {"accumulate": 3, "on_nonfinite": "skip"}
-        expected = uninterrupted(device, "pipeline", 2, **options)
-        folder = FIXTURES / "checkpoints-v2/step-00000001"
-        state = load_checkpoint(folder)
-        assert state["engine"]["format"] == 2
-        engine = make(device, "pipeline", **options)
-        assert engine.load_state_dict(state["engine"]) == 5
-        losses = [*engine.epoch(EACH).losses, *engine.epoch(EACH).losses]
-        assert losses == pytest.approx(expected[0], rel=1e-6)  # other CPUs may round differently

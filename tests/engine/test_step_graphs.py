@@ -117,7 +117,7 @@ def test_plans_with_streams_of_their_own(
     """Replays run on the plan's own stream, which waits for the batches' copies."""
     found = []
     for graphs in ("off", "on"):
-        plan = Plan.preset(name).but(graphs=graphs, graph_after=1)
+        plan = Plan.preset(name).replace(graphs=graphs, graph_after=1)
         engine = make_engine(capturing, plan, **options)
         torch.manual_seed(5)
         found.append([engine.epoch(data()).losses, engine.epoch(ragged()).losses])
@@ -141,7 +141,7 @@ class TestSameLosses:
             pytest.skip("the CPU has no fp16 gradient scaling that stays on the device")
         batches = data(24) if shapes == "one shape" else ragged(24)
         found = []
-        for plan in ("pipeline", GRAPH.but(graph_after=1)):
+        for plan in ("pipeline", GRAPH.replace(graph_after=1)):
             engine = MAKERS[name](capturing, plan)
             torch.manual_seed(5)
             results = [engine.epoch(batches) for _ in range(3)]
@@ -429,7 +429,7 @@ class TestBetweenEpochs:
 class TestAuto:
     def decided(self, launch_us: float) -> Engine:
         with FakeDevice(costs=Costs(kernel_us=10, launch_us=launch_us)) as device:
-            engine = make_engine(device, Plan.preset("graph").but(graphs="auto"))
+            engine = make_engine(device, Plan.preset("graph").replace(graphs="auto"))
             assert len(engine.epoch(data(30)).losses) == 30
         return engine
 

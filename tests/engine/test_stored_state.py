@@ -35,7 +35,7 @@ def interrupted(device: Device, plan: str, epochs: int, at: int, **options: Any)
     while stored is None:
         values: list[float] = []
         for info in engine.steps(BATCHES):
-            values += [entry.values["loss"] for entry in info.come_back]
+            values += [entry.values["loss"] for entry in info.arrived]
             if info.epoch * len(BATCHES) + info.batch + 1 == at:
                 values += [entry.values["loss"] for entry in engine.settle()]
                 stored = clone(engine.state_dict())
@@ -138,7 +138,7 @@ class TestBadState:
             ("generators", [{"seed": 1, "state": torch.zeros(2)}]),
             ("epoch_loss", "xy"),
             ("epoch_loss", [1.0]),
-            ("left_out", None),
+            ("skipped_updates", None),
             ("deferred", [{"steps": [1], "numbers": [], "names": [], "rows": None}]),
             ("deferred", [{"steps": [1], "numbers": [{}], "names": ["a"], "rows": torch.ones(2)}]),
         ],
@@ -161,9 +161,7 @@ class TestBadState:
 
     def test_a_state_that_is_not_an_engines(self, device: Device) -> None:
         engine = make(device, "pipeline")
-        with pytest.raises(
-            StepError, match="not an engine's state of a format from 1 to 5: found None"
-        ):
+        with pytest.raises(StepError, match="not an engine's state of format 1: found None"):
             engine.load_state_dict({"model": {}})
 
     def test_a_state_of_an_engine_with_other_parts(self, device: Device) -> None:

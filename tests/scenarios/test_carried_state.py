@@ -89,7 +89,7 @@ class Run:
         loss = make_loss(device.torch_device, model)
         self.engine = hr.Engine(model, made, loss, plan=plan, device=device, **options)
 
-        def on_step(info: hr.StepInfo) -> None:
+        def on_step(info: hr.Progress) -> None:
             if capturable_from is not None and info.batch + 1 == capturable_from:
                 update = self.engine._builder.parts.update  # type: ignore[union-attr]
                 update.rates = CapturableOptimizer(device, made).rates
@@ -934,7 +934,7 @@ def test_never_silently_different(
 
     options: dict[str, Any] = {"batches": batches, "epochs": epochs, "accumulate": accumulate}
     options["clip_norm"] = clip_norm
-    plan = Plan.preset("graph").but(graphs="auto" if auto else "on", graph_after=graph_after)
+    plan = Plan.preset("graph").replace(graphs="auto" if auto else "on", graph_after=graph_after)
     with FakeDevice() as device:
         found = Run(device, together, plan, optimizer, **options)
         assert found.report is not None

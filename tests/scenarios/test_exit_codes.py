@@ -130,8 +130,7 @@ def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
     weights.write_bytes(weights.read_bytes()[:-1])
     for name in ("empty", "tuned"):
         (folder / name).mkdir()
-    (folder / "tuned" / "config.yaml").write_text("work: mlp\n")
-    (folder / "tuned" / "journal.jsonl").touch()
+    (folder / "tuned" / "plan.yaml").write_text("plan: {preset: event}\n")
     (folder / "bad.yaml").write_text("plan: {nope: 1}\n")
     (folder / "bad.tsv").write_text("one\ttwo\nthree\n")
     (folder / "good.tsv").write_text("one\ttwo\n")

@@ -26,8 +26,6 @@ from headrace.runs.watchdog import HUNG
 from headrace.testing import FakeDevice, Hang
 from support.engines import EAGER, bad_batches, data, loss, make_engine, make_model, same, weights
 from support.loaders import Stateful, shuffled
-from support.paths import FIXTURES
-from support.scheduled_engines import BATCHES, make, uninterrupted
 
 PLANS = [*EAGER, "graph"]
 
@@ -450,7 +448,7 @@ class TestPlace:
         torch.manual_seed(6)
         seen: list[float] = []
         for info in engine.steps(loader()):
-            seen += [entry.values["loss"] for entry in info.come_back]
+            seen += [entry.values["loss"] for entry in info.arrived]
             if info.batch == 6:
                 stored = copy.deepcopy(engine.state_dict())  # with values not yet reported
                 break
@@ -540,17 +538,6 @@ class TestState:
             assert other.graphs.decision == "as it was"
             assert (result.statistics.replays > 0) == pays
             assert result.waits["auto_graphs"].count == 0  # not measured again
-
-    def test_a_state_of_the_version_before(self) -> None:
-        """Written by Headrace 0.1.0 before the format had all of this."""
-        device = hr.open_device("cpu")
-        expected = uninterrupted(device, "pipeline", 2, accumulate=3)
-        state = load_checkpoint(FIXTURES / "checkpoints-v1/step-00000001")
-        assert state["engine"]["format"] == 1
-        engine = make(device, "pipeline", accumulate=3)
-        assert engine.load_state_dict(state["engine"]) == 5
-        losses = [*engine.epoch(BATCHES[5:], first_batch=5).losses, *engine.epoch(BATCHES).losses]
-        assert losses == pytest.approx(expected[0][5:], rel=1e-6)  # another CPU may round otherwise
 
 
 class TestHang:

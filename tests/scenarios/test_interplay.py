@@ -282,7 +282,7 @@ def test_a_state_from_anywhere_goes_on_bit_for_bit(draws: Any, plan: str, bad: s
         engine = fresh(device, plan, options)
         seen: list[float] = []
         for info in engine.steps(batches):
-            seen += [entry.values["loss"] for entry in info.come_back]
+            seen += [entry.values["loss"] for entry in info.arrived]
             if info.batch == at:
                 stored = copy.deepcopy(engine.state_dict())
                 if evaluates:
@@ -390,7 +390,7 @@ def test_a_state_after_a_backward_that_failed_is_that_before_its_batch(
             kept.append(copy.deepcopy(engine.state_dict()))
 
         def note(info: Any) -> None:
-            reported.extend(entry.values["loss"] for entry in info.come_back)
+            reported.extend(entry.values["loss"] for entry in info.arrived)
 
         engine = fresh(device, plan, options, loss=raising, on_error=rescue, on_step=note)
         with pytest.raises(BreakError):

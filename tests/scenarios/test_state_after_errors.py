@@ -15,7 +15,7 @@ import torch
 
 from headrace.data.source import TimedIterator
 from headrace.device import Device, open_device
-from headrace.engine import Engine, StepInfo
+from headrace.engine import Engine, Progress
 from headrace.engine.deferred import _Block
 from headrace.engine.restoring import SavedBuffers
 from headrace.errors import NonFiniteError
@@ -37,7 +37,7 @@ def rescued(
         kept.append(copy.deepcopy(engine.state_dict()))
 
     engine = new(device, model=make_model(device, 0.0), on_error=keep, **options)
-    engine.on_step = lambda info: seen.extend(entry.step for entry in info.come_back)
+    engine.on_step = lambda info: seen.extend(entry.step for entry in info.arrived)
     with pytest.raises(expected):
         engine.epoch(batches)
     return seen, kept[0]
@@ -76,9 +76,9 @@ class TestInOnStep:
         kept: list[Any] = []
         seen: list[float] = []
 
-        def take(info: StepInfo) -> None:
+        def take(info: Progress) -> None:
             if not kept:
-                seen.extend(entry.values["loss"] for entry in info.come_back)
+                seen.extend(entry.values["loss"] for entry in info.arrived)
             if info.batch == 3 and not kept:
                 kept.append(copy.deepcopy(engine.state_dict()))
 
@@ -202,7 +202,7 @@ class TestAfterAnError:
 
         seen: list[float] = []
         engine = new(device, "baseline", on_error=keep, loader_timeout=60)
-        engine.on_step = lambda info: seen.extend(e.values["loss"] for e in info.come_back)
+        engine.on_step = lambda info: seen.extend(e.values["loss"] for e in info.arrived)
         plain = TimedIterator.__next__
 
         def interrupting(self: TimedIterator) -> Any:
@@ -325,7 +325,7 @@ class TestGates:
                 stored = copy.deepcopy(engine.state_dict())
                 break
         assert stored is not None
-        assert stored["left_out"] == 1
+        assert stored["skipped_updates"] == 1
         engine.load_state_dict(stored)  # the same engine again: not counted twice
         assert len(engine.epoch(bad_batches(12, 2)).losses) == 7
         other = made()

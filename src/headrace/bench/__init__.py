@@ -12,56 +12,22 @@ when they are used.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from headrace.lazy import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from headrace.bench.environment import environment_of
-    from headrace.bench.known import Known
-    from headrace.bench.peers import peers_of
-    from headrace.bench.plan_list import entries_of, plans_here
-    from headrace.bench.runner import Bench
-    from headrace.bench.text import text_of
-    from headrace.bench.trainable import DeviceLost
-    from headrace.bench.tune.settings import TuneSettings
-    from headrace.bench.tune.tuning import Stopped, Tuning
-    from headrace.bench.verdict import verdict_of
-    from headrace.bench.works.lookup import find_work
+    from headrace.bench.environment import environment_of as environment_of
+    from headrace.bench.known import Known as Known
+    from headrace.bench.peers import peers_of as peers_of
+    from headrace.bench.plan_list import entries_of as entries_of
+    from headrace.bench.plan_list import plans_here as plans_here
+    from headrace.bench.runner import Bench as Bench
+    from headrace.bench.text import text_of as text_of
+    from headrace.bench.trainable import DeviceLost as DeviceLost
+    from headrace.bench.tune.search import Stopped as Stopped
+    from headrace.bench.tune.settings import TuneSettings as TuneSettings
+    from headrace.bench.tune.tuning import Tuning as Tuning
+    from headrace.bench.verdict import verdict_of as verdict_of
+    from headrace.bench.works.lookup import find_work as find_work
 
-_HOMES = {
-    "Bench": "runner",
-    "DeviceLost": "trainable",
-    "Known": "known",
-    "Stopped": "tune.tuning",
-    "TuneSettings": "tune.settings",
-    "Tuning": "tune.tuning",
-    "entries_of": "plan_list",
-    "environment_of": "environment",
-    "find_work": "works.lookup",
-    "peers_of": "peers",
-    "plans_here": "plan_list",
-    "text_of": "text",
-    "verdict_of": "verdict",
-}
-
-__all__ = [
-    "Bench",
-    "DeviceLost",
-    "Known",
-    "Stopped",
-    "TuneSettings",
-    "Tuning",
-    "entries_of",
-    "environment_of",
-    "find_work",
-    "peers_of",
-    "plans_here",
-    "text_of",
-    "verdict_of",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

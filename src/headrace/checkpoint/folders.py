@@ -10,7 +10,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,8 +33,6 @@ FORMAT = "headrace-checkpoint"
 VERSION = 1
 STATE_FILE = "state.json"
 TENSOR_FILE = "tensors.safetensors"
-# Functions that upgrade the content of a version to the next one: {1: _from_1_to_2}.
-UPGRADES: dict[int, Callable[[dict[str, Any]], dict[str, Any]]] = {}
 
 _RANK_FILE = re.compile(r"tensors-\d{5,}-of-\d{5,}\.safetensors")
 # What decoding may raise if another program wrote the state, with a valid checksum.
@@ -313,20 +311,17 @@ def _moved(tensors: Mapping[str, Any], device: Device) -> Mapping[str, Any]:
 
 
 def _read_content(path: Path) -> dict[str, Any]:
-    """The `content` of state.json, upgraded to the current version."""
+    """The `content` of state.json."""
     file = path / STATE_FILE
     document = read_json(file, CheckpointError, max_bytes=None)
     if document.values.get("format") != FORMAT:
         raise document.problem("format", repr(FORMAT))
     version = document.values.get("version")
-    if type(version) is not int or (version != VERSION and version not in UPGRADES):
-        known = ", ".join(map(str, sorted([*UPGRADES, VERSION])))
-        raise document.problem("version", f"{known}, which this Headrace reads")
+    if version != VERSION or isinstance(version, bool):
+        raise document.problem("version", f"{VERSION}, which this Headrace reads")
     content = dict(document.section("content").values)
     if _checksum_or_none(content) != document.values.get("sha256"):
         raise CheckpointError(f"{file} does not match its own checksum: the file was changed")
-    while version != VERSION:
-        content, version = UPGRADES[version](content), version + 1
     return content
 
 

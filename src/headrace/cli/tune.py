@@ -21,7 +21,6 @@ from headrace.cli.options import (
     is_typed,
     parse_list,
     parse_set_options,
-    require_resume_alone,
     work_errors,
 )
 from headrace.cli.output import print_line, results_only
@@ -39,6 +38,7 @@ _PANELS = {
     "Measurement": ("steps", "repeats", "warmup", "compare", "tolerance", "minutes"),
     "Execution": ("precision", "device", "seed"),
 }
+_EXIT_CODES = {"SIGINT": 130, "SIGTERM": 143}
 
 
 @with_settings(TuneSettings, _PANELS)
@@ -50,9 +50,6 @@ def tune(
     name: Annotated[
         str | None, typer.Option(help="Name of the search.", show_default="exp, exp2, …")
     ] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Continue this search. Takes no other settings.")
-    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="Write the fastest plan to this file, too.")
     ] = None,
@@ -62,10 +59,9 @@ def tune(
 ) -> None:
     """Find the fastest plan for a workload on this machine.
 
-    The search tries presets, numbers of loader processes and single fields of
-    the best plan. It drops slow plans early, repeats those that are close and
-    writes the winner as plan.yaml. Ctrl-C keeps every measurement and prints
-    the command that continues the search.
+    The search tries presets, numbers of loader processes, batch sizes and
+    prefetch depths. It drops slow plans early, repeats those that are close and
+    writes the winner as plan.yaml. Ctrl-C ends it with what was measured so far.
     """
     # Set before PyTorch is loaded: the losses of plans are compared, so kernels must be
     # deterministic.
@@ -88,30 +84,21 @@ def tune(
         refuse_plan_variable("tune")
         if out is not None:
             check_output_file(out)
-    common: dict[str, Any] = {
-        "command": shlex.join(["headrace", *sys.argv[1:]]),
-        "quiet": quiet,
-    }
     with results_only():
-        if resume is not None:
-            with usage_errors():
-                typed = {"set" if key == "options" else key: value for key, value in given.items()}
-                elsewhere = project if is_typed(context, "project") else None
-                require_resume_alone(resume, elsewhere, {"name": name, **typed}, TuneError)
-                tuning = Tuning.resume(resume, **common)
-        else:
-            with usage_errors():
-                settings = TuneSettings.from_dict(given, where="settings")
-            with work_errors(settings.work):
-                find_work(settings.work, dict(settings.options))
-            with usage_errors():
-                tuning = Tuning.create(settings, project=project, name=name, **common)
+        with usage_errors():
+            settings = TuneSettings.from_dict(given, where="settings")
+        with work_errors(settings.work):
+            find_work(settings.work, dict(settings.options))
+        with usage_errors():
+            command = shlex.join(["headrace", *sys.argv[1:]])
+            tuning = Tuning.create(
+                settings, project=project, name=name, command=command, quiet=quiet
+            )
         try:
             result = tuning.run()
         except Stopped as stopped:
-            command = f"headrace tune --resume {tuning.folder.path}"
-            typer.echo(f"stopped by {stopped.signal}; resume with: {command}", err=True)
-            raise typer.Exit(130 if stopped.signal == "SIGINT" else 143) from None
+            typer.echo(f"stopped by {stopped}: nothing was measured", err=True)
+            raise typer.Exit(_EXIT_CODES[str(stopped)]) from None
     # One of the two may fail, at a full disk say: then the other still has the result.
     try:
         print_line(json.dumps(result.to_dict(), indent=1) if as_json else result.text())
@@ -119,6 +106,8 @@ def tune(
         if out is not None:
             replace_file(out, result.plan_yaml().encode(), TuneError)
         typer.echo(f"wrote {out or tuning.plan_file}; result in {tuning.folder.path}", err=True)
+    if (ended_by := result.outcome.ended_by) in _EXIT_CODES:
+        raise typer.Exit(_EXIT_CODES[ended_by])
 
 
 def _numbers(name: str, text: str) -> list[int]:

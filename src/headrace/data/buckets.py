@@ -51,17 +51,13 @@ class Buckets:
         lengths: ArrayLike,
         max_buckets: int = 16,
         waste: float | None = None,
-        *,
-        most: int | None = None,
     ) -> Buckets:
         """Choose up to `max_buckets` buckets for `lengths`, (n,) or (n, sides), with little waste.
 
         With `waste`, choose as few buckets as keep the waste at or under that share; raise
         `PlanError` if `max_buckets` are too few. With one side the choice is optimal; with more, it
         is what a greedy search with exchanges finds. It does not depend on the order of `lengths`.
-        `most` is the old name of `max_buckets`.
         """
-        max_buckets = max_buckets if most is None else most
         table = _checked("lengths", lengths)
         require_whole("max_buckets", max_buckets, 1, PlanError)
         if waste is not None and not 0 <= waste <= 1:

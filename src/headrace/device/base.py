@@ -402,8 +402,6 @@ class Device(abc.ABC):
             self._warned.add(key)
             log.warning(message, *args)
 
-    say_once = warn_once  # the older name
-
     def require_own(self, what: str, device: Device) -> None:
         """Raise unless `device`, the owner of `what` ("a stream", say), is this one."""
         if device is self:

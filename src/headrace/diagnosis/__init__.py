@@ -7,40 +7,17 @@ first use.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from headrace.lazy import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from headrace.diagnosis.block import Diagnosis, diagnose
-    from headrace.diagnosis.script import diagnose_program, exit_code_of, parse_limits
-    from headrace.diagnosis.session import Settings
-    from headrace.diagnosis.steps import StepLine
-    from headrace.diagnosis.text import text_of
+    from headrace.diagnosis.block import Diagnosis as Diagnosis
+    from headrace.diagnosis.block import diagnose as diagnose
+    from headrace.diagnosis.script import diagnose_program as diagnose_program
+    from headrace.diagnosis.script import exit_code_of as exit_code_of
+    from headrace.diagnosis.script import parse_limits as parse_limits
+    from headrace.diagnosis.session import Settings as Settings
+    from headrace.diagnosis.steps import StepLine as StepLine
+    from headrace.diagnosis.text import text_of as text_of
 
-_HOMES = {
-    "Diagnosis": "block",
-    "Settings": "session",
-    "StepLine": "steps",
-    "diagnose": "block",
-    "diagnose_program": "script",
-    "exit_code_of": "script",
-    "parse_limits": "script",
-    "text_of": "text",
-}
-
-__all__ = [
-    "Diagnosis",
-    "Settings",
-    "StepLine",
-    "diagnose",
-    "diagnose_program",
-    "exit_code_of",
-    "parse_limits",
-    "text_of",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

@@ -17,7 +17,7 @@ from headrace.engine.graphed_function import GraphedFunction, graphed
 from headrace.engine.nonfinite import NonFinitePolicy
 from headrace.engine.results import EpochResult, EpochStatistics
 from headrace.engine.run_ahead import RunAhead
-from headrace.engine.stages import Progress, StepInfo
+from headrace.engine.stages import Progress
 
 __all__ = [
     "Carry",
@@ -33,7 +33,6 @@ __all__ = [
     "NonFinitePolicy",
     "Progress",
     "RunAhead",
-    "StepInfo",
     "autocast",
     "compiler_loading",
     "graphed",

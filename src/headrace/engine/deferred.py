@@ -150,8 +150,6 @@ class DeferredScalars:
             self._collect()
         return bool(self._in_flight) or self._filling is not None
 
-    awaits = has_outstanding  # the older name
-
     @property
     def pending(self) -> int:
         """Steps that were pushed and not yet handed out."""

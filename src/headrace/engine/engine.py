@@ -374,11 +374,11 @@ class Engine:
         batch trained on. Returns how many batches of the current epoch have been trained on."""
         builder = self._stateful_builder()
         self._end_other_loop()
-        state = stored_state.upgrade(state)
+        state = stored_state.checked(state)
         stored_state.restore(state, builder.parts, builder.schedule, builder.graphs)
         with stored_state.mismatch_as_step_error():
             own = self._tracker.checked(stored_state.for_rank(state, self.ranks))
-            self._non_finite.skipped, self.epochs = int(own["left_out"]), own["epoch"]
+            self._non_finite.skipped, self.epochs = int(own["skipped_updates"]), own["epoch"]
             return self._tracker.restore(own)
 
     @torch.no_grad()

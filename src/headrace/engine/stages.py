@@ -67,20 +67,11 @@ class Progress:
         """The index of the last batch in its epoch, from 0."""
         return self.batches - 1
 
-    @property
-    def come_back(self) -> tuple[DeferredValues, ...]:
-        """The older name of `arrived`."""
-        return self.arrived
-
     def after(self, launched: Launched) -> Progress:
         """The progress one batch later, with no values arrived yet."""
         updates = self.updates + launched.updated
         cursor = launched.fetched.cursor
         return Progress(self.epoch, self.batches + 1, updates, cursor, launched.standing)
-
-
-#: The older name of `Progress`.
-StepInfo = Progress
 
 
 class Step(Protocol):

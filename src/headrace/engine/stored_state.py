@@ -25,7 +25,7 @@ from headrace.parallel import (
     unwrap,
 )
 
-FORMAT = 5
+FORMAT = 1
 # What PyTorch and Python raise for a state of another model, or for something else altogether.
 _MISMATCH_ERRORS = (RuntimeError, ValueError, LookupError, TypeError, AttributeError, OverflowError)
 
@@ -57,7 +57,7 @@ def state_of(
         "loader": per_rank(position.loader),
         "deferred": position.deferred,
         "epoch_loss": position.epoch_loss,
-        "left_out": skipped_updates,
+        "skipped_updates": skipped_updates,
         "random_at_start": per_rank(position.random_at_start),
         "generators": per_rank(position.generators),
         "drawn_ahead": per_rank(position.drawn_ahead),
@@ -83,17 +83,17 @@ def _step_state(parts: StepParts) -> dict[str, Any]:
     return {
         **group.state_dict(),
         "outside": {} if clipping is None else clipping.gradients_outside(),
-        "gate": None if guard is None else guard.state_dict(with_group=not failed),
+        "guard": None if guard is None else guard.state_dict(with_group=not failed),
     }
 
 
 def _restore_step(state: dict[str, Any], parts: StepParts) -> None:
     clipping, guard = parts.update.clipping, parts.update.guard
     if guard is not None:
-        guard.load_state_dict(state["gate"])
+        guard.load_state_dict(state["guard"])
     parts.group.load_state_dict(state)
     if clipping is not None:
-        clipping.set_gradients_outside(state.get("outside") or {})
+        clipping.set_gradients_outside(state["outside"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,36 +124,14 @@ class Position:
     drawn_last: dict[str, Any] | None = None
 
 
-def upgrade(state: object) -> dict[str, Any]:
-    """A stored state of any format, in the present format. Raises `StepError` for anything else."""
+def checked(state: object) -> dict[str, Any]:
+    """A stored state of this format. Raises `StepError` for anything else."""
     found = state.get("format") if isinstance(state, dict) else type(state).__name__
-    if not isinstance(state, dict) or type(found) is not int or not 1 <= found <= FORMAT:
-        raise StepError(
-            f"this is not an engine's state of a format from 1 to {FORMAT}: found {found!r}"
-        )
+    if not isinstance(state, dict) or found != FORMAT or isinstance(found, bool):
+        raise StepError(f"this is not an engine's state of format {FORMAT}: found {found!r}")
     if not isinstance(state.get("step"), dict):
         raise StepError("this is not an engine's state: it has no 'step'")
-    if found < 2:
-        added: dict[str, Any] = {"loader": None, "deferred": [], "random_at_start": None}
-        state = {**state, **added, "graphs": None, "ledger": None}
-        state["step"] = {**state["step"], "gate": None}
-    if found < 3:
-        gate = state["step"].get("gate")
-        state = {
-            **state,
-            "own_batch": None,
-            "share_ended": False,
-            "epoch_loss": [0.0, 0.0],
-            # The guard's count, unless some of it is in values that are still to be handed out.
-            "left_out": 0 if gate is None or state.get("deferred") else int(gate["count"]),
-            "generators": None,
-            "drawn_ahead": [],
-        }
-    if found < 4:
-        state = {**state, "drawn_last": None}
-    if found < 5:
-        state = {**state, "carry": None}
-    return {**state, "format": FORMAT}
+    return state
 
 
 def restore(
@@ -192,7 +170,7 @@ def _restore(
             f"the stored state is {in_group} batches into a group: accumulate = {group.size}, "
             f"expected the value it was stored with, which is above {in_group}"
         )
-    divided_by = state["step"].get("divided_by")
+    divided_by = state["step"]["divided_by"]
     if in_group and divided_by != group.divided_by:
         raise StepError(
             f"the stored state is {in_group} batches into a group accumulated by "
@@ -221,8 +199,8 @@ def _restore(
         if parts.carry.leaves() is None and state["batch"] > 0:
             parts.device.warn_once(
                 "carry",
-                "the stored state has no carried state for this rank, because it is older or the "
-                "number of ranks has changed: the next batch begins with the initial one",
+                "the stored state has no carried state for this rank, because the number of "
+                "ranks has changed: the next batch begins with the initial one",
             )
     if graphs is not None:
         graphs.load_state_dict(state["graphs"])
@@ -231,7 +209,7 @@ def _restore(
     for name in ("epoch", "batch"):
         if type(state[name]) is not int or state[name] < 0:
             raise ValueError(f"{name} = {state[name]!r}: expected a whole number, 0 or more")
-    missing = {"left_out", *(field.name for field in fields(Position))} - state.keys()
+    missing = {"skipped_updates", *(field.name for field in fields(Position))} - state.keys()
     if missing:
         raise KeyError(f"it has no {', '.join(sorted(missing))}")
 

@@ -138,10 +138,9 @@ def _stats(run: TrainingRun) -> list[Stat]:
 
 def _losses(run: TrainingRun) -> dict[str, Any] | None:
     running = [(float(line.step), line.loss) for line in run.steps if line.loss is not None]
-    is_recent = all(line.mean_loss is not None for line in run.steps)
     valid = _points(run, "valid_loss")
     lines = [
-        Line(f"train, {'recent batches' if is_recent else 'epoch so far'}", running, 0, 1.5),
+        Line("train, recent batches", running, 0, 1.5),
         Line("train, whole epoch", _points(run, "loss"), 2, dots=True),
         Line("validation", valid, 1, dots=True),
     ]

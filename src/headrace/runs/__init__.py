@@ -6,73 +6,30 @@ terminal, and requests to stop. Nothing here trains. Each name is imported when 
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from headrace.lazy import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from headrace.runs.busy_time import BusyWindow
-    from headrace.runs.display import silent_console
-    from headrace.runs.doctor import diagnose, driver_version, usable_cores
-    from headrace.runs.folder import RunFolder, shared_folder, yaml_text
-    from headrace.runs.metrics import MetricsLog, NoMetrics, read_metrics
-    from headrace.runs.monitor import Monitor, UseSample
-    from headrace.runs.progress_line import Gauges, ProgressLine
-    from headrace.runs.recent_loss import RecentLoss
-    from headrace.runs.signals import StopRequests, ignore_foreign_sigterm
-    from headrace.runs.status_line import StatusLine
-    from headrace.runs.usage_log import UsageLog
-    from headrace.runs.watchdog import Watchdog
+    from headrace.runs.busy_time import BusyWindow as BusyWindow
+    from headrace.runs.display import silent_console as silent_console
+    from headrace.runs.doctor import diagnose as diagnose
+    from headrace.runs.doctor import driver_version as driver_version
+    from headrace.runs.doctor import usable_cores as usable_cores
+    from headrace.runs.folder import RunFolder as RunFolder
+    from headrace.runs.folder import shared_folder as shared_folder
+    from headrace.runs.folder import yaml_text as yaml_text
+    from headrace.runs.metrics import MetricsLog as MetricsLog
+    from headrace.runs.metrics import NoMetrics as NoMetrics
+    from headrace.runs.metrics import read_metrics as read_metrics
+    from headrace.runs.monitor import Monitor as Monitor
+    from headrace.runs.monitor import UseSample as UseSample
+    from headrace.runs.progress_line import Gauges as Gauges
+    from headrace.runs.progress_line import ProgressLine as ProgressLine
+    from headrace.runs.recent_loss import RecentLoss as RecentLoss
+    from headrace.runs.signals import StopRequests as StopRequests
+    from headrace.runs.signals import ignore_foreign_sigterm as ignore_foreign_sigterm
+    from headrace.runs.status_line import StatusLine as StatusLine
+    from headrace.runs.usage_log import UsageLog as UsageLog
+    from headrace.runs.watchdog import Watchdog as Watchdog
 
-_HOMES = {
-    "BusyWindow": "busy_time",
-    "Gauges": "progress_line",
-    "MetricsLog": "metrics",
-    "Monitor": "monitor",
-    "NoMetrics": "metrics",
-    "ProgressLine": "progress_line",
-    "RecentLoss": "recent_loss",
-    "RunFolder": "folder",
-    "StatusLine": "status_line",
-    "StopRequests": "signals",
-    "UsageLog": "usage_log",
-    "UseSample": "monitor",
-    "Watchdog": "watchdog",
-    "diagnose": "doctor",
-    "driver_version": "doctor",
-    "ignore_foreign_sigterm": "signals",
-    "read_metrics": "metrics",
-    "shared_folder": "folder",
-    "silent_console": "display",
-    "usable_cores": "doctor",
-    "yaml_text": "folder",
-}
-
-__all__ = [
-    "BusyWindow",
-    "Gauges",
-    "MetricsLog",
-    "Monitor",
-    "NoMetrics",
-    "ProgressLine",
-    "RecentLoss",
-    "RunFolder",
-    "StatusLine",
-    "StopRequests",
-    "UsageLog",
-    "UseSample",
-    "Watchdog",
-    "diagnose",
-    "driver_version",
-    "ignore_foreign_sigterm",
-    "read_metrics",
-    "shared_folder",
-    "silent_console",
-    "usable_cores",
-    "yaml_text",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

@@ -8,35 +8,19 @@ import os
 import re
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import IO, Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
-from rich.progress import Progress
-from rich.progress_bar import ProgressBar
-from rich.segment import Segment
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, Task
+from rich.table import Column
 from rich.text import Text
 
-from headrace.runs.progress_columns import (
-    COLUMNS,
-    MAX_BAR_WIDTH,
-    MIN_BAR_WIDTH,
-    MOST_IMPORTANT_FIRST,
-    OPTIONAL,
-    StatusColumn,
-    ValueColumn,
-    aligned,
-    counted,
-    head,
-    plain_text,
-)
-
-_EPOCHS_PER_HEAD = 25
+_MIN_BAR_WIDTH, _MAX_BAR_WIDTH = 8, 40
 # At the end of the live line. After Ctrl-C the terminal writes "^C" there, and some terminals begin
 # a new line when the last cell is written: then erasing the line would leave half of it.
 _FREE_CELLS = 3
-_STATUS_COLUMN = StatusColumn()
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 _ASCII = str.maketrans({"…": "...", "–": "-", "—": "-", "×": "x", "µ": "u", "→": "->"})
 
@@ -86,15 +70,15 @@ class Display:
 
     def show_values(self, values: Mapping[str, Any], done: int, total: int | None) -> None:
         """Show the values of a run that is `done` of `total` batches into an epoch."""
-        self.print(plain_text(values))
+        self.print(line_of(values))
 
     def show_status(self, text: str, done: int | None = None, total: int | None = None) -> None:
         """Show what is going on, and how far it is."""
-        self.print(counted(text, done, total))
+        self.print(_counted(text, done, total))
 
     def print_epoch(self, values: Mapping[str, Any], note: str) -> None:
         """Print the values of a finished epoch, and a note."""
-        self.print("  ".join(filter(None, (plain_text(values), note))))
+        self.print("  ".join(filter(None, (line_of(values), note))))
 
     def print_detail(self, text: str) -> None:
         """Print a line that may be cut."""
@@ -114,75 +98,59 @@ class Display:
 
 
 class LiveDisplay(Display):
-    """Redraws one line at the end of a terminal, in colours, and prints all others above it.
+    """Redraws one line at the end of a terminal, with a bar, and prints all others above it.
 
-    The names of the columns are drawn above the line until they are printed above the lines of
-    finished epochs. No thread redraws the line: a thread would compete with the training loop for
-    the interpreter lock.
+    No thread redraws the line: a thread would compete with the training loop for the interpreter
+    lock.
     """
 
     is_live = True
 
     def __init__(self, console: Console) -> None:
         super().__init__(console)
-        self._line = _LiveLine(
+        self._bar = _Bar()
+        self._progress = Progress(
+            _Description(table_column=Column(no_wrap=True)),
+            self._bar,
             console=console,
             auto_refresh=False,
             transient=True,
             # If stdout is a file, what is printed must go there, not to the terminal.
             redirect_stdout=_is_terminal(sys.stdout),
         )
-        self._task = self._line.add_task("", visible=False)
-        self._widths = {one.name: one.min_width for one in COLUMNS if one.name not in OPTIONAL}
-        self._printed_head: Mapping[str, int] = {}
-        self._epochs_below_head = 0
+        self._task = self._progress.add_task("", visible=False)
         self._lock = threading.RLock()
         self._pid = os.getpid()
 
+    @property
+    def _width(self) -> int:
+        return max(0, self.console.width - _FREE_CELLS)
+
     def open(self) -> None:
-        self._line.start()
+        self._progress.start()
         # rich hides the cursor, and a process that is killed would leave it hidden.
         self.console.show_cursor(True)
 
     def close(self) -> None:
         with self._lock:
             self.clear()
-            self._line.stop()
+            self._progress.stop()
 
     def clear(self) -> None:
         with self._lock:
-            self._line.update(self._task, visible=False)
-            self._line.refresh()
+            self._progress.update(self._task, visible=False)
+            self._progress.refresh()
 
     def show_values(self, values: Mapping[str, Any], done: int, total: int | None) -> None:
-        with self._lock:
-            widths, bar_width = self._fitting_widths(values)
-            self._line.shown = [one for one in COLUMNS if one.name in widths]
-            self._line.widths = widths
-            self._line.has_head = self._needs_head(widths)
-            self._draw("", values, done, total, bar_width)
+        self._show(line_of(values, self._width), done, total)
 
     def show_status(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        line = self._printable(counted(text, done, total)).replace("\n", " ").replace("\t", " ")
-        bar_width = min(MAX_BAR_WIDTH, self.console.width - _FREE_CELLS - 1 - cell_len(line))
-        with self._lock:
-            self._line.shown, self._line.widths = [_STATUS_COLUMN], {"status": 0}
-            self._line.has_head = False
-            self._draw(line, {}, done, total, bar_width)
+        self._show(self._printable(_counted(text, done, total)), done, total)
 
     def print_epoch(self, values: Mapping[str, Any], note: str) -> None:
-        with self._lock:
-            self.clear()
-            widths, _ = self._fitting_widths(values)
-            if self._needs_head(widths):
-                self._printed_head, self._epochs_below_head = widths, 0
-                self._print(head(widths))
-            self._epochs_below_head += 1
-            self._print(
-                aligned([one.cell(values) for one in COLUMNS if one.name in widths], widths)
-            )
-            if note:
-                self.print(f"      {note}", "dim")
+        self.print(line_of(values, self._width), "bold")
+        if note:
+            self.print(f"      {note}", "dim")
 
     def print(self, text: str, style: str = "") -> None:
         if os.getpid() != self._pid:  # a forked worker, which does not draw the live line
@@ -193,99 +161,105 @@ class LiveDisplay(Display):
 
     def print_detail(self, text: str) -> None:
         with self._lock:
-            line = Text(self._printable(text).replace("\n", " "), "dim")
-            line.truncate(max(0, self.console.width - _FREE_CELLS), overflow="ellipsis")
+            line = self._cut(self._printable(text))
+            line.stylize("dim")
             self.console.print(line, soft_wrap=True)
 
-    def _print(self, line: Text) -> None:
-        line.truncate(max(0, self.console.width - _FREE_CELLS), overflow="crop")
-        self.console.print(line, soft_wrap=True)
+    def _cut(self, text: str) -> Text:
+        line = Text(text.replace("\n", " ").replace("\t", " "))
+        line.truncate(self._width, overflow="ellipsis")
+        return line
 
-    def _draw(
-        self,
-        text: str,
-        values: Mapping[str, Any],
-        done: int | None,
-        total: int | None,
-        bar_width: int,
-    ) -> None:
-        has_bar = done is not None and total and bar_width >= MIN_BAR_WIDTH
-        self._line.bar_width = bar_width if has_bar else 0
-        self._line.update(
-            self._task,
-            description=text,
-            values=values,
-            completed=done or 0,
-            total=total or None,
-            visible=True,
-        )
-        self._line.refresh()
-
-    def _needs_head(self, widths: Mapping[str, int]) -> bool:
-        return widths != self._printed_head or self._epochs_below_head >= _EPOCHS_PER_HEAD
-
-    def _fitting_widths(self, values: Mapping[str, Any]) -> tuple[dict[str, int], int]:
-        """The columns that fit into the terminal with their widths, and the width of the bar.
-
-        A column that has had a value stays, and none gets narrower, so that nothing jumps.
-        """
-        for column in COLUMNS:
-            if (value := values.get(column.name)) is not None:
-                width = max(column.min_width, len(column.text(value)))
-                self._widths[column.name] = max(width, self._widths.get(column.name, 0))
-        wanted = self._widths | {"bar": MIN_BAR_WIDTH}
-        free = self.console.width - _FREE_CELLS
-        fitting = set()
-        for name in MOST_IMPORTANT_FIRST:
-            if name in wanted and wanted[name] <= free:
-                fitting.add(name)
-                free -= wanted[name] + 1
-        widths = {one.name: wanted[one.name] for one in COLUMNS if one.name in fitting}
-        bar_width = min(MIN_BAR_WIDTH + free + 1, MAX_BAR_WIDTH) if "bar" in fitting else 0
-        return widths, bar_width
+    def _show(self, text: str, done: int | None, total: int | None) -> None:
+        with self._lock:
+            line = self._cut(text).plain
+            room = min(_MAX_BAR_WIDTH, self._width - 1 - cell_len(line))
+            self._bar.bar_width = room if total and done is not None else 0
+            self._progress.update(
+                self._task,
+                description=line,
+                completed=done or 0,
+                total=total or None,
+                visible=True,
+            )
+            self._progress.refresh()
 
 
-class _LiveLine(Progress):
-    """rich's progress with one task, whose columns and bar are in one line.
-
-    rich puts the columns into a table, which takes four times as long to draw.
-    """
-
-    shown: Sequence[ValueColumn | StatusColumn] = ()
-    widths: Mapping[str, int] = {}
-    bar_width = 0
-    has_head = False
-
-    def get_renderable(self) -> RenderableType:
-        lines: list[RenderableType] = []
-        for task in self.tasks:
-            if task.visible:
-                if self.has_head:
-                    lines.append(_Fitted(head(self.widths)))
-                cells = [column.render(task) for column in self.shown]
-                bar = None
-                if self.bar_width:
-                    bar = ProgressBar(
-                        task.total, task.completed, self.bar_width, complete_style="cyan"
-                    )
-                lines.append(_Fitted(aligned(cells, self.widths), bar))
-        return Group(*lines)
+class _Description(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.description)
 
 
-class _Fitted:
-    """A text that is cut to the width of the terminal, and perhaps a bar after it."""
+class _Bar(BarColumn):
+    def __init__(self) -> None:
+        super().__init__(complete_style="cyan")
 
-    def __init__(self, text: Text, bar: ProgressBar | None = None) -> None:
-        self._text, self._bar = text, bar
+    def render(self, task: Task) -> Any:
+        has_room = self.bar_width is not None and self.bar_width >= _MIN_BAR_WIDTH
+        return super().render(task) if has_room else Text("")
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        line = self._text.copy()
-        line.truncate(max(0, options.size.width - _FREE_CELLS), overflow="crop")
-        yield from line.render(console)
-        if self._bar is not None:
-            yield Segment(" ")
-            yield from console.render(self._bar, options)
-        yield Segment.line()
+
+# --- the text of a line ---------------------------------------------------------------------------
+
+
+def line_of(values: Mapping[str, Any], width: int | None = None) -> str:
+    """The known values in one line, each after its name. Where they are wider than `width`, the
+    least important are left out."""
+    shown = [name for name in _TEXTS if values.get(name) is not None]
+    line = ""
+    for left_out in ("", *_LEAST_IMPORTANT_FIRST):
+        shown = [name for name in shown if name != left_out]
+        line = "  ".join(f"{name} {_TEXTS[name](values[name]).strip()}" for name in shown)
+        if width is None or cell_len(line) <= width:
+            break
+    return line
+
+
+def _counted(text: str, done: int | None, total: int | None) -> str:
+    """A status with its count, such as "encode train 2,000/29,000"."""
+    if done is None:
+        return text
+    return f"{text} {done:,}/{total:,}" if total else f"{text} {done:,}"
+
+
+def _duration(seconds: float) -> str:
+    minutes, s = divmod(round(seconds), 60)
+    hours, m = divmod(minutes, 60)
+    return f"{hours}:{m:02}:{s:02}" if hours else f"{m}:{s:02}"
+
+
+def _loss(loss: float) -> str:
+    return f"{loss:.4f}" if abs(loss) < 100 else f"{loss:.3g}"
+
+
+def _bytes(count: int) -> str:
+    return f"{count / (1 << 30):.1f}G" if count >= 1 << 30 else f"{count / (1 << 20):.0f}M"
+
+
+def _rate(per_s: float) -> str:
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if per_s >= unit:
+            return f"{per_s / unit:.1f}{letter}"
+    return f"{per_s:.0f}"
+
+
+_TEXTS: dict[str, Callable[[Any], str]] = {
+    "epoch": str,
+    "mem": _bytes,
+    "tok/s": _rate,
+    "loss": _loss,
+    "valid": _loss,
+    "BLEU": "{:.2f}".format,
+    "data": "{:.0%}".format,
+    "host": "{:.0%}".format,
+    "GPU": "{:.0%}".format,
+    "batch": str,
+    "time": _duration,
+    "left": _duration,
+}
+_LEAST_IMPORTANT_FIRST = (
+    *("time", "host", "data", "valid", "mem", "GPU", "BLEU", "tok/s", "batch", "left", "loss"),
+)
 
 
 class _LenientFile(io.TextIOBase):

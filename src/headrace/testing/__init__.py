@@ -13,63 +13,26 @@ or, without pytest, `with FakeDevice() as device: …`.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from headrace.lazy import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from headrace.testing.costs import Costs
-    from headrace.testing.cuda import FakeCuda, fake_cuda
-    from headrace.testing.fake import FakeDevice
-    from headrace.testing.faults import Hang
-    from headrace.testing.findings import CodeLine, Finding, race_report
-    from headrace.testing.orders import ordered
-    from headrace.testing.pages import race_page
-    from headrace.testing.program import ProgramResult, run_program
-    from headrace.testing.races import Access, HiddenWait, Race
-    from headrace.testing.streams import FakeEvent, FakeStream
+    from headrace.testing.costs import Costs as Costs
+    from headrace.testing.cuda import FakeCuda as FakeCuda
+    from headrace.testing.cuda import fake_cuda as fake_cuda
+    from headrace.testing.fake import FakeDevice as FakeDevice
+    from headrace.testing.faults import Hang as Hang
+    from headrace.testing.findings import CodeLine as CodeLine
+    from headrace.testing.findings import Finding as Finding
+    from headrace.testing.findings import race_report as race_report
+    from headrace.testing.orders import ordered as ordered
+    from headrace.testing.pages import race_page as race_page
+    from headrace.testing.program import ProgramResult as ProgramResult
+    from headrace.testing.program import run_program as run_program
+    from headrace.testing.races import Access as Access
+    from headrace.testing.races import HiddenWait as HiddenWait
+    from headrace.testing.races import Race as Race
+    from headrace.testing.streams import FakeEvent as FakeEvent
+    from headrace.testing.streams import FakeStream as FakeStream
 
-_HOMES = {
-    "Access": "races",
-    "CodeLine": "findings",
-    "Costs": "costs",
-    "FakeCuda": "cuda",
-    "FakeDevice": "fake",
-    "FakeEvent": "streams",
-    "FakeStream": "streams",
-    "Finding": "findings",
-    "Hang": "faults",
-    "HiddenWait": "races",
-    "ProgramResult": "program",
-    "Race": "races",
-    "fake_cuda": "cuda",
-    "ordered": "orders",
-    "race_page": "pages",
-    "race_report": "findings",
-    "run_program": "program",
-}
-
-__all__ = [
-    "Access",
-    "CodeLine",
-    "Costs",
-    "FakeCuda",
-    "FakeDevice",
-    "FakeEvent",
-    "FakeStream",
-    "Finding",
-    "Hang",
-    "HiddenWait",
-    "ProgramResult",
-    "Race",
-    "fake_cuda",
-    "ordered",
-    "race_page",
-    "race_report",
-    "run_program",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

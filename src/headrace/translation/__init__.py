@@ -11,108 +11,39 @@ It takes settings and a corpus, and makes a run folder: weights, metrics, checkp
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from headrace.lazy import lazy
 
+TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from headrace.translation.corpus.batches import BatchPlan
-    from headrace.translation.corpus.corpus import (
-        Corpus,
-        ScoredPairs,
-        describe_shared,
-        read_corpus,
-        read_pairs,
-        read_scored_pairs,
-    )
-    from headrace.translation.corpus.prepare import check_data, prepared_for
-    from headrace.translation.corpus.prepared import Prepared
-    from headrace.translation.decode import beam_search, greedy
-    from headrace.translation.export import (
-        Comparison,
-        export_ctranslate2,
-        require_ctranslate2,
-    )
-    from headrace.translation.loss import translation_loss
-    from headrace.translation.model import EOS, MODEL_PRESETS, ModelSettings, Translator
-    from headrace.translation.result import TrainResult, stored_result
-    from headrace.translation.saved_model import LengthCounts, TrainedModel
-    from headrace.translation.score import Scores
-    from headrace.translation.settings import (
-        CHANGED_BY_RESUME,
-        SECTIONS,
-        TrainSettings,
-        stored_values,
-    )
-    from headrace.translation.trainer import Trainer
+    from headrace.translation.corpus.batches import BatchPlan as BatchPlan
+    from headrace.translation.corpus.corpus import Corpus as Corpus
+    from headrace.translation.corpus.corpus import ScoredPairs as ScoredPairs
+    from headrace.translation.corpus.corpus import describe_shared as describe_shared
+    from headrace.translation.corpus.corpus import read_corpus as read_corpus
+    from headrace.translation.corpus.corpus import read_pairs as read_pairs
+    from headrace.translation.corpus.corpus import read_scored_pairs as read_scored_pairs
+    from headrace.translation.corpus.prepare import check_data as check_data
+    from headrace.translation.corpus.prepare import prepared_for as prepared_for
+    from headrace.translation.corpus.prepared import Prepared as Prepared
+    from headrace.translation.decode import beam_search as beam_search
+    from headrace.translation.decode import greedy as greedy
+    from headrace.translation.export import Comparison as Comparison
+    from headrace.translation.export import export_ctranslate2 as export_ctranslate2
+    from headrace.translation.export import require_ctranslate2 as require_ctranslate2
+    from headrace.translation.loss import translation_loss as translation_loss
+    from headrace.translation.model import EOS as EOS
+    from headrace.translation.model import MODEL_PRESETS as MODEL_PRESETS
+    from headrace.translation.model import ModelSettings as ModelSettings
+    from headrace.translation.model import Translator as Translator
+    from headrace.translation.result import TrainResult as TrainResult
+    from headrace.translation.result import stored_result as stored_result
+    from headrace.translation.saved_model import LengthCounts as LengthCounts
+    from headrace.translation.saved_model import TrainedModel as TrainedModel
+    from headrace.translation.score import Scores as Scores
+    from headrace.translation.settings import CHANGED_BY_RESUME as CHANGED_BY_RESUME
+    from headrace.translation.settings import SECTIONS as SECTIONS
+    from headrace.translation.settings import TrainSettings as TrainSettings
+    from headrace.translation.settings import stored_values as stored_values
+    from headrace.translation.trainer import Trainer as Trainer
 
-_HOMES = {
-    "CHANGED_BY_RESUME": "settings",
-    "EOS": "model",
-    "MODEL_PRESETS": "model",
-    "SECTIONS": "settings",
-    "BatchPlan": "corpus.batches",
-    "Comparison": "export",
-    "Corpus": "corpus.corpus",
-    "LengthCounts": "saved_model",
-    "ModelSettings": "model",
-    "Prepared": "corpus.prepared",
-    "ScoredPairs": "corpus.corpus",
-    "Scores": "score",
-    "TrainResult": "result",
-    "TrainSettings": "settings",
-    "TrainedModel": "saved_model",
-    "Trainer": "trainer",
-    "Translator": "model",
-    "beam_search": "decode",
-    "check_data": "corpus.prepare",
-    "describe_shared": "corpus.corpus",
-    "export_ctranslate2": "export",
-    "greedy": "decode",
-    "prepared_for": "corpus.prepare",
-    "read_corpus": "corpus.corpus",
-    "read_pairs": "corpus.corpus",
-    "read_scored_pairs": "corpus.corpus",
-    "require_ctranslate2": "export",
-    "stored_result": "result",
-    "stored_values": "settings",
-    "translation_loss": "loss",
-}
-
-__all__ = [
-    "CHANGED_BY_RESUME",
-    "EOS",
-    "MODEL_PRESETS",
-    "SECTIONS",
-    "BatchPlan",
-    "Comparison",
-    "Corpus",
-    "LengthCounts",
-    "ModelSettings",
-    "Prepared",
-    "ScoredPairs",
-    "Scores",
-    "TrainResult",
-    "TrainSettings",
-    "TrainedModel",
-    "Trainer",
-    "Translator",
-    "beam_search",
-    "check_data",
-    "describe_shared",
-    "export_ctranslate2",
-    "greedy",
-    "prepared_for",
-    "read_corpus",
-    "read_pairs",
-    "read_scored_pairs",
-    "require_ctranslate2",
-    "stored_result",
-    "stored_values",
-    "translation_loss",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+__all__, __getattr__, __dir__ = lazy(__name__, __file__)

@@ -10,55 +10,50 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import typing
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, cast
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from headrace.errors import TranslationError
+from headrace.errors import HeadraceError, TranslationError
+from headrace.schema import Checked, choice, number, refuse_unknown, whole
 from headrace.translation.attention import Mask, Packing, attend, attention_dtype
 from headrace.translation.corpus.vocabulary import EOS as EOS
 from headrace.translation.corpus.vocabulary import PAD as PAD
 from headrace.translation.corpus.vocabulary import Vocabulary
 
 
-def _setting(default: object, low: float, high: float, meaning: str) -> Any:
-    return field(default=default, metadata={"low": low, "high": high, "meaning": meaning})
-
-
 @dataclass(frozen=True, slots=True)
-class ModelSettings:
+class ModelSettings(Checked):
     """The size of the model. Vocabulary sizes are not settings: they come with the data."""
 
-    width: int = _setting(512, 2, 1 << 16, "width between layers (d_model); even")
-    heads: int = _setting(8, 1, 1024, "attention heads; divides width")
-    encoder_layers: int = _setting(6, 1, 1024, "encoder layers")
-    decoder_layers: int = _setting(6, 1, 1024, "decoder layers")
-    inner: int = _setting(2048, 1, 1 << 20, "width of the feed-forward layers")
-    dropout: float = _setting(0.1, 0.0, 1.0, "dropout probability, below 1")
-    norm: Literal["pre", "post"] = field(
-        default="pre",
-        metadata={"meaning": "layer norm before each sublayer (more stable) or after it"},
+    error: ClassVar[type[HeadraceError]] = TranslationError
+
+    width: int = whole(512, 2, 1 << 16, "width between layers (d_model); even")
+    heads: int = whole(8, 1, 1024, "attention heads; divides width")
+    encoder_layers: int = whole(6, 1, 1024, "encoder layers")
+    decoder_layers: int = whole(6, 1, 1024, "decoder layers")
+    inner: int = whole(2048, 1, 1 << 20, "width of the feed-forward layers")
+    dropout: float = number(0.1, 0.0, 1.0, "dropout probability, below 1")
+    norm: Literal["pre", "post"] = choice(
+        "pre", "layer norm before each sublayer (more stable) or after it"
     )
-    tied: bool = field(
-        default=True,
-        metadata={"meaning": "output and target embedding share weights; if joint, source too"},
-    )
-    max_length: int = _setting(512, 2, 1 << 20, "maximum tokens per sentence, with bos and eos")
-    attention_dropout: float | None = _setting(
+    tied: bool = choice(True, "output and target embedding share weights; if joint, source too")
+    max_length: int = whole(512, 2, 1 << 20, "maximum tokens per sentence, with bos and eos")
+    attention_dropout: float | None = number(
         None, 0.0, 1.0, "dropout of attention weights, below 1; none: as dropout"
     )
 
     def __post_init__(self) -> None:
-        hints = typing.get_type_hints(type(self))
-        for known in dataclasses.fields(self):
-            _check_setting(known, hints[known.name], getattr(self, known.name))
+        Checked.__post_init__(self)
+        for name in ("dropout", "attention_dropout"):
+            if getattr(self, name) == 1:
+                raise TranslationError(f"{name} = 1: expected a number below 1")
         if self.width % 2 or self.width % self.heads:
             raise TranslationError(
                 f"width = {self.width}: expected an even number, a multiple of heads = {self.heads}"
@@ -73,12 +68,8 @@ class ModelSettings:
 
     def replace(self, **changes: Any) -> ModelSettings:
         """A copy with these fields changed."""
-        known = [setting.name for setting in dataclasses.fields(self)]
-        for name in changes.keys() - set(known):
-            raise TranslationError(f"no model setting {name!r}; known: {', '.join(known)}")
+        refuse_unknown(changes, self.field_names(), "model", TranslationError)
         return dataclasses.replace(self, **changes)
-
-    but = replace  # its older name
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `ModelSettings(**values)` restores them."""
@@ -438,26 +429,6 @@ def sinusoids(length: int, width: int) -> Tensor:
     at = torch.arange(length, dtype=torch.float32).unsqueeze(1)
     rate = torch.exp(torch.arange(0, width, 2) * (-math.log(10_000) / width))
     return torch.stack((torch.sin(at * rate), torch.cos(at * rate)), dim=2).flatten(1)
-
-
-def _check_setting(known: dataclasses.Field[Any], hint: Any, value: object) -> None:
-    if typing.get_origin(hint) is Literal:
-        choices = typing.get_args(hint)
-        if value not in choices:
-            raise TranslationError(f"{known.name} = {value!r}: expected {' or '.join(choices)}")
-    elif hint is bool:
-        if not isinstance(value, bool):
-            raise TranslationError(f"{known.name} = {value!r}: expected true or false")
-    elif value is not None or known.default is not None:
-        low, high = known.metadata["low"], known.metadata["high"]
-        kinds = (int,) if hint is int else (int, float)
-        if isinstance(value, bool) or not isinstance(value, kinds) or not low <= value <= high:
-            what = "a whole number" if hint is int else "a number"
-            raise TranslationError(
-                f"{known.name} = {value!r}: expected {what}, {low:,} to {high:,}"
-            )
-        if known.name in ("dropout", "attention_dropout") and value == high:
-            raise TranslationError(f"{known.name} = {value!r}: expected a number below 1")
 
 
 def _check_vocabularies(src: object, trg: object, joint: bool) -> None:

@@ -229,12 +229,7 @@ class TrainSettings(Checked):
     @classmethod
     def read(cls, path: str | Path) -> TrainSettings:
         """Read a run's settings from its `config.yaml`."""
-        if (Path(path).parent / "journal.jsonl").exists():
-            raise TranslationError(
-                f"{Path(path).parent}: is a run of `headrace tune`; expected a training run"
-            )
-        # Runs that do not say it are from before batches could be packed.
-        return cls.from_dict({"packed": "off"} | stored_values(path), where=str(path))
+        return cls.from_dict(stored_values(path), where=str(path))
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `from_dict` restores the settings from them."""
@@ -244,8 +239,6 @@ class TrainSettings(Checked):
         """A copy with these fields changed."""
         refuse_unknown(changes, self.field_names(), "settings", TranslationError)
         return dataclasses.replace(self, **changes)
-
-    but = replace  # its older name
 
     def model(self) -> ModelSettings:
         """The settings of the model: the preset, with what was changed.

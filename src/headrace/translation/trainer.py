@@ -842,9 +842,7 @@ class Checkpoints:
         state = load_checkpoint(path, parts=parts.ranks.several)
         try:
             batch = parts.engine.load_state_dict(state["engine"])
-            # Checkpoints of earlier versions have neither.
-            corpus = dict(state["corpus"]) if "corpus" in state else None
-            division = Division(**state["division"]) if "division" in state else None
+            corpus, division = dict(state["corpus"]), Division(**state["division"])
             self.losses.reset(*map(float, state["sums"]))
             self.weight_files.restore(dict(state["best"]))
         except _CHECKPOINT_MISMATCH as problem:
@@ -852,9 +850,8 @@ class Checkpoints:
                 f"{path}: does not fit the model or optimizer in {self.folder.config}: "
                 f"{' '.join(str(problem).split())[:200]}"
             ) from problem
-        if corpus is not None:
-            self._check_corpus(path, found, corpus)
-        if batch and division is not None:
+        self._check_corpus(path, found, corpus)
+        if batch:
             self._check_division(path, batch, division)
         return batch
 

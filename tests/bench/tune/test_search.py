@@ -107,10 +107,7 @@ class TestFinds:
         """Where each field has a factor of its own, the best of the whole grid is found, but for
         what counts as noise each time."""
         factor = st.floats(1.0, 3.0)
-        space = Space(
-            EAGER, workers=(0, 2, 4), prefetch_factor=(2, 4),
-            streams=(2, 3, 4), sync_every=(5, 20), prefetch_depth=(1, 2, 4), run_ahead_steps=(2, 8),
-        )  # fmt: skip
+        space = Space(EAGER, workers=(0, 2, 4), prefetch_factor=(2, 4), prefetch_depth=(1, 2, 4))
         draws: dict[tuple[str, Any], float] = {}
 
         def of(name: str, value: Any) -> float:
@@ -123,9 +120,7 @@ class TestFinds:
             found = of("base", candidate.base) * of("workers", loader.workers or 0)
             if loader.workers:
                 found *= of("ahead", loader.prefetch_factor or 2)
-            for name in ("sync_every", "streams", "prefetch_depth", "run_ahead_steps"):
-                found *= of(name, getattr(plan, name))
-            return found
+            return found * of("prefetch_depth", plan.prefetch_depth)
 
         outcome, _ = search(cost, space)
         winner = outcome.winner.candidate
@@ -179,9 +174,7 @@ class TestTies:
             lucky = candidate.base == "pipeline" and flips[candidate.name] <= 2
             return 9.0 if lucky else 10.0
 
-        outcome, _ = search(
-            cost, Space(("baseline", "pipeline"), run_ahead_steps=(), prefetch_depth=())
-        )
+        outcome, _ = search(cost, Space(("baseline", "pipeline"), prefetch_depth=()))
         assert outcome.winner.candidate.name == "baseline"
         assert status(outcome)["pipeline"] == "same as winner"
 
@@ -249,7 +242,7 @@ class TestBudget:
     def test_it_ends_with_its_time(self) -> None:
         bench = Bench(by_name(pipeline=10.0, event=30.0))
         outcome, _ = search(bench, steps=20, budget_s=15.0)
-        assert outcome.cut_short
+        assert outcome.ended_by
         assert outcome.winner.candidate.name == "pipeline"
         spent_s = sum(bench.steps[name] * by_name(pipeline=10.0, event=30.0)(
             Candidate(name.split(",")[0], Plan.preset(name.split(",")[0]))
@@ -260,7 +253,7 @@ class TestBudget:
 
     def test_without_any_time_the_first_is_all_there_is(self) -> None:
         outcome, bench = search(by_name(pipeline=10.0), budget_s=0.0)
-        assert (outcome.winner is outcome.first, outcome.cut_short) == (True, True)
+        assert (outcome.winner is outcome.first, outcome.ended_by) == (True, "time limit")
         assert sum(bench.runs.values()) == 1
 
     def test_without_time_to_compare_a_gain_must_be_more_than_chance(self) -> None:
@@ -273,7 +266,7 @@ class TestBudget:
             return 10.0 if count < 4 else 14.0
 
         outcome, _ = search(Bench(slower_and_slower), steps=20, budget_s=3.0)
-        assert outcome.cut_short
+        assert outcome.ended_by
         assert outcome.winner is outcome.first
         bench = Bench(by_name(pipeline=80.0), noise=0.5)
         assert search(bench, steps=20, budget_s=25.0)[0].winner.candidate.name == "baseline"
@@ -290,7 +283,7 @@ class TestBudget:
 
         for budget_s in range(2, 25):  # then the stage is decided, by repeats
             outcome, _ = search(cost, Space(EAGER, workers=(0, 2)), steps=20, budget_s=budget_s)
-            assert outcome.cut_short
+            assert outcome.ended_by
             assert "workers" not in outcome.winner.candidate.name
 
     def test_what_alone_was_measured_is_called_so(self) -> None:
@@ -301,9 +294,7 @@ class TestBudget:
         """20 steps of half a millisecond tell nothing: as many as take 200 ms."""
         bench = Bench(lambda candidate: 0.5)
         Search(Space(("baseline", "pipeline")), bench, steps=20).run()
-        assert min(bench.steps[name] / bench.runs[name] for name in bench.steps if "," in name) >= (
-            400
-        )
+        assert bench.steps["pipeline"] >= 400 * bench.runs["pipeline"] > 0
 
     @pytest.mark.parametrize(("swing", "runs"), [(0.0, 1), (4.0, 5)])
     def test_on_an_unquiet_machine_less_is_clear(self, swing: float, runs: int) -> None:
@@ -319,63 +310,35 @@ class TestBudget:
         assert outcome.winner.candidate.name == "event"
         assert bench.runs["pipeline"] == runs
 
-    def test_progress_says_what_is_left(self) -> None:
+    def test_progress_says_how_far_it_is(self) -> None:
         seen: list[SearchProgress] = []
         search(by_name(pipeline=10.0), on_progress=seen.append)
         assert [progress.done for progress in seen] == list(range(len(seen)))
-        assert all(progress.left >= 0 for progress in seen)
         assert (seen[0].stage, seen[4].stage) == ("first", "plans")
         assert seen[-1].stage == "last comparison"
-        assert seen[-1].left <= 2
 
 
 class TestSpace:
     def test_what_makes_sense_here(self) -> None:
         cpu = Space.on(open_device("cpu"), 4, frozenset({"workers", "prefetch_factor"}))
         assert cpu.presets == EAGER
-        assert (cpu.workers, cpu.graphs, cpu.compile) == ((0, 1, 2), (), ())
-        assert (cpu.prefetch_depth, cpu.sync_every) == ((), ())  # nothing runs beside the host
+        assert cpu.workers == (0, 1, 2)
+        assert cpu.prefetch_depth == ()  # nothing runs beside the host
         fake = Space.on(FakeDevice(), 64, frozenset())
         assert "graph" in fake.presets
         assert "max" not in fake.presets
-        assert (fake.workers, fake.prefetch_factor, fake.graphs) == ((), (), ("off", "on"))
+        assert (fake.workers, fake.prefetch_factor) == ((), ())
         one = Space.on(open_device("cpu"), 1, frozenset({"workers"}), presets=("pipeline",))
         assert (one.presets, one.workers) == (("pipeline",), (0, 1))
 
     @pytest.mark.parametrize("name", PRESETS)
     def test_every_neighbour_is_a_valid_plan_and_new(self, name: str) -> None:
-        space = Space(
-            tuple(PRESETS), workers=(0, 4), batch_sizes=(8, 16), graphs=("off", "on"),
-            compile=(False, True),
-        )  # fmt: skip
+        space = Space(tuple(PRESETS), workers=(0, 4), batch_sizes=(8, 16))
         best = Candidate(name, Plan.preset(name))
         for stage in space.stages():
             around = space.around(stage, best)
             assert around[0] is best
             assert len({candidate.key for candidate in around}) == len(around)
-            for candidate in around:
-                assert Candidate.from_dict(candidate.to_dict()) == candidate
-
-    def test_a_change_that_makes_a_preset_is_that_preset(self) -> None:
-        space = Space(tuple(PRESETS), precision="bf16", graphs=("off", "on"))
-        pipeline = space.around("plans", space.first())[4]
-        assert pipeline.base == "pipeline"
-        names = [candidate.name for candidate in space.around("graphs", pipeline)]
-        assert names == ["pipeline", "graph"]
-        graph = space.around("graphs", pipeline)[1]
-        assert graph.plan.precision == "bf16"
-        assert [candidate.name for candidate in space.around("graphs", graph)] == [
-            "graph",
-            "pipeline",
-        ]
-        # One that was chosen stays.
-        near = dataclasses.replace(graph, plan=graph.plan.replace(run_ahead_steps=2))
-        assert space.around("graphs", near)[1].name == "graph, run ahead steps 2, graphs off"
-        event = Candidate("event", Plan.preset("event"))
-        assert [candidate.plan.run_ahead_steps for candidate in space.around("graphs", event)] == [
-            32,
-            32,
-        ]
 
     def test_names_and_order(self) -> None:
         plain = Candidate("pipeline", Plan.preset("pipeline"))

@@ -1,14 +1,14 @@
-"""`headrace tune`: on a work, in a folder, killed and gone on with; its file, table and errors."""
+"""`headrace tune`: on a work, in a folder, stopped; its file, table and errors."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
-import re
 import signal
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
 import torch
@@ -16,9 +16,8 @@ import yaml
 from typer.testing import CliRunner
 
 from headrace.bench import Stopped, TuneSettings, Tuning
-from headrace.bench.tune import search, tuning
+from headrace.bench.tune import tuning
 from headrace.bench.tune.candidates import Candidate, Space
-from headrace.bench.tune.journal import Journal
 from headrace.bench.tune.measurer import WorkMeasurer
 from headrace.bench.tune.result import FinishedSearch
 from headrace.bench.tune.search import Search
@@ -29,13 +28,12 @@ from headrace.bench.works.work import Work, work_of
 from headrace.cli import app
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.errors import BenchError, HeadraceError, RunError, TuneError
+from headrace.errors import BenchError, HeadraceError, TuneError
 from headrace.plan import LoaderPlan, Plan, load_plan
-from headrace.runs.records import Environment, WorkRecord
+from headrace.runs.records import Environment, TuneResult, WorkRecord
 from headrace.testing import Costs, FakeDevice
 from headrace.translation import Trainer, TrainSettings, prepared_for
 from headrace.translation.build import build_run
-from support.forked import run_python
 
 #: Nothing takes time but made-up kernels and copies to the device, of 2 ms each.
 FREE = Costs(
@@ -266,7 +264,7 @@ class TestWhole:
         assert engine.plan.replace(name="x") == result.plan.replace(name="x")
         assert TrainSettings(plan=str(found.plan_file)).plan == str(found.plan_file)
         assert sorted(path.name for path in found.folder.path.iterdir() if path.is_file()) == [
-            *(".lock", "config.yaml", "journal.jsonl", "plan.yaml", "result.json", "table.txt")
+            *("plan.yaml", "result.json", "table.txt")
         ]
 
     def test_the_result_is_as_agreed(self, fake: FakeDevice, tmp_path: Path) -> None:
@@ -301,40 +299,14 @@ class TestWhole:
         )
         assert content["sentences"][0] in table
 
-    def test_interrupted_anywhere_it_finds_the_same(
+    def test_stopped_before_the_first_measurement(
         self, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        settings = TuneSettings(
-            work="made up", plans=("baseline", "pipeline"), steps=2, repeats=2, warmup=2, compare=2
-        )
-        with fake:
-            whole = Tuning.create(settings, project=tmp_path, device=fake, quiet=True).run()
-            broken = Tuning.create(settings, project=tmp_path, device=fake, quiet=True)
-            measure, live = WorkMeasurer.measure, []
-
-            def counted(self: WorkMeasurer, candidate: Candidate, steps: int) -> Measurement:
-                live.append(1)
-                if len(live) in (3, 9):
-                    raise KeyboardInterrupt
-                return measure(self, candidate, steps)
-
-            monkeypatch.setattr(WorkMeasurer, "measure", counted)
-            for _ in range(2):
-                with pytest.raises(KeyboardInterrupt):
-                    broken.run()
-            resumed = Tuning.resume(broken.folder.path, device=fake, quiet=True).run()
-        assert whole_story(resumed) == whole_story(whole)
-        runs = sum(len(ms) for trial in whole.outcome.trials for ms in trial.rungs.values())
-        assert len(live) == runs + 2  # nothing was measured twice but what was broken off
-
-    def test_asked_to_stop_it_says_so(
-        self, fake: FakeDevice, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        measure = WorkMeasurer.measure
+        """The signal may have killed the loader's workers: that is not the plan's fault."""
 
         def stopped(self: WorkMeasurer, candidate: Candidate, steps: int) -> Measurement:
             os.kill(os.getpid(), signal.SIGTERM)
-            return measure(self, candidate, steps)
+            return Measurement(None, failed="a worker was killed")
 
         monkeypatch.setattr(WorkMeasurer, "measure", stopped)
         with fake:
@@ -343,7 +315,6 @@ class TestWhole:
             )
             with pytest.raises(Stopped, match="SIGTERM"):
                 found.run()
-        assert (found.folder.path / "journal.jsonl").read_text().count("measurement") == 1
 
     def test_a_work_that_does_not_run(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -371,69 +342,6 @@ class TestWhole:
             found = Tuning.create(settings, project=tmp_path, device=fake, quiet=True)
             # As long whatever the batch: twice the batch is twice as fast.
             assert found.run().loader.batch_size == 12
-
-
-def whole_story(result: FinishedSearch) -> list[Any]:
-    """All that was measured and decided, without what depends on the real clock."""
-    return [
-        (trial.candidate.key, trial.rungs, trial.status, trial.why)
-        for trial in result.outcome.trials
-    ]
-
-
-class TestJournal:
-    MACHINE: ClassVar[dict[str, Any]] = {"device_name": "a", "options": {"batch": 3}}
-
-    def measure(self, candidate: Candidate, steps: int) -> Measurement:
-        self.live = [*getattr(self, "live", []), candidate.name]
-        return Measurement({"pipeline": 5.0}.get(candidate.base, 9.0), took_s=0.1)
-
-    def run(self, path: Path, **options: Any) -> Any:
-        with Journal(path, self.measure, self.MACHINE) as journal:
-            return Search(Space(("baseline", "pipeline")), journal.measure, **options).run()
-
-    def test_torn_at_any_byte_it_goes_on(self, tmp_path: Path) -> None:
-        path = tmp_path / "journal"
-        whole = self.run(path)
-        runs, content = len(self.live), path.read_bytes()
-        ends = [at for at, byte in enumerate(content) if byte == ord("\n")]
-        assert len(ends) == runs + 1
-        for cut in (0, 1, ends[0], ends[0] + 1, ends[3] - 5, ends[3] + 1, ends[-1], len(content)):
-            path.write_bytes(content[:cut])
-            self.live = []
-            again = self.run(path)
-            assert [t.rungs for t in again.trials] == [t.rungs for t in whole.trials]
-            assert len(self.live) == runs - max(0, content[:cut].count(b"\n") - 1)
-
-    def test_of_another_search(self, tmp_path: Path) -> None:
-        path = tmp_path / "journal"
-        self.run(path)
-        with pytest.raises(TuneError, match="measurement 0 is not of baseline over"):
-            self.run(path, steps=7)
-
-    def test_a_wrong_value_is_named(self, tmp_path: Path) -> None:
-        path = tmp_path / "journal"
-        self.run(path)
-        text = re.sub(r'"ms_per_step": [0-9.]+', '"ms_per_step": "x"', path.read_text(), count=1)
-        path.write_text(text)
-        message = r"measurement 0 cannot be read \(found: ms_per_step = 'x': expected a number\)"
-        with pytest.raises(TuneError, match=message):
-            self.run(path)
-
-    def test_of_another_machine(self, tmp_path: Path) -> None:
-        path = tmp_path / "journal"
-        self.run(path)
-        with pytest.raises(TuneError, match="started with device_name 'a', here it is 'b'"):
-            Journal(path, self.measure, {"device_name": "b"})
-
-    @pytest.mark.parametrize("line", ['{"kind": "measurement", "step": 0}', '{"kind": "measurement"'
-                             ', "step": 0, "steps": 20, "candidate": 3, "found": {}}'])  # fmt: skip
-    def test_a_damaged_line_is_named(self, tmp_path: Path, line: str) -> None:
-        path = tmp_path / "journal"
-        path.write_text('{"kind": "machine", "step": 0, "device_name": "a", "options": '
-                        '{"batch": 3}}\n' + line + "\n")  # fmt: skip
-        with pytest.raises(TuneError, match="measurement 0 cannot be read"):
-            self.run(path)
 
 
 class TestSettings:
@@ -493,20 +401,6 @@ def breaks():
     return model, optimizer, broken, loader
 """
 QUICK = ["--steps", "2", "--repeats", "2", "--warmup", "1", "--compare", "2", "--device", "cpu"]
-# Dies, as if by SIGKILL, once the journal has so many lines.
-DIES = """
-import os, sys
-from headrace.runs.metrics import MetricsLog
-lines, written, write = int(sys.argv.pop(1)), [], MetricsLog.write
-def counted(self, *args, **values):
-    write(self, *args, **values)
-    written.append(1)
-    if len(written) == lines:
-        os._exit(9)
-MetricsLog.write = counted
-from headrace.cli import main
-main()
-"""
 
 
 class TestCommand:
@@ -537,24 +431,27 @@ class TestCommand:
         assert content["winner"]["plan"]["name"] == "baseline"
         assert content["environment"]["device"] == "cpu"
 
-    def test_killed_and_resumed(self, here: Path) -> None:
-        command = ["tune", "--work", "mine.py:make_work", *QUICK, "--plans", "baseline,pipeline"]
-        for lines, arguments in ((4, command), (2, ["tune", "--resume", "runs/tune/exp"])):
-            died = run_python(DIES, lines, *arguments)
-            assert died.returncode == 9, died.stderr
-        journal = here / "runs/tune/exp/journal.jsonl"
-        before = journal.read_bytes()
-        assert before.count(b"\n") == 6
-        journal.write_bytes(before + b'{"kind": "measu')  # it died in the midst of a line
-        found = self.invoke("--resume", "runs/tune/exp")
-        assert found.exit_code == 0, found.output
-        assert "resuming after 5 measurements" in found.stderr
-        assert journal.read_bytes().startswith(before)
-        assert (here / "runs/tune/exp/plan.yaml").exists()
-        again = self.invoke("--resume", "runs/tune/exp", "--json")  # finished: told again
-        assert json.loads(again.stdout) == json.loads(
-            (here / "runs/tune/exp/result.json").read_text()
+    def test_stopped_it_prints_what_it_has_measured(
+        self, here: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        measure, count = WorkMeasurer.measure, itertools.count(1)
+
+        def stopped(self: WorkMeasurer, candidate: Candidate, steps: int) -> Measurement:
+            found = measure(self, candidate, steps)
+            if next(count) == 6:
+                os.kill(os.getpid(), signal.SIGINT)
+            return found
+
+        monkeypatch.setattr(WorkMeasurer, "measure", stopped)
+        found = self.invoke(
+            "--work", "mine.py:make_work", *QUICK, "--plans", "baseline,pipeline", "--quiet"
         )
+        assert found.exit_code == 130, found.output
+        assert "SIGINT ended the search early: there may be a faster plan." in found.stdout
+        stored = TuneResult.read(here / "runs/tune/exp/result.json")
+        assert stored.cut_short
+        assert sum(len(rung.ms_per_step) for trial in stored.trials for rung in trial.rungs) == 6
+        assert load_plan(here / "runs/tune/exp/plan.yaml").plan.name in ("baseline", "pipeline")
 
     @pytest.mark.parametrize(
         ("arguments", "kind", "message", "code"),
@@ -565,7 +462,6 @@ class TestCommand:
             (["--work", "mine.py:breaks"], TuneError, "not run under baseline: step 1: Value", 1),
             (["--plans", "fast"], TuneError, "no plan 'fast'", 2),
             (["--memory-cap", "x"], TuneError, "memory_cap = 'x'", 2),
-            (["--resume", "nowhere"], RunError, "does not exist", 2),
             (
                 ["--work", "mine.py:make_work", "--workers", "0,2"],
                 TuneError,
@@ -577,8 +473,7 @@ class TestCommand:
     def test_errors(
         self, arguments: list[str], kind: type[HeadraceError], message: str, code: int
     ) -> None:
-        given = arguments if "--resume" in arguments else [*QUICK, *arguments]
-        found = self.invoke(*given)
+        found = self.invoke(*QUICK, *arguments)
         assert isinstance(found.exception, kind), found.output
         assert message in str(found.exception)
         assert found.exception.exit_code == code
@@ -595,8 +490,6 @@ class TestCommand:
         assert self.invoke("--set", "batch").exit_code == 2
         twice = self.invoke("--set", "batch=3", "--set", "batch=4")
         assert (twice.exit_code, "batch: given twice" in twice.output) == (2, True)
-        found = self.invoke("--resume", "runs/tune/exp", "--steps", "3")
-        assert "leave out --steps" in str(found.exception)
 
 
 def test_train_takes_the_plan(tmp_path: Path) -> None:
@@ -609,7 +502,7 @@ def test_train_takes_the_plan(tmp_path: Path) -> None:
         LoaderPlan(workers=0, batch_size=8),
     )
     outcome = Search(
-        Space(("pipeline",), prefetch_depth=(2, 4), run_ahead_steps=(), batch_sizes=(8,)),
+        Space(("pipeline",), prefetch_depth=(2, 4), batch_sizes=(8,)),
         lambda one, steps: Measurement(10.0 / one.plan.prefetch_depth, one.loader.batch_size or 4),
     ).run()
     assert outcome.winner.candidate.changed == {"prefetch_depth": 4, "batch_size": 8}
@@ -656,7 +549,7 @@ class TestCuda:
 
 class TestSentences:
     def sentences(self, measure: Any, **options: Any) -> list[str]:
-        space = Space(("baseline", "event", "pipeline"), run_ahead_steps=(), prefetch_depth=())
+        space = Space(("baseline", "event", "pipeline"), prefetch_depth=())
         outcome = Search(space, measure, min_ms=0, **options).run()
         return FinishedSearch(WorkRecord("x", unit="tokens"), Environment(), {}, outcome).sentences
 
@@ -687,21 +580,6 @@ class TestSentences:
         )
         assert any(line.startswith("Runs of the same plan differ by") for line in found)
         assert found[-1] == "The time limit ended the search early: there may be a faster plan."
-
-    def test_no_more_time_is_said_to_be_left_than_there_is(self, tmp_path: Path) -> None:
-        said: list[str] = []
-        clock = iter(range(0, 10_000, 60))  # each run takes a minute
-        with Journal(tmp_path / "journal.jsonl", no_measurement, {}) as journal:
-            show = lambda text, stage: said.append(text)  # noqa: E731
-            watch = tuning._ProgressView(show, journal, clock=lambda: float(next(clock)))
-            for done, left_s in ((1, None), (2, 125.0), (3, 20.0)):
-                one = candidate("baseline")
-                watch(search.SearchProgress(f"stage {done}", one, 20, done, 30, left_s, None))
-        assert [text.rsplit(", ", 1)[1] for text in said] == [
-            "about 30 min left",
-            "about 2 min left",
-            "about 20 s left",
-        ]
 
     def test_a_plan_that_failed_is_named_with_its_error(self) -> None:
         def measure(one: Candidate, steps: int) -> Measurement:

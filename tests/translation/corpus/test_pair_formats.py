@@ -1,4 +1,4 @@
-"""Files as people have them: what is recognised by its content, what is said, what is refused."""
+"""Files as people have them: what is recognised, what is said, what is refused."""
 
 from __future__ import annotations
 
@@ -98,11 +98,11 @@ def test_sentences_that_all_begin_with_quotes(tmp_path: Path, lines: list[str]) 
         ("my.csv", "id,en,fr\n" + "".join(f"7,{line}\n" for line in QUOTED.splitlines()),
          "CSV with a header, columns en and fr"),
         ("my.csv", "\ufefffr;en\n" + "".join(f"{csv_cell(f)};{csv_cell(e)}\r\n" for e, f in PAIRS),
-         "CSV with semicolons and a header, columns en and fr"),
+         "CSV with semicolons with a header, columns en and fr"),
         ("my.csv", QUOTED, "CSV without a header, column 1 is en, column 2 is fr"),
         ("my.csv", rows("{en}|{fr}"), TWO),
         ("my.csv", "source,target\n" + QUOTED, "CSV with a header, columns source and target"),
-        ("my.data", "English,French\n" + QUOTED, "CSV with a header, columns English and French"),
+        ("my.csv", "English,French\n" + QUOTED, "CSV with a header, columns English and French"),
         ("h.tsv", "fr\ten\n" + rows("{fr}|{en}"), "TSV with a header, columns en and fr"),
         ("h.tsv", "French sentence\tEnglish sentence\n" + rows("{fr}|{en}"),
          "TSV with a header, columns English sentence and French sentence"),
@@ -118,9 +118,7 @@ def test_sentences_that_all_begin_with_quotes(tmp_path: Path, lines: list[str]) 
                               for e, f in PAIRS), "JSON lines"),
         ("flat.ndjson", "\n".join(json.dumps({"eng": e, "fra": f}) for e, f in PAIRS),
          "JSON lines"),
-        ("list.jsonl", json.dumps([{"en": e, "fr": f} for e, f in PAIRS], indent=1),
-         "a JSON list"),
-        ("list", json.dumps([{"en_GB": e, "fr-CA": f} for e, f in PAIRS]), "a JSON list"),
+        ("list.json", json.dumps([{"en_GB": e, "fr-CA": f} for e, f in PAIRS]), "a JSON list"),
     ],
 )  # fmt: skip
 def test_what_a_file_is_and_what_is_said(
@@ -129,6 +127,17 @@ def test_what_a_file_is_and_what_is_said(
     path = put(tmp_path / name, content)
     assert pairs_in(path) == PAIRS
     assert said(path) == expected
+
+
+def test_a_line_that_the_beginning_cuts_off_is_not_looked_at(tmp_path: Path) -> None:
+    """The first 64 KiB end within a licence."""
+    line = f"{'a' * 1000}\t{'b' * 1000}\t{CREDIT}\n"
+    rest = f"\td\t{CREDIT}\n"
+    first = "c" * (((1 << 16) - 2003 - len(rest)) % len(line)) + rest
+    content = first + line * 60
+    assert content[: 1 << 16].endswith("b\tC")
+    path = put(tmp_path / "long.tsv", content)
+    assert len(pairs_in(path)) == 61
 
 
 def test_a_csv_cell_may_have_lines_and_bad_rows_can_be_skipped(tmp_path: Path) -> None:
@@ -142,44 +151,43 @@ def test_a_csv_cell_may_have_lines_and_bad_rows_can_be_skipped(tmp_path: Path) -
     )
 
 
-def test_a_tsv_cell_may_have_lines_if_it_is_quoted(tmp_path: Path) -> None:
-    """So Python's csv module and spreadsheets write them."""
+def test_quotes_in_a_tsv(tmp_path: Path) -> None:
     path, text = tmp_path / "a.tsv", io.StringIO()
-    pairs = [*PAIRS, ("two\nlines", "deux\nlignes"), *PAIRS]
-    csv.writer(text, delimiter="\t").writerows([("en", "fr"), *pairs])
-    put(path, text.getvalue())
-    assert pairs_in(path) == [*PAIRS, ("two lines", "deux lignes"), *PAIRS]
+    writer = csv.writer(text, delimiter="\t")  # as spreadsheets do
+    writer.writerows([("en", "fr"), *PAIRS])
+    assert '""no, thanks"".' in text.getvalue()
+    assert pairs_in(put(path, text.getvalue())) == PAIRS
     # Quotes that open a line of plain text are text.
     put(path, 'en\tfr\n"Go", he said.\t"Va !"\n"Hello\tSalut"\n')
     assert pairs_in(path) == [('"Go", he said.', '"Va !"'), ('"Hello', 'Salut"')]
-    put(path, "en\tfr\n" + "a\tb\n" * 20_000 + '"two\nlines"\tdeux\n')
-    assert refused(path) == (
-        f"{path}:20002: has 1 column; expected 2, tab-separated. If cells in quotes have line "
-        "breaks, name the file .csv"
+    # A cell with line breaks needs the other ending.
+    writer.writerow(("two\nlines", "deux\nlignes"))
+    assert refused(put(path, text.getvalue())) == (
+        f"{path}:5: has 1 column; expected 2, tab-separated. If cells are in quotes, name the "
+        "file .csv"
     )
-    assert len(pairs_in(path.rename(tmp_path / "a.csv"))) == 20_001
+    assert pairs_in(path.rename(tmp_path / "a.csv")) == [*PAIRS, ("two lines", "deux lignes")]
 
 
 @pytest.mark.parametrize(
-    ("pack", "words"),
+    "pack",
     [
-        (gzip.compress, "gzip"),
-        (bz2.compress, "bzip2"),
-        (lzma.compress, "xz"),
-        (lambda raw: codecs.BOM_UTF16_LE + raw.decode().encode("utf-16-le"), "UTF-16"),
-        (lambda raw: codecs.BOM_UTF16_BE + raw.decode().encode("utf-16-be"), "UTF-16"),
-        (lambda raw: gzip.compress(raw.decode().encode("utf-16")), "gzip, UTF-16"),
-        (lambda raw: raw.decode().encode("utf-32"), "UTF-32"),
+        gzip.compress,
+        bz2.compress,
+        lzma.compress,
+        lambda raw: codecs.BOM_UTF16_LE + raw.decode().encode("utf-16-le"),
+        lambda raw: codecs.BOM_UTF16_BE + raw.decode().encode("utf-16-be"),
+        lambda raw: gzip.compress(raw.decode().encode("utf-16")),
+        lambda raw: raw.decode().encode("utf-32"),
     ],
 )
 @pytest.mark.parametrize("name", ["a.tsv", "a.json"])
 def test_compression_and_encoding_are_recognised_by_content(
-    tmp_path: Path, pack: Any, words: str, name: str
+    tmp_path: Path, pack: Any, name: str
 ) -> None:
     content = rows("{en}|{fr}") if name == "a.tsv" else json.dumps(PAIRS)
     path = put(tmp_path / name, pack(content.encode()))
     assert pairs_in(path) == PAIRS
-    assert said(path).endswith(f" ({words})")
     for cut in (path.read_bytes()[:-5], path.read_bytes()[:15]):
         put(path, cut)
         assert str(path) in refused(path)
@@ -193,29 +201,20 @@ def test_a_name_does_not_make_a_file_compressed(tmp_path: Path) -> None:
 
 def test_zstd_needs_a_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = put(tmp_path / "a.tsv.zst", b"\x28\xb5\x2f\xfd" + b"?" * 20)
-    for name in ("compression", "compression.zstd", "backports.zstd", "zstandard"):
-        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, "zstandard", None)
     assert refused(path) == (
-        f"{path}: is compressed with zstd, which this Python cannot read; "
-        "run `pip install zstandard`, or decompress it"
+        f"{path}: is compressed with zstd; run `pip install zstandard`, or decompress it"
     )
 
 
-@pytest.mark.parametrize("name", ["compression.zstd", "backports.zstd", "zstandard"])
-def test_zstd_files_are_read_to_their_end_or_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    zstd = pytest.importorskip(name, reason=f"{name} is not installed")
-    for other in ("compression.zstd", "backports.zstd", "zstandard"):
-        if other != name:
-            monkeypatch.setitem(sys.modules, other, None)
+def test_zstd_files_are_read_to_their_end_or_refused(tmp_path: Path) -> None:
+    zstd = pytest.importorskip("zstandard", reason="zstandard is not installed")
     # Over 128 kB a frame has several blocks: a cut file still begins with whole ones.
     pairs = [(f"line {n}", f"ligne {n}") for n in range(20_000)]
     lines = "".join(f"{src}\t{trg}\n" for src, trg in pairs).encode()
     frames = [zstd.compress(lines), zstd.compress(b"last\tfin\n")]
     path = put(tmp_path / "a.tsv", b"".join(frames))
     assert pairs_in(path) == [*pairs, ("last", "fin")]
-    assert said(path) == f"{TWO} (zstd)"
     for cut in (len(frames[0]) // 2, len(frames[0]) - 1, len(frames[0]) + 5):
         put(path, b"".join(frames)[:cut])
         assert f"{path}: is not a complete compressed file (" in refused(path)
@@ -229,7 +228,7 @@ def test_zstd_files_are_read_to_their_end_or_refused(
         (("a.txt", "b.txt"), False),
         (("left", "right"), False),
         (("train.en.txt", "train.fr.txt"), False),
-        (("z-fr.txt", "a-en.txt"), True),
+        (("z.fr.txt", "a.en.txt"), True),
         (("corpus.fra", "corpus.eng"), True),
         (("x.txt", "x.en"), True),
         (("train.src", "train.trg"), False),
@@ -294,7 +293,7 @@ def test_what_is_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
     ("name", "content", "message"),
     [
         ("a.tsv", "id\tsentence\ttranslation\n1\ta\tb\n2\tc\td\n",
-         ":1: has the columns 'id', 'sentence', 'translation'; expected 'en' and 'fr'"),
+         ":1: has 3 columns ('id', 'sentence', 'translation'); expected 2, tab-separated, or"),
         ("a.csv", "id,en,de\n1,a,b\n", ":1: has the columns 'id', 'en', 'de'; expected"),
         ("a.tsv", "1\tcmn\t我們\n2\tcmn\t我\n",
          ":1: has 3 columns ('1', 'cmn', '我們'); expected 2, tab-separated, or"),
@@ -303,16 +302,16 @@ def test_what_is_read_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixt
         ("a.jsonl", '{"en": "a", "fr": "b"}\n{"en": "a", "fr": "b", "en": "c"}\n',
          ":2: has the key 'en' 2 times; expected each key once"),
         ("a.json", '[\n {"en": "a", "fr": "b"},\n {"en": "a", "en": "c", "fr": "d"}]',
-         ":3: the record that begins here has the key 'en' 2 times; expected each key once"),
-        ("a.zip", b"PK\x03\x04rest", ": is a zip archive or an office document; unpack it"),
+         ": record 2: has the key 'en' 2 times; expected each key once"),
+        ("a.zip", b"PK\x03\x04rest", ": is a zip archive or an office document; unpack it, or"),
         ("a.tsv", b"PAR1rest", ": is a Parquet file; save it as JSON lines or CSV"),
         ("a.txt", "<!DOCTYPE html>", ": is a web page; download the file itself"),
         ("a.jsonl", "version https://git-lfs.github.com/spec/v1\n", ": is a Git LFS pointer; run"),
         ("a.tsv.gz", gzip.compress(b"\0" * 257 + b"ustar\0", mtime=0),
-         ": is a tar archive; unpack it"),
-        ("a.tsv", "a\tb\n".encode("utf-16-le") * 5, ": has a zero in every other byte, as UTF-16"),
+         ": has zero bytes; expected UTF-8, or UTF-16"),
+        ("a.tsv", "a\tb\n".encode("utf-16-le") * 5, ": has zero bytes; expected UTF-8, or"),
         ("a.tsv", codecs.BOM_UTF16_LE + b"a\0\t\0b\0\n\0\0\xd8", ": is not complete UTF-16"),
-        ("a.tsv", "a\tb\n" + "x" * (1 << 20) + "yz\tb\n", ":2: is longer than 1,048,576 bytes"),
+        ("a.tsv", "a\tb\n" + "x" * (1 << 20) + "yz\tb\n", ":2: is longer than 1,048,576 char"),
     ],
     ids=lambda value: value if isinstance(value, str) and value.startswith(":") else "",
 )  # fmt: skip
@@ -360,15 +359,9 @@ def test_folders(tmp_path: Path) -> None:
     outer = tmp_path / "outer"
     for name in ("news", "subtitles"):
         (outer / name).mkdir(parents=True)
-    assert refused(outer).startswith(
-        f"{outer}: has only the folders news, subtitles. Give one of them; expected .json"
-    )
+    assert refused(outer).startswith(f"{outer}: has news/, subtitles/; expected .json")
     put(outer / "LICENSE", "")
-    loop = outer / "train.tsv"
-    loop.symlink_to(loop)
-    assert refused(outer).startswith(f"{loop}: cannot be read (Too many levels of symbolic links)")
-    loop.unlink()
-    assert "has LICENSE and the folders news, subtitles; expected .json" in refused(outer)
+    assert "has LICENSE, news/, subtitles/; expected .json" in refused(outer)
     texts = tmp_path / "texts"
     texts.mkdir()
     put(texts / "train.txt", rows("{en}|{fr}"))

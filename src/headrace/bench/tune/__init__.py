@@ -6,5 +6,5 @@
     print(result.plan.name, result.sentences)
 
 `candidates` says what may be tried, `search` decides what to try next and what to drop, `measurer`
-runs a candidate, `journal` stores each measurement, `result` makes a table, sentences and a plan.
+runs a candidate, `result` makes a table, sentences and a plan.
 """

@@ -59,7 +59,7 @@ class FinishedSearch:
                 loader=dataclasses.asdict(self.loader),
             ),
             noise_share=outcome.noise,
-            cut_short=outcome.cut_short,
+            cut_short=outcome.ended_by is not None,
             sentences=tuple(self.sentences),
         )
 
@@ -141,10 +141,7 @@ def sentences_of(outcome: Outcome, unit: str) -> list[str]:
         *_noisy(outcome.noise),
         *_out_of_memory([t for t in outcome.trials if t.status == "out of memory"]),
         *_failed([t for t in outcome.trials if t.status == "failed"]),
-        *(
-            ["The time limit ended the search early: there may be a faster plan."]
-            * outcome.cut_short
-        ),
+        *_early(outcome.ended_by),
     ]
 
 
@@ -153,7 +150,7 @@ def _taken(outcome: Outcome, winner: Trial, first: Trial, unit: str) -> str:
     if winner is first:
         if sum(bool(trial.rungs) for trial in outcome.trials) == 1:
             return f"Take {name}: nothing else was measured."
-        gain = "" if outcome.cut_short else ", so there is nothing to be gained here"
+        gain = "" if outcome.ended_by else ", so there is nothing to be gained here"
         return (
             f"Take {name}: no other candidate is faster by more than noise "
             f"({outcome.noise:.1%}){gain}."
@@ -185,6 +182,13 @@ def _noisy(noise: float) -> list[str]:
         f"Runs of the same plan differ by {noise:.0%} here, so smaller gains cannot be seen. Use "
         "longer runs (--steps) or an idle machine to see them."
     ]
+
+
+def _early(ended_by: str | None) -> list[str]:
+    if ended_by is None:
+        return []
+    what = "The time limit" if ended_by == "time limit" else ended_by
+    return [f"{what} ended the search early: there may be a faster plan."]
 
 
 def _out_of_memory(trials: list[Trial]) -> list[str]:

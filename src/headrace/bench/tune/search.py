@@ -5,9 +5,6 @@ search drops those that are clearly behind; at most half of the others go on to 
 length, and then of four times. It repeats what is then close, in turns, until one is ahead by more
 than chance or `repeats` is reached. The simplest of those within noise wins the stage. The search
 ends when a whole round of stages finds nothing better.
-
-What the search tries next depends on the measurements only: the same measurements lead to the same
-decisions. That is why an interrupted search can continue from its journal.
 """
 
 from __future__ import annotations
@@ -36,14 +33,13 @@ _MAX_ROUNDS = 3
 
 @dataclass(frozen=True, slots=True)
 class SearchProgress:
-    """How far the search is, for a progress line. `done` and `left` count runs, `left` is an
-    estimate; `left_s` is what remains of the time limit, None without one."""
+    """How far the search is, for a progress line. `done` counts runs; `left_s` is what remains of
+    the time limit, None without one."""
 
     stage: str
     candidate: Candidate
     steps: int
     done: int
-    left: int
     left_s: float | None
     best: Trial | None
 
@@ -51,21 +47,21 @@ class SearchProgress:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """How a search ended. `noise` is the share by which two candidates may differ by chance,
-    `cut_short` whether the time limit ended the search."""
+    `ended_by` what ended the search early: "time limit", or a signal's name."""
 
     trials: tuple[Trial, ...]
     winner: Trial
     first: Trial
     noise: float
-    cut_short: bool
+    ended_by: str | None
 
 
 class NothingRuns(Exception):  # noqa: N818 - turned into an error that names the workload
     """Not even the first plan runs. The message is its error."""
 
 
-class _TimeIsUp(Exception):  # noqa: N818 - ends the search from within
-    pass
+class Stopped(Exception):  # noqa: N818 - not an error: `measure` raises it to end the search
+    """The user, or the time limit, ended the search. The message says which."""
 
 
 class Search:
@@ -96,7 +92,7 @@ class Search:
         self._budget_s = math.inf if budget_s is None else budget_s
         self._trials: dict[str, Trial] = {}
         self._spent_s = 0.0
-        self._done = self._left = 0
+        self._done = 0
         self._stage = ""
         self._best: Trial | None = None
         self._same: list[Trial] = []  # equal to the best so far, within noise
@@ -110,17 +106,17 @@ class Search:
         self._best = first
         steps = max(self._steps, math.ceil(self._min_ms / first.ms_per_step))
         self._rungs = [steps * 2**rung for rung in range(len(MARGINS))]
-        cut_short = False
+        ended_by = None
         try:
             for _ in range(_FIRST_RUNS):
                 self._run(first, steps)
             self._search()
             self._compare_at_the_end(first)
-        except _TimeIsUp:
-            cut_short = True
+        except Stopped as stopped:
+            ended_by = str(stopped)
             self._best = self._best_so_far()
             self._keep_first_unless_behind(first)
-        return self._outcome(first, cut_short)
+        return self._outcome(first, ended_by)
 
     def _search(self) -> None:
         """Go through the stages until a whole round changes nothing."""
@@ -150,7 +146,6 @@ class Search:
         for trial in racing:
             trial.mark()
         for rung, steps in enumerate(self._rungs):
-            self._estimate(len(racing), rung)
             racing = self._drop_slow(self._run_all(racing, steps), rung, steps)
             if len(racing) == 1:
                 return self._won(racing[0], [])
@@ -205,7 +200,6 @@ class Search:
             if fewest >= self._repeats or (fewest >= 3 and self._are_tied(racing, steps)):
                 break
             if len(racing) > 1:
-                self._left = max(self._left, len(racing))
                 racing = self._run_all(racing, steps)
         chosen = simplest(racing)
         return self._won(chosen, [trial for trial in racing if trial is not chosen])
@@ -238,8 +232,7 @@ class Search:
             return
         first.mark()
         best.mark()
-        for left in range(min(3, self._repeats), 0, -1):
-            self._left = 2 * left
+        for _ in range(min(3, self._repeats)):
             self._run(first, steps)
             self._run(best, steps)
             if not (first.can_run and best.can_run):
@@ -256,7 +249,7 @@ class Search:
 
     def _run(self, trial: Trial, steps: int) -> None:
         if self._best is not None and self._spent_s >= self._budget_s:
-            raise _TimeIsUp
+            raise Stopped("time limit")
         left_s = self._budget_s - self._spent_s
         self._on_progress(
             SearchProgress(
@@ -264,7 +257,6 @@ class Search:
                 trial.candidate,
                 steps,
                 self._done,
-                self._left,
                 None if math.isinf(left_s) else max(0.0, left_s),
                 self._best,
             )
@@ -272,7 +264,6 @@ class Search:
         found = self._measure(trial.candidate, steps)
         self._spent_s += found.took_s
         self._done += 1
-        self._left = max(0, self._left - 1)
         trial.add(steps, found)
         if not trial.can_run:
             self._release(trial.candidate)
@@ -280,17 +271,6 @@ class Search:
     def _end(self, trial: Trial, status: Status, why: str) -> None:
         trial.end(status, why)
         self._release(trial.candidate)
-
-    def _estimate(self, racing: int, rung: int) -> None:
-        """Estimate how many runs are left: this stage's and those of the stages after it."""
-        stages = self._space.stages()
-        later = stages[stages.index(self._stage) + 1 :]
-        assert self._best is not None
-        ahead = [len(self._space.around(stage, self._best.candidate)) for stage in later]
-        rest = [len(MARGINS) - rung, *([len(MARGINS)] * len(ahead))]
-        self._left = sum(
-            _halved(count, rungs) for count, rungs in zip([racing, *ahead], rest, strict=True)
-        )
 
     # --- the end ---------------------------------------------------------------------------------
 
@@ -324,7 +304,7 @@ class Search:
             raise NothingRuns(next(t.why for t in self._trials.values() if not t.can_run))
         return min(running, key=lambda trial: (-trial.longest, trial.ms_per_unit))
 
-    def _outcome(self, first: Trial, cut_short: bool) -> Outcome:
+    def _outcome(self, first: Trial, ended_by: str | None) -> Outcome:
         winner = self._best
         assert winner is not None
         measured = [t for t in self._trials.values() if t.rungs or t.status is not None]
@@ -335,13 +315,13 @@ class Search:
             trial.end("same as winner", f"within noise ({noise:.1%}); the winner is simpler")
         for trial in measured:
             if trial.status is None:
-                trial.end("kept", _why_kept(trial, winner, cut_short))
-        return Outcome(tuple(measured), winner, first, noise, cut_short)
+                trial.end("kept", _why_kept(trial, winner, ended_by))
+        return Outcome(tuple(measured), winner, first, noise, ended_by)
 
 
-def _why_kept(trial: Trial, winner: Trial, cut_short: bool) -> str:
+def _why_kept(trial: Trial, winner: Trial, ended_by: str | None) -> str:
     """Of a trial that was still in the race when the search ended."""
-    if cut_short or trial.ms_per_unit is None or winner.ms_per_unit is None:
+    if ended_by or trial.ms_per_unit is None or winner.ms_per_unit is None:
         return "the search ended before it was decided"
     return f"{trial.ms_per_unit / winner.ms_per_unit - 1:.1%} behind {winner.candidate.name}"
 
@@ -352,7 +332,3 @@ def _ranked(trials: Iterable[Trial], steps: int) -> list[Trial]:
 
 def _behind(trial: Trial, leader: Trial, steps: int) -> float:
     return trial.value(steps) / leader.value(steps) - 1
-
-
-def _halved(count: int, rungs: int) -> int:
-    return sum(math.ceil(count / 2**rung) for rung in range(rungs))

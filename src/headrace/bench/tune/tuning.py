@@ -1,9 +1,8 @@
-"""A search in a run folder, which can be interrupted and resumed.
+"""A search in a folder.
 
     result = Tuning.create(TuneSettings(work="resnet")).run()
 
-The folder holds `config.yaml` (the settings) and `journal.jsonl` (every measurement). A finished
-search adds `plan.yaml` (the winner), `result.json` and `table.txt`.
+The folder holds `plan.yaml` (the winner), `result.json` and `table.txt`.
 """
 
 from __future__ import annotations
@@ -11,16 +10,15 @@ from __future__ import annotations
 import inspect
 import json
 import logging
-import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from headrace.atomic_files import replace_file
 from headrace.bench.environment import environment_of
 from headrace.bench.tune import search
 from headrace.bench.tune.candidates import Candidate, Space
-from headrace.bench.tune.journal import Journal
 from headrace.bench.tune.measurer import WorkMeasurer
 from headrace.bench.tune.result import FinishedSearch
 from headrace.bench.tune.settings import TuneSettings, memory_of
@@ -28,28 +26,16 @@ from headrace.bench.tune.trials import Measurement
 from headrace.bench.works.lookup import find_work
 from headrace.bench.works.work import Work
 from headrace.device import Device, open_device
-from headrace.errors import TuneError, usage_errors
+from headrace.errors import TuneError
 from headrace.plan import refuse_plan_variable
 from headrace.runs import RunFolder, StatusLine, StopRequests, usable_cores
-from headrace.runs.records import Environment, WorkRecord
-from headrace.schema import read_yaml
-
-if TYPE_CHECKING:
-    from headrace.bench.tune.trials import Trial
+from headrace.runs.records import WorkRecord
 
 log = logging.getLogger("headrace")
 
 
-class Stopped(Exception):  # noqa: N818 - not an error: the user asked for it
-    """A signal ended the search. `signal` is its name."""
-
-    def __init__(self, signal: str) -> None:
-        super().__init__(signal)
-        self.signal = signal
-
-
 class Tuning:
-    """One search. Start it with `create` or `resume`, then call `run`."""
+    """One search. Make it with `create`, then call `run`."""
 
     def __init__(
         self,
@@ -77,59 +63,35 @@ class Tuning:
         _require_parameters(find_work(settings.work, dict(settings.options)), settings)
         if options.get("device") is None:
             open_device(settings.device)
-        folder = RunFolder.create(project, name, parts=())
-        folder.write_config(settings.to_dict())
-        return cls(settings, folder, **options)
-
-    @classmethod
-    def resume(cls, run: Path, **options: Any) -> Tuning:
-        """The search in a folder, to be continued."""
-        folder = RunFolder.open(run)
-        content = read_yaml(folder.config, TuneError)
-        return cls(TuneSettings.from_dict(content, where=str(folder.config)), folder, **options)
+        return cls(settings, RunFolder.create(project, name, parts=()), **options)
 
     def run(self) -> FinishedSearch:
-        """Search to the end. Raises `Stopped` after SIGINT or SIGTERM; no measurement is lost, and
-        `resume` continues."""
+        """Search to the end, or until SIGINT or SIGTERM: then the result is what was measured so
+        far. Raises `Stopped` if that is nothing."""
         refuse_plan_variable("tune")
         settings, device = self.settings, self._device
         options = dict(settings.options)
         work = find_work(settings.work, options, small=not device.asynchronous)
-        with usage_errors():  # a resumed search may have another work now
-            _require_parameters(work, settings)
         space = self._space(work)
         environment = environment_of(device, self._command)
         with (
-            self.folder.locked(),
             StatusLine(self._quiet) as progress,
             StopRequests() as stop,
             self._measurer(work, space) as measurer,
-            Journal(
-                self.folder.path / "journal.jsonl",
-                _unless_stopped(measurer.measure, stop),
-                _machine(work, environment),
-            ) as journal,
         ):
             if work.options != find_work(settings.work, options).options:
                 progress.message(f"no GPU: training a smaller {work.name}, {work.description}")
             if settings.memory_cap is not None and not device.asynchronous:
                 progress.message(f"memory_cap is ignored: {device} does not count allocations")
-            if journal.stored:
-                progress.message(f"resuming after {journal.stored} measurements")
-                if settings.minutes is not None:
-                    progress.message(
-                        f"the time limit of {settings.minutes:g} minutes, set in "
-                        f"{self.folder.config}, includes the time before"
-                    )
             try:
                 outcome = search.Search(
                     space,
-                    journal.measure,
+                    _unless_stopped(measurer.measure, stop),
                     steps=settings.steps,
                     repeats=settings.repeats,
                     budget_s=None if settings.minutes is None else settings.minutes * 60,
                     release=measurer.release,
-                    on_progress=_ProgressView(progress.status, journal),
+                    on_progress=partial(_show, progress.status),
                 ).run()
             except search.NothingRuns as problem:
                 first = space.first().name
@@ -195,11 +157,11 @@ def _unless_stopped(
 ) -> Callable[[Candidate, int], Measurement]:
     def measured(candidate: Candidate, steps: int) -> Measurement:
         if stop.requested is not None:
-            raise Stopped(stop.requested)
+            raise search.Stopped(stop.requested)
         found = measure(candidate, steps)
         # The signal may have killed the loader's workers: that is not the candidate's fault.
         if stop.requested is not None and found.ms_per_step is None:
-            raise Stopped(stop.requested)
+            raise search.Stopped(stop.requested)
         return found
 
     return measured
@@ -216,57 +178,20 @@ def _own_value(work: Work, *names: str) -> int | None:
     return None
 
 
-def _machine(work: Work, environment: Environment) -> dict[str, Any]:
-    """What must be the same for two measurements to be comparable."""
-    kept = ("device_name", "torch", "headrace", "cores")
-    return {name: getattr(environment, name) for name in kept} | {
-        "work": work.name,
-        "options": _plain(work.options),
-    }
-
-
 def _plain(options: Mapping[str, Any]) -> dict[str, Any]:
     """A workload's options as JSON can hold them: a user's default may be any object."""
     found: dict[str, Any] = json.loads(json.dumps(dict(options), default=str))
     return found
 
 
-class _ProgressView:
-    """Shows how far the search is, and an estimate of the time left."""
-
-    def __init__(
-        self,
-        show: Callable[..., object],
-        journal: Journal,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._show, self._journal, self._clock = show, journal, clock
-        self._began_s = clock()
-        self._replayed = 0
-
-    def __call__(self, at: search.SearchProgress) -> None:
-        if self._journal.is_replaying:
-            self._replayed = at.done + 1
-            return
-        now_s = self._clock()
-        done = at.done - self._replayed
-        left = ""
-        if done > 0 and at.left:
-            left_s = (now_s - self._began_s) / done * at.left
-            left_s = left_s if at.left_s is None else min(left_s, at.left_s)
-            left = f", about {_duration(left_s)} left"
-        self._show(
-            f"{at.stage.replace('_', ' ')}: {at.candidate.name}, {at.steps} steps; "
-            f"{at.done} runs{_best(at.best)}{left}",
-            stage=at.stage,
-        )
-
-
-def _best(best: Trial | None) -> str:
-    if best is None or best.ms_per_step is None:
-        return ""
-    return f", best {best.candidate.name} at {best.ms_per_step:.2f} ms"
-
-
-def _duration(seconds: float) -> str:
-    return f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} min"
+def _show(show: Callable[..., object], at: search.SearchProgress) -> None:
+    best = at.best
+    found = ""
+    if best is not None and best.ms_per_step is not None:
+        found = f", best {best.candidate.name} at {best.ms_per_step:.2f} ms"
+    left = "" if at.left_s is None else f", at most {at.left_s:.0f} s left"
+    show(
+        f"{at.stage.replace('_', ' ')}: {at.candidate.name}, {at.steps} steps; "
+        f"{at.done} runs{found}{left}",
+        stage=at.stage,
+    )

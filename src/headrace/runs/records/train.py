@@ -38,7 +38,7 @@ class MetricsLine:
 @dataclass(frozen=True, slots=True)
 class StepLine(MetricsLine):
     """Some updates of an epoch. `loss` is the mean of recent batches, `mean_loss` of the epoch so
-    far. A line without `mean_loss` is an older one: its `loss` is that of the epoch so far."""
+    far."""
 
     epoch: int = 0
     loss: float | None = None
@@ -159,7 +159,7 @@ class TrainingRun:
             settings,
             steps=tuple(line for line in lines.get("step", ()) if line.loss is not None),
             epochs=tuple(lines.get("epoch", ())),
-            uses=_one_clock(lines.get("use", ())),
+            uses=tuple(lines.get("use", ())),
             busy=busy[-1] if busy else None,
             finished=FinishedRun.read(result) if result.exists() else None,
             weights=tuple(
@@ -208,14 +208,3 @@ def _read_lines(path: Path) -> dict[str, list[Any]]:
             line = Fields(content, f"{path}:{number}", ReportError).record(_LINES[kind])
             found.setdefault(kind, []).append(line)
     return found
-
-
-def _one_clock(uses: list[UseLine] | tuple[UseLine, ...]) -> tuple[UseLine, ...]:
-    """The samples on one clock: after a resume the monitor may have begun at 0 again."""
-    found: list[UseLine] = []
-    begun_s = 0.0
-    for use in uses:
-        if found and begun_s + use.at_s < found[-1].at_s:
-            begun_s = found[-1].at_s
-        found.append(dataclasses.replace(use, at_s=begun_s + use.at_s))
-    return tuple(found)

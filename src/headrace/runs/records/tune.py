@@ -63,8 +63,8 @@ class Winner:
 
 @dataclass(frozen=True, slots=True)
 class TuneResult(ResultFile):
-    """A whole search. `settings` are the search's own, as in its config.yaml. `noise_share` is by
-    how much two runs may differ by chance, `cut_short` whether the time limit ended the search."""
+    """A whole search. `settings` are the search's own, as typed. `noise_share` is by
+    how much two runs may differ by chance, `cut_short` whether it was ended early."""
 
     kind: ClassVar[str] = "headrace tune"
 

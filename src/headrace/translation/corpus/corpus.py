@@ -20,7 +20,7 @@ from headrace.text_table import counted, text_table
 from headrace.translation.corpus.held_out import choose_held_out, count_shared
 from headrace.translation.corpus.languages import Sides
 from headrace.translation.corpus.pair_files import OnProgress, Pair, PairFiles, find_pair_files
-from headrace.translation.corpus.pair_formats import read_records, recognize
+from headrace.translation.corpus.pair_formats import recognize
 
 log = logging.getLogger("headrace")
 _REPORT_EVERY = 5_000
@@ -125,7 +125,7 @@ def read_corpus(
     skip_bad: bool = False,
     progress: OnProgress | None = None,
 ) -> Corpus:
-    """Read a corpus from a file, two text files, or a folder (formats: `pair_files.py`)."""
+    """Read a corpus from a file, two text files, or a folder (formats: `pair_formats.py`)."""
     sides = Sides(src, trg)
     files = find_pair_files(data, sides)
     return read_pair_files(files, sides, skip_bad=skip_bad, progress=progress)
@@ -280,7 +280,7 @@ def _read_split(
         before = read
         recognized = recognize(part, sides)
         log.info("%s", recognized)
-        for record in read_records(recognized, sides, on_malformed):
+        for record in recognized.read(on_malformed):
             read += 1
             if progress is not None and read % _REPORT_EVERY == 0:
                 progress(f"read {split}", read, 0)

@@ -1,13 +1,10 @@
-"""Finds the files of a parallel corpus, and which split each belongs to.
+"""Finds the files of a parallel corpus, and which split and which format each belongs to.
 
 Only names count here. `pair_formats` looks into the files.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import stat
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +19,7 @@ Pair = tuple[str, str]
 #: Called with the current task, how much of it is done, and the total (0 if unknown).
 OnProgress = Callable[[str, int, int], None]
 
+#: The format of a file of pairs by its ending. One with another ending, such as .txt, is TSV.
 FORMATS = {".json": "json", ".jsonl": "jsonl", ".ndjson": "jsonl", ".tsv": "tsv", ".csv": "csv"}
 # File names that begin so belong to this split.
 SPLITS = {"train": "train", "val": "valid", "dev": "valid", "test": "test"}
@@ -31,8 +29,7 @@ SPLITS = {"train": "train", "val": "valid", "dev": "valid", "test": "test"}
 class PairFiles:
     """One file of pairs, or two text files (src, trg) whose lines correspond.
 
-    `format` is what the name says: json, jsonl, tsv, csv, text (two files) or, if the name says
-    nothing, "unknown".
+    `format` is json, jsonl, tsv, csv or, for two files, text.
     """
 
     paths: tuple[Path, ...]
@@ -52,42 +49,38 @@ def find_pair_files(
     each name says which split it is: train, val, dev or test.
     """
     paths = [Path(data)] if isinstance(data, str | Path) else [Path(path) for path in data]
-    if len(paths) == 1 and _is_folder(paths[0]):
-        groups = _group_folder(paths[0], sides)
-        return _split_by_name(groups, require_train)
-    for path in paths:
-        if _is_folder(path):
-            raise CorpusError(
-                f"{path}: is a folder among {len(paths)} paths; expected either one folder or "
-                "only files"
-            )
+    folders = [path for path in paths if _is_folder(path)]
+    if folders and len(paths) > 1:
+        raise CorpusError(
+            f"{folders[0]}: is a folder among {len(paths)} paths; expected either one folder or "
+            "only files"
+        )
+    if folders:
+        return _split_by_name(_group_folder(paths[0], sides), require_train)
+    for at, path in enumerate(paths):
         require_regular_file(path, CorpusError)
-    groups = _group_given(paths, sides)
-    if len(groups) == 1:
-        return {"train": groups}
-    return _split_by_name(groups, require_train)
+        if path in paths[:at]:
+            raise CorpusError(f"{path}: is given twice; expected different files")
+    if len(paths) == 2 and _are_texts(paths):
+        return {"train": [PairFiles(_in_order(paths, sides), "text")]}
+    groups, others = _group_by_ending(sorted(paths), sides)
+    groups += [PairFiles((path,), "tsv") for path in others]
+    return {"train": groups} if len(groups) == 1 else _split_by_name(groups, require_train)
 
 
 def _is_folder(path: Path) -> bool:
     """Whether there is a folder at `path`. Raises if nothing is there."""
     try:
-        return stat.S_ISDIR(path.stat().st_mode)
+        path.stat()
     except FileNotFoundError as problem:
         hint = "; stdin is not read, so write the pairs to a file" if str(path) == "-" else ""
         raise CorpusError(
             f"{path}: does not exist; expected a file or folder of parallel text{hint}"
         ) from problem
-    except OSError as problem:
-        raise CorpusError(f"{path}: cannot be read ({problem.strerror})") from problem
-    except ValueError as problem:  # a NUL
-        raise CorpusError(f"{str(path)!r}: is not a path ({problem})") from problem
-
-
-def _expected(sides: Sides) -> str:
-    return (
-        f"{', '.join(FORMATS)}, or a .{sides.src} and a .{sides.trg} file "
-        "(each also .gz, .bz2, .xz or .zst)"
-    )
+    except (OSError, ValueError) as problem:  # a ValueError: a NUL
+        reason = getattr(problem, "strerror", None) or problem
+        raise CorpusError(f"{str(path)!r}: cannot be read ({reason})") from problem
+    return path.is_dir()
 
 
 def _stem_and_ending(path: Path) -> tuple[str, str]:
@@ -95,14 +88,12 @@ def _stem_and_ending(path: Path) -> tuple[str, str]:
 
     `train.en.txt` counts as `train.en`.
     """
-    name = path.name
-    for ending in COMPRESSED_ENDINGS:
-        if name.lower().endswith(ending):
-            name = name[: -len(ending)]
-    stem, dot, ending = name.rpartition(".")
-    if ending.lower() == "txt" and is_language(stem.rpartition(".")[2]) and "." in stem:
-        stem, dot, ending = stem.rpartition(".")
-    return (stem, f".{ending.lower()}") if dot else (name, "")
+    name = path
+    while name.suffix.lower() in COMPRESSED_ENDINGS:
+        name = name.with_suffix("")
+    if name.suffix.lower() == ".txt" and is_language(Path(name.stem).suffix[1:]):
+        name = name.with_suffix("")
+    return name.stem, name.suffix.lower()
 
 
 # --- a folder -------------------------------------------------------------------------------------
@@ -111,71 +102,47 @@ def _stem_and_ending(path: Path) -> tuple[str, str]:
 def _group_folder(folder: Path, sides: Sides) -> list[PairFiles]:
     """The files of a folder that hold pairs. Files of other languages and formats are ignored."""
     try:
-        with os.scandir(folder) as entries:
-            found = [entry for entry in entries if not entry.name.startswith(".")]
+        found = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as problem:
         raise CorpusError(f"{folder}: cannot be read ({problem.strerror})") from problem
-    found.sort(key=lambda entry: entry.name)
-    files = [Path(entry.path) for entry in found if _is_file(entry)]
-    groups, unknown = _group_by_ending(files, sides)
+    expected = (
+        f"expected {', '.join(FORMATS)}, or a .{sides.src} and a .{sides.trg} file (each also "
+        f"{', '.join(COMPRESSED_ENDINGS)})"
+    )
+    groups, others = _group_by_ending([path for path in found if path.is_file()], sides)
     splits = {_split_of(group.paths[0]) for group in groups}
-    for path in unknown:
+    for path in others:
         # A file that is named like a split is meant to be used, unless the split is there already.
-        split = _split_of(path)
-        if split is None or split in splits:
-            continue
-        if _stem_and_ending(path)[1] not in ("", ".txt"):
-            raise CorpusError(f"{path}: has no known ending; expected {_expected(sides)}")
-        groups.append(PairFiles((path,), "unknown"))
+        if (split := _split_of(path)) is not None and split not in splits:
+            if _stem_and_ending(path)[1] not in ("", ".txt"):
+                raise CorpusError(f"{path}: has no known ending; {expected}")
+            groups.append(PairFiles((path,), "tsv"))
     if not groups:
-        raise CorpusError(f"{folder}: {_describe_folder(found)}; expected {_expected(sides)}")
+        names = [f"{path.name}/" if path.is_dir() else path.name for path in found[:8]]
+        has = ", ".join(names) + (", …" if len(found) > 8 else "")
+        raise CorpusError(f"{folder}: has {has or 'nothing'}; {expected}")
     return groups
 
 
-def _is_file(entry: os.DirEntry[str]) -> bool:
-    try:
-        return entry.is_file()
-    except OSError as problem:  # a symbolic link that leads back to itself, for example
-        raise CorpusError(
-            f"{entry.path}: cannot be read ({problem.strerror}); expected a file or folder, or "
-            "nothing of this name"
-        ) from problem
-
-
-def _describe_folder(found: list[os.DirEntry[str]]) -> str:
-    """What a folder without usable files has, and what to do about it."""
-    folders = [entry.name for entry in found if entry.is_dir()]
-    files = [entry.name for entry in found if not entry.is_dir()]
-    if folders and not files:
-        return f"has only the folders {_listed(folders)}. Give one of them"
-    there = f"has {_listed(files) if files else 'nothing'}"
-    return there + (f" and the folders {_listed(folders)}" if folders else "")
-
-
-def _listed(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
-
-
 def _group_by_ending(files: list[Path], sides: Sides) -> tuple[list[PairFiles], list[Path]]:
-    """Pair up text files. Returns all groups, and the files with an unknown ending."""
+    """Pair up text files. Returns all groups, and the files with another ending."""
     groups: list[PairFiles] = []
-    unknown: list[Path] = []
+    others: list[Path] = []
     texts: dict[Path, dict[str, Path]] = {}
     seen: dict[tuple[Path, str], Path] = {}
     for path in files:
         stem, ending = _stem_and_ending(path)
-        side = sides.side_of(ending[1:])
-        if ending not in FORMATS and side is None:
-            unknown.append(path)
+        kind = FORMATS.get(ending) or sides.side_of(ending[1:])
+        if kind is None:
+            others.append(path)
             continue
-        kind = ending if ending in FORMATS else str(side)
         earlier = seen.setdefault((path.with_name(stem), kind), path)
         if earlier is not path:
             raise CorpusError(
                 f"{earlier} and {path}: hold the same data; expected only one of them"
             )
         if ending in FORMATS:
-            groups.append(PairFiles((path,), FORMATS[ending]))
+            groups.append(PairFiles((path,), kind))
         else:
             texts.setdefault(path.with_name(stem), {})[kind] = path
     for stem_path, found in texts.items():
@@ -186,57 +153,35 @@ def _group_by_ending(files: list[Path], sides: Sides) -> tuple[list[PairFiles], 
                 f"expected {stem_path.name}.{other} beside it"
             )
         groups.append(PairFiles((found["src"], found["trg"]), "text"))
-    return groups, unknown
+    return groups, others
 
 
-# --- files given by name --------------------------------------------------------------------------
-
-
-def _group_given(paths: list[Path], sides: Sides) -> list[PairFiles]:
-    """The groups of files that were given by name. Two of any ending may be a pair of texts."""
-    for at, path in enumerate(paths):
-        if path in paths[:at]:
-            raise CorpusError(f"{path}: is given twice; expected different files")
-    if len(paths) == 2 and _are_texts(paths):
-        return [PairFiles(_in_order(paths, sides), "text")]
-    groups, unknown = _group_by_ending(sorted(paths), sides)
-    return groups + [PairFiles((path,), "unknown") for path in unknown]
+# --- two files ------------------------------------------------------------------------------------
 
 
 def _are_texts(paths: list[Path]) -> bool:
     """Whether two files are the two sides of parallel text: neither's ending is that of a file of
     pairs, and their names are not those of two splits."""
-    first, second = (_split_of(path) for path in paths)
-    if first is not None and second is not None and first != second:
-        return False
-    return not any(_stem_and_ending(path)[1] in FORMATS for path in paths)
+    splits = {_split_of(path) for path in paths} - {None}
+    return len(splits) < 2 and not any(_stem_and_ending(path)[1] in FORMATS for path in paths)
 
 
 def _in_order(paths: list[Path], sides: Sides) -> tuple[Path, Path]:
-    """Two text files as (src, trg): as their names say, else as they were given."""
+    """Two text files as (src, trg): as their endings say, else as they were given."""
     first, second = paths
-    for path in paths:
-        ending = _stem_and_ending(path)[1][1:]
-        if is_language(ending) and sides.side_of(ending) is None:
+    endings = [_stem_and_ending(path)[1][1:] for path in paths]
+    found = [sides.side_of(ending) for ending in endings]
+    for path, ending, side in zip(paths, endings, found, strict=True):
+        if is_language(ending) and side is None:
             raise CorpusError(
                 f"{path}: its ending names the language {ending!r}; expected {sides}, as --src "
                 "and --trg say"
             )
-    found = [_side_in_name(path, sides) for path in paths]
     if found[0] is not None and found[0] == found[1]:
         raise CorpusError(
             f"{first} and {second}: their names say the same language; expected {sides}"
         )
     return (second, first) if found[0] == "trg" or found[1] == "src" else (first, second)
-
-
-def _side_in_name(path: Path, sides: Sides) -> str | None:
-    """The side that a file's ending names, or else any part of its name."""
-    side = sides.side_of(_stem_and_ending(path)[1][1:])
-    if side is not None:
-        return side
-    named = {sides.side_of(word) for word in re.split(r"[._\s-]+", path.name)} - {None}
-    return named.pop() if len(named) == 1 else None
 
 
 # --- splits ---------------------------------------------------------------------------------------
