@@ -89,6 +89,66 @@ def test_what_contributing_names_is_there() -> None:
         assert not method or method in methods[name], f"{name}.{method}"
 
 
+# Fields of PyTorch's and NumPy's objects.
+TENSOR_FIELDS = {"grad", "data", "state", "_warned_capturable_if_run_uncaptured"}
+GRAPH_PATH = ["capture/*.py", *(f"engine/{name}.py" for name in ("step", "group", "update"))]
+GRAPH_PATH += [f"engine/{name}.py" for name in ("step_graphs", "graphed_function", "halving")]
+GRAPH_PATH += ["engine/graph_*.py", "engine/carry.py", "engine/build.py"]
+
+
+def foreign_fields(code: str) -> list[str]:
+    """Fields that some code assigns to, of objects whose class is defined elsewhere."""
+    nodes = list(ast.walk(ast.parse(code)))
+    assigned = [
+        node
+        for node in nodes
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store | ast.Del)
+    ]
+    own = {
+        node.target.id
+        for node in nodes
+        if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)
+    }
+    own |= {node.attr for node in assigned if ast.unparse(node.value) == "self"}
+    own |= {node.name for node in nodes if isinstance(node, ast.FunctionDef)}  # properties
+    return [ast.unparse(node) for node in assigned if node.attr not in own | TENSOR_FIELDS]
+
+
+def test_no_stage_writes_anothers_fields_on_the_graph_path() -> None:
+    paths = [path for pattern in GRAPH_PATH for path in PACKAGE.glob(pattern)]
+    assert len(paths) > 25
+    for path in paths:
+        found = foreign_fields(path.read_text(encoding="utf-8"))
+        assert not found, f"{path}: {found}"
+
+
+@pytest.mark.parametrize(
+    ("code", "found"),
+    [
+        ("self.a = 1", []),
+        ("group.phase = 1", ["group.phase"]),
+        ("self.parts.update.rates = None", ["self.parts.update.rates"]),
+        ("group.count += 1", ["group.count"]),
+        ("a, group.count = 1, 2", ["group.count"]),
+        ("del group.count", ["group.count"]),
+        ("parameter.grad = None", []),
+    ],
+)
+def test_what_a_foreign_field_is(code: str, found: list[str]) -> None:
+    assert foreign_fields(code) == found
+
+
+def test_one_place_runs_forward_and_backward() -> None:
+    """Of a batch: `EagerStep`."""
+    calling = {
+        path.name
+        for path in PACKAGE.glob("engine/*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).endswith("parts.backward")
+    }
+    assert calling == {"step.py"}
+
+
 def is_host_wait(call: ast.Call) -> bool:
     """Whether it reads from the device or waits for it; the seam's own waits have a reason."""
     if not isinstance(call.func, ast.Attribute):

@@ -77,6 +77,9 @@ class Plan(Checked):
     graph_after: int = whole(
         2, 1, _MILLION, "eager batches of a shape before its graph is captured"
     )
+    recheck: int = whole(
+        1000, 0, _MILLION, "replays after which a step is checked against its graph; 0: never"
+    )
     compile: bool = choice(False, "compile model and loss with torch.compile")
     precision: Literal["fp32", "tf32", "bf16", "fp16"] | None = choice(
         None, "precision of the model; none: float32, with PyTorch's TF32 settings unchanged"

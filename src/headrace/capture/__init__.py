@@ -15,53 +15,43 @@ from headrace.capture.capturable_optimizer import (
     can_be_fused,
     scales_on_device,
 )
+from headrace.capture.comparison import same_entries
+from headrace.capture.function import CapturedFunction
+from headrace.capture.guards import GRADIENTS_REPLACED, Guards
 from headrace.capture.learning_rates import LearningRates
-from headrace.capture.memory import StateBeforeCapture, StateMemory
+from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
-from headrace.capture.python_state import PythonState
-from headrace.capture.report import (
-    GraphReport,
-    describe_failure,
-    join_reasons,
-    log_rounding,
-    warn_not_captured,
-)
-from headrace.capture.same_entries import SameEntries
-from headrace.capture.state import StepState, settings_of_pytorch, unique
+from headrace.capture.reading import Known, Reader
+from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
+from headrace.capture.state import StepState, unique
 from headrace.capture.trace import StepTracer, Storage, storages
 from headrace.capture.user_compiled import describe_own_graphs, recurrent_obstacle
-from headrace.capture.values import GRADIENTS_REPLACED, MEMORY_MOVES, FrozenValues
-from headrace.capture.watch import StepWatch
 
 __all__ = [
     "GRADIENTS_REPLACED",
-    "MEMORY_MOVES",
     "CapturableOptimizer",
+    "CapturedFunction",
     "CapturedWork",
-    "FrozenValues",
     "GraphCache",
     "GraphReport",
+    "Guards",
+    "Known",
     "LearningRates",
-    "PythonState",
-    "SameEntries",
+    "Reader",
     "StateBeforeCapture",
-    "StateMemory",
     "StepState",
     "StepTracer",
-    "StepWatch",
     "Storage",
     "can_be_fused",
     "describe_failure",
     "describe_own_graphs",
     "fused_or",
-    "join_reasons",
-    "log_rounding",
     "map_tensors",
     "parts_of",
     "recurrent_obstacle",
+    "same_entries",
     "scales_on_device",
-    "settings_of_pytorch",
     "signature",
     "state_obstacle",
     "storages",

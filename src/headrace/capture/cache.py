@@ -127,6 +127,10 @@ class CapturedWork(Generic[Result]):
         self.result = result
         self.uses: list[torch.Tensor] = []
 
+    def hold(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Keep tensors alive as long as the graph."""
+        self.uses += tensors
+
     def suits(self, leaves: list[torch.Tensor]) -> bool:
         """Whether the graph can run on a copy of this batch. It cannot if the batch shares memory
         with a tensor that the step uses, and one of the two is written."""

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from headrace.capture.python_state import same_value
-from headrace.capture.same_entries import SameEntries, dicts_of_modules
+from headrace.capture.comparison import all_entries, dicts_of_modules
+from headrace.capture.places import same_value
 from headrace.capture.state import StepState, unique
 from headrace.errors import CaptureError
 
@@ -30,12 +30,10 @@ class StateMemory:
         self._held = self._holders()
         self._figures = self._look()
         dicts: list[dict[Any, Any]] = [*dicts_of_modules(self._modules)]
-        entries = [(one, key) for one in dicts for key in one]
         for optimizer in state.optimizers:
             own = [values for values in optimizer.state.values() if isinstance(values, dict)]
-            entries += [(values, key) for values in own for key in values]
             dicts += [optimizer.state, *own]
-        self._entries = SameEntries(entries, dicts)
+        self._have_same_entries = all_entries(dicts)
 
     def has_moved(self) -> bool:
         """Whether a parameter, a buffer or a part of an optimizer's state is elsewhere now, has
@@ -45,7 +43,7 @@ class StateMemory:
         return (
             len(held) != len(self._held)
             or not all(map(operator.is_, held, self._held))
-            or not self._entries.hold()
+            or not self._have_same_entries()
             or self._look() != self._figures
         )
 
@@ -119,6 +117,15 @@ class StateBeforeCapture:
                         "tensor on the device"
                     )
         return False
+
+    def changed_optimizer(self) -> str:
+        """The kind of the first optimizer whose state has got other tensors."""
+        return next(
+            name
+            for name, states in self._optimizers
+            if states.now.keys() != states.before.keys()
+            or any(_differ(states.now[key], states.before[key]) for key in states.before)
+        )
 
     def gradients_changed(self) -> bool:
         """Whether a parameter's gradient is another tensor now."""

@@ -18,7 +18,9 @@ class GraphReport:
     counts batches that were replayed, `one_by_one` those whose kernels were launched one by one.
     `why` says why nothing is captured (any more); None if graphs are in use. `decision` says what
     `graphs="auto"` measured. `rounding` says why the last digits differ from those of the plain
-    loop; None if nothing is known to change them. `seconds` is how long the captures took."""
+    loop; None if nothing is known to change them. `seconds` is how long the captures took.
+    `rechecks` counts steps that were checked against their graphs; `differed` is what the last
+    one that differed has shown."""
 
     shapes: int
     captures: int
@@ -30,6 +32,8 @@ class GraphReport:
     decision: str | None
     rounding: str | None = None
     seconds: float = 0.0
+    rechecks: int = 0
+    differed: str | None = None
 
 
 def warn_not_captured(device: Device, plan_name: str, why: str) -> None:

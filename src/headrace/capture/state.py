@@ -13,19 +13,21 @@ from typing import Any
 
 import torch
 
-from headrace.capture.python_state import PythonState
+from headrace.capture.reading import Reader
 from headrace.device import Device
 
 
 @dataclass(frozen=True, slots=True)
 class StepState:
-    """The owners of a step's state. `function` is the loss function, or the user's step."""
+    """The owners of a step's state. `function` is the loss function, or the user's step.
+    `passes_model`: it is called with the first module as its first argument."""
 
     device: Device
     function: object
     modules: tuple[torch.nn.Module, ...]
     optimizers: tuple[torch.optim.Optimizer, ...]
     scalers: tuple[torch.amp.GradScaler, ...] = ()
+    passes_model: bool = False
 
     @classmethod
     def find(
@@ -39,7 +41,11 @@ class StepState:
     ) -> StepState:
         """The state of a user's step: what the step's code can reach, and what it was `observed` to
         use. If `modules` or `optimizers` are given, there are no others of that kind."""
-        owners = PythonState(device, step, modules or ()).owners()
+        reader = Reader(device.holds, step)
+        reader.function(step, ())
+        for module in modules or ():
+            reader.owner(module)
+        owners = reader.owners
         seen_modules = (one for one in observed if isinstance(one, torch.nn.Module))
         seen_optimizers = (one for one in observed if isinstance(one, torch.optim.Optimizer))
         return cls(

@@ -102,6 +102,14 @@ class StepTrace:
                 )
         return None
 
+    def leave_out(self, known: set[Storage]) -> None:
+        """Forget reads of memory that other checks follow."""
+        self.read = {storage: read for storage, read in self.read.items() if storage not in known}
+
+    def forget_memory(self) -> None:
+        """Keep only what later runs are compared with."""
+        self.made, self.touched = set(), set()
+
     def survivors(self) -> set[Storage]:
         """The memory that this run made and that is still alive."""
         return {storage for storage in self.made if not storage.expired()}
@@ -159,9 +167,11 @@ class StepTracer(TorchDispatchMode):
         optimizer's step."""
         return self._query.is_paused
 
-    @is_paused.setter
-    def is_paused(self, paused: bool) -> None:
-        self._query.is_paused = paused
+    def pause(self) -> None:
+        self._query.is_paused = True
+
+    def resume(self) -> None:
+        self._query.is_paused = False
 
     def __torch_dispatch__(
         self,
@@ -184,8 +194,12 @@ class StepTracer(TorchDispatchMode):
     def forward_ends(self, returned: dict[str, float]) -> None:
         """Call between forward and backward of a run, each traced in a block of its own. `returned`
         are the Python numbers that the loss function returned."""
-        self.trace.returned = returned
+        self.note_returned(returned)
         self._in_backward = True
+
+    def note_returned(self, numbers: dict[str, float]) -> None:
+        """The run has returned these Python numbers."""
+        self.trace.returned = numbers
 
     def _is_recorded(self) -> bool:
         if self.is_paused:

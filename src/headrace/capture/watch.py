@@ -41,8 +41,8 @@ class StepWatch:
         self._first, self._last = first, last
         self._traces: dict[Hashable, StepTrace] = {}
         self._differences: Counter[Hashable] = Counter()
-        #: Shapes of which two batches agreed, and the tensors that they read from elsewhere.
-        self._agreed: dict[Hashable, list[torch.Tensor]] = {}
+        #: Shapes of which two batches agreed, with the trace of the second.
+        self._agreed: dict[Hashable, StepTrace] = {}
         self._made: set[Storage] = set()
         #: Whether trials are told that they are being captured, because a trial has asked.
         self.as_captured = False
@@ -72,7 +72,17 @@ class StepWatch:
 
     def read_by(self, key: Hashable) -> list[torch.Tensor]:
         """Tensors that a shape's batches read besides the batch and the `known` ones."""
-        return self._agreed[key]
+        return [read.tensor for read in self._agreed[key].read.values()]
+
+    def difference(
+        self, key: Hashable, trace: StepTrace, obstacles: Sequence[Obstacle], known: set[Storage]
+    ) -> str | None:
+        """What a batch did otherwise than those that the shape was captured after; None if it did
+        the same."""
+        if obstacles:
+            return "; ".join(dict.fromkeys(map(str, obstacles[:3])))
+        trace.leave_out(known)
+        return trace.difference(self._agreed[key])
 
     def learn(
         self,
@@ -103,7 +113,7 @@ class StepWatch:
                 "batch, and a graph would repeat those that it was captured with: pad the rows, "
                 "and pass a mask"
             )
-        trace.read = {storage: read for storage, read in trace.read.items() if storage not in known}
+        trace.leave_out(known)
         for storage, read in trace.read.items():
             if storage in self._made:
                 where = "" if read.line is None else f" at {read.line}"
@@ -122,7 +132,8 @@ class StepWatch:
         before = self._traces.pop(key, None)
         difference = None if before is None else trace.difference(before)
         if before is not None and difference is None:
-            self._agreed[key] = [read.tensor for read in trace.read.values()]
+            trace.forget_memory()
+            self._agreed[key] = trace
             return None
         if difference is not None:
             self._differences[key] += 1

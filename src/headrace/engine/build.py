@@ -178,7 +178,7 @@ class ModelStepBuilder:
         if self._halves:
             require_halvable(self.model, plan, carries=self.carry is not None)
         if self.carry is not None:
-            self.carry.in_place = plan.graphs != "off" and device.captures
+            self.carry.keep_in_place(plan.graphs != "off" and device.captures)
         self._parts = self._build_parts(plan)
         self.graphs = None
         if plan.graphs != "off" and device.captures:
@@ -293,7 +293,7 @@ class UserStepBuilder:
     def apply_plan(self, plan: Plan) -> None:
         self.graphs = None
         if self.carry is not None:
-            self.carry.in_place = False
+            self.carry.keep_in_place(False)
         if plan.graphs != "off":
             self.graphs = GraphedFunction(
                 self._step,
@@ -303,6 +303,7 @@ class UserStepBuilder:
                 carry=self.carry,
                 max_graphs=plan.graph_shapes,
                 watch_after=plan.graph_after,
+                recheck=plan.recheck,
                 plan_name=plan.name,
             )
 

@@ -128,6 +128,10 @@ class CarriedState:
         """Another state of the same kind, at its beginning: for evaluation."""
         return CarriedState(self._carry, self._device)
 
+    def keep_in_place(self, in_place: bool) -> None:
+        """Whether the state keeps its memory from batch to batch from now on."""
+        self.in_place = in_place
+
     # --- one batch --------------------------------------------------------------------------------
 
     def before(self, batch: Any) -> Any:

@@ -15,11 +15,11 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
-from headrace.capture import SameEntries
+from headrace.capture import same_entries
 from headrace.device import Device
 from headrace.errors import StepError
 from headrace.parallel import is_sharded, local_shard, unwrap
@@ -38,15 +38,16 @@ class Clipping:
         self._device, self._model, self._optimizer = device, model, optimizer
         self.max_norm = max_norm
         self._named: dict[str, torch.Tensor] = {}
-        self._entries: SameEntries | None = None  # of the model; None: look at it again
+        # Whether the model has the same parameters as at the last look; None: look again.
+        self._has_same_entries: Callable[[], bool] | None = None
         self._own: list[torch.Tensor] | None = None  # the optimizer's parameters
         self._all: list[torch.Tensor] = []
         self._outside: dict[str, torch.Tensor] = {}
 
     def begin_epoch(self) -> None:
         """Look the model's parameters up again if it has new ones."""
-        if self._entries is not None and not self._entries.hold():
-            self._entries = None
+        if self._has_same_entries is not None and not self._has_same_entries():
+            self._has_same_entries = None
         self._own = None
 
     def clip(self, *, divided: bool) -> torch.Tensor:
@@ -75,8 +76,8 @@ class Clipping:
         only if the optimizer has others than before or, from epoch to epoch, the model has."""
         groups = (group["params"] for group in self._optimizer.param_groups)
         own, before = list(itertools.chain.from_iterable(groups)), self._own
-        if self._entries is None:
-            self._entries = SameEntries.of_model(self._model)
+        if self._has_same_entries is None:
+            self._has_same_entries = same_entries(self._model)
             self._named, before = dict(unwrap(self._model).named_parameters()), None
         if before is None or len(own) != len(before) or not all(map(operator.is_, own, before)):
             named = self._named

@@ -28,7 +28,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from headrace.atomic_files import user_cache
-from headrace.capture import PythonState, describe_own_graphs, recurrent_obstacle
+from headrace.capture import Known, Reader, describe_own_graphs, recurrent_obstacle
 from headrace.device import Device
 from headrace.engine.forward import LossFunction
 from headrace.parallel import unwrap
@@ -171,7 +171,10 @@ def _load_compiler() -> None:
 
 def compile_obstacle(device: Device, loss: LossFunction, model: torch.nn.Module) -> str | None:
     """Why a loss function is better not compiled, as far as that is known before; else None."""
-    found = PythonState(device, loss, (unwrap(model),)).owners()
+    reader, plain = Reader(device.holds, loss), unwrap(model)
+    reader.function(loss, (Known(plain, type(plain).__name__),))
+    reader.owner(plain)
+    found = reader.owners
     if found.own_graphs is not None:  # compiled again, it would lose them
         return describe_own_graphs(found.own_graphs)
     return recurrent_obstacle(found.modules)

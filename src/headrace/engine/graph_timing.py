@@ -40,6 +40,10 @@ class GraphTiming:
             self.launch_ms.append(launch_ns / 1e6)
             self.eager_ms.append(step_ns / 1e6)
 
+    def restore(self, *, pays: bool, decision: str | None) -> None:
+        """Take a decision from an earlier run."""
+        self.pays, self.decision = pays, decision
+
     def is_complete(self) -> bool:
         """Whether all steps are timed and `decide` can be called."""
         return self.pays is None and len(self.replay_ms) == TIMED_STEPS

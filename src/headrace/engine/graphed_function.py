@@ -26,7 +26,7 @@ import itertools
 import operator
 import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, ParamSpec, TypeVar, overload
@@ -40,31 +40,21 @@ from torch.optim.optimizer import (
 )
 
 from headrace.capture import (
-    MEMORY_MOVES,
     CapturableOptimizer,
+    CapturedFunction,
     CapturedWork,
-    FrozenValues,
-    GraphCache,
     GraphReport,
+    Guards,
     StateBeforeCapture,
-    StateMemory,
     StepState,
     StepTracer,
-    StepWatch,
     Storage,
-    describe_failure,
-    join_reasons,
-    log_rounding,
     map_tensors,
     parts_of,
-    settings_of_pytorch,
-    signature,
     state_obstacle,
     storages,
     unique,
-    warn_not_captured,
 )
-from headrace.data import flatten_batch
 from headrace.device import Device, open_device
 from headrace.engine.carry import CarriedState, Carry
 from headrace.errors import CaptureError, StepError
@@ -127,15 +117,6 @@ class _Fates:
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
-    """What a step uses: its state, the values that it can read, and all that has a gradient."""
-
-    state: StepState
-    values: FrozenValues
-    parameters: list[torch.Tensor]
-
-
-@dataclass(frozen=True, slots=True)
 class _Outcome:
     """What a captured call leaves: its result, the parameters that it has given a gradient or None,
     each with that, and the state for the next call."""
@@ -158,18 +139,24 @@ class GraphedFunction(Generic[Arguments, Returned]):
         carry: CarriedState | None,
         max_graphs: int,
         watch_after: int,
+        recheck: int,
         plan_name: str = "graph",
     ) -> None:
         functools.update_wrapper(self, step)
-        self._step, self._device, self._plan_name = step, device, plan_name
+        self._step, self._device = step, device
         self._given_modules, self._given_optimizers, self._carry = modules, optimizers, carry
         if carry is not None:
-            carry.in_place = device.captures
+            carry.keep_in_place(device.captures)
         self._name = f"the step {describe_function(step)}"
-        self._pytorch = settings_of_pytorch(device)
-        self._watch = StepWatch(max(watch_after - 1, 1), watch_after)
-        self._graphs: GraphCache[_Outcome] = GraphCache(
-            device, max_graphs=max_graphs, capture_after=0
+        self._graphs: CapturedFunction[Any, _Outcome, Returned] = CapturedFunction(
+            self,
+            device,
+            plan_name=plan_name,
+            max_graphs=max_graphs,
+            watch_first=max(watch_after - 1, 1),
+            watch_last=watch_after,
+            capture_after=0,
+            recheck=recheck,
         )
         # What calls, by their key, do with the gradients of the calls before.
         self._fates: dict[Hashable, _Fates] = {}
@@ -180,37 +167,21 @@ class GraphedFunction(Generic[Arguments, Returned]):
         self._observed: list[torch.nn.Module | torch.optim.Optimizer] = []
         # By their key: watched calls that have used something that was not known.
         self._new_owners: Counter[Hashable] = Counter()
-        #: None before the first call, and after a call has shown more than the search had found.
-        self._found: _Found | None = None
-        self._capturable: list[CapturableOptimizer] = []
-        # Of the captured graphs: the memory they use, and tensors that must not be freed.
-        self._memory: StateMemory | None = None
-        #: Calls that were replays.
-        self.replays = 0
-        self._one_by_one = 0
-        self._was_new_shape = False
-        self._why_eager: str | None = None
+        # All that has a gradient, and the gradients at the last capture.
+        self._parameters: list[torch.Tensor] = []
+        self._entry: list[torch.Tensor] = []
+        self._capturable: Sequence[CapturableOptimizer] = ()
+        self._captured_key: Hashable = None
         if not device.captures:
-            self._give_up(f"{device} captures no graphs")
+            self._graphs.give_up(f"{device} captures no graphs")
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Returned:
-        call = (args, kwargs)
-        key = self._key_for(call) if self._why_eager is None else None
-        if key is None or self._found is None:
-            self._one_by_one += 1
-            return self._run(call)
-        found = self._found
-        captured = self._graph_for(found, key, call)
-        self._was_new_shape = False
-        if captured is not None and captured.suits(leaves := flatten_batch(call)):
-            return self._replay(captured, leaves)
-        self._one_by_one += 1
-        if self._why_eager is None:
-            self._graphs.find(key)  # counts the call; graphs have keys with gradients
-            self._was_new_shape = self._graphs.uses(key) == 1
-            if self._watch.wants(key, self._graphs.uses(key)):
-                return self._run_watched(found, key, call)
-        return self._run(call)
+        return self._graphs((args, kwargs))
+
+    @property
+    def replays(self) -> int:
+        """Calls that were replays."""
+        return self._graphs.replays
 
     @property
     def carried(self) -> Any:
@@ -226,30 +197,17 @@ class GraphedFunction(Generic[Arguments, Returned]):
 
     def report(self) -> GraphReport:
         """What was captured and replayed, and why not."""
-        rounding = (optimizer.rounding for optimizer in self._capturable)
-        return GraphReport(
-            shapes=len(self._graphs),
-            captures=self._graphs.captures,
-            evictions=self._graphs.evictions,
-            replays=self.replays,
-            one_by_one=self._one_by_one,
-            memory_bytes=self._graphs.memory_bytes,
-            why=self._why_eager,
-            decision=None,
-            rounding=join_reasons(self._watch.rounding, *rounding),
-            seconds=self._graphs.seconds,
-        )
+        return self._graphs.report()
 
     def close(self) -> None:
         """Drop all graphs and free their memory. Later calls capture again."""
-        self._drop_graphs()
+        self._graphs.drop()
 
     # --- what the step uses -----------------------------------------------------------------------
 
-    def _search(self, values: FrozenValues | None = None) -> _Found | None:
-        """Find the step's modules, optimizers and scalers, and the values that it can read: again,
-        if there are `values` of an earlier search. None if a lazy module has no parameters yet:
-        search again after the next call."""
+    def find_state(self) -> StepState | None:
+        """The step's modules, optimizers and scalers. None if a lazy module has no parameters yet:
+        they are searched for again before the next call."""
         state = StepState.find(
             self._device,
             self._step,
@@ -263,16 +221,11 @@ class GraphedFunction(Generic[Arguments, Returned]):
                     f"{type(module).__name__} trains on several ranks: give the model to Engine, "
                     "or call the step without hr.graphed"
                 )
-        if any(map(is_lazy, state.tensors())):
-            return None
-        if values is None:
-            values = FrozenValues(state)
-            values.check()
-        else:
-            values.find_again(state)
-            values.find()
-        leaves = [one for one in values.tensors() if one.requires_grad and one.is_leaf]
-        return _Found(state, values, list(unique((*state.parameters(), *leaves))))
+        return None if any(map(is_lazy, state.tensors())) else state
+
+    def found(self, guards: Guards) -> None:
+        leaves = [one for one in guards.tensors() if one.requires_grad and one.is_leaf]
+        self._parameters = list(unique((*guards.state.parameters(), *leaves)))
 
     @contextmanager
     def _observing(self, state: StepState, tracer: StepTracer, entry: _Gradients) -> Iterator[None]:
@@ -293,7 +246,7 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 known.add(id(optimizer))
                 self._observed.append(optimizer)
             closures = [one for one in (*args[1:], *kwargs.values()) if callable(one)]
-            tracer.is_paused = True
+            tracer.pause()
             if not closures:
                 entry.seen_by(optimizer)
                 return None
@@ -306,17 +259,17 @@ class GraphedFunction(Generic[Arguments, Returned]):
         def tracing(closure: Callable[[], Any], optimizer: Any) -> Callable[[], Any]:
             @functools.wraps(closure)
             def traced() -> Any:
-                tracer.is_paused = False
+                tracer.resume()
                 result = closure()
                 # The closure may have dropped the gradients that the step found.
                 entry.seen_by(optimizer)
-                tracer.is_paused = True
+                tracer.pause()
                 return result
 
             return traced
 
         def resume(*_: object) -> None:
-            tracer.is_paused = False
+            tracer.resume()
 
         handles = [
             register_optimizer_step_pre_hook(pause),
@@ -332,10 +285,76 @@ class GraphedFunction(Generic[Arguments, Returned]):
                 handle.remove()
         self._observed += filter(None, (module() for module in modules))
 
-    # --- one call ---------------------------------------------------------------------------------
+    # --- what is captured -------------------------------------------------------------------------
 
-    def _run(self, call: Any) -> Returned:
-        """Run the step eagerly."""
+    def tree(self, call: Any) -> Any:
+        return call
+
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        return ()
+
+    def obstacle(self, state: StepState) -> str | None:
+        return state_obstacle(state)
+
+    def key(self, call: Any) -> tuple[Hashable, ...]:
+        gradients = map(_GRADIENT, self._parameters)
+        without = tuple(map(operator.is_, gradients, itertools.repeat(None)))
+        if self._carry is None:
+            return (without,)
+        self._carry.before(_batch_of(call))  # now it is in the memory that a graph would read
+        return (without, self._carry.key())
+
+    def graph_key(self, key: Hashable) -> Hashable | None:
+        """With the addresses of the gradients that a graph would use, and 0 for all others. None if
+        they are in new memory: those of an eager call are elsewhere each time.
+
+        A gradient that the step leaves alone counts if another graph of this function has made it:
+        the graphs share memory, and one captured without it might use that memory for its own.
+        """
+        fates, found_at = self._fates[key], [0] * len(self._parameters)
+        for at in fates.used | fates.kept:
+            gradient = self._parameters[at].grad
+            address = 0 if gradient is None else gradient.data_ptr()
+            if at in fates.used or address in self._own_gradients:
+                found_at[at] = address
+        graph_key = (key, tuple(found_at))
+        settled = not any(found_at) or self._graphs.graphs.uses(graph_key) > 0
+        self._unsettled[key] = 0 if settled else self._unsettled[key] + 1
+        if self._unsettled[key] == _MAX_UNSETTLED:
+            raise CaptureError(_GRADIENTS_MOVE)
+        if not settled:
+            self._graphs.graphs.find(graph_key)  # counts it: this memory has been seen
+            return None
+        self._captured_key = key
+        return graph_key
+
+    def tensors(self) -> list[torch.Tensor]:
+        rates = [optimizer.rates for optimizer in self._capturable if optimizer.rates is not None]
+        own = [tensor for rate in rates for tensor in rate.tensors()]
+        if self._carry is not None:
+            own += self._carry.tensors()
+        state = None if self._graphs.guards is None else self._graphs.guards.state
+        gradients = [p.grad for p in self._parameters if p.grad is not None]
+        return [*([] if state is None else state.tensors()), *own, *gradients]
+
+    def held(self) -> list[torch.Tensor]:
+        return []
+
+    def replaced(self) -> str | None:
+        return None
+
+    def memory_moves(self) -> None:
+        pass
+
+    def write_rates(self) -> None:
+        for optimizer in self._capturable:
+            if optimizer.rates is not None:
+                optimizer.rates.write()
+
+    def use_optimizers(self, capturable: Sequence[CapturableOptimizer]) -> None:
+        self._capturable = capturable
+
+    def run(self, call: Any) -> Returned:
         returned, carried = self._call_step(call)
         if self._carry is not None:
             self._carry.keep(carried)
@@ -348,179 +367,56 @@ class GraphedFunction(Generic[Arguments, Returned]):
             return self._step(*args, **kwargs), None
         return self._carry.call(self._step, self._name, _batch_of(call), *args, **kwargs)
 
-    def _key_for(self, call: Any) -> Hashable | None:
-        """The key of a call: what its graph depends on. None if the step cannot be captured. Drops
-        graphs that were captured with other values or other memory."""
-        try:
-            if self._found is None:
-                self._found = self._search()
-                if self._found is None:
-                    return None
-            else:
-                was_reset = any(optimizer.was_reset for optimizer in self._capturable)
-                moved = self._has_moved(self._found)
-                replaced = MEMORY_MOVES if moved else None
-                if self._found.values.check(replaced, after_new_shape=self._was_new_shape):
-                    self._drop_graphs()
-                    self._watch.forget()
-                if moved:  # the step may have other modules and parameters now
-                    self._found = self._search(self._found.values)
-                    if self._found is None:
-                        return None
-                if was_reset:
-                    self._drop_graphs()
-                    self._watch.forget()
-                    self._make_capturable(self._found.state)
-            settings = tuple(map(operator.call, self._pytorch))
-            gradients = map(_GRADIENT, self._found.parameters)
-            without = tuple(map(operator.is_, gradients, itertools.repeat(None)))
-            if self._carry is None:
-                return (signature(call, self._device), settings, without)
-            self._carry.before(_batch_of(call))  # now it is in the memory that a graph would read
-            return (signature(call, self._device), settings, without, self._carry.key())
-        except CaptureError as problem:
-            self._give_up(describe_failure(problem))
-            return None
-
-    def _has_moved(self, found: _Found) -> bool:
-        """Whether the step uses other memory than graphs do, or has got other modules since it was
-        searched."""
-        return found.values.modules_changed() if self._memory is None else self._memory.has_moved()
-
-    def _graph_for(self, found: _Found, key: Hashable, call: Any) -> CapturedWork[_Outcome] | None:
-        """The graph for this call, captured now if it is due; None: run the step eagerly."""
-        if not self._watch.has_agreed(key):
-            return None
-        graph_key = (key, self._gradient_key(found, key))
-        captured = self._graphs.find(graph_key)
-        # Gradients of an eager call have other memory each time: wait until an address comes again.
-        settled = not any(graph_key[1]) or self._graphs.uses(graph_key) > 1
-        self._unsettled[key] = 0 if settled else self._unsettled[key] + 1
-        if self._unsettled[key] == _MAX_UNSETTLED:
-            self._give_up(_GRADIENTS_MOVE)
-        if captured is not None or not settled or not self._graphs.is_due(graph_key):
-            return captured
-        try:
-            return self._capture(found, key, graph_key, call)
-        except CaptureError as problem:
-            self._give_up(describe_failure(problem))
-            return None
-
-    def _gradient_key(self, found: _Found, key: Hashable) -> tuple[int, ...]:
-        """The gradients that a graph would use: their addresses, and 0 for all others.
-
-        A gradient that the step leaves alone counts if another graph of this function has made it:
-        the graphs share memory, and one captured without it might use that memory for its own.
-        """
-        fates, found_at = self._fates[key], [0] * len(found.parameters)
-        for at in fates.used | fates.kept:
-            gradient = found.parameters[at].grad
-            address = 0 if gradient is None else gradient.data_ptr()
-            if at in fates.used or address in self._own_gradients:
-                found_at[at] = address
-        return tuple(found_at)
-
-    def _run_watched(self, found: _Found, key: Hashable, call: Any) -> Returned:
-        """Run the step eagerly, and look for what no graph could repeat."""
-        device = self._device
-        tracer = StepTracer(
-            device, GraphedFunction._run_watched.__code__, as_captured=self._watch.as_captured
-        )
-        entry = _Gradients(found.parameters)
-        known = storages([*entry.tensors, *self._known_tensors(found), *flatten_batch(call)])
+    def run_watched(self, call: Any, key: Hashable, tracer: StepTracer) -> tuple[Returned, bool]:
+        guards, entry = self._graphs.guards, _Gradients(self._parameters)
+        assert guards is not None
         observed = len(self._observed)
-        with device.watch() as obstacles, self._observing(found.state, tracer, entry), tracer:
+        with self._observing(guards.state, tracer, entry), tracer:
             result, carried = self._call_step(call)
         if self._carry is not None:
             self._carry.keep(carried)
             del carried
         numbers = {str(at): one for at, one in enumerate(parts_of(result)) if _is_number(one)}
-        tracer.trace.returned = numbers
+        tracer.note_returned(numbers)
         self._fates[key] = entry.fates(tracer.trace.touched)
-        if new := self._observed[observed:]:  # watch again, with all that the step uses
-            self._found = None
+        new = self._observed[observed:]
+        if new:
             self._new_owners[key] += 1
             if self._new_owners[key] == _MAX_NEW_OWNERS:
-                self._give_up(
+                self._graphs.give_up(
                     f"each call makes another {type(new[0]).__name__} and uses it, and a graph "
                     "would keep using the one that it was captured with: make it once, outside the "
                     "step"
                 )
-            return result
-        is_first = self._graphs.uses(key) == 1
-        known |= storages(self._known_tensors(found))
-        known |= storages(p.grad for p in found.parameters if p.grad is not None)
-        why = self._watch.learn(key, tracer.trace, obstacles, known, first=is_first)
-        if why is not None:
-            self._give_up(why)
-        return result
+        return result, not new
 
-    def _known_tensors(self, found: _Found) -> list[torch.Tensor]:
-        """Tensors that the step may read, since other checks notice if one is replaced."""
-        rates = [optimizer.rates for optimizer in self._capturable if optimizer.rates is not None]
-        own = [tensor for rate in rates for tensor in rate.tensors()]
-        if self._carry is not None:
-            own += self._carry.tensors()
-        return [*found.state.tensors(), *found.values.tensors(), *own]
+    def run_compared(self, call: Any) -> None:
+        return None
 
-    def _replay(self, captured: CapturedWork[_Outcome], leaves: list[torch.Tensor]) -> Returned:
-        self._write_rates()
+    def replay(
+        self, captured: CapturedWork[_Outcome], key: Hashable, call: Any, leaves: list[torch.Tensor]
+    ) -> Returned:
+        self.write_rates()
         outcome = captured.replay(leaves)
         for parameter, gradient in outcome.gradients:
             parameter.grad = gradient
         if self._carry is not None:
             self._carry.hold(outcome.carried)
-        self.replays += 1
         returned: Returned = map_tensors(torch.clone, outcome.result)
         return returned
 
-    # --- capture ----------------------------------------------------------------------------------
+    def ready(self) -> bool:
+        self._entry = [p.grad for p in self._parameters if p.grad is not None]
+        return True
 
-    def _capture(
-        self, found: _Found, key: Hashable, graph_key: Hashable, call: Any
-    ) -> CapturedWork[_Outcome] | None:
-        """Capture the step on this call. Returns None if it must run eagerly once more, because it
-        creates something that stays, such as the optimizer's state of a parameter."""
-        state, values = found.state, found.values
-        if (obstacle := state_obstacle(state)) is not None:
-            raise CaptureError(obstacle)
-        entry = [p.grad for p in found.parameters if p.grad is not None]
-        used = self._fates[key].used
-        with self._ready_for_capture(state, values) as undo:
-            before = StateBeforeCapture(state, values.tensors())
-            try:
-                captured = self._graphs.capture(
-                    graph_key,
-                    call,
-                    lambda own: self._work_to_capture(found, used, own),
-                    self._known_tensors(found),
-                    state.updated(),
-                )
-                before.require_in_place()
-                if before.optimizer_changed():
-                    self._graphs.drop(graph_key)
-                    return None
-            finally:
-                before.restore()
-            values.require_unchanged()
-            undo.pop_all()
-        if self._graphs.captures == 1:
-            log_rounding(self._plan_name, self.report().rounding)
-        self._memory = StateMemory(state, values.tensors())
-        values.note_capture()
-        self._own_gradients |= {
-            gradient.data_ptr() for _, gradient in captured.result.gradients if gradient is not None
-        }
-        captured.uses = [*self._known_tensors(found), *entry, *self._watch.read_by(key)]
-        return captured
-
-    def _work_to_capture(self, found: _Found, used: frozenset[int], call: Any) -> _Outcome:
-        entry = [p.grad for p in found.parameters]
+    def record(self, tree: Any) -> _Outcome:
+        entry = [p.grad for p in self._parameters]
+        used = self._fates[self._captured_key].used
         with ExitStack() as stack:
             for optimizer in self._capturable:
                 if optimizer.rates is not None:
                     stack.enter_context(optimizer.rates.in_param_groups())
-            result, carried = self._call_step(call)
+            result, carried = self._call_step(tree)
         # Copies: a result may be a view of a weight, or of a gradient.
         try:
             result = map_tensors(lambda one: one.detach().clone(), result)
@@ -530,50 +426,26 @@ class GraphedFunction(Generic[Arguments, Returned]):
             carried = self._carry.write(carried, capturing=True)
         gradients = tuple(
             (p, p.grad)
-            for at, p in enumerate(found.parameters)
+            for at, p in enumerate(self._parameters)
             if p.grad is None or p.grad is not entry[at] or at in used
         )
         return _Outcome(result, gradients, carried)
 
-    def _ready_for_capture(self, state: StepState, values: FrozenValues) -> ExitStack:
-        """Make the optimizers capturable. The end of the returned context undoes this and what a
-        capture has changed on the host; after a success, `pop_all()` keeps it."""
-        undo = values.restoring_host_state()
-        if not self._capturable:
-            self._make_capturable(state)
-            undo.callback(self._make_plain)
-        self._write_rates()
-        return undo
+    def check(self, key: Hashable, before: StateBeforeCapture) -> None:
+        pass
 
-    def _make_capturable(self, state: StepState) -> None:
-        self._capturable = [CapturableOptimizer(self._device, one) for one in state.optimizers]
+    def keep(self, captured: CapturedWork[_Outcome], key: Hashable) -> None:
+        captured.hold(self._entry)
+        self._entry = []
+        self._own_gradients |= {
+            gradient.data_ptr() for _, gradient in captured.result.gradients if gradient is not None
+        }
 
-    def _make_plain(self) -> None:
-        for optimizer in self._capturable:
-            optimizer.undo()
-        self._capturable = []
-
-    def _write_rates(self) -> None:
-        for optimizer in self._capturable:
-            if optimizer.rates is not None:
-                optimizer.rates.write()
-
-    # --- when graphs are dropped ------------------------------------------------------------------
-
-    def _give_up(self, why: str) -> None:
-        """Stop capturing for good: run all later calls eagerly. Log why."""
-        self._why_eager = why
-        self._drop_graphs()
-        self._watch.forget()
-        self._observed.clear()
-        if self._found is not None:
-            self._found.values.find_again()  # frees what it had found
-        warn_not_captured(self._device, self._plan_name, why)
-
-    def _drop_graphs(self) -> None:
-        self._graphs.close()
-        self._memory = None
+    def dropped(self) -> None:
         self._own_gradients.clear()
+
+    def given_up(self) -> None:
+        self._observed.clear()
 
 
 @overload
@@ -586,6 +458,7 @@ def graphed(
     carry: Any = None,
     shapes: int = 16,
     after: int = 2,
+    recheck: int = 1000,
 ) -> GraphedFunction[Arguments, Returned]: ...
 
 
@@ -598,6 +471,7 @@ def graphed(
     carry: Any = None,
     shapes: int = 16,
     after: int = 2,
+    recheck: int = 1000,
 ) -> Callable[[Callable[Arguments, Returned]], GraphedFunction[Arguments, Returned]]: ...
 
 
@@ -610,6 +484,7 @@ def graphed(
     carry: Any = None,
     shapes: int = 16,
     after: int = 2,
+    recheck: int = 1000,
 ) -> Any:
     """Capture a training step of your own as graphs. Call what this returns instead of `step`.
 
@@ -628,6 +503,8 @@ def graphed(
       the present state. For a `Carry`, the batch is the step's first argument.
     - `shapes`: how many graphs there are at most; the least used is dropped.
     - `after`: how many calls with a shape run eagerly before it is captured.
+    - `recheck`: at its replays 10, 30, 100, 300 and then after each `recheck` of them, a graph is
+      checked: the call runs eagerly and is compared. 0: never.
 
     You may keep what a call returns: a replay returns copies. `report()` of the result says what
     was captured, or why not; `close()` frees the graphs.
@@ -643,6 +520,7 @@ def graphed(
             carry=carry,
             shapes=shapes,
             after=after,
+            recheck=recheck,
         )
     if not callable(step):
         raise StepError(f"graphed: step is a {type(step).__name__}; expected a function")
@@ -655,6 +533,7 @@ def graphed(
         carry=None if spec is None else CarriedState(spec, device),
         max_graphs=shapes,
         watch_after=after,
+        recheck=recheck,
     )
 
 

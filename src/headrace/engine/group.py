@@ -7,7 +7,8 @@ size, as in most hand-written loops.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any
 
@@ -187,6 +188,58 @@ class Group:
             )
         self._ranks.average_gradients(self.gradients(), self._device.ledger)
         self.weight.start_total()
+
+    # --- gradients that keep their memory, as graphs require --------------------------------------
+
+    def keep_gradients(self) -> None:
+        """Keep the gradients' memory from now on. The present group's batches allocate it."""
+        self.keeps_gradients = True
+        self.reached.clear()
+
+    def release_gradients(self) -> None:
+        """No longer keep the gradients' memory. Those of an open group stay for its update."""
+        if self.keeps_gradients:
+            self.keeps_gradients = False
+            if not self.is_open:
+                self.drop_gradients(keep=set())
+
+    def drop_gradients(self, *, keep: set[int]) -> None:
+        """Set gradients to None, but for the parameters (by `id`) in `keep`. A kept gradient that
+        no batch of the group has written is zero, and momentum would still move its parameter."""
+        for parameter in self.parameters():
+            if id(parameter) not in keep:
+                parameter.grad = None
+
+    @contextmanager
+    def noting_reached(self) -> Iterator[None]:
+        """Inside the block, `reached` collects the parameters to which backward gives a gradient,
+        if gradients keep their memory."""
+        parameters = self.parameters() if self.keeps_gradients else []
+        handles = [
+            p.register_post_accumulate_grad_hook(lambda p: self.reached.add(id(p)))
+            for p in parameters
+            if p.requires_grad
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def note_reached(self, parameters: Iterable[int]) -> None:
+        """A replay has given these parameters (by `id`) a gradient."""
+        self.reached.update(parameters)
+
+    def forget_reached(self) -> None:
+        self.reached.clear()
+
+    def assume_reached(self) -> None:
+        """After a restore: an open group has reached what has a gradient."""
+        self.reached = self.with_gradients() if self.is_open else set()
+
+    def with_gradients(self) -> set[int]:
+        """The parameters (by `id`) that have a gradient."""
+        return {id(p) for p in self.parameters() if p.grad is not None}
 
     # --- state ------------------------------------------------------------------------------------
 

@@ -89,14 +89,10 @@ class HalvingStep:
             with lanes.on(lanes.backward):
                 group.join_split_batch()
         self._add_gradients_back(earlier)
-        with lanes.on(lanes.backward, "backward"):
-            group.end_backward()
-            if updated := group.is_full:
-                parts.run_update()
-        lanes.backward_to_forward()
+        group.end_backward()
         with lanes.on(lanes.forward):
             loss = trained[0].loss if len(trained) == 1 else _combined(trained)
-        return parts.make_launched(fetched, loss, updated=updated)
+        return self._eager.end_batch(fetched, loss)
 
     def finish(self) -> Finished | None:
         return self._eager.finish()
@@ -114,11 +110,7 @@ class HalvingStep:
         earlier = self._set_gradients_aside()
         problem = ""
         try:
-            with lanes.on(lanes.forward, "forward"):
-                loss = parts.forward(batch).unaliased()
-            lanes.forward_to_backward()
-            with lanes.on(lanes.backward, "backward"):
-                parts.backward(loss, share)
+            loss = self._eager.add_gradients(batch, share=share, begins=False)
             lanes.backward_to_forward()
         except torch.OutOfMemoryError as found:
             # Keep only its text: its traceback keeps alive what the step has allocated so far.

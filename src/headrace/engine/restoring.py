@@ -9,11 +9,12 @@ buffers that are named like its buffers are always saved.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from headrace.capture import SameEntries
+from headrace.capture import same_entries
 from headrace.data import Fetched, rng_states, set_rng_states
 from headrace.device import Device
 from headrace.engine.lanes import Lanes
@@ -55,7 +56,7 @@ class SavedBuffers:
     def __init__(self, model: torch.nn.Module) -> None:
         self._model = model
         self._live: list[torch.Tensor] | None = None
-        self._entries = SameEntries((), ())
+        self._has_same_entries: Callable[[], bool] = bool
         self._versions: list[int] = []
         self._copies: dict[int, torch.Tensor] = {}
         self._unversioned: set[int] = set()
@@ -63,14 +64,14 @@ class SavedBuffers:
 
     def begin_epoch(self) -> None:
         """Look for buffers again if the user has made or loaded others since."""
-        if not self._entries.hold():
+        if not self._has_same_entries():
             self._forget()
 
     @torch.no_grad()
     def save(self) -> None:
         """Call before a batch, on the stream that runs it."""
         if self._live is None:
-            found, self._entries = self._find(), SameEntries.of_model(self._model)
+            found, self._has_same_entries = self._find(), same_entries(self._model)
             self._live = list(found.values())
             self._unversioned = {at for at, name in enumerate(found) if name.endswith(_UNVERSIONED)}
             self._versions = [buffer._version for buffer in self._live]

@@ -8,16 +8,17 @@ wrappers around it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
-from headrace.capture import StepState
+from headrace.capture import StepState, StepTracer
 from headrace.data import Fetched
 from headrace.device import Device
 from headrace.engine.carry import CarriedState
-from headrace.engine.compiled import uncompiled
+from headrace.engine.compiled import loss_mode, uncompiled
 from headrace.engine.forward import Forward, require_tensor
 from headrace.engine.group import Group, Phase
 from headrace.engine.lanes import Lanes
@@ -31,7 +32,8 @@ from headrace.source_lines import describe_function
 class CountsReplays(Protocol):
     """A step function that replays graphs of itself."""
 
-    replays: int
+    @property
+    def replays(self) -> int: ...
 
     def __call__(self, batch: Any) -> Any: ...
 
@@ -72,6 +74,7 @@ class StepParts:
             (self.model,),
             (self.optimizer,),
             () if scaler is None else (scaler,),
+            passes_model=True,
         )
 
     def own_tensors(self) -> list[torch.Tensor]:
@@ -127,31 +130,80 @@ class StepParts:
 
 
 class EagerStep:
-    """Trains on a batch, launching each kernel, on the streams of the plan."""
+    """The only place where a batch's forward, backward and update are written. It trains on a
+    batch, launching each kernel, on the streams of the plan; graphs record what it says, too."""
 
     def __init__(self, parts: StepParts, lanes: Lanes) -> None:
         self.parts, self.lanes = parts, lanes
 
     def __call__(self, fetched: Fetched) -> Launched:
-        parts, lanes = self.parts, self.lanes
-        group = parts.group
+        return self.end_batch(fetched, self.add_batch(fetched))
+
+    def add_batch(self, fetched: Fetched, tracer: StepTracer | None = None) -> LossOutput:
+        """Forward and backward of a batch that is not split. `tracer` records both."""
+        group = self.parts.group
         averages = group.decide_averaging(ends_epoch=fetched.ends_epoch)
+        loss = self.add_gradients(
+            fetched.batch, averages=averages, weightless=fetched.weightless, tracer=tracer
+        )
+        group.end_backward()
+        return loss
+
+    def add_gradients(
+        self,
+        batch: Any,
+        *,
+        averages: bool = True,
+        weightless: bool = False,
+        share: float | None = None,
+        begins: bool = True,
+        tracer: StepTracer | None = None,
+    ) -> LossOutput:
+        """Forward and backward of a batch, or of a part of one with `share` of its rows. `begins`:
+        clear what a failed batch has left."""
+        parts, lanes, traced = self.parts, self.lanes, tracer or nullcontext()
         with lanes.on(lanes.forward, "forward"):
-            loss = parts.forward(fetched.batch, averages=averages)
-            loss = loss.weightless() if fetched.weightless else loss.unaliased()
+            with traced:
+                loss = parts.forward(batch, averages=averages)
+            if tracer is not None:
+                tracer.forward_ends(loss.numbers())
+            loss = loss.weightless() if weightless else loss.unaliased()
         lanes.forward_to_backward()
         with lanes.on(lanes.backward, "backward"):
-            parts.begin_batch()
-            group.begin_backward()
-            parts.backward(loss)
-            group.end_backward()
-            if updated := group.is_full:
+            if begins:
+                parts.begin_batch()
+                parts.group.begin_backward()
+            with parts.group.noting_reached(), traced:
+                parts.backward(loss, share)
+        return loss
+
+    def end_batch(self, fetched: Fetched, loss: LossOutput) -> Launched:
+        """Update after the last batch of a group, and hand the batch's values on."""
+        parts, lanes = self.parts, self.lanes
+        with lanes.on(lanes.backward):
+            if updated := parts.group.is_full:
                 parts.run_update()
         lanes.backward_to_forward()
         if parts.forward.carry is not None:
             with lanes.on(lanes.forward):
                 parts.keep_carried(loss)
         return parts.make_launched(fetched, loss, updated=updated)
+
+    def record(self, batch: Any) -> LossOutput:
+        """What a graph of a batch repeats: forward and backward, and the update if there is one for
+        each batch. Replays count for the group outside of it."""
+        parts, group = self.parts, self.parts.group
+        with loss_mode(parts.forward.loss, "compiled"):
+            loss = parts.forward(batch)
+        # A copy: a metric may be a view of a weight, which the update changes.
+        result = loss.detached_copy()
+        with group.noting_reached():
+            parts.backward(loss)
+        if group.size == 1:
+            parts.update(group)
+        if parts.carry is None:
+            return result
+        return replace(result, carried=parts.carry.write(loss.carried, capturing=True))
 
     def finish(self) -> Finished | None:
         parts, lanes = self.parts, self.lanes
@@ -205,6 +257,9 @@ class UpdateCount:
     def __init__(self) -> None:
         self.updates = 0
 
+    def count(self) -> None:
+        self.updates += 1
+
 
 class UserStep:
     """Calls the user's own step function with a batch, or replays its graphs, which keep the
@@ -228,7 +283,7 @@ class UserStep:
         with self._lanes.on(self._lanes.forward, "step"):
             returned = self._call(fetched.batch)
         replayed = self._graphs is not None and self._graphs.replays > replays
-        self._count.updates += 1
+        self._count.count()
         standing = Standing(self._count.updates)
         if returned is None:
             return Launched(fetched, None, False, True, standing=standing, replayed=replayed)

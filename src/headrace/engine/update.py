@@ -41,6 +41,10 @@ class Update:
         if self.rates is not None:
             self.rates.write()
 
+    def use_rates(self, rates: LearningRates | None) -> None:
+        """Read the learning rates from the device; None: from the parameter groups."""
+        self.rates = rates
+
     def scale(self, target: torch.Tensor) -> torch.Tensor:
         """The loss times the scaler's factor, if there is a scaler."""
         return target if self.scaler is None else self.scaler.scale(target)

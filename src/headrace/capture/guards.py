@@ -1,7 +1,18 @@
-"""The values that a graph freezes at capture: optimizer settings and Python values of the step.
+"""What a captured function reads besides its arguments, and when a change is noticed.
 
-They are compared before every batch. If one changes now and then, the graphs are dropped and
-captured again. If values keep changing, the step is not worth capturing.
+A replay runs no Python: a number that the function reads from a closure, a global or an object
+would stay what it was at capture, and a tensor that it stores for the next call would be ignored.
+
+| what is read | a change is noticed |
+| --- | --- |
+| arguments | by the key, before the replay |
+| parameters, buffers, optimizer state: which tensors, where | by `memory.py`, before the replay |
+| places that the function, and the modules, name | here, by one comparison before the replay |
+| settings of optimizers, hooks | here, before the replay |
+| anything else | by `recheck.py`, within a known number of replays |
+
+If a value changes now and then, the graphs are dropped and captured again. If it keeps changing,
+the function is not worth capturing.
 """
 
 from __future__ import annotations
@@ -9,7 +20,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
@@ -17,15 +28,17 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from headrace.capture.capturable_optimizer import takes_rates_as_tensors
+from headrace.capture.comparison import Comparison
 from headrace.capture.obstacles import state_obstacle
-from headrace.capture.python_state import PythonState
-from headrace.capture.same_entries import Entry, SameEntries
+from headrace.capture.places import Place
+from headrace.capture.reading import Known, Reader
 from headrace.capture.state import StepState
 from headrace.capture.user_compiled import describe_own_graphs
 from headrace.data import host_rng_states, set_host_rng_states
 from headrace.device import Device
 from headrace.errors import CaptureError
 from headrace.parallel import unwrap
+from headrace.source_lines import Site
 
 # Changes less than this many batches apart are frequent.
 _STEADY_BATCHES = 10
@@ -45,9 +58,90 @@ MEMORY_MOVES = (
 # Entries of a parameter group that are not compared: the parameters, what a scheduler remembers,
 # and what a capture sets.
 _NO_SETTINGS = ("params", "capturable", "initial_lr", "max_lr", "min_lr", "swa_lr")
+_Setting = tuple[dict[str, Any], str]
 
 
-class FrozenValues:
+@dataclass(frozen=True, slots=True)
+class ChangedValue:
+    """A value that has changed: its name, and the line that changes or names it. As text, it says
+    why the step cannot be captured and what to do."""
+
+    name: str
+    line: Site | None
+    has_tensors: bool
+
+    def __str__(self) -> str:
+        where = "" if self.line is None else f" ({self.line})"
+        if self.name.endswith(".training"):
+            remedy = "call train() and eval() between epochs, not between the batches of one"
+        elif self.name.endswith(".last_epoch"):
+            remedy = "call the scheduler's step() in the loop, after the step"
+        elif self.has_tensors:
+            remedy = "keep the same tensor and write to it in place, with copy_()"
+        else:
+            remedy = "make it a tensor on the device and write to it in place, with fill_()"
+        return (
+            f"{self.name} changes from batch to batch{where}, and a graph would repeat the value "
+            f"it was captured with: {remedy}"
+        )
+
+
+class ReadValues:
+    """A snapshot of the places that a step's function, modules and optimizers read."""
+
+    def __init__(self, state: StepState) -> None:
+        self._state = state
+        self._read()
+
+    def _read(self) -> None:
+        state = self._state
+        self.reader = reader = Reader(state.device.holds, state.function)
+        modules = tuple(map(unwrap, state.modules))
+        first = tuple(Known(one, type(one).__name__) for one in modules[: state.passes_model])
+        reader.function(state.function, first)
+        for one in (*modules, *state.optimizers):
+            reader.owner(one)
+        self._compile()
+
+    def _compile(self) -> None:
+        comparison = Comparison()
+        for place in self.reader.places:
+            place.compare_in(comparison)
+        self._holds = comparison.compile()
+
+    def changed(self) -> ChangedValue | None:
+        """The first value that differs from the snapshot. If there is one, take a new snapshot."""
+        if self._holds():
+            return None
+        differing = [place for place in self.reader.places if not place.is_same()]
+        changed = next((place for place in differing if place.has_changed()), None)
+        described = None if changed is None else _describe(changed)
+        if changed is not None or any(place.is_replaced() for place in differing):
+            self._read()
+        else:
+            for place in differing:
+                place.note()  # another object of equal value
+            self._compile()
+        return described
+
+    def changed_so_far(self) -> ChangedValue | None:
+        """Like `changed`, but keeps the snapshot, so that `restore` can still undo the change."""
+        places = () if self._holds() else self.reader.places
+        changed = next((place for place in places if place.has_changed()), None)
+        return None if changed is None else _describe(changed)
+
+    def restore(self) -> None:
+        """Set all values back to the snapshot, after a step that does not count."""
+        if not self._holds():
+            for place in self.reader.places:
+                place.restore()
+
+
+def _describe(place: Place) -> ChangedValue:
+    return ChangedValue(place.name, place.stored_at or place.read_at, place.has_tensors())
+
+
+class Guards:
     """The values with which a step's graphs were captured, or will be. `more_settings` returns
     settings besides those of the optimizers, by name."""
 
@@ -56,7 +150,7 @@ class FrozenValues:
     ) -> None:
         self._state, self._more_settings = state, more_settings
         self._settings: tuple[Hashable, ...] | None = None
-        self._python: PythonState | None = None
+        self._read: ReadValues | None = None
         self._modules: list[torch.nn.Module] = []
         self._batches_since_change = self._frequent_changes = 0
         self._hooks_checked = -1
@@ -69,7 +163,7 @@ class FrozenValues:
         `after_new_shape`: the batch before was the first of its shape. What it has changed, such as
         a cache by shape, does not count as often."""
         self._batches_since_change += 1
-        changed = self._python_state().changed()
+        changed = self._values().changed()
         self._check_new_hooks()
         settings, before = self._frozen_settings(), self._settings
         if settings == before and changed is None and replaced is None:
@@ -104,7 +198,7 @@ class FrozenValues:
     def modules_changed(self) -> bool:
         """Whether the step has other modules than when its values were searched for, because one
         was made or replaced since."""
-        if self._python is None:
+        if self._read is None:
             return False
         now = self._state.all_modules()
         return len(now) != len(self._modules) or not all(map(operator.is_, now, self._modules))
@@ -117,18 +211,18 @@ class FrozenValues:
     def state(self) -> StepState:
         """The step's state, with all modules that its code can reach: a loss function may have a
         teacher in its closure."""
-        found = () if self._python is None else self._python.owners().modules
+        found = () if self._read is None else self._read.reader.owners.modules
         known = {id(one) for one in self._state.all_modules()}
         others = [one for one in found if id(one) not in known]
         return replace(self._state, modules=(*self._state.modules, *others))
 
     def tensors(self) -> list[torch.Tensor]:
         """The tensors among the Python values."""
-        return [] if self._python is None else self._python.tensors()
+        return [] if self._read is None else list(self._read.reader.tensors.values())
 
     def require_unchanged(self) -> None:
         """Call after a capture. Raises `CaptureError` if it has changed a Python value."""
-        if self._python is not None and (changed := self._python.changed_so_far()):
+        if self._read is not None and (changed := self._read.changed_so_far()):
             raise CaptureError(str(changed))
 
     def restoring_host_state(self) -> ExitStack:
@@ -136,36 +230,34 @@ class FrozenValues:
         present state. Its `pop_all()` keeps what was changed."""
         undo = ExitStack()
         undo.callback(set_host_rng_states, host_rng_states())
-        if self._python is not None:
-            undo.callback(self._python.restore)
+        if self._read is not None:
+            undo.callback(self._read.restore)
         return undo
 
     def find_again(self, state: StepState | None = None) -> None:
         """Look for Python values again before the next batch: the model has other modules, or the
         step has another `state`."""
         self._state = state or self._state
-        self._python, self._modules = None, []
+        self._read, self._modules = None, []
 
     def find(self) -> None:
         """Look for Python values now. Raises `CaptureError` if one prevents a capture."""
-        self._python_state()
+        self._values()
 
-    def _python_state(self) -> PythonState:
-        if self._python is None:
-            state = self._state
-            modules = tuple(map(unwrap, state.modules))
-            self._python = PythonState(state.device, state.function, (*modules, *state.optimizers))
-            self._modules = state.all_modules()
-            if (compiled := self._python.owners().own_graphs) is not None:
+    def _values(self) -> ReadValues:
+        if self._read is None:
+            self._read = ReadValues(self._state)
+            self._modules = self._state.all_modules()
+            if (compiled := self._read.reader.owners.own_graphs) is not None:
                 raise CaptureError(describe_own_graphs(compiled))
-            if (iterator := self._python.iterator()) is not None:
+            if (iterator := self._read.reader.iterator) is not None:
                 name, line = iterator
                 where = "" if line is None else f" ({line})"
                 raise CaptureError(
                     f"the step draws from the iterator {name}{where}, and a graph would repeat "
                     "what it drew at capture: draw from it in the loader instead"
                 )
-        return self._python
+        return self._read
 
     def _frozen_settings(self) -> tuple[Hashable, ...]:
         """The settings that a graph freezes, by name."""
@@ -177,7 +269,7 @@ class _GroupSettings:
 
     def __init__(self) -> None:
         self._groups: list[dict[str, Any]] = []
-        self._entries = SameEntries((), ())
+        self._hold: Callable[[], bool] = bool
         self._values: tuple[Hashable, ...] = ()
         self._are_fixed = True  # whether each stays the same as long as it is the same object
 
@@ -185,18 +277,22 @@ class _GroupSettings:
         """The present settings, by name."""
         groups = state.param_groups()
         same = len(groups) == len(self._groups) and all(map(operator.is_, groups, self._groups))
-        if not (same and self._are_fixed and self._entries.hold()):
+        if not (same and self._are_fixed and self._hold()):
             self._groups = groups
-            entries = _entries_of_groups(state)
-            self._entries = SameEntries(entries, groups)
-            values = [(name, group[name]) for group, name in entries]
+            comparison, settings = Comparison(), _settings_of(state)
+            for group in groups:
+                comparison.size(group, len(group))
+            for group, name in settings:
+                comparison.entry(group, name, group[name])
+            self._hold = comparison.compile()
+            values = [(name, group[name]) for group, name in settings]
             self._values = tuple((name, _frozen(value, state.device)) for name, value in values)
             self._are_fixed = all(_is_fixed(value, state.device) for _, value in values)
         return self._values
 
 
-def _entries_of_groups(state: StepState) -> list[Entry]:
-    found: list[Entry] = []
+def _settings_of(state: StepState) -> list[_Setting]:
+    found: list[_Setting] = []
     for optimizer in state.optimizers:
         unread = {*_NO_SETTINGS, *(["lr"] if takes_rates_as_tensors(optimizer) else [])}
         for group in optimizer.param_groups:

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
+from headrace.capture.guards import Guards
 from headrace.capture.state import StepState
-from headrace.capture.values import FrozenValues
 from headrace.device import Device
 from headrace.errors import CaptureError
 
@@ -38,7 +38,7 @@ def test_a_setting_that_changes_in_place(
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD([{"params": list(model.parameters()), "extra": value}], lr=0.1)
     state = StepState(fake_device, lambda batch: model(batch), (model,), (optimizer,))
-    values = FrozenValues(state)
+    values = Guards(state)
     assert not values.check()  # the first look
     assert not values.check()
     if not isinstance(value, torch.Tensor):
@@ -56,7 +56,7 @@ def test_frequent_changes_count_no_more_after_a_long_time_without_any(
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
     state = StepState(fake_device, lambda batch: model(batch), (model,), (optimizer,))
-    values, group = FrozenValues(state), optimizer.param_groups[0]
+    values, group = Guards(state), optimizer.param_groups[0]
 
     def train(epochs: int) -> None:
         for _ in range(epochs):

@@ -1,0 +1,464 @@
+"""A function as graphs: the only place that keys, watches, captures, replays and checks again.
+
+    key ── graph? ── yes ── replay, or at some replays: run eagerly and compare
+              └───── no ─── run eagerly, watched; after two calls that agree: capture
+
+What is captured is a `Work`: the engine's training step, a step of the user's. The first calls of a
+shape run eagerly. The last two of them are watched, for what no graph can repeat (a host wait, say)
+and for differences between them. The capture runs nothing, and the call that it was made for is its
+first replay. A function that cannot be captured always runs eagerly, and the log says why, once.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections import Counter
+from collections.abc import Hashable, Sequence
+from contextlib import ExitStack
+from typing import Any, Generic, Protocol, TypeVar
+
+import torch
+
+from headrace.capture.cache import CapturedWork, GraphCache, signature
+from headrace.capture.capturable_optimizer import CapturableOptimizer
+from headrace.capture.guards import MEMORY_MOVES, Guards
+from headrace.capture.key_changes import KeyChanges
+from headrace.capture.memory import StateBeforeCapture, StateMemory
+from headrace.capture.recheck import Recheck
+from headrace.capture.report import (
+    GraphReport,
+    describe_failure,
+    join_reasons,
+    log_rounding,
+    warn_not_captured,
+)
+from headrace.capture.state import StepState, settings_of_pytorch
+from headrace.capture.trace import StepTracer, Storage, storages
+from headrace.capture.watch import StepWatch
+from headrace.data import flatten_batch
+from headrace.device import Device, Obstacle
+from headrace.errors import CaptureError
+
+log = logging.getLogger("headrace")
+Call = TypeVar("Call", contravariant=True)
+Outcome = TypeVar("Outcome")
+Result = TypeVar("Result", covariant=True)
+# After this many captures in a row that made something that stays, none is tried any more.
+_MAX_UNFINISHED = 3
+
+
+class Work(Protocol[Call, Outcome, Result]):
+    """What is captured. A `call` is whatever the function is called with."""
+
+    def tree(self, call: Call) -> Any:
+        """The arguments: tensors and values, nested."""
+        ...
+
+    def find_state(self) -> StepState | None:
+        """What the function uses; None if that cannot be said before another call."""
+        ...
+
+    def found(self, guards: Guards) -> None:
+        """What the function uses has been searched for."""
+        ...
+
+    def settings(self) -> tuple[tuple[str, Any], ...]:
+        """What a graph freezes besides the optimizers' settings, by name."""
+        ...
+
+    def obstacle(self, state: StepState) -> str | None:
+        """Why the function cannot be captured; None if nothing prevents it."""
+        ...
+
+    def key(self, call: Call) -> tuple[Hashable, ...]:
+        """What a graph depends on besides the arguments and PyTorch's settings."""
+        ...
+
+    def graph_key(self, key: Hashable) -> Hashable | None:
+        """The key of the graph, if it depends on more than is known before calls have agreed. None:
+        run eagerly, the memory that a graph would use has not settled."""
+        ...
+
+    def tensors(self) -> list[torch.Tensor]:
+        """Tensors that the function may read besides its state, since other checks notice if one is
+        replaced."""
+        ...
+
+    def held(self) -> list[torch.Tensor]:
+        """Those of them that must stay where they are while there are graphs."""
+        ...
+
+    def replaced(self) -> str | None:
+        """Why graphs would use memory that nobody uses any more; None if they would not."""
+        ...
+
+    def memory_moves(self) -> None:
+        """Called before the state is searched for again."""
+        ...
+
+    def run(self, call: Call) -> Result:
+        """Run eagerly."""
+        ...
+
+    def run_watched(self, call: Call, key: Hashable, tracer: StepTracer) -> tuple[Result, bool]:
+        """Run eagerly, traced. Returns also whether the trace is complete: False if the call has
+        shown more state than was known."""
+        ...
+
+    def run_compared(self, call: Call) -> tuple[Result, str | None] | None:
+        """Run as a replay would where no trace can be compared, and return what differs. None:
+        traces can be compared."""
+        ...
+
+    def ready(self) -> bool:
+        """Whether this call may be captured, if it is due."""
+        ...
+
+    def record(self, tree: Any) -> Outcome:
+        """What a graph records."""
+        ...
+
+    def check(self, key: Hashable, before: StateBeforeCapture) -> None:
+        """Called after a capture. Raises `CaptureError` if a replay would not do."""
+        ...
+
+    def keep(self, captured: CapturedWork[Outcome], key: Hashable) -> None:
+        """A capture has succeeded."""
+        ...
+
+    def write_rates(self) -> None:
+        """Bring the learning rates on the device up to date."""
+        ...
+
+    def use_optimizers(self, capturable: Sequence[CapturableOptimizer]) -> None:
+        """The optimizers are capturable from now on; none: they are plain again."""
+        ...
+
+    def replay(
+        self,
+        captured: CapturedWork[Outcome],
+        key: Hashable,
+        call: Call,
+        leaves: list[torch.Tensor],
+    ) -> Result: ...
+
+    def dropped(self) -> None:
+        """All graphs have been dropped."""
+        ...
+
+    def given_up(self) -> None:
+        """Nothing will be captured any more."""
+        ...
+
+
+class CapturedFunction(Generic[Call, Outcome, Result]):
+    """The graphs of one piece of work. `watch_first` and `watch_last` are the uses of a shape from
+    which on its calls are watched, `capture_after` how many run before its capture."""
+
+    def __init__(
+        self,
+        work: Work[Call, Outcome, Result],
+        device: Device,
+        *,
+        plan_name: str,
+        max_graphs: int,
+        watch_first: int,
+        watch_last: int,
+        capture_after: int,
+        recheck: int,
+    ) -> None:
+        self._work, self._device, self._plan_name = work, device, plan_name
+        self.graphs: GraphCache[Outcome] = GraphCache(
+            device, max_graphs=max_graphs, capture_after=capture_after
+        )
+        self._watch = StepWatch(watch_first, watch_last)
+        self._recheck, self._key_changes = Recheck(recheck), KeyChanges()
+        self._pytorch = settings_of_pytorch(device)
+        self._capturable: list[CapturableOptimizer] = []
+        self._unfinished: Counter[Hashable] = Counter()
+        #: None: what the function uses is searched for before the next call.
+        self.guards: Guards | None = None
+        # Of the captured graphs: the memory they use.
+        self._memory: StateMemory | None = None
+        #: The key of the present call; None if it is not captured.
+        self.key: Hashable | None = None
+        self.replays = self._one_by_one = 0
+        self._was_new_shape = False
+        #: Why nothing is captured any more.
+        self.why: str | None = None
+
+    def __call__(self, call: Call) -> Result:
+        tree = self._work.tree(call)
+        key = self.key = self._key_for(call, tree) if self.why is None else None
+        captured = None if key is None else self._graph_for(key, tree)
+        if key is not None and captured is not None:
+            self._was_new_shape, leaves = False, flatten_batch(tree)
+            if self._key_changes.streak:
+                self._key_changes.seen()
+            if captured.suits(leaves):
+                if self._recheck.is_due(captured):
+                    return self._check_again(captured, key, call, tree)
+                self.replays += 1
+                return self._work.replay(captured, key, call, leaves)
+        self._one_by_one += 1
+        self._was_new_shape = key is not None and self.graphs.uses(key) == 1
+        if key is None or self.why is not None:
+            return self._work.run(call)
+        if self._was_new_shape:
+            self._key_changes.add(tree, self._device, self._plan_name)
+        else:
+            self._key_changes.seen()
+        if not self._watch.wants(key, self.graphs.uses(key)):
+            return self._work.run(call)
+        return self._run_watched(call, tree, key)
+
+    def report(self, decision: str | None = None, more_bytes: int = 0) -> GraphReport:
+        rounding = (optimizer.rounding for optimizer in self._capturable)
+        why = self.why or (None if len(self.graphs) else self._key_changes.why)
+        return GraphReport(
+            shapes=len(self.graphs),
+            captures=self.graphs.captures,
+            evictions=self.graphs.evictions,
+            replays=self.replays,
+            one_by_one=self._one_by_one,
+            memory_bytes=self.graphs.memory_bytes + more_bytes,
+            why=why,
+            decision=decision,
+            rounding=join_reasons(self._watch.rounding, *rounding),
+            seconds=self.graphs.seconds,
+            rechecks=self._recheck.checks,
+            differed=self._recheck.differed,
+        )
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the optimizers are capturable."""
+        return bool(self._capturable)
+
+    def look_for_obstacles(self) -> None:
+        """Look again whether something prevents a capture."""
+        state = self._work.find_state() if self.why is None else None
+        obstacle = None if state is None else self._work.obstacle(state)
+        if obstacle is not None:
+            self.give_up(obstacle)
+
+    # --- one call ---------------------------------------------------------------------------------
+
+    def _key_for(self, call: Call, tree: Any) -> Hashable | None:
+        """The key of a call: what its graph depends on. None if the function cannot be captured.
+        Drops graphs that were captured with other values or other memory."""
+        try:
+            if not self._look_around():
+                return None
+            more = self._work.key(call)  # first: it may bring the arguments to their place
+            settings = tuple(map(operator.call, self._pytorch))
+            return (signature(tree, self._device), settings, *more)
+        except CaptureError as problem:
+            self.give_up(describe_failure(problem))
+            return None
+
+    def _look_around(self) -> bool:
+        """Drop graphs that no longer hold. Returns whether it is known what the function uses."""
+        if self.guards is None:
+            state = self._work.find_state()
+            if state is None:
+                return False
+            self.guards = Guards(state, self._work.settings)
+            self.guards.check()
+            self._work.found(self.guards)
+            return True
+        was_reset = any(optimizer.was_reset for optimizer in self._capturable)
+        moved = self._has_moved(self.guards)
+        replaced = MEMORY_MOVES if moved else self._work.replaced()
+        if self.guards.check(replaced, after_new_shape=self._was_new_shape):
+            self.drop()
+        if moved:
+            self.drop()
+            self._work.memory_moves()
+            state = self._work.find_state()
+            if state is None:
+                self.guards = None
+                return False
+            self.guards.find_again(state)
+            self.guards.find()
+            self._work.found(self.guards)
+        if was_reset:
+            self.drop()
+            self.make_capturable()
+        return True
+
+    def _has_moved(self, guards: Guards) -> bool:
+        """Whether the function uses other memory than graphs do, or has got other modules since it
+        was searched."""
+        return guards.modules_changed() if self._memory is None else self._memory.has_moved()
+
+    def _graph_for(self, key: Hashable, tree: Any) -> CapturedWork[Outcome] | None:
+        """The graph for this call, captured now if it is due; None: run eagerly."""
+        try:
+            graph_key = self._work.graph_key(key) if self._watch.has_agreed(key) else None
+            captured = self.graphs.find(key if graph_key is None else graph_key)
+            if captured is not None or graph_key is None or not self.graphs.is_due(graph_key):
+                return captured
+            return self._capture(key, graph_key, tree)
+        except CaptureError as problem:
+            self.give_up(describe_failure(problem))
+            return None
+
+    def _run_watched(self, call: Call, tree: Any, key: Hashable) -> Result:
+        """Run eagerly, and look for what no graph could repeat."""
+        result, tracer, obstacles, known = self._run_traced(call, tree, key)
+        if known is None:
+            self.guards = None  # watch again, with all that the function uses
+        else:
+            is_first = self.graphs.uses(key) == 1
+            why = self._watch.learn(key, tracer.trace, obstacles, known, first=is_first)
+            if why is not None:
+                self.give_up(why)
+        return result
+
+    def _check_again(
+        self, captured: CapturedWork[Outcome], key: Hashable, call: Call, tree: Any
+    ) -> Result:
+        """Run eagerly what a graph would have repeated, and compare."""
+        self._one_by_one += 1
+        if (compared := self._work.run_compared(call)) is not None:
+            result, found = compared
+            self._learn_of(captured, found)
+            return result
+        result, tracer, obstacles, known = self._run_traced(call, tree, key)
+        found = None
+        if known is not None and self.why is None:
+            found = self._watch.difference(key, tracer.trace, obstacles, known)
+        self._learn_of(captured, found)
+        return result
+
+    def _learn_of(self, captured: CapturedWork[Outcome], found: str | None) -> None:
+        """A graph was checked, and differs (`found`) or not."""
+        if not self._recheck.learn(captured, found):
+            return
+        log.warning("plan %s: %s", self._plan_name, self._recheck.differed)
+        self.drop()
+        if self._recheck.is_hopeless:
+            self.give_up(f"the step changes while its graphs are in use: {found}")
+
+    def _run_traced(
+        self, call: Call, tree: Any, key: Hashable
+    ) -> tuple[Result, StepTracer, Sequence[Obstacle], set[Storage] | None]:
+        """Run eagerly under a trace. Returns also the memory that the function may read; None if
+        the trace is not complete."""
+        tracer = StepTracer(
+            self._device,
+            CapturedFunction._run_traced.__code__,
+            as_captured=self._watch.as_captured,
+        )
+        known = storages([*self._known_tensors(), *flatten_batch(tree)])
+        with self._device.watch() as obstacles:
+            result, is_complete = self._work.run_watched(call, key, tracer)
+        if not is_complete:
+            return result, tracer, obstacles, None
+        return result, tracer, obstacles, known | storages(self._known_tensors())
+
+    def _known_tensors(self) -> list[torch.Tensor]:
+        """Tensors that the function may read: other checks notice if one is replaced."""
+        found = self._work.tensors()
+        return found if self.guards is None else found + self.guards.tensors()
+
+    # --- capture ----------------------------------------------------------------------------------
+
+    def _capture(
+        self, key: Hashable, graph_key: Hashable, tree: Any
+    ) -> CapturedWork[Outcome] | None:
+        """Capture this call. Returns None if it must run eagerly once more, because it makes
+        something that stays, such as the optimizer's state of a parameter."""
+        work, guards = self._work, self.guards
+        assert guards is not None
+        state = guards.state
+        if (obstacle := work.obstacle(state)) is not None:
+            raise CaptureError(obstacle)
+        if not work.ready():
+            return None
+        with self._ready_for_capture(guards) as undo:
+            before = StateBeforeCapture(state, guards.tensors())
+            try:
+                captured = self.graphs.capture(
+                    graph_key, tree, work.record, self._known_tensors(), state.updated()
+                )
+                before.require_in_place()
+                if before.optimizer_changed():
+                    self.graphs.drop(graph_key)
+                    self._note_unfinished(key, before)
+                    return None
+                work.check(key, before)
+            finally:
+                before.restore()
+            guards.require_unchanged()
+            undo.pop_all()
+        if self.graphs.captures == 1:
+            log_rounding(self._plan_name, self.report().rounding)
+        self._unfinished.clear()
+        self._memory = StateMemory(state, (*work.held(), *guards.tensors()))
+        guards.note_capture()
+        captured.hold([*self._known_tensors(), *self._watch.read_by(key)])
+        work.keep(captured, key)
+        return captured
+
+    def _note_unfinished(self, key: Hashable, before: StateBeforeCapture) -> None:
+        """A capture made a part of an optimizer's state. The next call makes it for good; but some
+        optimizers make another one in each step."""
+        self._unfinished[key] += 1
+        if self._unfinished[key] == _MAX_UNFINISHED:
+            raise CaptureError(
+                f"{before.changed_optimizer()} puts a new tensor into its state at every step, and "
+                "a graph would keep using the old: write to the one that is there, with copy_()"
+            )
+
+    def _ready_for_capture(self, guards: Guards) -> ExitStack:
+        """Make the optimizers capturable. The end of the returned context undoes this and what a
+        capture has changed on the host; after a success, `pop_all()` keeps it."""
+        undo = guards.restoring_host_state()
+        if not self._capturable:
+            self.make_capturable()
+            undo.callback(self.make_plain)
+        self._work.write_rates()
+        return undo
+
+    def make_capturable(self) -> None:
+        """Make the optimizers capturable, with their learning rates on the device."""
+        state = self._work.find_state() if self.guards is None else self.guards.state
+        optimizers = () if state is None else state.optimizers
+        self._capturable = [CapturableOptimizer(self._device, one) for one in optimizers]
+        self._work.use_optimizers(self._capturable)
+
+    def make_plain(self) -> None:
+        for optimizer in self._capturable:
+            optimizer.undo()
+        self.forget_capturable()
+
+    def forget_capturable(self) -> None:
+        """The optimizers have another state, of plain ones."""
+        self._capturable = []
+        self._work.use_optimizers(())
+
+    # --- when graphs are dropped ------------------------------------------------------------------
+
+    def give_up(self, why: str, *, quietly: bool = False) -> None:
+        """Stop capturing for good: run all later calls eagerly. Log why, unless `quietly`."""
+        self.why = why
+        self.drop()
+        self.guards = None  # frees what it had found
+        self._work.given_up()
+        if not quietly:
+            warn_not_captured(self._device, self._plan_name, why)
+
+    def drop(self) -> None:
+        """Drop all graphs. Each shape is watched again before its next capture."""
+        self.graphs.close()
+        self._memory = None
+        self._watch.forget()
+        self._work.dropped()
+
+    def restart(self) -> None:
+        """Search for what the function uses again, and watch again, before the next call."""
+        self.drop()
+        self.guards = None
