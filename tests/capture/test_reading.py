@@ -521,3 +521,17 @@ def test_a_slot_that_was_not_assigned_is_emptied_again(read: SimpleNamespace) ->
     state.restore()
     assert not hasattr(read.slots, "beta")
     assert state.changed() is None
+
+
+def test_equal_objects_that_come_at_each_step_are_compared_by_value() -> None:
+    """The comparison is compiled once more, and not for each of them."""
+    box: dict[str, Any] = {"beta": 0.1, "sizes": [1]}
+    state = state_of(lambda model, batch: (box["beta"], box["sizes"]))
+    compiled = []
+    for at in range(5):
+        box["beta"], box["sizes"] = float(str(0.1)), [1]
+        assert state.changed() is None, at
+        compiled.append(state._holds)
+    assert len(set(compiled)) == 1
+    box["sizes"].append(2)
+    assert state.changed() is not None

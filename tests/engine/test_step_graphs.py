@@ -14,6 +14,7 @@ import torch
 from headrace.data import Cursor, Fetched
 from headrace.device import Device, open_device
 from headrace.engine import Engine
+from headrace.engine.compiled import CompiledLoss, CompileReport
 from headrace.engine.forward import Forward
 from headrace.engine.lanes import Lanes
 from headrace.engine.schedules import Schedule
@@ -486,7 +487,8 @@ class TestMax:
             found.append(engine.epoch(data(20)).losses)
         assert engine.graphs is not None
         assert engine.graphs.why is None
-        assert engine.graphs.replays == 17  # after one step that compiles and two that are watched
+        # After one step that compiles and two that are watched; one is checked again.
+        assert (engine.graphs.replays, engine.graphs.rechecks) == (16, 1)
         assert found[1] == pytest.approx(found[0], rel=1e-4)
 
     def test_a_step_that_cannot_be_compiled_runs_uncompiled(
@@ -504,7 +506,8 @@ class TestMax:
         assert engine.epoch(data(20)).losses == expected.epoch(data(20)).losses
         assert "the step is not compiled and runs as it is" in caplog.text
         assert engine.graphs is not None
-        assert engine.graphs.replays == 17  # after one step that compiles and two that are watched
+        # After one step that compiles and two that are watched; one is checked again.
+        assert (engine.graphs.replays, engine.graphs.rechecks) == (16, 1)
 
 
 class NcclRanks(Ranks):
@@ -546,3 +549,35 @@ def test_ddp_is_watched_after_its_first_steps(
     replayed = [graphs.train(fetched, eager).replayed for _ in range(20)]
     assert graphs.report().why is None
     assert replayed[-1]
+
+
+def test_a_compiled_step_is_checked_by_its_own_guards(
+    fake_device: FakeDevice, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No trace is compared: run as it was written, it would round otherwise."""
+    model = make_model(fake_device)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    engine = Engine(model, optimizer, loss, plan="baseline", device=fake_device)
+    assert engine._builder.parts is not None
+    compiled = CompiledLoss(loss, fake_device)
+    monkeypatch.setattr(compiled, "_compiled", loss)  # what PyTorch would return
+    forward = Forward(
+        *(fake_device, model, optimizer, compiled),
+        user_loss=loss,
+        precision=None,
+        distributed=False,
+        carry=None,
+    )
+    parts = replace(engine._builder.parts, forward=forward)
+    graphs = StepGraphs(parts, Plan.preset("graph").replace(recheck=5))
+    batch = tuple(part.to(fake_device.torch_device) for part in data(1)[0])
+    fetched = Fetched(0, batch, nbytes=0, samples=1, cursor=Cursor(1))
+    eager = EagerStep(parts, Lanes(fake_device, GRAPH, split=False))
+    for _ in range(10):
+        graphs.train(fetched, eager)
+    assert (graphs.report().rechecks, graphs.report().differed) == (1, None)
+    counts = iter(range(9))
+    monkeypatch.setattr(compiled, "report", lambda: CompileReport(True, compilations=next(counts)))
+    for _ in range(5):
+        graphs.train(fetched, eager)
+    assert "PyTorch compiled it again" in str(graphs.report().differed)

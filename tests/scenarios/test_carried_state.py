@@ -752,7 +752,7 @@ def test_a_learning_rate_that_the_loop_sets(capturing: Device, optimizer: str) -
     if optimizer == "SGD":
         assert "SGD's lr needs fused=True" in str(report.why)
     else:
-        assert report.replays == 12
+        assert (report.replays, report.rechecks) == (11, 1)
 
 
 # --- numbers that the loop changes ----------------------------------------------------------------
@@ -859,7 +859,7 @@ def test_a_loss_that_reads_the_learning_rate(capturing: Device) -> None:
         found.append(engine.epoch(data()).losses)
     assert found[0] == found[1]
     assert engine.graphs is not None
-    assert "param_groups[0].lr changes from batch to batch" in str(engine.graphs.why)
+    assert "param_groups[0]['lr'] changes from batch to batch" in str(engine.graphs.why)
 
 
 def test_what_only_the_first_batch_does_is_no_obstacle(capturing: Device) -> None:

@@ -354,6 +354,24 @@ FOUND_BEFORE: list[Trap] = [
         "table[key]()",
         "beta = 2.0",
     ),
+    (
+        "a context variable",
+        "import contextvars\nv = contextvars.ContextVar('v', default=1.0)",
+        "v.get()",
+        "v.set(2.0)",
+    ),
+    ("a ctypes number", "import ctypes\nn = ctypes.c_double(1.0)", "n.value", "n.value = 2.0"),
+    ("an array of numbers", "import array\na = array.array('d', [1.0])", "a[0]", "a[0] = 2.0"),
+    ("a bytearray", "b = bytearray(b'1')", "float(b[0])", "b[0] = 2"),
+    ("a memoryview", "b = bytearray(b'1')\nm = memoryview(b)", "float(m[0])", "b[0] = 2"),
+    (
+        "an item of an object",
+        "class N:\n    beta = 1.0\n    def __getitem__(self, k):\n"
+        "        return self.beta\nn = N()",
+        "n[0]",
+        "N.beta = 2.0",
+    ),
+    ("a proxy", _CLASS + "import weakref\nw = weakref.proxy(c)", "w.own", "c.own = 2.0"),
 ]
 
 FOUND_LATER: list[Trap] = [
@@ -458,13 +476,6 @@ FOUND_LATER: list[Trap] = [
         "w[c] = 2.0",
     ),
     ("a weak reference", _CLASS + "import weakref\nw = weakref.ref(c)", "w().own", "c.own = 2.0"),
-    ("a proxy", _CLASS + "import weakref\nw = weakref.proxy(c)", "w.own", "c.own = 2.0"),
-    (
-        "a context variable",
-        "import contextvars\nv = contextvars.ContextVar('v', default=1.0)",
-        "v.get()",
-        "v.set(2.0)",
-    ),
     (
         "an event",
         "import threading\ne = threading.Event()",
@@ -478,21 +489,10 @@ FOUND_LATER: list[Trap] = [
         "t.beta = 2.0",
     ),
     ("a queue", "import queue\nq = queue.Queue()", "1.0 + q.qsize()", "q.put(1)"),
-    ("a ctypes number", "import ctypes\nn = ctypes.c_double(1.0)", "n.value", "n.value = 2.0"),
-    ("an array of numbers", "import array\na = array.array('d', [1.0])", "a[0]", "a[0] = 2.0"),
-    ("a bytearray", "b = bytearray(b'1')", "float(b[0])", "b[0] = 2"),
-    ("a memoryview", "b = bytearray(b'1')\nm = memoryview(b)", "float(m[0])", "b[0] = 2"),
     (
         "an operator",
         "class N:\n    beta = 1.0\n    def __add__(self, o): return self.beta + o\nn = N()",
         "n + 1.0",
-        "N.beta = 2.0",
-    ),
-    (
-        "an item of an object",
-        "class N:\n    beta = 1.0\n    def __getitem__(self, k):\n"
-        "        return self.beta\nn = N()",
-        "n[0]",
         "N.beta = 2.0",
     ),
     (
@@ -551,12 +551,6 @@ FOUND_LATER: list[Trap] = [
         "beta = 1.0\ndef times(v): return v * beta",
         "sum(map(times, (1.0, 2.0)))",
         "beta = 2.0",
-    ),
-    (
-        "a random seed that is set",
-        "import random\nrandom.seed(1)\ns = random.getstate()",
-        "float(hash(str(random.getstate())) % 7 + 1)",
-        "random.seed(2)",
     ),
     ("the time", "import trapped", "trapped.clock.now()", "trapped.clock.tick()"),
     ("a folder", "import os", "float(len(os.listdir(FOLDER)) + 1)", "open(PATH, 'w').close()"),

@@ -115,12 +115,12 @@ class ReadValues:
             return None
         differing = [place for place in self.reader.places if not place.is_same()]
         changed = next((place for place in differing if place.has_changed()), None)
-        described = None if changed is None else _describe(changed)
-        if changed is not None or any(place.is_replaced() for place in differing):
+        described = None if changed is None else self._describe(changed)
+        if changed is not None:
             self._read()
         else:
             for place in differing:
-                place.note()  # another object of equal value
+                place.compare_by_value()
             self._compile()
         return described
 
@@ -128,17 +128,16 @@ class ReadValues:
         """Like `changed`, but keeps the snapshot, so that `restore` can still undo the change."""
         places = () if self._holds() else self.reader.places
         changed = next((place for place in places if place.has_changed()), None)
-        return None if changed is None else _describe(changed)
+        return None if changed is None else self._describe(changed)
+
+    def _describe(self, place: Place) -> ChangedValue:
+        return ChangedValue(place.name, self.reader.places.line_of(place), place.has_tensors())
 
     def restore(self) -> None:
         """Set all values back to the snapshot, after a step that does not count."""
         if not self._holds():
             for place in self.reader.places:
                 place.restore()
-
-
-def _describe(place: Place) -> ChangedValue:
-    return ChangedValue(place.name, place.stored_at or place.read_at, place.has_tensors())
 
 
 class Guards:

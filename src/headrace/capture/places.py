@@ -7,6 +7,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import PurePath
@@ -25,7 +26,6 @@ _CONSTANT_TYPES = (int, float, complex, bool, str, bytes, type(None), Enum)
 _COMPARED_BY_VALUE = (torch.dtype, torch.device, types.MethodType, PurePath, range)
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 _SHARED_GENERATORS: list[Any] = [random._inst, numpy.random.mtrand._rand]
-_CHANGEABLE = (list, set, dict, deque, numpy.ndarray)
 
 
 @dataclass(eq=False)
@@ -40,6 +40,7 @@ class Place:
     stored_at: Site | None = None
     value: Any = None
     of_class: type | None = None
+    is_by_value: bool = False
 
     def now(self) -> Any:
         """What the place holds; `ABSENT` for nothing."""
@@ -71,14 +72,9 @@ class Place:
         (keys, items), (keys_before, items_before) = listed(self.owner), self.value
         return not same_value(keys, keys_before) or not same_value(items, items_before)
 
-    def is_replaced(self) -> bool:
-        """Whether it holds another object of equal value that may change later: what is in it is to
-        be looked at instead."""
-        now = self.now()
-        if self.kind == "items":
-            pairs = zip(now[1], self.value[1], strict=False)
-            return any(a is not b and isinstance(a, _CHANGEABLE) for a, b in pairs)
-        return now is not self.value and isinstance(now, _CHANGEABLE)
+    def compare_by_value(self) -> None:
+        """It has got another object of equal value, and may get more of them."""
+        self.is_by_value = True
 
     def restore(self) -> None:
         """Put back what the place held."""
@@ -107,7 +103,9 @@ class Place:
         return _has_tensors(listed(self.owner)[1] if self.kind == "items" else self.now())
 
     def compare_in(self, comparison: Comparison) -> None:
-        if self.kind == "items":
+        if self.is_by_value:
+            comparison.result(self.has_changed, False)
+        elif self.kind == "items":
             comparison.items(self.owner, *self.value)
         elif self.kind == "contents":
             owner = self.owner
@@ -128,6 +126,7 @@ class Places:
 
     def __init__(self) -> None:
         self._found: dict[tuple[str, int, Any], Place] = {}
+        self._changed_at: dict[int, Site | None] = {}
 
     def __iter__(self) -> Iterator[Place]:
         return iter(self._found.values())
@@ -187,32 +186,41 @@ class Places:
             place = self._found.get(("entry", id(one), name))
             if place is not None:
                 place.stored_at = place.stored_at or site
-        slot = self._found.get(("attribute", id(owner), name))
-        if slot is not None:
-            slot.stored_at = slot.stored_at or site
+        for key in (("attribute", id(owner), name), ("entry", id(owner), name)):  # a slot, a class
+            if (place := self._found.get(key)) is not None:
+                place.stored_at = place.stored_at or site
 
     def changed_at(self, container: Any, site: Site | None) -> None:
         """Code changes the items of a container."""
-        place = self._found.get(("items", id(container), None))
-        if place is not None:
-            place.stored_at = place.stored_at or site
+        self._changed_at.setdefault(id(container), site)
+
+    def line_of(self, place: Place) -> Site | None:
+        """The line that changes a place, else the first one that reads it."""
+        return place.stored_at or self._changed_at.get(id(place.owner)) or place.read_at
 
 
-def is_array(value: Any) -> bool:
-    return isinstance(value, numpy.ndarray | numpy.generic)
-
-
-def is_generator(value: Any) -> bool:
-    """Whether a value is a random generator of the host that only the program draws from: a watched
-    step says whether it draws from the others."""
+def has_contents(value: Any) -> bool:
+    """Whether a value is to be compared by what it holds: numbers in memory, a context variable, or
+    a random generator of the host that only the program draws from. A watched step says whether it
+    draws from the others."""
+    if isinstance(value, ContextVar):
+        return True
+    if not isinstance(value, bytes | torch.Tensor | str | type):
+        try:
+            return memoryview(value).nbytes <= _MAX_BYTES
+        except (TypeError, ValueError):  # no numbers in memory
+            pass
     if isinstance(value, torch.Generator):
         return value.device.type == "cpu" and value is not torch.default_generator
     return isinstance(value, _GENERATORS) and not any(value is one for one in _SHARED_GENERATORS)
 
 
 def contents_of(value: Any) -> Any:
-    """What a generator, an array or a tensor on the host holds; of a large tensor, how often it was
+    """What such a value, or a tensor on the host, holds; of a large tensor, how often it was
     written. None if that cannot be said."""
+    if isinstance(value, ContextVar):
+        held = value.get(None)
+        return id(held), held
     if isinstance(value, random.SystemRandom):
         return object()  # the operating system's numbers always change
     if isinstance(value, random.Random):
@@ -224,7 +232,7 @@ def contents_of(value: Any) -> Any:
     if isinstance(value, numpy.random.RandomState):
         return pickle.dumps(value.get_state(legacy=False))
     if not isinstance(value, torch.Tensor):
-        return value.tobytes() if value.nbytes <= _MAX_BYTES else None
+        return memoryview(value).tobytes()
     if value.layout is torch.strided and value.numel() <= _MAX_ITEMS and value.device.type == "cpu":
         try:
             flat = value.detach().resolve_conj().resolve_neg().reshape(-1)

@@ -21,6 +21,7 @@ import sys
 import types
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,7 +30,7 @@ import torch
 from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 
-from headrace.capture.places import ABSENT, Places, is_array, is_generator
+from headrace.capture.places import ABSENT, Places, has_contents
 from headrace.capture.user_compiled import has_own_graphs
 from headrace.source_lines import Site, is_user_code
 
@@ -179,17 +180,21 @@ class Reader:
         elif isinstance(value, types.BuiltinMethodType):  # history.append, generator.random
             if not isinstance(value.__self__, types.ModuleType | type):
                 self._whole((Known(value.__self__, known.name),))
-        elif is_generator(value):
+        elif has_contents(value):
             self.places.contents(value, known.name, self._site)
+            if isinstance(value, ContextVar):
+                self._note(Known(value.get(None), known.name))
 
     def _module_tree(self, root: torch.nn.Module, name: str) -> None:
         self.owners.modules.append(root)
         found = list(root.named_modules())
         self._noted.update(id(module) for _, module in found)
-        for path, module in found:
-            known = Known(module, f"{name}.{path}" if path else name)
-            for compiled in (module, module._compiled_call_impl):
+        tree = [Known(module, f"{name}.{path}" if path else name) for path, module in found]
+        for known in tree:
+            for compiled in (known.value, known.value._compiled_call_impl):
                 self._note_own_graphs(compiled, known.name)
+        for known in tree:
+            module = known.value
             self.places.entry(vars(module), "training", f"{known.name}.training", None)
             for method in ("forward", "__call__"):
                 if getattr(type(module), method, None) is not torch.nn.Module.__call__:
@@ -215,9 +220,6 @@ class Reader:
             owner = value.__self__
             if isinstance(owner, _CONTAINERS) or owner is os.environ:
                 self._items(Known(owner, known.name.rpartition(".")[0] or known.name), depth)
-            return
-        if is_array(value) or is_generator(value):
-            self.places.contents(value, known.name, self._site)
             return
         if not is_container or len(value) > _LARGE or depth > _DEEPEST:
             return
@@ -371,12 +373,26 @@ class Reader:
                 is_set = key == "capturable" or (key == "lr" and self._in_optimizer)
                 if not (is_set and "params" in value):
                     found += self._entry(value, key, name)
+            elif (
+                got := self.by_syntax(owner, "__getitem__", (Known(key, repr(key)),))
+            ) is not None:
+                found += got
             elif isinstance(value, list | tuple) and isinstance(key, int):
                 if -len(value) <= key < len(value):
                     found += self._entry(value, key, name)
             else:
                 self._whole((owner,))
         return self._known(found)
+
+    def by_syntax(self, owner: Known, method: str, *args: Values) -> Values | None:
+        """What a method gives that syntax calls (`owner[key]`), if it is the user's."""
+        kind: Any = type(owner.value)
+        function = getattr(kind, method, None)
+        if isinstance(function, property):
+            function = function.fset
+        if not isinstance(function, types.FunctionType) or not _is_users(kind):
+            return None
+        return self._call(Known(function, f"{owner.name}.{method}"), [(owner,), *args], {})
 
     # --- calls ------------------------------------------------------------------------------------
 
@@ -393,6 +409,11 @@ class Reader:
             owner = Known(value.__self__, name.rpartition(".")[0] or name)
             self._note(owner)
             return self._call(Known(value.__func__, name), [(owner,), *args], keywords)
+        if isinstance(value, torch.nn.Module):
+            self._note(called)
+            for forward in self._attribute(called, "forward") if args or keywords else ():
+                self._call(forward, args, keywords)
+            return ()
         if isinstance(value, _Code):
             return self._walk(value.code, value.frame, args, keywords, name)
         if isinstance(value, types.FunctionType):
@@ -622,9 +643,7 @@ class _Walk:
     def _attribute(self, owners: Values, name: str) -> Values:
         found = self._reader._attributes(owners, name)
         for owner in owners:
-            if is_array(owner.value):
-                self._reader._whole((owner,))
-            elif isinstance(owner.value, _CONTAINERS) or owner.value is os.environ:
+            if isinstance(owner.value, _CONTAINERS) or owner.value is os.environ:
                 method = Known(_Method(owner, name), f"{owner.name}.{name}")
                 found = (*found, method) if hasattr(type(owner.value), name) else found
         return found
@@ -641,9 +660,10 @@ class _Walk:
         self._push(*(((), found) if one.arg & 1 else (found,)))
 
     def _store_attr(self, one: _Instruction) -> None:
-        owner, _ = self._pop(), self._pop()
+        owner, stored = self._pop(), self._pop()
         for known in owner:
             name = f"{known.name}.{one.value}"
+            self._reader.by_syntax(known, one.value, stored)  # a property
             self._reader._attribute(known, one.value)
             self._reader.places.mark_stored(known.value, one.value, name, self._reader._site)
 
@@ -656,10 +676,12 @@ class _Walk:
             self._push(())
 
     def _store_subscr(self, one: _Instruction) -> None:
-        key, owner, _ = self._pop(), self._pop(), self._pop()
+        key, owner, stored = self._pop(), self._pop(), self._pop()
         for known in owner:
             value = known.value
-            if len(key) == 1 and isinstance(value, dict) and isinstance(key[0].value, str | int):
+            self._reader.by_syntax(known, "__setitem__", key, stored)
+            is_entry = isinstance(value, dict | list) and len(key) == 1
+            if is_entry and isinstance(key[0].value, str | int):
                 name = f"{known.name}[{key[0].value!r}]"
                 self._reader.places.stored(value, key[0].value, name, self._reader._site)
             else:
@@ -849,8 +871,8 @@ def _unwrapped(function: Any) -> Any:
 def _dict_of(value: Any) -> dict[str, Any] | None:
     """The attributes that an object keeps in a dict, if it does."""
     try:
-        found = object.__getattribute__(value, "__dict__")
-    except (AttributeError, TypeError):
+        found = vars(value)
+    except Exception:  # code of the user's
         return None
     return found if isinstance(found, dict) else None
 

@@ -228,7 +228,7 @@ class StepGraphs:
         """Compiled code is not traced: it would round otherwise. Its own guards say whether a value
         that it reads has changed."""
         loss = self._parts.forward.loss
-        if not isinstance(loss, CompiledLoss):
+        if not isinstance(loss, CompiledLoss) or loss.report().why is not None:
             return None
         before = loss.report().compilations
         launched = self._run(call, None)
