@@ -159,6 +159,15 @@ class TestBadState:
         make(device, "pipeline")
         assert torch.equal(found, torch.rand(2))
 
+    def test_the_values_of_an_open_group_may_be_read_at_once(self) -> None:
+        """They are put together on the engine's stream, and the caller reads them on its own."""
+        with FakeDevice() as device:
+            engine = make(device, "streams4", accumulate=2, on_nonfinite="skip")
+            for _ in engine.steps(BATCHES):
+                stored = clone(engine.state_dict())
+                break
+        assert stored["deferred"][-1]["names"] == ["loss", "skipped"]
+
     def test_a_state_that_is_not_an_engines(self, device: Device) -> None:
         engine = make(device, "pipeline")
         with pytest.raises(StepError, match="not an engine's state of format 1: found None"):

@@ -250,7 +250,7 @@ class BreakError(Exception):
 def options_of(draw: Any) -> dict[str, Any]:
     return {
         "accumulate": draw(st.sampled_from([1, 2, 3])),
-        "on_nonfinite": draw(st.sampled_from(["report", "skip", "tolerate:9"])),
+        "on_nonfinite": draw(st.sampled_from(["report", "skip", "tolerate:30"])),
         "precision": draw(st.sampled_from(["fp32", "fp32", "fp16"])),
         "ema_decay": draw(st.sampled_from([None, 0.9])),
         "clip_norm": draw(st.sampled_from([None, 1.0])),

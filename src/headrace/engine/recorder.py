@@ -168,6 +168,7 @@ class HoldingRecorder(Recorder):
             if tensors:
                 with self._lanes.on(self._lanes.forward):
                     rows = torch.stack([v.reshape(()).double() for v in tensors.values()])[None]
+                self._lanes.make_caller_wait()  # who asks for the state may read it at once
             names = list(tensors)
             stored.append({"steps": [index], "numbers": [numbers], "names": names, "rows": rows})
         return stored

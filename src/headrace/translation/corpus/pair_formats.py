@@ -252,10 +252,10 @@ def _csv_rows(path: Path, delimiter: str) -> _Rows:
 
 def _json(files: PairFiles, sides: Sides) -> Recognized:
     (path,) = files.paths
+    begin = head(path).lstrip()
     # Many programs write JSON lines and name them .json.
-    if files.format == "json" and not head(path).lstrip().startswith("{"):
+    if files.format == "json" and not begin.startswith("{"):
         return Recognized(files, "a JSON list", partial(_json_records, path, sides))
-    head(path)
     return Recognized(files, "JSON lines", partial(_jsonl_records, path, sides))
 
 
