@@ -14,7 +14,10 @@ from typer.testing import CliRunner, Result
 
 from headrace import diagnosis
 from headrace.cli import app
+from headrace.errors import ProgramError
 from headrace.runs.records import DiagnosisResult
+from support.made_traces import Loop
+from support.trace_files import STACK, calls_and_work, profiler_steps, reads, write_trace
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
 
@@ -386,3 +389,55 @@ def test_a_mistyped_command_is_an_error(folder: Path, arguments: list[str], mess
     done = run(*arguments)
     assert message in str(done.exception)
     assert done.exception.exit_code == 2  # type: ignore[union-attr]
+
+
+# --- a trace instead of a script ------------------------------------------------------------------
+
+
+def made_trace(folder: Path) -> Path:
+    made = Loop(reads=1, steps=4).run()
+    events = calls_and_work(made), profiler_steps(made), reads(made, *STACK)
+    return write_trace(folder / "trace.json.gz", *events)
+
+
+def test_a_trace_is_read_shown_and_stored(tmp_path: Path) -> None:
+    page, stored = tmp_path / "page.html", tmp_path / "result.json"
+    options = ["--html", str(page), "--out", str(stored), "--fail-on", "waits>2"]
+    ended = CliRunner().invoke(app, ["diagnose", *options, str(made_trace(tmp_path))])
+    assert ended.exit_code == 0, ended.output
+    assert "A step takes 4.1 ms; the GPU computes for 4.0 ms" in ended.stdout
+    assert ".item() in log()" in ended.stdout
+    assert f"report: {page}" in ended.stderr
+    assert DiagnosisResult.read(stored).environment.device_name == "Made GPU"
+    text = page.read_text()
+    assert "Made GPU" in text
+    assert ".item() in log()" in text
+    assert "timeline" in text
+
+
+def test_limits_hold_for_a_trace(tmp_path: Path) -> None:
+    trace = str(made_trace(tmp_path))
+    ended = CliRunner().invoke(app, ["diagnose", "--json", "--fail-on", "waits>=1,races>0", trace])
+    assert ended.exit_code == 3
+    assert json.loads(ended.stdout)["waits_per_step"] == 1.0
+    assert "--fail-on: waits is 1 (>= 1)" in ended.stderr
+    assert "--fail-on: races could not be measured" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (["--fake"], [], "--fake is for a script"),
+        (["--step-line", "a.py:3"], [], "--step-line is for a script"),
+        ([], ["--json"], "--json: expected a trace; options go before"),
+        ([], ["none.json"], "none.json: cannot be read"),
+    ],
+)
+def test_what_a_trace_has_no_use_for_is_an_error(
+    tmp_path: Path, before: list[str], after: list[str], words: str
+) -> None:
+    trace = str(made_trace(tmp_path))
+    ended = CliRunner().invoke(app, ["diagnose", *before, trace, *after])
+    assert isinstance(ended.exception, ProgramError)
+    assert ended.exception.exit_code == 2
+    assert words in str(ended.exception)

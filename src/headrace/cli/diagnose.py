@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from headrace.cli.options import AsModule, Json, Program, check_output_file
+from headrace.cli.options import AsModule, Json, check_output_file, is_typed
 from headrace.cli.output import OwnStderr, end_program, print_result, results_only
 from headrace.errors import usage_errors
 from headrace.main_program import running_threads
@@ -22,11 +23,14 @@ if TYPE_CHECKING:
     from headrace.runs.records import DiagnosisResult
 
 _WINDOWS, _OUTPUT = "Windows", "Output"
+#: Parameters that a trace has no use for.
+_OF_PROGRAMS = ("warmup", "steps", "profiled", "lines", "step_line", "then", "fake")
 EXAMPLE = """\
 Examples:
 $ headrace diagnose train.py --lr 3e-4
 $ headrace diagnose --html diagnosis.html -m package.train
 $ headrace diagnose --fake --fail-on "waits>2" train.py
+$ headrace diagnose --html diagnosis.html trace.json.gz
 """
 
 
@@ -41,7 +45,15 @@ def _count(help_text: str, minimum: int) -> Any:
 
 def diagnose(
     context: typer.Context,
-    program: Program,
+    program: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROGRAM ARGS…",
+            help="The script to run (with -m: the module), then its own arguments; or traces of "
+            "torch.profiler (.json, .json.gz), or folders of them.",
+            show_default=False,
+        ),
+    ],
     module: AsModule = False,
     warmup: Annotated[int, _count("Steps before the first window.", 1)] = 10,
     steps: Annotated[int, _count("Steps of the clean window, which is timed.", 2)] = 20,
@@ -79,6 +91,7 @@ def diagnose(
 
     A step is one round of the script's optimizer steps and graph replays. The
     script runs through a warm-up and three windows: clean, profiled, lines.
+    A trace of torch.profiler is read instead: its steps are those it names.
 
     The exit code is the script's own, 0 if diagnose ended it, or 3 if a limit of
     --fail-on is exceeded or could not be measured.
@@ -90,7 +103,9 @@ def diagnose(
         Settings,
         StepLine,
         diagnose_program,
+        diagnose_traces,
         exit_code_of,
+        is_trace,
         parse_limits,
         text_of,
     )
@@ -100,7 +115,20 @@ def diagnose(
         for path in filter(None, (out, html)):
             check_output_file(path)
         limits = parse_limits(fail_on) if fail_on is not None else []
+        if not module and is_trace(program[0]):
+            _require_traces_alone(context, program)
         line = StepLine.parse(step_line) if step_line is not None else None
+    command = shlex.join(["headrace", *sys.argv[1:]])
+    if not module and is_trace(program[0]):
+        with usage_errors():
+            of_trace = diagnose_traces(program, command)
+        if out is not None:
+            of_trace.write(out)
+        print_result(of_trace.to_dict(), text_of(of_trace), as_json)
+        if html is not None:
+            _write_page(of_trace, html, write_report)
+            _tell(f"report: {html}")
+        raise typer.Exit(exit_code_of(of_trace, limits, _tell))
     name, *arguments = program
     is_first = os.environ.get("RANK", "0") == "0"  # torchrun sets it
     shown: list[DiagnosisResult] = []
@@ -121,7 +149,7 @@ def diagnose(
             settings=Settings(warmup, steps, profiled, lines, line),
             then=then.value,
             fake=fake,
-            command=shlex.join(["headrace", *sys.argv[1:]]),
+            command=command,
             on_complete=show,
         )
     # Python would wait for the threads of a program that was ended, or that has called os._exit. It
@@ -145,10 +173,7 @@ def diagnose(
             f"the {'module' if module else 'script'}"
         )
     if html is not None:
-        with TemporaryDirectory() as folder:
-            stored = Path(folder) / "diagnosis.json"
-            result.write(stored)
-            write_report(stored, html)
+        _write_page(result, html, write_report)
         stderr.tell(f"report: {html}")
     if result.exit_code is None:
         stderr.tell(
@@ -156,3 +181,29 @@ def diagnose(
         )
     exit_code = exit_code_of(result, limits, stderr.tell)
     end_program(exit_code, at_once=leaves_threads, has_script_output=not as_json)
+
+
+def _tell(text: str) -> None:
+    typer.echo(text, err=True)
+
+
+def _write_page(result: DiagnosisResult, page: Path, write_report: Callable[..., object]) -> None:
+    with TemporaryDirectory() as folder:
+        stored = Path(folder) / "diagnosis.json"
+        result.write(stored)
+        write_report(stored, page)
+
+
+def _require_traces_alone(context: typer.Context, given: list[str]) -> None:
+    """Raise an error for options that a trace has no use for, and for options after it."""
+    from headrace.errors import ProgramError
+
+    for word in given[1:]:
+        if word.startswith("-"):
+            raise ProgramError(f"{word}: expected a trace; options go before {given[0]}")
+    for name in _OF_PROGRAMS:
+        if is_typed(context, name):
+            option = f"--{name.replace('_', '-')}"
+            raise ProgramError(
+                f"{option}: {given[0]} is a trace of steps that have run; {option} is for a script"
+            )

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.diagnosis.block import Diagnosis, diagnose
+    from headrace.diagnosis.recorded import diagnose_traces
     from headrace.diagnosis.script import diagnose_program, exit_code_of, parse_limits
     from headrace.diagnosis.session import Settings
     from headrace.diagnosis.steps import StepLine
     from headrace.diagnosis.text import text_of
+    from headrace.diagnosis.trace_file import is_trace
 
 _HOMES = {
     "Diagnosis": "block",
@@ -23,7 +25,9 @@ _HOMES = {
     "StepLine": "steps",
     "diagnose": "block",
     "diagnose_program": "script",
+    "diagnose_traces": "recorded",
     "exit_code_of": "script",
+    "is_trace": "trace_file",
     "parse_limits": "script",
     "text_of": "text",
 }
@@ -34,7 +38,9 @@ __all__ = [
     "StepLine",
     "diagnose",
     "diagnose_program",
+    "diagnose_traces",
     "exit_code_of",
+    "is_trace",
     "parse_limits",
     "text_of",
 ]

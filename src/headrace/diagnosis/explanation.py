@@ -93,7 +93,9 @@ def explain(
         profiled_ms=measured.profiled_total_ns / measured.profiled_steps / 1e6
         if measured.profiled_steps
         else None,
-        watched_ms=measured.watched_total_ns / watched / 1e6 if watched and races is None else None,
+        watched_ms=measured.watched_total_ns / watched / 1e6
+        if watched and races is None and not seen.is_recorded
+        else None,
         parts=parts,
         idle_share=1 - parts.computing / step_ms if parts is not None and step_ms else None,
         launches_per_step=trace.launches_per_step() if trace is not None else None,
@@ -114,6 +116,8 @@ def explain(
 
 
 def _outcome(seen: Observations, is_fake: bool) -> Outcome:
+    if seen.is_recorded:
+        return "complete"
     if seen.calls == 0:
         return "no step"
     if seen.calls == 1:
@@ -141,7 +145,7 @@ def _loading_ms(loader: LoaderFacts | None, trace: StepTrace) -> float:
 
 
 def _waits_in(trace: StepTrace) -> float:
-    return sum(map(len, _groups_by_step(trace))) / trace.steps
+    return sum(map(len, groups_by_step(trace))) / trace.steps
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -176,7 +180,7 @@ class _Lines:
             keys = tuple(key_of(wait) for wait in waits if not _is_copy(wait))
             patterns.setdefault(len(keys), Counter())[keys] += 1
         joined = 0
-        for groups in _groups_by_step(trace):
+        for groups in groups_by_step(trace):
             waited = [calls for calls in groups if not _only_copies(trace, calls)]
             if len(waited) not in patterns:
                 continue
@@ -253,7 +257,8 @@ def _excerpt(line: LineRecord | None) -> Excerpt | None:
     first = max(1, line.line - _AROUND)
     numbers = range(first, line.line + _AROUND + 1)
     code = [linecache.getline(line.file, number).rstrip() for number in numbers]
-    if not line.text or not code[line.line - first].strip():
+    there = code[line.line - first].strip()
+    if not there or not line.text.startswith(there):  # the file has changed, or is another
         return None
     while not code[-1]:
         code.pop()
@@ -305,7 +310,7 @@ def _takes_part(wait: Wait) -> bool:
     return wait.form.name != "empty_cache" and not wait.in_other_thread
 
 
-def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
+def groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
     """The waits of each step in the trace. A wait is a list of calls: a blocking copy consists of
     the copy and the wait after it."""
     steps: list[list[list[int]]] = [[] for _ in range(trace.steps)]
@@ -399,7 +404,7 @@ def _predictions(
 def _unusual_steps(trace: StepTrace, watched: Sequence[Sequence[Wait]]) -> list[str]:
     """Steps with many more waits than the others, at the end of an epoch for example, unless such
     a step was also watched."""
-    counts = [len(groups) for groups in _groups_by_step(trace)]
+    counts = [len(groups) for groups in groups_by_step(trace)]
     usual = int(statistics.median_low(counts))
     many = usual + max(3, usual // 2)
     more = [count for count in counts if count >= many]
@@ -435,7 +440,8 @@ def _uneven_steps(seen: Observations) -> list[str]:
     return [
         f"the longest of {len(clean_ns)} steps took {longest / 1e6:.1f} ms, the median "
         f"{usual / 1e6:.1f} ms: a part of the loop runs in some steps only, such as an evaluation "
-        f"or the start of an epoch; to measure whole rounds, pass {step_line_option(seen)}"
+        "or the start of an epoch"
+        + ("" if seen.is_recorded else f"; to measure whole rounds, pass {step_line_option(seen)}")
     ]
 
 
