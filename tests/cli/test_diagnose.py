@@ -427,8 +427,8 @@ def test_limits_hold_for_a_trace(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "words"),
     [
-        (["--fake"], [], "--fake is for a script"),
-        (["--step-line", "a.py:3"], [], "--step-line is for a script"),
+        (["--fake"], [], "--fake does not go with"),
+        (["--step-line", "a.py:3"], [], "--step-line does not go with"),
         ([], ["--json"], "--json: expected a trace; options go before"),
         ([], ["none.json"], "none.json: cannot be read"),
     ],
@@ -438,6 +438,47 @@ def test_what_a_trace_has_no_use_for_is_an_error(
 ) -> None:
     trace = str(made_trace(tmp_path))
     ended = CliRunner().invoke(app, ["diagnose", *before, trace, *after])
+    assert isinstance(ended.exception, ProgramError)
+    assert ended.exception.exit_code == 2
+    assert words in str(ended.exception)
+
+
+# --- two results ----------------------------------------------------------------------------------
+
+
+def stored(folder: Path, name: str, step_ms: float) -> str:
+    path = folder / name
+    DiagnosisResult(step_ms=step_ms, noise_ms=0.1).write(path)
+    return str(path)
+
+
+def test_two_results_are_compared(tmp_path: Path) -> None:
+    files = [stored(tmp_path, "before.json", 10.0), stored(tmp_path, "after.json", 12.0)]
+    out = tmp_path / "compared.json"
+    ended = CliRunner().invoke(app, ["diagnose", "--compare", "--out", str(out), *files])
+    assert ended.exit_code == 0
+    assert "20.0% ±1.4% slower." in ended.stdout
+    assert json.loads(out.read_text())["kind"] == "headrace diagnosis comparison"
+    failed = ["diagnose", "--compare", "--json", "--fail-on", "slower>3%", *files]
+    ended = CliRunner().invoke(app, failed)
+    assert ended.exit_code == 3
+    assert json.loads(ended.stdout)["slower"] == pytest.approx(0.2)
+    assert "--fail-on: slower is 20 % (> 3 %)" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--fail-on", "idle>3%"], "idle>3%: expected conditions such as slower>3%"),
+        (["--html", "page.html"], "--html does not go with"),
+        (["more.json"], "--compare: found 3 files; expected two results"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    files = [stored(tmp_path, "before.json", 10.0), stored(tmp_path, "after.json", 12.0)]
+    ended = CliRunner().invoke(app, ["diagnose", "--compare", *options, *files])
     assert isinstance(ended.exception, ProgramError)
     assert ended.exception.exit_code == 2
     assert words in str(ended.exception)

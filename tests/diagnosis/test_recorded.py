@@ -71,6 +71,20 @@ def test_parts_are_those_of_the_trace(tmp_path: Path, loop: Loop, worst: str | N
     assert {one.change for one in result.predictions} >= {"with the plan graph"}
 
 
+def test_the_noise_is_that_of_the_steps(tmp_path: Path) -> None:
+    machine = Machine()
+    for at in range(8):
+        machine.python(1 * MS if at % 2 else 2 * MS)
+        machine.launch(10 * US)
+        machine.step()
+    made = machine.trace()
+    result = diagnosed(tmp_path, calls_and_work(made), profiler_steps(made))
+    # The deviation is half a millisecond, times 8/7 for a sample.
+    assert result.noise_ms == pytest.approx(2 * 0.5 * (8 / 7) ** 0.5 / 8**0.5, rel=0.01)
+    short = cut(made, 5)
+    assert diagnosed(tmp_path, calls_and_work(short), profiler_steps(short)).noise_ms is None
+
+
 def test_a_gain_is_that_of_a_replay(tmp_path: Path) -> None:
     made = LOGGING.run()
     result = diagnosed(tmp_path, calls_and_work(made), loading(made), profiler_steps(made))

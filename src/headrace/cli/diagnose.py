@@ -10,13 +10,13 @@ from contextlib import nullcontext
 from enum import StrEnum
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
 from headrace.cli.options import AsModule, Json, check_output_file, is_typed
 from headrace.cli.output import OwnStderr, end_program, print_result, results_only
-from headrace.errors import usage_errors
+from headrace.errors import ProgramError, usage_errors
 from headrace.main_program import running_threads
 
 if TYPE_CHECKING:
@@ -31,6 +31,7 @@ $ headrace diagnose train.py --lr 3e-4
 $ headrace diagnose --html diagnosis.html -m package.train
 $ headrace diagnose --fake --fail-on "waits>2" train.py
 $ headrace diagnose --html diagnosis.html trace.json.gz
+$ headrace diagnose --compare --fail-on "slower>3%" before.json after.json
 """
 
 
@@ -50,7 +51,7 @@ def diagnose(
         typer.Argument(
             metavar="PROGRAM ARGS…",
             help="The script to run (with -m: the module), then its own arguments; or traces of "
-            "torch.profiler (.json, .json.gz), or folders of them.",
+            "torch.profiler (.json, .json.gz), or folders of them; with --compare, two results.",
             show_default=False,
         ),
     ],
@@ -73,9 +74,18 @@ def diagnose(
     fake: Annotated[
         bool, typer.Option("--fake", help="Run without a GPU: waits and races, but no times.")
     ] = False,
+    compare: Annotated[
+        bool,
+        typer.Option(
+            "--compare", help="Compare two results that --out has stored: before and after."
+        ),
+    ] = False,
     fail_on: Annotated[
         str | None,
-        typer.Option(help='End with exit code 3 if a limit is exceeded, as in "waits>2,idle>20%".'),
+        typer.Option(
+            help='End with exit code 3 if a limit is exceeded, as in "waits>2,idle>20%"; with '
+            '--compare, "slower>3%".'
+        ),
     ] = None,
     as_json: Json = False,
     out: Annotated[
@@ -114,9 +124,12 @@ def diagnose(
     with usage_errors():
         for path in filter(None, (out, html)):
             check_output_file(path)
+        if compare:
+            _require_alone(context, program, "a result", "html", "module")
+            _compare(program, fail_on, as_json, out)
         limits = parse_limits(fail_on) if fail_on is not None else []
         if not module and is_trace(program[0]):
-            _require_traces_alone(context, program)
+            _require_alone(context, program, "a trace")
         line = StepLine.parse(step_line) if step_line is not None else None
     command = shlex.join(["headrace", *sys.argv[1:]])
     if not module and is_trace(program[0]):
@@ -194,16 +207,34 @@ def _write_page(result: DiagnosisResult, page: Path, write_report: Callable[...,
         write_report(stored, page)
 
 
-def _require_traces_alone(context: typer.Context, given: list[str]) -> None:
-    """Raise an error for options that a trace has no use for, and for options after it."""
-    from headrace.errors import ProgramError
+def _compare(given: list[str], fail_on: str | None, as_json: bool, out: Path | None) -> NoReturn:
+    from headrace.diagnosis import (
+        compare_files,
+        comparison_text,
+        exit_code_of_change,
+        parse_change_limits,
+    )
 
+    limits = parse_change_limits(fail_on) if fail_on is not None else []
+    if len(given) != 2:
+        raise ProgramError(
+            f"--compare: found {len(given)} files; expected two results: before.json after.json"
+        )
+    found = compare_files(*given)
+    if out is not None:
+        found.write(out)
+    print_result(found.to_dict(), comparison_text(found), as_json)
+    raise typer.Exit(exit_code_of_change(found, limits, _tell))
+
+
+def _require_alone(context: typer.Context, given: list[str], what: str, *others: str) -> None:
+    """Raise an error for options that belong to a script, and for options after the files."""
     for word in given[1:]:
         if word.startswith("-"):
-            raise ProgramError(f"{word}: expected a trace; options go before {given[0]}")
-    for name in _OF_PROGRAMS:
+            raise ProgramError(f"{word}: expected {what}; options go before {given[0]}")
+    for name in (*_OF_PROGRAMS, *others):
         if is_typed(context, name):
-            option = f"--{name.replace('_', '-')}"
+            option = "-m" if name == "module" else f"--{name.replace('_', '-')}"
             raise ProgramError(
-                f"{option}: {given[0]} is a trace of steps that have run; {option} is for a script"
+                f"{option} does not go with {given[0]}, which is taken for {what}, not for a script"
             )

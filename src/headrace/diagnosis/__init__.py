@@ -12,6 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from headrace.diagnosis.block import Diagnosis, diagnose
+    from headrace.diagnosis.comparison import (
+        compare_files,
+        comparison_text,
+        exit_code_of_change,
+        parse_change_limits,
+    )
     from headrace.diagnosis.recorded import diagnose_traces
     from headrace.diagnosis.script import diagnose_program, exit_code_of, parse_limits
     from headrace.diagnosis.session import Settings
@@ -23,11 +29,15 @@ _HOMES = {
     "Diagnosis": "block",
     "Settings": "session",
     "StepLine": "steps",
+    "compare_files": "comparison",
+    "comparison_text": "comparison",
     "diagnose": "block",
     "diagnose_program": "script",
     "diagnose_traces": "recorded",
     "exit_code_of": "script",
+    "exit_code_of_change": "comparison",
     "is_trace": "trace_file",
+    "parse_change_limits": "comparison",
     "parse_limits": "script",
     "text_of": "text",
 }
@@ -36,11 +46,15 @@ __all__ = [
     "Diagnosis",
     "Settings",
     "StepLine",
+    "compare_files",
+    "comparison_text",
     "diagnose",
     "diagnose_program",
     "diagnose_traces",
     "exit_code_of",
+    "exit_code_of_change",
     "is_trace",
+    "parse_change_limits",
     "parse_limits",
     "text_of",
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import statistics
 import textwrap
 from collections import Counter
@@ -52,7 +53,8 @@ _MAX_PREDICTED = 12
 _MIN_SAMPLED = 0.5
 #: Lines of code before and after one in an excerpt.
 _AROUND = 3
-#: A step that takes so many times the median is told, if there are enough steps for a median.
+#: A step that takes so many times the median is told, if there are enough steps for a median. From
+#: fewer, the noise is not known either.
 _UNEVEN, _EVEN_STEPS = 5.0, 5
 #: A line to which the script came so often before its waits were looked for is told, if it did not
 #: wait later; and so many of these lines are named.
@@ -89,6 +91,7 @@ def explain(
         step_ms=step_ms,
         low_ms=min(measured.clean_ns) / 1e6 if measured.clean_ns else None,
         high_ms=max(measured.clean_ns) / 1e6 if measured.clean_ns else None,
+        noise_ms=_noise_ms(measured.clean_ns),
         nvml_share=measured.nvml_share,
         profiled_ms=measured.profiled_total_ns / measured.profiled_steps / 1e6
         if measured.profiled_steps
@@ -113,6 +116,12 @@ def explain(
         environment=environment,
     )
     return replace(result, verdict=verdict_of(result, seen))
+
+
+def _noise_ms(clean_ns: Sequence[int]) -> float | None:
+    if len(clean_ns) < _EVEN_STEPS:
+        return None
+    return 2 * statistics.stdev(clean_ns) / math.sqrt(len(clean_ns)) / 1e6
 
 
 def _outcome(seen: Observations, is_fake: bool) -> Outcome:
