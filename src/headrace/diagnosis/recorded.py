@@ -201,7 +201,7 @@ def _steps(file: TraceFile) -> _Steps:
     if file.has_stacks:
         slow += "; with stacks even more, and a place is where its function begins"
     of_step = _longest_row(
-        [(thread, one) for thread in file.spans for one in file.named(thread, _STEP)]
+        [(thread, one) for thread in file.spans for one in _outermost(file.named(thread, _STEP))]
     )
     if of_step:
         notes = [slow] if len(of_step) <= _MAX_STEPS else [_last(len(of_step)), slow]
