@@ -14,7 +14,10 @@ from typer.testing import CliRunner, Result
 
 from headrace import diagnosis
 from headrace.cli import app
+from headrace.errors import ProgramError
 from headrace.runs.records import DiagnosisResult
+from support.made_traces import Loop
+from support.trace_files import STACK, calls_and_work, profiler_steps, reads, write_trace
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="PyTorch has CUDA here")
 
@@ -386,3 +389,96 @@ def test_a_mistyped_command_is_an_error(folder: Path, arguments: list[str], mess
     done = run(*arguments)
     assert message in str(done.exception)
     assert done.exception.exit_code == 2  # type: ignore[union-attr]
+
+
+# --- a trace instead of a script ------------------------------------------------------------------
+
+
+def made_trace(folder: Path) -> Path:
+    made = Loop(reads=1, steps=4).run()
+    events = calls_and_work(made), profiler_steps(made), reads(made, *STACK)
+    return write_trace(folder / "trace.json.gz", *events)
+
+
+def test_a_trace_is_read_shown_and_stored(tmp_path: Path) -> None:
+    page, stored = tmp_path / "page.html", tmp_path / "result.json"
+    options = ["--html", str(page), "--out", str(stored), "--fail-on", "waits>2"]
+    ended = CliRunner().invoke(app, ["diagnose", *options, str(made_trace(tmp_path))])
+    assert ended.exit_code == 0, ended.output
+    assert "A step takes 4.1 ms; the GPU computes for 4.0 ms" in ended.stdout
+    assert ".item() in log()" in ended.stdout
+    assert f"report: {page}" in ended.stderr
+    assert DiagnosisResult.read(stored).environment.device_name == "Made GPU"
+    text = page.read_text()
+    assert "Made GPU" in text
+    assert ".item() in log()" in text
+    assert "timeline" in text
+
+
+def test_limits_hold_for_a_trace(tmp_path: Path) -> None:
+    trace = str(made_trace(tmp_path))
+    ended = CliRunner().invoke(app, ["diagnose", "--json", "--fail-on", "waits>=1,races>0", trace])
+    assert ended.exit_code == 3
+    assert json.loads(ended.stdout)["waits_per_step"] == 1.0
+    assert "--fail-on: waits is 1 (>= 1)" in ended.stderr
+    assert "--fail-on: races could not be measured" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        (["--fake"], [], "--fake does not go with"),
+        (["--step-line", "a.py:3"], [], "--step-line does not go with"),
+        ([], ["--json"], "--json: expected a trace; options go before"),
+        ([], ["none.json"], "none.json: cannot be read"),
+    ],
+)
+def test_what_a_trace_has_no_use_for_is_an_error(
+    tmp_path: Path, before: list[str], after: list[str], words: str
+) -> None:
+    trace = str(made_trace(tmp_path))
+    ended = CliRunner().invoke(app, ["diagnose", *before, trace, *after])
+    assert isinstance(ended.exception, ProgramError)
+    assert ended.exception.exit_code == 2
+    assert words in str(ended.exception)
+
+
+# --- two results ----------------------------------------------------------------------------------
+
+
+def stored(folder: Path, name: str, step_ms: float) -> str:
+    path = folder / name
+    DiagnosisResult(step_ms=step_ms, noise_ms=0.1).write(path)
+    return str(path)
+
+
+def test_two_results_are_compared(tmp_path: Path) -> None:
+    files = [stored(tmp_path, "before.json", 10.0), stored(tmp_path, "after.json", 12.0)]
+    out = tmp_path / "compared.json"
+    ended = CliRunner().invoke(app, ["diagnose", "--compare", "--out", str(out), *files])
+    assert ended.exit_code == 0
+    assert "20.0% ±1.4% slower." in ended.stdout
+    assert json.loads(out.read_text())["kind"] == "headrace diagnosis comparison"
+    failed = ["diagnose", "--compare", "--json", "--fail-on", "slower>3%", *files]
+    ended = CliRunner().invoke(app, failed)
+    assert ended.exit_code == 3
+    assert json.loads(ended.stdout)["slower"] == pytest.approx(0.2)
+    assert "--fail-on: slower is 20 % (> 3 %)" in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--fail-on", "idle>3%"], "idle>3%: expected conditions such as slower>3%"),
+        (["--html", "page.html"], "--html does not go with"),
+        (["more.json"], "--compare: found 3 files; expected two results"),
+    ],
+)
+def test_what_cannot_be_compared_is_an_error(
+    tmp_path: Path, options: list[str], words: str
+) -> None:
+    files = [stored(tmp_path, "before.json", 10.0), stored(tmp_path, "after.json", 12.0)]
+    ended = CliRunner().invoke(app, ["diagnose", "--compare", *options, *files])
+    assert isinstance(ended.exception, ProgramError)
+    assert ended.exception.exit_code == 2
+    assert words in str(ended.exception)

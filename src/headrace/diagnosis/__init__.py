@@ -13,11 +13,17 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from headrace.diagnosis.block import Diagnosis as Diagnosis
     from headrace.diagnosis.block import diagnose as diagnose
+    from headrace.diagnosis.comparison import compare_files as compare_files
+    from headrace.diagnosis.comparison import comparison_text as comparison_text
+    from headrace.diagnosis.comparison import exit_code_of_change as exit_code_of_change
+    from headrace.diagnosis.comparison import parse_change_limits as parse_change_limits
+    from headrace.diagnosis.recorded import diagnose_traces as diagnose_traces
     from headrace.diagnosis.script import diagnose_program as diagnose_program
     from headrace.diagnosis.script import exit_code_of as exit_code_of
     from headrace.diagnosis.script import parse_limits as parse_limits
     from headrace.diagnosis.session import Settings as Settings
     from headrace.diagnosis.steps import StepLine as StepLine
     from headrace.diagnosis.text import text_of as text_of
+    from headrace.diagnosis.trace_file import is_trace as is_trace
 
 __all__, __getattr__, __dir__ = lazy(__name__, __file__)

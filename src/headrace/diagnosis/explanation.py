@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import statistics
 import textwrap
 from collections import Counter
@@ -52,7 +53,8 @@ _MAX_PREDICTED = 12
 _MIN_SAMPLED = 0.5
 #: Lines of code before and after one in an excerpt.
 _AROUND = 3
-#: A step that takes so many times the median is told, if there are enough steps for a median.
+#: A step that takes so many times the median is told, if there are enough steps for a median. From
+#: fewer, the noise is not known either.
 _UNEVEN, _EVEN_STEPS = 5.0, 5
 #: A line to which the script came so often before its waits were looked for is told, if it did not
 #: wait later; and so many of these lines are named.
@@ -89,11 +91,14 @@ def explain(
         step_ms=step_ms,
         low_ms=min(measured.clean_ns) / 1e6 if measured.clean_ns else None,
         high_ms=max(measured.clean_ns) / 1e6 if measured.clean_ns else None,
+        noise_ms=_noise_ms(measured.clean_ns),
         nvml_share=measured.nvml_share,
         profiled_ms=measured.profiled_total_ns / measured.profiled_steps / 1e6
         if measured.profiled_steps
         else None,
-        watched_ms=measured.watched_total_ns / watched / 1e6 if watched and races is None else None,
+        watched_ms=measured.watched_total_ns / watched / 1e6
+        if watched and races is None and not seen.is_recorded
+        else None,
         parts=parts,
         idle_share=1 - parts.computing / step_ms if parts is not None and step_ms else None,
         launches_per_step=trace.launches_per_step() if trace is not None else None,
@@ -113,7 +118,15 @@ def explain(
     return replace(result, verdict=verdict_of(result, seen))
 
 
+def _noise_ms(clean_ns: Sequence[int]) -> float | None:
+    if len(clean_ns) < _EVEN_STEPS:
+        return None
+    return 2 * statistics.stdev(clean_ns) / math.sqrt(len(clean_ns)) / 1e6
+
+
 def _outcome(seen: Observations, is_fake: bool) -> Outcome:
+    if seen.is_recorded:
+        return "complete"
     if seen.calls == 0:
         return "no step"
     if seen.calls == 1:
@@ -141,7 +154,7 @@ def _loading_ms(loader: LoaderFacts | None, trace: StepTrace) -> float:
 
 
 def _waits_in(trace: StepTrace) -> float:
-    return sum(map(len, _groups_by_step(trace))) / trace.steps
+    return sum(map(len, groups_by_step(trace))) / trace.steps
 
 
 # --- lines ----------------------------------------------------------------------------------------
@@ -176,7 +189,7 @@ class _Lines:
             keys = tuple(key_of(wait) for wait in waits if not _is_copy(wait))
             patterns.setdefault(len(keys), Counter())[keys] += 1
         joined = 0
-        for groups in _groups_by_step(trace):
+        for groups in groups_by_step(trace):
             waited = [calls for calls in groups if not _only_copies(trace, calls)]
             if len(waited) not in patterns:
                 continue
@@ -253,7 +266,8 @@ def _excerpt(line: LineRecord | None) -> Excerpt | None:
     first = max(1, line.line - _AROUND)
     numbers = range(first, line.line + _AROUND + 1)
     code = [linecache.getline(line.file, number).rstrip() for number in numbers]
-    if not line.text or not code[line.line - first].strip():
+    there = code[line.line - first].strip()
+    if not there or not line.text.startswith(there):  # the file has changed, or is another
         return None
     while not code[-1]:
         code.pop()
@@ -305,7 +319,7 @@ def _takes_part(wait: Wait) -> bool:
     return wait.form.name != "empty_cache" and not wait.in_other_thread
 
 
-def _groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
+def groups_by_step(trace: StepTrace) -> list[list[list[int]]]:
     """The waits of each step in the trace. A wait is a list of calls: a blocking copy consists of
     the copy and the wait after it."""
     steps: list[list[list[int]]] = [[] for _ in range(trace.steps)]
@@ -399,7 +413,7 @@ def _predictions(
 def _unusual_steps(trace: StepTrace, watched: Sequence[Sequence[Wait]]) -> list[str]:
     """Steps with many more waits than the others, at the end of an epoch for example, unless such
     a step was also watched."""
-    counts = [len(groups) for groups in _groups_by_step(trace)]
+    counts = [len(groups) for groups in groups_by_step(trace)]
     usual = int(statistics.median_low(counts))
     many = usual + max(3, usual // 2)
     more = [count for count in counts if count >= many]
@@ -435,7 +449,8 @@ def _uneven_steps(seen: Observations) -> list[str]:
     return [
         f"the longest of {len(clean_ns)} steps took {longest / 1e6:.1f} ms, the median "
         f"{usual / 1e6:.1f} ms: a part of the loop runs in some steps only, such as an evaluation "
-        f"or the start of an epoch; to measure whole rounds, pass {step_line_option(seen)}"
+        "or the start of an epoch"
+        + ("" if seen.is_recorded else f"; to measure whole rounds, pass {step_line_option(seen)}")
     ]
 
 

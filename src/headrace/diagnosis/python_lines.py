@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import CodeType
+from typing import Any
 
 from headrace.diagnosis.breakdown import breakdown
 from headrace.diagnosis.trace import StepTrace, host_segments
@@ -36,8 +37,8 @@ class Sample:
     and the user's own that led there, if that is another."""
 
     at_ns: int
-    line: Place
-    called_from: Place | None = None
+    line: Place | LineRecord
+    called_from: Place | LineRecord | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ def python_lines(trace: StepTrace, samples: Sequence[Sample]) -> list[LineTime]:
     starts = [one.start_ns for one in stretches]
     by_python = breakdown(trace).by_python
     idle_ns = sum(by_python.values())
-    ms: defaultdict[tuple[Place, Place | None], float] = defaultdict(float)
+    ms: defaultdict[tuple[Any, Any], float] = defaultdict(float)
     idle_share = ms.copy()
     before_ns = trace.start_ns
     for sample in samples:
@@ -108,10 +109,14 @@ def python_lines(trace: StepTrace, samples: Sequence[Sample]) -> list[LineTime]:
         before_ns = moment_ns
     return [
         LineTime(
-            line_record(*line),
-            None if called_from is None else line_record(*called_from),
+            _record(line),
+            None if called_from is None else _record(called_from),
             ms[line, called_from],
             idle_share[line, called_from],
         )
         for line, called_from in sorted(ms, key=lambda key: -ms[key])
     ]
+
+
+def _record(line: Place | LineRecord) -> LineRecord:
+    return line if isinstance(line, LineRecord) else line_record(*line)

@@ -141,14 +141,13 @@ class Limit:
     value: float
     or_equal: bool
 
-    def is_exceeded(self, result: DiagnosisResult) -> bool:
-        found = _figure(result, self.name)
+    def is_exceeded_by(self, found: float | None) -> bool:
+        """Whether a figure that was found exceeds the limit."""
         if found is None:
             return False
         return found >= self.value if self.or_equal else found > self.value
 
-    def describe(self, result: DiagnosisResult) -> str:
-        found = _figure(result, self.name)
+    def describe(self, found: float | None) -> str:
         unit = "" if self.name in _COUNTS else " %"
         sign = ">=" if self.or_equal else ">"
         return f"{self.name} is {found:.3g}{unit} ({sign} {self.value:g}{unit})"
@@ -156,15 +155,27 @@ class Limit:
 
 def parse_limits(text: str) -> list[Limit]:
     """The conditions of `--fail-on`, separated by commas."""
-    names = (*_COUNTS, "idle", *StepParts.__slots__)
+    return parse_conditions(text, _COUNTS, ("idle", *StepParts.__slots__), "waits>2 or idle>20%")
+
+
+def parse_conditions(
+    text: str, counts: Sequence[str], shares: Sequence[str], example: str
+) -> list[Limit]:
+    """Conditions on figures with these names; shares are in per cent."""
+    known = [f"counts are {', '.join(counts)}"] if counts else []
+    known.append(f"shares {'are ' if not counts else ''}{', '.join(shares)}")
     limits = []
     for part in text.split(","):
         found = _CONDITION.fullmatch(part.strip())
         name = found[1].strip().replace(" ", "_") if found is not None else ""
-        if found is None or name not in names or (found[4] == "%") is (name in _COUNTS):
+        if (
+            found is None
+            or name not in (*counts, *shares)
+            or (found[4] == "%") is not (name in shares)
+        ):
             raise ProgramError(
-                f"{part.strip() or repr(text)}: expected conditions such as waits>2 or idle>20%; "
-                f"counts are {', '.join(_COUNTS)}, shares idle, {', '.join(StepParts.__slots__)}"
+                f"{part.strip() or repr(text)}: expected conditions such as {example}; "
+                f"{', '.join(known)}"
             )
         limits.append(Limit(name, float(found[3]), found[2] == ">="))
     return limits
@@ -193,9 +204,9 @@ def exit_code_of(
         unknown: list[Limit] = []  # the program has failed: that says enough
     else:
         unknown = [limit for limit in limits if _figure(result, limit.name) is None]
-    exceeded = [limit for limit in limits if limit.is_exceeded(result)]
+    exceeded = [limit for limit in limits if limit.is_exceeded_by(_figure(result, limit.name))]
     for limit in exceeded:
-        tell(f"--fail-on: {limit.describe(result)}")
+        tell(f"--fail-on: {limit.describe(_figure(result, limit.name))}")
     for limit in unknown:
         tell(f"--fail-on: {limit.name} could not be measured in this run")
     return 3 if exceeded or unknown else result.exit_code or 0

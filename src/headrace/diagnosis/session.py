@@ -144,6 +144,8 @@ class Observations:
     signal: str = ""
     #: Whether the code is in a `with headrace.diagnose()` block, not in a script of its own.
     is_block: bool = False
+    #: Whether the steps are those of a trace that somebody recorded.
+    is_recorded: bool = False
 
     def note(self, text: str) -> None:
         """Add a sentence for the user, once."""

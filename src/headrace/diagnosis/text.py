@@ -100,7 +100,7 @@ def _lines(result: DiagnosisResult) -> str:
     for one, place in zip(shown_lines, places, strict=True):
         code = next((line.text for line in (one.line, one.called_from) if line and line.text), "")
         code = code or one.title
-        form = f"{one.title}: " if places.count(place) > 1 else ""
+        form = f"{one.title}: " if one.line is not None and places.count(place) > 1 else ""
         token = one.title.split("(")[0] + "("  # `.item(` of `.item()`
         code = form + _shortened(code, max(_MIN_CODE, width - len(form)), token)
         row: list[object] = [place, code, _number(one.per_step)]

@@ -20,7 +20,10 @@ WorkKind = Literal["kernel", "copy", "communication"]
 #: that is not pinned (which blocks), or allocate and free memory.
 CallKind = Literal["launch", "wait", "copy", "memory"]
 
-_BLOCKING_COPIES = ("cudaMemcpy", "cudaMemcpy2D", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2")
+_BLOCKING_COPIES = (
+    *("cudaMemcpy", "cudaMemcpy2D", "cuMemcpyHtoD_v2", "cuMemcpyDtoH_v2"),
+    "cudaMemcpyWithStream",  # of ROCm
+)
 _LAUNCHES = ("Launch", "MemcpyAsync", "MemsetAsync", "Memset")
 _MEMORY = (
     *("cudaMalloc", "cudaFree", "cudaHostAlloc", "cudaHostRegister", "cuMemAlloc", "cuMemFree"),
@@ -42,6 +45,8 @@ class Call:
     end_ns: int
     kind: CallKind
     name: str = ""
+    #: The thread that called.
+    thread: int | str = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +81,9 @@ class StepTrace:
     torch_calls: tuple[TorchCall, ...] = ()
     #: What was added to times of the host's clock.
     shift_ns: int = 0
+    #: False if the trace was cut out of a longer run. Then the first call, which takes no time, has
+    #: launched what the device still had to do.
+    begins_idle: bool = True
 
     @property
     def steps(self) -> int:
@@ -89,6 +97,8 @@ class StepTrace:
         """When the device had finished the first step, and how many steps follow. The first step
         begins on an idle device, which no other step does. From here to `end_ns`, the device
         finishes one step after the other."""
+        if not self.begins_idle:
+            return self.start_ns, self.steps
         first = [one.end_ns for one in self.work if self._is_of_first_step(one)]
         if self.steps == 1 or not first or max(first) >= self.end_ns:
             return self.start_ns, self.steps
@@ -128,40 +138,103 @@ def read_trace(
     waits = waits[-len(before_work) :]
     found = _matching(before_work, waits)
     shift_ns = _shift_ns(found, waits)
-    start_ns, shifted = _end_ns(found[-1]), tuple(mark + shift_ns for mark in marks)
-    positions, calls = _calls(host, device, found[-1].get("tid"), start_ns, shifted[-1])
-    # A script may do more after its last step, before it ends.
-    launched_later = {
-        event.get("args", {}).get("correlation")
-        for event in host
-        if _start_ns(event) >= shifted[-1]
-    }
-    work = sorted(
-        (
-            Work(
-                _start_ns(event),
-                _end_ns(event),
-                _work_kind(event),
-                int(event.get("args", {}).get("stream", 0)),
-                positions.get(event.get("args", {}).get("correlation")),
-                event["name"],
-                int(event.get("args", {}).get("bytes", 0)),
-            )
-            for event in device
-            if _start_ns(event) >= start_ns
-            and event.get("args", {}).get("correlation") not in launched_later
-        ),
-        key=lambda one: (one.start_ns, one.end_ns),
-    )
-    if not work:
-        return None
-    end_ns = max(shifted[-1], max(one.end_ns for one in work))
     moved = tuple((begin + shift_ns, end + shift_ns) for begin, end in inputs)
     inside = tuple(
         one._replace(start_ns=one.start_ns + shift_ns, end_ns=one.end_ns + shift_ns)
         for one in sorted(torch_calls)
     )
-    return StepTrace(start_ns, end_ns, shifted, calls, tuple(work), moved, inside, shift_ns)
+    trace = steps_between(
+        host,
+        device,
+        found[-1].get("tid"),
+        _end_ns(found[-1]),
+        tuple(mark + shift_ns for mark in marks),
+        moved,
+        inside,
+    )
+    return None if trace is None else replace(trace, shift_ns=shift_ns)
+
+
+def steps_between(
+    host: list[Any],
+    device: list[Any],
+    thread: Any,
+    start_ns: int,
+    marks: tuple[int, ...],
+    inputs: tuple[tuple[int, int], ...] = (),
+    torch_calls: tuple[TorchCall, ...] = (),
+    *,
+    begins_idle: bool = True,
+) -> StepTrace | None:
+    """The steps from `start_ns` to the last of `marks`; None if the device ran nothing in them.
+
+    `host` are the calls of the driver, in order, and `device` what the device ran; `thread` trains.
+    If the device may still have been busy at the start (`begins_idle=False`), and was, host and
+    device have the same window; else it ends when the device has done what was launched in it.
+    """
+    end_ns = marks[-1]
+    positions, calls = _calls(host, device, thread, start_ns, end_ns)
+    launched = {_correlation(event): _start_ns(event) for event in host}
+    # A script may do more after its last step, before it ends.
+    device = [event for event in device if launched.get(_correlation(event), start_ns) < end_ns]
+    known = (_start_ns(event) for event in device if _correlation(event) in positions)
+    first_ns = min(known, default=end_ns)
+
+    def is_earlier(event: Any) -> bool:
+        at_ns = launched.get(_correlation(event))
+        return _start_ns(event) < first_ns if at_ns is None else at_ns < start_ns
+
+    backlog: list[Work] = []
+    if not begins_idle:
+        earlier = (_work(event, {}) for event in device if is_earlier(event))
+        backlog = [one for one in earlier if one.end_ns > start_ns]
+        device = [event for event in device if not is_earlier(event)]
+    work = [_work(event, positions) for event in device if _start_ns(event) >= start_ns]
+    if backlog:
+        calls = (Call(start_ns, start_ns, "launch", "before these steps"), *calls)
+        positions = {correlation: at + 1 for correlation, at in positions.items()}
+        work = [
+            _work(event, positions) for event in device if start_ns <= _start_ns(event) < end_ns
+        ]
+        work = [one if one.end_ns <= end_ns else replace(one, end_ns=end_ns) for one in work]
+        work += [
+            replace(
+                one, start_ns=max(one.start_ns, start_ns), end_ns=min(one.end_ns, end_ns), call=0
+            )
+            for one in backlog
+        ]
+    if not work:
+        return None
+    work.sort(key=lambda one: (one.start_ns, one.end_ns))
+    if not backlog:
+        end_ns = max(end_ns, max(one.end_ns for one in work))
+    return StepTrace(
+        start_ns,
+        end_ns,
+        marks,
+        calls,
+        tuple(work),
+        inputs,
+        torch_calls,
+        begins_idle=not backlog,
+    )
+
+
+def _work(event: Mapping[str, Any], positions: Mapping[Any, int]) -> Work:
+    return Work(
+        _start_ns(event),
+        _end_ns(event),
+        _work_kind(event),
+        int(event.get("args", {}).get("stream", 0)),
+        positions.get(_correlation(event)),
+        event["name"],
+        int(event.get("args", {}).get("bytes", 0)),
+    )
+
+
+def _correlation(event: Mapping[str, Any]) -> Any:
+    """What a call of the driver and the work that it launched have in common."""
+    return event.get("args", {}).get("correlation")
 
 
 def _waits_before_work(host: list[Any]) -> list[Any]:
@@ -209,7 +282,7 @@ def _calls(
     """The calls of the threads that train, and the position of each by its correlation id. These
     are `thread` and those that launch kernels, as autograd's threads do."""
     copies = {
-        event.get("args", {}).get("correlation"): event["name"].lower()
+        _correlation(event): event["name"].lower()
         for event in device
         if event.get("cat") == "gpu_memcpy" and "pageable" in event["name"].lower()
     }
@@ -220,7 +293,7 @@ def _calls(
     free_ns = start_ns
     for event in host:
         begin, end = _start_ns(event), _end_ns(event)
-        correlation = event.get("args", {}).get("correlation")
+        correlation = _correlation(event)
         blocking = copies.get(correlation, "")
         if "htod" in blocking and end - begin <= _BLOCKING_COPY_NS:
             blocking = ""
@@ -231,7 +304,7 @@ def _calls(
         begin, end = max(begin, free_ns), max(end, free_ns)
         free_ns = end
         positions[correlation] = len(calls)
-        calls.append(Call(begin, end, kind, event["name"]))
+        calls.append(Call(begin, end, kind, event["name"], event.get("tid", 0)))
     return positions, tuple(calls)
 
 
@@ -241,7 +314,7 @@ def _call_kind(name: str, blocking: str) -> CallKind | None:
     if any(word in name for word in _LAUNCHES):
         return "launch" if not blocking else "copy" if "htod" in blocking else "wait"
     if "Synchronize" in name or name in _BLOCKING_COPIES:
-        return "wait"
+        return "copy" if "htod" in blocking else "wait"
     if name.startswith(_MEMORY):
         return "memory"
     return None

@@ -32,6 +32,7 @@ from headrace.runs.records.bench import (
     WaitFigures,
     WaitsFor,
 )
+from headrace.runs.records.comparison import Comparison, LineChange, PartChange
 from headrace.runs.records.diagnosis import (
     DiagnosedLine,
     DiagnosisResult,
@@ -65,6 +66,7 @@ __all__ = [
     "BenchSettings",
     "BenchWork",
     "BusyLine",
+    "Comparison",
     "DiagnosedLine",
     "DiagnosisResult",
     "Environment",
@@ -75,9 +77,11 @@ __all__ = [
     "GpuUse",
     "HostWaits",
     "Judgement",
+    "LineChange",
     "LineRecord",
     "Noise",
     "Outcome",
+    "PartChange",
     "PlanResult",
     "Prediction",
     "PythonLine",

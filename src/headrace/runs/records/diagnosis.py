@@ -101,7 +101,8 @@ class DiagnosisResult(ResultFile):
     """What a run of a program showed. `exit_code` is the program's own; None if it was ended.
 
     `step_ms` is from the clean window, `low_ms` and `high_ms` are its shortest and longest step on
-    the host, `nvml_share` is the driver's figure, which says only that something ran.
+    the host, `noise_ms` is how far the mean may be off by chance (twice its standard error),
+    `nvml_share` is the driver's figure, which says only that something ran.
     `profiled_ms` and `watched_ms` are steps under the profiler and with lines watched. `parts` are
     scaled to the clean step. `waits_per_step` counts the waits that were found by line,
     `waits_in_trace` those of the profiler. `loader_ms` is how long the DataLoader needs for a batch
@@ -121,6 +122,7 @@ class DiagnosisResult(ResultFile):
     step_ms: float | None = None
     low_ms: float | None = None
     high_ms: float | None = None
+    noise_ms: float | None = None
     nvml_share: float | None = None
     profiled_ms: float | None = None
     watched_ms: float | None = None
