@@ -22,6 +22,7 @@ from headrace.capture.learning_rates import LearningRates
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.nested import map_tensors, parts_of
 from headrace.capture.obstacles import fused_or, state_obstacle
+from headrace.capture.parts import PartReport, SpeedUp, SpeedUpReport, speed_up
 from headrace.capture.reading import Known, Reader
 from headrace.capture.report import GraphReport, describe_failure, warn_not_captured
 from headrace.capture.state import StepState, unique
@@ -38,7 +39,10 @@ __all__ = [
     "Guards",
     "Known",
     "LearningRates",
+    "PartReport",
     "Reader",
+    "SpeedUp",
+    "SpeedUpReport",
     "StateBeforeCapture",
     "StepState",
     "StepTracer",
@@ -53,6 +57,7 @@ __all__ = [
     "same_entries",
     "scales_on_device",
     "signature",
+    "speed_up",
     "state_obstacle",
     "storages",
     "unique",

@@ -70,6 +70,12 @@ class CapturableOptimizer:
         groups = self._optimizer.param_groups
         return not all(group.get("capturable", True) for group in groups)
 
+    def plain_groups(self) -> None:
+        """Let the parameter groups say what they said before, once a graph is captured. The state
+        stays on the device, and eager steps go on from it."""
+        for group in self._plain_groups:
+            group["capturable"] = False
+
     def undo(self) -> None:
         """Make the optimizer what it was. Valid only if no update has been made since."""
         for group in self._plain_groups:

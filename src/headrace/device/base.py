@@ -308,6 +308,10 @@ class Device(abc.ABC):
         """
         raise CaptureError(f"{self} captures no graphs")
 
+    def is_capturing(self) -> bool:
+        """Whether the current stream is being captured, by whomever."""
+        return False
+
     def watch(self) -> AbstractContextManager[list[Obstacle]]:
         """Watch a step that runs in the block. Afterwards the list has what a graph could not
         repeat: host waits, copies from host memory, random numbers drawn on the host."""

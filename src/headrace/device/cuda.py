@@ -287,6 +287,9 @@ class CudaDevice(AcceleratorDevice):
                 gc.enable()
         return CudaGraph(raw, pool, self._index), result
 
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def _end_failed_capture(self, raw: Any, handle: Any, random_state: torch.Tensor) -> None:
         """Clean up after a failed capture. After a Python error the capture can be ended as usual.
         After a CUDA error the allocator still allocates from the pool, and the random generator

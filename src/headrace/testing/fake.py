@@ -324,6 +324,9 @@ class FakeDevice(host_threads.Hosts):
     def capture(self, work: Callable[[], Result], pool: object) -> tuple[Graph, Result]:
         return graphs.capture(self, work, pool)
 
+    def is_capturing(self) -> bool:
+        return self.current_stream().tape is not None
+
     def watch(self) -> AbstractContextManager[list[Obstacle]]:
         return graphs.watch(self)
 

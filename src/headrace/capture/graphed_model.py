@@ -1,0 +1,721 @@
+"""`GraphedModel`: a model whose forward and backward are replayed as graphs, in anybody's loop.
+
+`model.forward` is replaced on the instance, so its type, hooks, `state_dict` and wrappers stay. The
+first calls with a key (shapes, values, modes, settings) run eagerly and are watched. Then forward
+and backward are captured, over fresh aliases of the parameters: what the loop keeps of earlier
+autograd graphs has no part in the capture. A replayed call returns copies of the captured outputs,
+which hang on one small tensor, the anchor: autograd calls back once, not once a parameter.
+
+Forward graphs keep what the backward needs in their pool. So a pool, here called a lane, has one
+call at most that waits for its backward; a second such call gets a lane of its own. Backward graphs
+have another pool: what they free is no memory of a forward.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.autograd.graph import get_gradient_edge
+
+from headrace.capture.backward_watch import accumulate, watch_backwards
+from headrace.capture.cache import signature
+from headrace.capture.gradients import GradientBuffers, captures_keep_buffers
+from headrace.capture.memory import StateBeforeCapture
+from headrace.capture.module_guards import ModuleGuards
+from headrace.capture.obstacles import state_obstacle
+from headrace.capture.outputs import Outputs, addresses, own_tensors
+from headrace.capture.report import describe_failure
+from headrace.capture.state import StepState, settings_of_pytorch
+from headrace.capture.trace import StepTracer, storages
+from headrace.capture.watch import StepWatch
+from headrace.data import flatten_batch, rebuild_batch
+from headrace.device import Device, Graph, Stream
+from headrace.errors import CaptureError, StepError
+from headrace.parallel import parallelism_of
+
+# Calls of one key that may wait for their backward at once and still be replays.
+_MAX_LANES = 3
+# After this many calls of a key whose outputs got no gradient, all are taken to get one.
+_MAX_WAIT_FOR_BACKWARD = 6
+# A model whose graphs are dropped this often with hardly a replay between is not captured.
+_MAX_DROPS = 8
+_FEW_REPLAYS = 10
+_MAX_COUNTED_KEYS = 4096
+_REQUIRES_GRAD = operator.attrgetter("requires_grad")
+
+
+class _Running(threading.local):
+    """Whether a model's forward runs in this thread, inside which others stay eager."""
+
+    inside = False
+
+
+_running = _Running()
+
+
+class _Ticket:
+    """A call that waits for its backward, as long as autograd keeps it."""
+
+    __slots__ = ("__weakref__", "is_done")
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+
+@dataclass(slots=True)
+class _Lane:
+    """A pool of forward graphs, and the call that waits for its backward, if one does."""
+
+    pool: object
+    ticket: Callable[[], _Ticket | None] = lambda: None
+    graphs: dict[Hashable, CapturedModel] = field(default_factory=dict)
+    stream: Stream | None = None
+
+    def is_free(self) -> bool:
+        ticket = self.ticket()
+        return ticket is None or ticket.is_done
+
+
+@dataclass(slots=True, eq=False)
+class CapturedModel:
+    """A forward and its backward as graphs. `inputs` are copies of the arguments' leaves at
+    `places`. `with_gradient` are the numbers of the outputs whose gradients the backward takes,
+    `into` the memory that it takes them from. `numbers` are the parameters that get a gradient,
+    `differentiated` the leaves of the arguments that get one. `draws` is whether the forward draws
+    random numbers, `writes` a buffer that it writes and may read. `uses` must not be freed."""
+
+    forward: Graph
+    inputs: list[torch.Tensor]
+    places: list[int]
+    outputs: Outputs
+    draws: bool
+    writes: str | None = None
+    backward: Graph | None = None
+    with_gradient: list[int] = field(default_factory=list)
+    into: list[torch.Tensor] = field(default_factory=list)
+    numbers: tuple[int, ...] = ()
+    differentiated: list[int] = field(default_factory=list)
+    input_gradients: list[torch.Tensor | None] = field(default_factory=list)
+    uses: list[torch.Tensor] = field(default_factory=list)
+
+    def close(self) -> None:
+        self.forward.close()
+        if self.backward is not None:
+            self.backward.close()
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What watched calls of a key have shown. `gradients` are the outputs that got a gradient, each
+    with its strides."""
+
+    gradients: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    peak_bytes: int = 0
+    #: Whether it draws random numbers, and a buffer that it writes and may read.
+    draws: bool = False
+    writes: str | None = None
+
+
+class GraphedModel:
+    """Replays a model's forward and backward. `uses` before a capture run eagerly."""
+
+    def __init__(
+        self, model: torch.nn.Module, device: Device, *, name: str, after: int, max_graphs: int
+    ) -> None:
+        self.model, self.name = model, name
+        self._device, self._max_graphs = device, max_graphs
+        self._forward: Callable[..., Any] = model.forward
+        self._pytorch = settings_of_pytorch(device)
+        self._after = after
+        self._watch = StepWatch(max(after - 1, 1), after)
+        self._uses: Counter[Hashable] = Counter()
+        self._seen: dict[Hashable, _Seen] = {}
+        self._lanes: list[_Lane] = []
+        self._dropped: list[_Lane] = []
+        self._backward_pool: object | None = None
+        self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
+        self._anchor_node = get_gradient_edge(self.anchor).node
+        self._request: _Request | None = None
+        self._look()
+        #: Why it is not captured (any more).
+        self.why: str | None = None
+        self.replays = self.captures = self.drops = 0
+        self._replays_before = 0
+        #: Calls that ran eagerly, by reason.
+        self.eager: Counter[str] = Counter()
+        self.memory_bytes = 0
+        watch_backwards(self)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._forward(*args, **kwargs)
+        why = self.why or self._why_eager_now()
+        if why is not None:
+            return self._run(why, args, kwargs)
+        call = (args, kwargs)
+        leaves = flatten_batch(call)
+        try:
+            key = self._key(call, leaves)
+        except CaptureError as problem:
+            return self._run(str(problem), args, kwargs)
+        if self._watch.has_agreed(key):
+            captured = self._graph_for(key, call, leaves)
+            if captured is not None:
+                lane, graph = captured
+                return self._replay(lane, graph, call, leaves)
+            return self._run(self.why or self._why_no_graph, args, kwargs)
+        self._uses[key] += 1
+        if self._watch.wants(key, self._uses[key]):
+            return self._run_watched(key, call)
+        return self._run("the first calls of a shape", args, kwargs)
+
+    # --- which calls ------------------------------------------------------------------------------
+
+    def _why_eager_now(self) -> str | None:
+        if not torch.is_grad_enabled():
+            return "gradients are off"
+        if not self.model.training:
+            return "the model is in eval()"
+        if _running.inside or self._device.is_capturing():
+            return "called inside another captured part"
+        if torch._C._current_graph_task_id() != -1:
+            return "called inside a backward, as checkpointing does"
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return "hooks for saved tensors are on (checkpointing or offloading around the model)"
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            return "called inside a functorch transform"
+        if torch.is_anomaly_enabled():
+            return "anomaly detection is on"
+        return None
+
+    def _key(self, call: Any, leaves: list[Any]) -> Hashable:
+        if not self._guards.hold():
+            self._drop(self._guards.difference())
+            self._look()
+        differentiated = tuple(
+            at for at, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)
+        )
+        if differentiated:
+            call = rebuild_batch(
+                call, [leaf.detach() if leaf.requires_grad else leaf for leaf in leaves]
+            )
+        return (
+            signature(call, self._device),
+            differentiated,
+            tuple(map(_REQUIRES_GRAD, self._parameters)),
+            self._guards.modes(),
+            tuple(map(operator.call, self._pytorch)),
+        )
+
+    def _run(self, why: str, args: Any, kwargs: Any) -> Any:
+        self.eager[why] += 1
+        inside, _running.inside = _running.inside, _running.inside or self.why is None
+        try:
+            return self._forward(*args, **kwargs)
+        finally:
+            _running.inside = inside
+
+    # --- the watch --------------------------------------------------------------------------------
+
+    def _run_watched(self, key: Hashable, call: Any) -> Any:
+        args, kwargs = call
+        device, guards = self._device, self._guards
+        if (why := self._obstacle()) is not None:
+            self.give_up(why)
+            return self._run(why, args, kwargs)
+        tracer = StepTracer(
+            device, GraphedModel._run_watched.__code__, as_captured=self._watch.as_captured
+        )
+        known = storages([*guards.tensors, *flatten_batch(call)])
+        before, random_state = device.memory().allocated, device.random_state()
+        versions = [one._version for one in guards.buffers]
+        with device.watch() as obstacles, tracer:
+            result = self._run("the first calls of a shape", args, kwargs)
+        seen = self._seen.setdefault(key, _Seen())
+        seen.peak_bytes = max(seen.peak_bytes, device.memory().allocated - before)
+        seen.draws = seen.draws or not torch.equal(random_state, device.random_state())
+        seen.writes = guards.written_buffer(versions)
+        first = self._uses[key] == 1
+        if not guards.hold() and not first:
+            self.give_up(f"{guards.difference()} at each call, and a graph would not")
+            return result
+        why = self._watch.learn(
+            key, tracer.trace, obstacles, known | storages(guards.tensors), first=first
+        )
+        if why is not None:
+            self.give_up(why)
+        for number, tensor in enumerate(
+            own_tensors(result, [*flatten_batch(call), *guards.tensors])
+        ):
+            if tensor.requires_grad and tensor.grad_fn is not None:
+                tensor.register_hook(functools.partial(self._see_gradient, seen, number))
+        return result
+
+    def _see_gradient(self, seen: _Seen, number: int, gradient: torch.Tensor) -> None:
+        if torch.is_grad_enabled():
+            self.give_up(DOUBLE_BACKWARD)
+        seen.gradients[number] = tuple(gradient.stride())
+
+    def _obstacle(self) -> str | None:
+        if (kind := parallelism_of(self.model)) != "plain":
+            return f"it is wrapped in {kind.upper()}, which averages gradients by parameter hooks"
+        state = StepState(self._device, self._forward, (self.model,), ())
+        return state_obstacle(state)
+
+    def give_up(self, why: str) -> None:
+        """Run all later calls eagerly. Calls that wait for their backward still have their
+        graphs."""
+        if self.why is None:
+            self.why = why
+            self._drop_graphs()
+            self._watch.forget()
+            self._seen.clear()
+            self._device.warn_once(
+                f"parts: {self.name}: {why}", "%s runs eagerly, because %s", self.name, why
+            )
+
+    # --- graphs -----------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        """Note the model's parameters, where they are, and all else that graphs depend on."""
+        self._guards = ModuleGuards(self.model)
+        self._parameters = self._guards.parameters
+        self._numbers = {id(one): at for at, one in enumerate(self._parameters)}
+        self._gradients = GradientBuffers(self._device, self._parameters)
+
+    def _drop(self, why: str) -> None:
+        """Drop all graphs, since what they use has changed."""
+        if self._lanes:
+            few = self.replays - self._replays_before < _FEW_REPLAYS
+            self.drops = self.drops + 1 if few else 1
+            self._replays_before = self.replays
+            if self.drops >= _MAX_DROPS:
+                self.give_up(f"its graphs had to be dropped {self.drops} times in a row: {why}")
+        self._drop_graphs()
+        self._watch.forget()
+
+    def _drop_graphs(self) -> None:
+        for lane in self._lanes:
+            ticket = lane.ticket()
+            for graph in lane.graphs.values():
+                if ticket is None or ticket.is_done:
+                    graph.close()
+        # Backward passes still find calls that wait for theirs.
+        self._dropped = [one for one in (*self._dropped, *self._lanes) if not one.is_free()]
+        self._lanes.clear()
+        self._backward_pool = None
+        self.memory_bytes = 0
+
+    def close(self) -> None:
+        self.why = self.why or "speed_up was closed"
+        self._drop_graphs()
+
+    @property
+    def rounding(self) -> str | None:
+        """Why the last digits differ from the plain loop's; None if nothing is known to."""
+        return self._watch.rounding if self.captures else None
+
+    def _graph_for(
+        self, key: Hashable, call: Any, leaves: list[Any]
+    ) -> tuple[_Lane, CapturedModel] | None:
+        """A lane whose calls have all had their backward, and its graph for this key; captured now
+        if there is none. None: run eagerly."""
+        free = None
+        for lane in self._lanes:
+            if lane.is_free():
+                graph = lane.graphs.get(key)
+                if graph is not None:
+                    return lane, graph
+                free = free or lane
+        self._uses[key] += 1
+        seen = self._seen.setdefault(key, _Seen())
+        if not seen.gradients and self._uses[key] <= self._after + _MAX_WAIT_FOR_BACKWARD:
+            self._why_no_graph = "its outputs have had no gradient yet"
+            return None
+        if free is None and len(self._lanes) == _MAX_LANES:
+            self._why_no_graph = f"{_MAX_LANES} calls wait for their backward already"
+            return None
+        if sum(len(lane.graphs) for lane in self._lanes) >= self._max_graphs:
+            self._why_no_graph = f"{self._max_graphs} graphs are in use for other shapes"
+            return None
+        try:
+            if free is None:
+                free = _Lane(self._device.graph_pool())
+                self._lanes.append(free)
+            graph = self._capture(key, free, call, leaves, seen)
+        except CaptureError as problem:
+            self.give_up(describe_failure(problem))
+            return None
+        free.graphs[key] = graph
+        return free, graph
+
+    _why_no_graph = ""
+
+    def _capture(
+        self, key: Hashable, lane: _Lane, call: Any, leaves: list[Any], seen: _Seen
+    ) -> CapturedModel:
+        device = self._device
+        if (obstacle := self._obstacle()) is not None:
+            raise CaptureError(obstacle)
+        device.release_unused()
+        free, needed = device.memory().free, 2 * seen.peak_bytes
+        if needed > free:
+            raise CaptureError(
+                f"a graph would need about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+            )
+        before_bytes = device.memory().reserved
+        if self._backward_pool is None:
+            self._backward_pool = device.graph_pool()
+        before = StateBeforeCapture(StepState(device, self._forward, (self.model,), ()))
+        try:
+            with captures_keep_buffers():
+                graph = self._capture_both(lane.pool, call, leaves, seen)
+            before.require_in_place()
+        except torch.OutOfMemoryError as problem:
+            raise CaptureError("the device has no memory for a graph's inputs") from problem
+        finally:
+            before.restore()
+            torch.clear_autocast_cache()
+        self._gradients.note_references()
+        graph.uses += self._watch.read_by(key)
+        self.captures += 1
+        self.memory_bytes += max(0, device.memory().reserved - before_bytes)
+        return graph
+
+    def _capture_both(
+        self, pool: object, call: Any, leaves: list[Any], seen: _Seen
+    ) -> CapturedModel:
+        device = self._device
+        own = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
+        versions = [one._version for one in own]
+        args, kwargs = rebuild_batch(call, own)
+        torch.clear_autocast_cache()  # a cast that is cached now would be a stale weight
+        with self._guards.aliases() as aliases, _inside():
+            forward, result = device.capture(lambda: self._forward(*args, **kwargs), pool)
+        if any(one._version != version for one, version in zip(own, versions, strict=True)):
+            raise CaptureError("it writes to its arguments, of which a graph gets copies")
+        given: dict[int, Callable[[Sequence[Any]], Any]] = {
+            id(one): operator.itemgetter(at) for at, one in enumerate(own)
+        }
+        for real, alias in zip(self._parameters, aliases, strict=True):
+            given[id(alias)] = functools.partial(_same, real)
+        given |= {id(one): functools.partial(_same, one) for one in self._guards.buffers}
+        outputs = Outputs(result, given, addresses([*own, *self._guards.tensors]))
+        del result
+        places = [at for at, leaf in enumerate(leaves) if device.holds(leaf)]
+        graph = CapturedModel(
+            forward, [own[at].detach() for at in places], places, outputs, seen.draws, seen.writes
+        )
+        self._capture_backward(graph, own, aliases, outputs.with_history(), seen)
+        graph.uses += [*own, *self._guards.tensors]
+        return graph
+
+    def _capture_backward(
+        self,
+        graph: CapturedModel,
+        own: list[torch.Tensor],
+        aliases: list[torch.Tensor],
+        outputs: list[torch.Tensor],
+        seen: _Seen,
+    ) -> None:
+        numbers = [number for number, one in enumerate(outputs) if one.requires_grad]
+        graph.with_gradient = [n for n in numbers if n in seen.gradients] or numbers
+        if not numbers:
+            return
+        graph.differentiated = [at for at, one in enumerate(own) if one.requires_grad]
+        wanted = [at for at, one in enumerate(aliases) if one.requires_grad]
+        sources = [*map(aliases.__getitem__, wanted), *map(own.__getitem__, graph.differentiated)]
+        roots = [outputs[number] for number in graph.with_gradient]
+        _require_own_leaves([outputs[number] for number in numbers], {id(one) for one in sources})
+        graph.into = [
+            _gradient_like(one, seen.gradients.get(number))
+            for number, one in zip(graph.with_gradient, roots, strict=True)
+        ]
+        # The first graph's own gradients are the buffers. Later graphs copy theirs into them. What
+        # they add is memory outside of the pool: in it, replays of earlier graphs may use it.
+        takes = not self._gradients.buffers()
+        if not takes:
+            self._gradients.make_buffers(wanted)
+
+        def work() -> tuple[list[int], list[torch.Tensor | None]]:
+            found = list(torch.autograd.grad(roots, sources, graph.into, allow_unused=True))
+            ours, others = found[: len(wanted)], found[len(wanted) :]
+            by_number = {n: one for n, one in zip(wanted, ours, strict=True) if one is not None}
+            found.clear()
+            ours.clear()
+            if takes:
+                self._gradients.take(by_number, besides=[*graph.into, *others])
+            else:
+                self._gradients.write(by_number)
+            return list(by_number), others
+
+        graph.backward, (found_for, graph.input_gradients) = self._device.capture(
+            work, self._backward_pool
+        )
+        graph.numbers = tuple(found_for)
+
+    # --- replays ----------------------------------------------------------------------------------
+
+    def _replay(self, lane: _Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:
+        device, here = self._device, self._device.current_stream()
+        self._gradients.forget_backward()
+        if lane.stream is not here:
+            if lane.stream is not None:
+                here.wait_stream(lane.stream)
+            lane.stream = here
+        random_state = device.random_state() if graph.draws else None
+        if graph.inputs:
+            with torch.no_grad():
+                torch._foreach_copy_(graph.inputs, [leaves[at] for at in graph.places])
+        graph.forward.replay()
+        self.replays += 1
+        made = graph.outputs.copies()
+        if graph.backward is not None:
+            ticket = _Ticket()
+            lane.ticket = weakref.ref(ticket)
+            waiting = _Waiting(self, graph, call, leaves, ticket, random_state)
+            numbers = graph.outputs.differentiable
+            inputs = (leaves[at] for at in graph.differentiated)
+            fresh = _Replayed.apply(
+                waiting, [made[number] for number in numbers], self.anchor, *inputs
+            )
+            for number, one in zip(numbers, fresh, strict=True):
+                made[number] = one
+        return graph.outputs.result(made, leaves)
+
+    def gradient_missed(self, graph: CapturedModel, numbers: list[int]) -> None:
+        """A graph's backward does not take the gradients of these outputs: capture it anew."""
+        for lane in self._lanes:
+            for key, one in list(lane.graphs.items()):
+                if one is graph:
+                    seen = self._seen.setdefault(key, _Seen())
+                    seen.gradients |= {n: seen.gradients.get(n, ()) for n in numbers}
+                    del lane.graphs[key]
+
+    # --- for backward passes ----------------------------------------------------------------------
+
+    def owns(self, tensor: object) -> bool:
+        return id(tensor) in self._numbers
+
+    def is_pending(self) -> bool:
+        return any(not lane.is_free() for lane in (*self._lanes, *self._dropped))
+
+    @contextmanager
+    def requested(self, parameters: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
+        before = self._request
+        self._request = _Request([self._numbers[id(one)] for one in parameters], {})
+        try:
+            yield self._request.found
+        finally:
+            self._request = before
+
+    def run_backward(
+        self, graph: CapturedModel, gradients: list[torch.Tensor | None]
+    ) -> list[torch.Tensor | None]:
+        """Replay a backward. `gradients` are those of the outputs that it takes."""
+        assert graph.backward is not None
+        for mine, theirs in zip(graph.into, gradients, strict=True):
+            if theirs is None:
+                mine.zero_()
+            else:
+                mine.copy_(theirs)
+        request, numbers, replay = self._request, graph.numbers, graph.backward.replay
+        if request is not None:
+            found = self._gradients.replay_for(numbers, replay, request.numbers)
+            for number, one in found.items():
+                request.add(self._parameters[number], one)
+        elif torch._C._will_engine_execute_node(self._anchor_node):
+            self._gradients.replay(numbers, replay)
+        else:  # `autograd.grad` of something else than the parameters
+            self._gradients.replay_for(numbers, replay, ())
+        return [None if one is None else one.clone() for one in graph.input_gradients]
+
+    def run_eager_backward(
+        self,
+        waiting: _Waiting,
+        gradients: list[torch.Tensor | None],
+        *,
+        create_graph: bool,
+    ) -> list[torch.Tensor | None]:
+        """Compute the forward again, eagerly, and its backward."""
+        graph, wanted = waiting.graph, [one for one in self._parameters if one.requires_grad]
+        leaves = waiting.leaves
+        waiting.require_unchanged()
+        with waiting.as_then(self._device, self._guards.buffers), _inside(), torch.enable_grad():
+            args, kwargs = waiting.call
+            outputs = graph.outputs.find(self._forward(*args, **kwargs))
+        pairs = [
+            (outputs[number], one)
+            for number, one in zip(graph.outputs.differentiable, gradients, strict=True)
+            if one is not None
+        ]
+        sources = [*wanted, *(leaves[at] for at in graph.differentiated)]
+        found: list[torch.Tensor | None] = list(
+            torch.autograd.grad(
+                *([one for one, _ in pairs], sources, [one for _, one in pairs]),
+                create_graph=create_graph,
+                allow_unused=True,
+            )
+        )
+        request = self._request
+        if request is not None:
+            for parameter, one in zip(wanted, found, strict=False):
+                if one is not None and self._numbers[id(parameter)] in request.numbers:
+                    request.add(parameter, one)
+        elif torch._C._will_engine_execute_node(self._anchor_node):
+            for parameter, one in zip(wanted, found, strict=False):
+                accumulate(parameter, one)
+        return found[len(wanted) :]
+
+
+@dataclass(slots=True)
+class _Request:
+    """A backward that names parameters, by their numbers, and what was found for them."""
+
+    numbers: list[int]
+    found: dict[int, torch.Tensor]
+
+    def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
+        before = self.found.get(id(parameter))
+        self.found[id(parameter)] = gradient if before is None else before + gradient
+
+
+class _Waiting:
+    """A replayed call that waits for its backward: all that an eager one would need."""
+
+    def __init__(
+        self,
+        owner: GraphedModel,
+        graph: CapturedModel,
+        call: Any,
+        leaves: list[Any],
+        ticket: _Ticket,
+        random_state: torch.Tensor | None,
+    ) -> None:
+        self.owner, self.graph, self.call, self.leaves = owner, graph, call, leaves
+        self.ticket, self.random_state = ticket, random_state
+        self._versions = [one._version if not one.is_inference() else 0 for one in leaves]
+        kind = owner._device.torch_device.type
+        self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+
+    def backward(self, gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        owner, graph = self.owner, self.graph
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        if torch.is_grad_enabled():
+            owner.give_up(DOUBLE_BACKWARD)
+            return owner.run_eager_backward(self, list(gradients), create_graph=True)
+        by_number = dict(zip(graph.outputs.differentiable, gradients, strict=True))
+        mine = [by_number.pop(number) for number in graph.with_gradient]
+        if any(one is not None for one in by_number.values()):
+            owner.gradient_missed(graph, [n for n, one in by_number.items() if one is not None])
+            found = owner.run_eager_backward(self, list(gradients), create_graph=False)
+        else:
+            found = owner.run_backward(graph, mine)
+        if not keep:
+            self.ticket.is_done = True
+        return found
+
+    def require_unchanged(self) -> None:
+        """Raise if the call could not be computed again."""
+        versions = [one._version if not one.is_inference() else 0 for one in self.leaves]
+        what = None
+        if versions != self._versions:
+            what = "an argument of it was written to in place after the call"
+        elif self.graph.writes is not None:
+            what = f"its forward writes to {self.graph.writes}"
+        if what is not None:
+            raise StepError(
+                f"{self.owner.name}: this backward needs the forward once more (create_graph=True, "
+                f"or a gradient of an output that had none before), and {what}: leave this model "
+                "out of speed_up()"
+            )
+
+    @contextmanager
+    def as_then(self, device: Device, buffers: list[torch.Tensor]) -> Iterator[None]:
+        """In the block, random numbers and autocast are those of the call. Buffers are written as
+        in any forward, and get their content back."""
+        now = None if self.random_state is None else device.random_state()
+        contents = [one.clone() for one in buffers]
+        kind, dtype, enabled = self._autocast
+        if self.random_state is not None:
+            device.set_random_state(self.random_state)
+        try:
+            with torch.autocast(kind, dtype, enabled):
+                yield
+        finally:
+            with torch.no_grad():
+                for one, content in zip(buffers, contents, strict=True):
+                    one.copy_(content)
+            if now is not None:
+                device.set_random_state(now)
+
+
+class _Replayed(torch.autograd.Function):
+    """The outputs of a replayed call, with one node for all of its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, *args: Any) -> Any:
+        waiting, outputs, anchor, *_ = args
+        ctx.waiting = waiting
+        # For PyTorch's own error on a second backward without retain_graph.
+        ctx.save_for_backward(anchor)
+        ctx.set_materialize_grads(False)
+        return tuple(outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
+        ctx.saved_tensors  # noqa: B018  raises if it has been freed
+        return None, None, None, *ctx.waiting.backward(gradients)
+
+
+DOUBLE_BACKWARD = (
+    "its gradients are differentiated again (create_graph=True), and a graph's cannot be"
+)
+
+
+@contextmanager
+def _inside() -> Iterator[None]:
+    before, _running.inside = _running.inside, True
+    try:
+        yield
+    finally:
+        _running.inside = before
+
+
+def _same(tensor: torch.Tensor, leaves: Sequence[Any]) -> torch.Tensor:
+    return tensor
+
+
+def _gradient_like(output: torch.Tensor, strides: tuple[int, ...] | None) -> torch.Tensor:
+    """Memory for an output's gradient, laid out as those that were seen."""
+    dense = torch.empty_like(output, device="meta").contiguous().stride()
+    if strides is not None and sorted(strides) == sorted(dense):
+        return torch.zeros_like(output).as_strided(output.size(), strides).detach()
+    return torch.zeros(output.shape, dtype=output.dtype, device=output.device)
+
+
+def _require_own_leaves(outputs: list[torch.Tensor], own: set[int]) -> None:
+    """Raise if gradients would flow to a tensor that is neither a parameter nor an argument."""
+    todo: list[Any] = [one.grad_fn for one in outputs]
+    seen: set[Any] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in own:
+            raise CaptureError(
+                f"it uses a tensor of shape {tuple(leaf.shape)} that requires a gradient and is "
+                "none of its parameters: register it as one"
+            )
+        todo += [one for one, _ in node.next_functions]

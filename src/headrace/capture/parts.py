@@ -1,0 +1,276 @@
+"""`speed_up(model, optimizer)`: a loop's parts as graphs, and the loop as it is.
+
+    handle = hr.speed_up(model, optimizer)
+    for batch in loader:
+        loss = loss_fn(model(batch.x), batch.y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    print(handle.report())
+
+Forward and backward of the model and the optimizer's step are replayed as graphs. Everything else,
+such as the loss, clipping, schedules and logging, runs as it always does.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import types
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from headrace.capture.graphed_model import GraphedModel
+from headrace.capture.graphed_update import GraphedUpdate
+from headrace.device import Device, open_device
+from headrace.errors import StepError
+from headrace.plan import PLAN_VARIABLE
+
+
+@dataclass(frozen=True, slots=True)
+class PartReport:
+    """What became of one part. `why` says why it always runs eagerly; None if graphs are in use.
+    `eager` are the calls that ran eagerly, by reason. `rounding` says why the last digits differ
+    from the plain loop's; None if nothing is known to change them."""
+
+    name: str
+    replays: int
+    captures: int
+    eager: dict[str, int]
+    memory_bytes: int
+    why: str | None = None
+    rounding: str | None = None
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.replays:,} replays, {sum(self.eager.values()):,} eager calls"]
+        if self.captures:
+            lines[0] += f", {self.captures} captures, {self.memory_bytes / 1e6:,.0f} MB"
+        if self.why is not None:
+            lines.append(f"  runs eagerly, because {self.why}")
+        lines += [
+            f"  eager {count:,} times: {why}"
+            for why, count in self.eager.items()
+            if why != self.why
+        ]
+        if self.rounding is not None:
+            lines.append(f"  {self.rounding}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True, slots=True)
+class SpeedUpReport:
+    """What `speed_up` did. `off` says why it does nothing at all; None if it is at work."""
+
+    parts: tuple[PartReport, ...]
+    off: str | None = None
+
+    def __str__(self) -> str:
+        if self.off is not None:
+            return f"speed_up does nothing: {self.off}"
+        return "\n".join(map(str, self.parts))
+
+
+class SpeedUp:
+    """What `speed_up` returns. `close()` gives the model and the optimizer their own methods back,
+    as the end of a `with` block does."""
+
+    def __init__(
+        self,
+        models: list[tuple[torch.nn.Module, GraphedModel]],
+        updates: list[tuple[torch.optim.Optimizer, GraphedUpdate]],
+        off: str | None,
+        loader: Iterable[Any] | None,
+    ) -> None:
+        self._models, self._updates, self._off = models, updates, off
+        self._undo: list[Callable[[], None]] = []
+        #: The loader that was given, wrapped by `prefetch`; None if none was.
+        self.loader = loader
+        for model, graphed in models:
+            self._undo.append(_install_forward(model, graphed))
+        for optimizer, update in updates:
+            self._undo.append(_install_step(optimizer, update))
+
+    def report(self) -> SpeedUpReport:
+        """Which parts run as graphs, which do not, and why."""
+        parts = [
+            PartReport(
+                one.name,
+                one.replays,
+                one.captures,
+                dict(one.eager),
+                one.memory_bytes,
+                one.why,
+                one.rounding,
+            )
+            for _, one in (*self._models, *self._updates)
+        ]
+        return SpeedUpReport(tuple(parts), self._off)
+
+    def close(self) -> None:
+        """Give back the original methods, and free the graphs. Calls that wait for their backward
+        still get it."""
+        while self._undo:
+            self._undo.pop()()
+        for _, part in (*self._models, *self._updates):
+            part.close()
+
+    def __enter__(self) -> SpeedUp:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+def speed_up(
+    *parts: torch.nn.Module | torch.optim.Optimizer,
+    loader: Iterable[Any] | None = None,
+    compile: bool = False,
+    device: Device | str | torch.device | None = None,
+    after: int = 2,
+    shapes: int = 16,
+) -> SpeedUp:
+    """Replay models' forward and backward, and optimizers' steps, as graphs, in your own loop.
+
+    Call it once before the loop, with all models and optimizers that train: nothing else changes.
+
+    - `loader`: wrapped by `prefetch`; iterate over `.loader` of what this returns.
+    - `compile`: compile the models with `torch.compile` first.
+    - `device`: where they train. Default: the device of the first parameter.
+    - `after`: how many calls with a shape run eagerly before it is captured.
+    - `shapes`: how many graphs a model has at most.
+
+    What no graph can repeat runs eagerly, and `report()` of the result says why. With
+    `HEADRACE_PLAN=baseline` in the environment, and on a CPU, it does nothing.
+    """
+    models = [one for one in parts if isinstance(one, torch.nn.Module)]
+    optimizers = [one for one in parts if isinstance(one, torch.optim.Optimizer)]
+    odd = [one for one in parts if one not in (*models, *optimizers)]
+    if odd or not parts:
+        found = type(odd[0]).__name__ if odd else "nothing"
+        raise StepError(f"speed_up was given {found}; expected models and optimizers")
+    if after < 1 or shapes < 1:
+        raise StepError(f"speed_up: shapes = {shapes}, after = {after}; expected at least 1 each")
+    opened = open_device(_device_of(models, optimizers) if device is None else device)
+    off = None
+    if os.environ.get(PLAN_VARIABLE) == "baseline":
+        off = f"{PLAN_VARIABLE}=baseline is set"
+    elif not opened.captures:
+        off = f"{opened} captures no graphs"
+    if off is not None:
+        opened.warn_once(f"speed_up: {off}", "speed_up does nothing: %s", off)
+        return SpeedUp([], [], off, loader)
+    if loader is not None:
+        from headrace.data import prefetch
+
+        loader = prefetch(loader, opened)
+    names = _names((*models, *optimizers))
+    graphed = []
+    for model in models:
+        if compile:
+            model.compile()
+        part = GraphedModel(model, opened, name=names[id(model)], after=after, max_graphs=shapes)
+        graphed.append((model, part))
+    updates = [
+        (one, GraphedUpdate(one, opened, name=names[id(one)], after=after)) for one in optimizers
+    ]
+    return SpeedUp(graphed, updates, None, loader)
+
+
+def _device_of(
+    models: list[torch.nn.Module], optimizers: list[torch.optim.Optimizer]
+) -> torch.device:
+    for model in models:
+        for tensor in (*model.parameters(), *model.buffers()):
+            return tensor.device
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for tensor in group["params"]:
+                return tensor.device
+    return torch.device("cpu")
+
+
+def _names(parts: Iterable[object]) -> dict[int, str]:
+    """A name for each part: its type, numbered where there are several."""
+    types_of = {id(one): type(one).__name__ for one in parts}
+    names: dict[int, str] = {}
+    for key, kind in types_of.items():
+        alike = [other for other, one in types_of.items() if one == kind]
+        names[key] = kind if len(alike) == 1 else f"{kind} {alike.index(key) + 1}"
+    return names
+
+
+# --- behind the methods ---------------------------------------------------------------------------
+
+
+class _Forward:
+    """`model.forward` of a graphed model. Copies of the model get their class's own."""
+
+    def __init__(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
+        functools.update_wrapper(self, model.forward)  # others read the signature
+        self._graphed = graphed
+        self._model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._graphed(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        copied = memo[id(self._model)]
+        return types.MethodType(type(copied).forward, copied)
+
+
+def _install_forward(model: torch.nn.Module, graphed: GraphedModel) -> Callable[[], None]:
+    own = vars(model)
+    before = {name: own[name] for name in ("forward", "__getstate__") if name in own}
+    installed = _Forward(model, graphed)
+
+    def state() -> Any:
+        """A copy or a pickle has what the model had before."""
+        found = before["__getstate__"]() if "__getstate__" in before else _class_state(model)
+        if isinstance(found, dict) and found.get("forward") is installed:
+            found = {
+                name: one for name, one in found.items() if name not in ("forward", "__getstate__")
+            }
+            found |= before
+        return found
+
+    own["forward"], own["__getstate__"] = installed, state
+
+    def undo() -> None:
+        if own.get("forward") is not installed:
+            return  # somebody has wrapped it: what they call runs eagerly from now on
+        for name in ("forward", "__getstate__"):
+            own.pop(name, None)
+        own.update(before)
+
+    return undo
+
+
+def _class_state(model: torch.nn.Module) -> Any:
+    own: Any = getattr(type(model), "__getstate__", None)
+    if own is None or own is getattr(object, "__getstate__", None):
+        return dict(vars(model))
+    return own(model)
+
+
+def _install_step(optimizer: torch.optim.Optimizer, update: GraphedUpdate) -> Callable[[], None]:
+    before = vars(optimizer).get("step")
+
+    @functools.wraps(optimizer.step)
+    def step(self: torch.optim.Optimizer, closure: Any = None) -> Any:
+        return update(closure)
+
+    # A method, since learning rate schedulers unwrap it.
+    installed: Any = types.MethodType(step, optimizer)
+    optimizer.step = installed  # type: ignore[method-assign]
+
+    def undo() -> None:
+        if vars(optimizer).get("step") is not installed:
+            return
+        del optimizer.step
+        if before is not None:
+            optimizer.step = before  # type: ignore[method-assign]
+
+    return undo
