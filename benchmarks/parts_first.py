@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import statistics
 import time
@@ -61,7 +62,7 @@ class Loop:
 
 def mlp(*sizes: int, dropout: float = 0.1) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for one, other in zip(sizes, sizes[1:], strict=False):
+    for one, other in itertools.pairwise(sizes):
         layers += [nn.Linear(one, other), nn.LayerNorm(other), nn.GELU(), nn.Dropout(dropout)]
     return nn.Sequential(*layers[:-3])
 
@@ -312,7 +313,9 @@ def looks_at_the_graph(loop: Loop) -> None:
     def step(at: int) -> torch.Tensor:
         loss = model(batches[at % 8]).square().mean()
         if at % 3 == 0:
-            for parameter, one in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            for parameter, one in zip(
+                parameters, torch.autograd.grad(loss, parameters), strict=True
+            ):
                 parameter.grad = one
         elif at % 3 == 1:
             loss.backward(inputs=parameters[2:])
@@ -361,14 +364,14 @@ def train(case: Callable[[Loop], None], device: Device, *, sped_up: bool, steps:
     losses, times = [], []
     with scope as handle:
         for at in range(steps):
-            if at >= steps // 2 and at % 10 == 0:
+            if at == steps // 2 or (at > steps // 2 and at % 10 == 0):
                 device.synchronize("benchmark")
                 times.append((time.perf_counter(), at))
             losses.append(loop.step(at).detach().clone())
         device.synchronize("benchmark")
         times.append((time.perf_counter(), steps))
         report = str(handle.report()) if handle is not None else ""
-    each = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in zip(times, times[1:], strict=False)]
+    each = [(b[0] - a[0]) / (b[1] - a[1]) for a, b in itertools.pairwise(times)]
     weights = [one.detach().clone() for model in loop.models
                for one in (*model.parameters(), *model.buffers())]  # fmt: skip
     numbers = [float(one) for one in losses]
@@ -392,7 +395,9 @@ def _identical(one: torch.Tensor, other: Any) -> bool:
     return torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
-def measure(case: Callable[[Loop], None], device: Device, steps: int, small: bool) -> dict[str, Any]:
+def measure(
+    case: Callable[[Loop], None], device: Device, steps: int, small: bool
+) -> dict[str, Any]:
     runs: dict[bool, list[Outcome]] = {False: [], True: []}
     problem = None
     for sped_up in (False, True, False, True):
@@ -451,7 +456,9 @@ def main() -> None:
             results.append(measure(case, device, options.steps, options.device == "fake"))
         print(line(results[-1]), flush=True)
     if options.out:
-        options.out.write_text(json.dumps({"torch": torch.__version__, "results": results}, indent=1))
+        options.out.write_text(
+            json.dumps({"torch": torch.__version__, "results": results}, indent=1)
+        )
 
 
 if __name__ == "__main__":

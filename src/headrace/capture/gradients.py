@@ -235,7 +235,7 @@ class _Sum:
 
 @contextmanager
 def captures_keep_buffers() -> Iterator[None]:
-    """Capture in this block: what the capture keeps of the buffers counts as nobody's."""
+    """Capture in this block, or close graphs: what these hold of the buffers counts as nobody's."""
     before = {one: _memory_references(one) for one in list(_all)}
     try:
         yield

@@ -33,7 +33,7 @@ from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.module_guards import ModuleGuards
 from headrace.capture.obstacles import state_obstacle
 from headrace.capture.outputs import Outputs, addresses, own_tensors
-from headrace.capture.report import describe_failure
+from headrace.capture.report import describe_failure, join_reasons
 from headrace.capture.state import StepState, settings_of_pytorch
 from headrace.capture.trace import StepTracer, storages
 from headrace.capture.watch import StepWatch
@@ -145,6 +145,7 @@ class GraphedModel:
         self.anchor = torch.zeros((), device=device.torch_device, requires_grad=True)
         self._anchor_node = get_gradient_edge(self.anchor).node
         self._request: _Request | None = None
+        self._shares_casts = False
         self._look()
         #: Why it is not captured (any more).
         self.why: str | None = None
@@ -236,6 +237,7 @@ class GraphedModel:
             device, GraphedModel._run_watched.__code__, as_captured=self._watch.as_captured
         )
         known = storages([*guards.tensors, *flatten_batch(call)])
+        torch.clear_autocast_cache()  # what is cast here is not what earlier calls have cast
         before, random_state = device.memory().allocated, device.random_state()
         versions = [one._version for one in guards.buffers]
         with device.watch() as obstacles, tracer:
@@ -304,11 +306,11 @@ class GraphedModel:
         self._watch.forget()
 
     def _drop_graphs(self) -> None:
-        for lane in self._lanes:
-            ticket = lane.ticket()
-            for graph in lane.graphs.values():
-                if ticket is None or ticket.is_done:
-                    graph.close()
+        with captures_keep_buffers():
+            for lane in self._lanes:
+                if lane.is_free():
+                    for graph in lane.graphs.values():
+                        graph.close()
         # Backward passes still find calls that wait for theirs.
         self._dropped = [one for one in (*self._dropped, *self._lanes) if not one.is_free()]
         self._lanes.clear()
@@ -322,7 +324,15 @@ class GraphedModel:
     @property
     def rounding(self) -> str | None:
         """Why the last digits differ from the plain loop's; None if nothing is known to."""
-        return self._watch.rounding if self.captures else None
+        if not self.captures:
+            return None
+        casts = None
+        if self._shares_casts:
+            casts = (
+                "it is called several times in one autocast block, and each call casts the weights "
+                "anew, so the last digits differ from the plain loop's"
+            )
+        return join_reasons(self._watch.rounding, casts)
 
     def _graph_for(
         self, key: Hashable, call: Any, leaves: list[Any]
@@ -347,6 +357,12 @@ class GraphedModel:
         if sum(len(lane.graphs) for lane in self._lanes) >= self._max_graphs:
             self._why_no_graph = f"{self._max_graphs} graphs are in use for other shapes"
             return None
+        if (
+            self._lanes
+            and free is None
+            and torch.is_autocast_enabled(self._device.torch_device.type)
+        ):
+            self._shares_casts = True
         try:
             if free is None:
                 free = _Lane(self._device.graph_pool())
@@ -447,7 +463,9 @@ class GraphedModel:
             self._gradients.make_buffers(wanted)
 
         def work() -> tuple[list[int], list[torch.Tensor | None]]:
-            found = list(torch.autograd.grad(roots, sources, graph.into, allow_unused=True))
+            found: list[torch.Tensor | None] = list(
+                torch.autograd.grad(roots, sources, graph.into, allow_unused=True)
+            )
             ours, others = found[: len(wanted)], found[len(wanted) :]
             by_number = {n: one for n, one in zip(wanted, ours, strict=True) if one is not None}
             found.clear()
@@ -485,7 +503,7 @@ class GraphedModel:
             waiting = _Waiting(self, graph, call, leaves, ticket, random_state)
             numbers = graph.outputs.differentiable
             inputs = (leaves[at] for at in graph.differentiated)
-            fresh = _Replayed.apply(
+            fresh = _Replayed.apply(  # type: ignore[no-untyped-call]
                 waiting, [made[number] for number in numbers], self.anchor, *inputs
             )
             for number, one in zip(numbers, fresh, strict=True):

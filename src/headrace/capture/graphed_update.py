@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from headrace.capture.capturable_optimizer import CapturableOptimizer
+from headrace.capture.capturable_optimizer import CapturableOptimizer, takes_rates_as_tensors
 from headrace.capture.gradients import captures_keep_buffers
 from headrace.capture.memory import StateBeforeCapture
 from headrace.capture.obstacles import state_obstacle
@@ -100,7 +100,7 @@ class GraphedUpdate:
         """What a graph of the step depends on: all settings but the learning rates, and where the
         gradients are."""
         optimizer = self.optimizer
-        by_tensor = self._capturable is None or self._capturable.rates is not None
+        by_tensor = takes_rates_as_tensors(optimizer)
         settings = [
             (name, _comparable(value))
             for group in optimizer.param_groups
@@ -172,8 +172,7 @@ class GraphedUpdate:
         self._memory = _UpdateMemory(optimizer)
         self.captures += 1
         self.memory_bytes += max(0, device.memory().reserved - before_bytes)
-        uses = [one for one in state.tensors()]
-        return _CapturedUpdate(graph, capturable, inputs, uses)
+        return _CapturedUpdate(graph, capturable, inputs, state.tensors())
 
     def give_up(self, why: str) -> None:
         """Run all later steps eagerly."""
@@ -189,8 +188,9 @@ class GraphedUpdate:
         self._drop_graphs()
 
     def _drop_graphs(self) -> None:
-        for graph in self._graphs.values():
-            graph.graph.close()
+        with captures_keep_buffers():
+            for graph in self._graphs.values():
+                graph.graph.close()
         self._graphs.clear()
         self._pool = self._memory = self._last = None
         self.memory_bytes = 0

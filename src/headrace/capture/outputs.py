@@ -19,8 +19,11 @@ from headrace.capture.nested import parts_of
 from headrace.data import flatten_batch, rebuild_batch
 from headrace.errors import CaptureError
 
-# Values that a replay may return as they were.
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# Tensors, and values that a replay may return as they were.
+_PLAIN = (
+    *(torch.Tensor, enum.Enum, bool, int, float, complex, str, bytes, type(None)),
+    *(torch.dtype, torch.device),
+)
 # Above this many elements, tensors whose memory overlaps in part count as one and the same.
 _MAX_COMPARED = 1 << 26
 
@@ -132,7 +135,7 @@ def _require_plain(result: Any) -> None:
     """Raise if a result has a part that may hold tensors of the capture, and hides them."""
     hidden = (one for one in flatten_batch(result) if not isinstance(one, torch.Tensor))
     for part in (*hidden, *parts_of(result)):
-        if isinstance(part, torch.Tensor | enum.Enum) or isinstance(part, _CONSTANTS):
+        if isinstance(part, _PLAIN):
             continue
         raise CaptureError(
             f"the model returns a {type(part).__name__}, which may hold tensors that a graph would "
@@ -158,7 +161,7 @@ def _blocks(tensors: list[torch.Tensor], differentiable: list[bool]) -> list[_Bl
                     "the model returns two tensors that share memory and both have a gradient, and "
                     "copies of them could not be written in place: return a clone of one"
                 )
-        begin = min(tensors[number].storage_offset() for number in numbers)
+        begin = min(int(tensors[number].storage_offset()) for number in numbers)
         end = max(map(_end, (tensors[number] for number in numbers)))
         memory = first.as_strided((end - begin,), (1,), begin)
         if len({tensors[number].dtype for number in numbers}) > 1:
@@ -170,10 +173,11 @@ def _blocks(tensors: list[torch.Tensor], differentiable: list[bool]) -> list[_Bl
 
 
 def _end(tensor: torch.Tensor) -> int:
+    begin = int(tensor.storage_offset())
     if not tensor.numel():
-        return tensor.storage_offset()
+        return begin
     extents = ((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
-    return tensor.storage_offset() + sum(extents) + 1
+    return begin + int(sum(extents)) + 1
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
@@ -184,7 +188,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
 def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two tensors of one storage have an element in common."""
     end = max(_end(one), _end(other))
-    begin = min(one.storage_offset(), other.storage_offset())
+    begin = min(int(one.storage_offset()), int(other.storage_offset()))
     if one.storage_offset() >= _end(other) or other.storage_offset() >= _end(one):
         return False
     if end - begin > _MAX_COMPARED:

@@ -25,6 +25,7 @@ import torch
 
 from headrace.capture.graphed_model import GraphedModel
 from headrace.capture.graphed_update import GraphedUpdate
+from headrace.data import prefetch
 from headrace.device import Device, open_device
 from headrace.errors import StepError
 from headrace.plan import PLAN_VARIABLE
@@ -84,7 +85,11 @@ class SpeedUp:
         off: str | None,
         loader: Iterable[Any] | None,
     ) -> None:
-        self._models, self._updates, self._off = models, updates, off
+        self._off = off
+        self._parts: list[GraphedModel | GraphedUpdate] = [
+            *(one for _, one in models),
+            *(one for _, one in updates),
+        ]
         self._undo: list[Callable[[], None]] = []
         #: The loader that was given, wrapped by `prefetch`; None if none was.
         self.loader = loader
@@ -105,7 +110,7 @@ class SpeedUp:
                 one.why,
                 one.rounding,
             )
-            for _, one in (*self._models, *self._updates)
+            for one in self._parts
         ]
         return SpeedUpReport(tuple(parts), self._off)
 
@@ -114,7 +119,7 @@ class SpeedUp:
         still get it."""
         while self._undo:
             self._undo.pop()()
-        for _, part in (*self._models, *self._updates):
+        for part in self._parts:
             part.close()
 
     def __enter__(self) -> SpeedUp:
@@ -127,7 +132,7 @@ class SpeedUp:
 def speed_up(
     *parts: torch.nn.Module | torch.optim.Optimizer,
     loader: Iterable[Any] | None = None,
-    compile: bool = False,
+    compile: bool = False,  # noqa: A002
     device: Device | str | torch.device | None = None,
     after: int = 2,
     shapes: int = 16,
@@ -163,8 +168,6 @@ def speed_up(
         opened.warn_once(f"speed_up: {off}", "speed_up does nothing: %s", off)
         return SpeedUp([], [], off, loader)
     if loader is not None:
-        from headrace.data import prefetch
-
         loader = prefetch(loader, opened)
     names = _names((*models, *optimizers))
     graphed = []
@@ -184,11 +187,12 @@ def _device_of(
 ) -> torch.device:
     for model in models:
         for tensor in (*model.parameters(), *model.buffers()):
-            return tensor.device
+            return torch.device(tensor.device)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             for tensor in group["params"]:
-                return tensor.device
+                found: torch.device = tensor.device
+                return found
     return torch.device("cpu")
 
 
@@ -223,17 +227,15 @@ class _Forward:
 
 def _install_forward(model: torch.nn.Module, graphed: GraphedModel) -> Callable[[], None]:
     own = vars(model)
-    before = {name: own[name] for name in ("forward", "__getstate__") if name in own}
+    names = ("forward", "__getstate__")
+    before: dict[str, Any] = {name: own[name] for name in names if name in own}
     installed = _Forward(model, graphed)
 
     def state() -> Any:
         """A copy or a pickle has what the model had before."""
         found = before["__getstate__"]() if "__getstate__" in before else _class_state(model)
         if isinstance(found, dict) and found.get("forward") is installed:
-            found = {
-                name: one for name, one in found.items() if name not in ("forward", "__getstate__")
-            }
-            found |= before
+            found = {name: one for name, one in found.items() if name not in names} | before
         return found
 
     own["forward"], own["__getstate__"] = installed, state
@@ -241,7 +243,7 @@ def _install_forward(model: torch.nn.Module, graphed: GraphedModel) -> Callable[
     def undo() -> None:
         if own.get("forward") is not installed:
             return  # somebody has wrapped it: what they call runs eagerly from now on
-        for name in ("forward", "__getstate__"):
+        for name in names:
             own.pop(name, None)
         own.update(before)
 

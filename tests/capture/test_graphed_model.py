@@ -1,0 +1,546 @@
+"""A model's forward and backward as graphs: the eager loop's numbers, or eager with the reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import headrace as hr
+from headrace.device import Device
+from support.sped_up import Made, batch, compare, fused, small
+
+
+def made(
+    device: Device,
+    model: nn.Module,
+    loss_of: Callable[[nn.Module, torch.Tensor], Any],
+    *,
+    rows: Callable[[int], int] = lambda at: 6,
+    before: Callable[[int], object] = lambda at: None,
+) -> Made:
+    """A loop with one model: loss, backward, update."""
+    model.to(device.torch_device)
+    optimizer = fused(model)
+
+    def step(at: int) -> Any:
+        before(at)
+        loss = loss_of(model, batch(device, at, rows(at)))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.detach()
+
+    return (model, optimizer), step
+
+
+def squares(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).square().mean()
+    return loss
+
+
+def replays(report: hr.SpeedUpReport) -> int:
+    return report.parts[0].replays
+
+
+def why(report: hr.SpeedUpReport) -> str:
+    part = report.parts[0]
+    assert part.replays == 0
+    return f"{part.why} {part.eager}"
+
+
+def test_later_calls_are_replays(capturing: Device) -> None:
+    report = compare(capturing, lambda device: made(device, small(), squares))
+    assert [part.replays for part in report.parts] == [5, 4]
+    assert report.parts[0].eager == {"the first calls of a shape": 2}
+
+
+def test_what_the_loop_keeps_stays_as_it_was(capturing: Device) -> None:
+    """Loss, outputs, views of outputs and gradients of earlier steps."""
+
+    def make(device: Device) -> Made:
+        model, kept = small().to(device.torch_device), []
+        optimizer = fused(model)
+
+        def step(at: int) -> Any:
+            outputs = model(batch(device, at))
+            loss = outputs.square().mean()
+            loss.backward()
+            first = next(model.parameters())
+            kept.extend([loss, outputs, outputs[1:], first.grad])
+            optimizer.step()
+            optimizer.zero_grad()
+            return [one.detach().clone() for one in kept]
+
+        return (model, optimizer), step
+
+    assert replays(compare(capturing, make)) == 5
+
+
+def test_shapes_in_turns_share_the_gradients(capturing: Device) -> None:
+    report = compare(
+        capturing,
+        lambda device: made(device, small(), squares, rows=lambda at: (6, 3)[at % 2]),
+        steps=9,
+    )
+    assert report.parts[0].captures == 2
+    assert report.parts[1].captures == 1  # one set of gradient buffers: one graph of the update
+
+
+@pytest.mark.parametrize("calls", [2, 3, 5])
+def test_several_calls_before_one_backward(capturing: Device, calls: int) -> None:
+    """Each waiting call has memory of its own, and what has none runs eagerly."""
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([model(x * n).square().mean() for n in range(1, calls + 1)]).sum()
+
+    if calls > 2:  # sums of more than two gradients are rounded in the eager order only
+        loss_of = separately(calls)
+    report = compare(capturing, lambda device: made(device, small(), loss_of))
+    assert replays(report) > 0
+    if calls == 5:
+        assert report.parts[0].eager["3 calls wait for their backward already"] > 0
+
+
+def separately(calls: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """All forwards first, then a backward for each."""
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        losses = [model(x * n).square().mean() for n in range(1, calls + 1)]
+        for loss in losses[:-1]:
+            loss.backward()
+        return losses[-1]
+
+    return loss_of
+
+
+def test_a_validation_and_another_model_between(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model, other = small().to(device.torch_device), small().to(device.torch_device)
+        optimizer = fused(model, other)
+
+        def step(at: int) -> Any:
+            loss = model(batch(device, at)).square().mean()
+            model.eval()
+            checked = model(batch(device, at + 1)).square().mean()
+            model.train()
+            second = other(batch(device, at)).square().mean()
+            second.backward()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach(), second.detach(), checked.detach()
+
+        return (model, other, optimizer), step
+
+    report = compare(capturing, make)
+    assert report.parts[0].eager["the model is in eval()"] == 7
+    assert replays(report) == 5
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+def test_accumulation_adds_to_the_same_gradients(capturing: Device, to_none: bool) -> None:
+    def make(device: Device) -> Made:
+        model = small().to(device.torch_device)
+        optimizer = fused(model)
+
+        def step(at: int) -> Any:
+            for part in range(3):
+                model(batch(device, 3 * at + part)).square().mean().backward()
+            gradients = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=to_none)
+            return gradients
+
+        return (model, optimizer), step
+
+    report = compare(capturing, make)
+    assert replays(report) == 19
+    assert report.parts[1].replays > 0
+
+
+def test_a_gradient_that_somebody_holds_is_not_overwritten(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model, held = small().to(device.torch_device), []
+
+        def step(at: int) -> Any:
+            model(batch(device, at)).square().mean().backward()
+            parameters = list(model.parameters())
+            held.append([parameters[0].grad, parameters[1].grad.view(-1)])
+            model.zero_grad()
+            return held
+
+        return (model,), step
+
+    assert replays(compare(capturing, make)) == 5
+
+
+def test_a_generator_is_trained_through_a_discriminator(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        where = device.torch_device
+        generator, critic = small(4, 8, 4).to(where), small(4, 8, 1).to(where)
+        optimizers = fused(generator), fused(critic)
+
+        def step(at: int) -> Any:
+            fake = generator(batch(device, at))
+            d_loss = critic(batch(device, at)).mean() - critic(fake.detach()).mean()
+            optimizers[1].zero_grad()
+            d_loss.backward()
+            optimizers[1].step()
+            critic.requires_grad_(False)  # frozen and unfrozen at each step
+            optimizers[0].zero_grad()
+            g_loss = critic(fake).mean()
+            g_loss.backward()
+            optimizers[0].step()
+            critic.requires_grad_(True)
+            return d_loss.detach(), g_loss.detach(), fake.detach().clone()
+
+        return (generator, critic, *optimizers), step
+
+    report = compare(capturing, make)
+    assert [part.replays > 0 for part in report.parts] == [True] * 4
+    assert report.parts[1].why is None
+
+
+# --- backward passes that look at the graph -------------------------------------------------------
+
+
+def test_gradients_of_the_parameters_are_never_none(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = small().to(device.torch_device)
+        parameters = list(model.parameters())
+
+        def step(at: int) -> Any:
+            loss = model(batch(device, at)).square().mean()
+            found = torch.autograd.grad(loss, parameters, retain_graph=True, allow_unused=True)
+            loss.backward(inputs=parameters[1:])
+            gradients = [None if p.grad is None else p.grad.clone() for p in parameters]
+            model.zero_grad()
+            return found, gradients
+
+        return (model,), step
+
+    report = compare(capturing, make)
+    assert replays(report) == 5
+
+
+def test_a_gradient_of_the_input_leaves_the_parameters_alone(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = small().to(device.torch_device)
+
+        def step(at: int) -> Any:
+            x = batch(device, at).requires_grad_()
+            found = torch.autograd.grad(model(x).sum(), x)
+            return found, [p.grad for p in model.parameters()]
+
+        return (model,), step
+
+    assert replays(compare(capturing, make)) == 5
+
+
+def test_two_backwards_of_one_graph(capturing: Device) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward(retain_graph=True)
+        return loss
+
+    assert replays(compare(capturing, lambda device: made(device, small(), loss_of))) == 5
+
+
+def test_a_second_backward_without_the_graph_raises(capturing: Device) -> None:
+    model = small().to(capturing.torch_device)
+    with hr.speed_up(model, device=capturing) as handle:
+        for at in range(4):
+            loss = model(batch(capturing, at)).square().mean()
+            loss.backward()
+        assert handle.report().parts[0].replays == 2
+        with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+            loss.backward()
+
+
+def test_a_double_backward_from_the_start_is_eager(capturing: Device) -> None:
+    report = compare(capturing, lambda device: made(device, small(dropout=0.0), penalized(0)))
+    assert "differentiated again" in why(report)
+
+
+def test_a_double_backward_after_the_capture_is_right(capturing: Device) -> None:
+    """The forward is computed once more, with the random numbers of then. Its gradients are summed
+    in another order than the eager loop's, once."""
+    report = compare(capturing, lambda device: made(device, small(), penalized(4)), exact=False)
+    assert replays(report) == 3
+    assert "differentiated again" in str(report.parts[0].why)
+
+
+def penalized(first: int) -> Callable[[nn.Module, torch.Tensor], torch.Tensor]:
+    """A loss that has a gradient penalty from the call `first` on."""
+    calls = iter(range(100))
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        x = x.requires_grad_()
+        out = model(x)
+        if next(calls) % 50 < first:
+            return out.square().mean()
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out.square().mean() + slope.square().mean()
+
+    return loss_of
+
+
+def test_an_output_that_had_no_gradient_before(capturing: Device) -> None:
+    calls = iter(range(100))
+
+    class TwoHeads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 2), nn.Linear(4, 2)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"one": self.one(x).tanh(), "other": self.other(x).tanh()}
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        out = model(x)
+        loss: torch.Tensor = out["one"].square().mean()
+        return loss + out["other"].square().mean() if next(calls) % 8 > 3 else loss
+
+    report = compare(capturing, lambda device: made(device, TwoHeads(), loss_of), steps=8)
+    assert replays(report) == 6
+    assert report.parts[0].captures == 2
+
+
+# --- outputs --------------------------------------------------------------------------------------
+
+
+@dataclass
+class Result:
+    hidden: torch.Tensor
+    again: torch.Tensor
+    scale: float
+
+
+class Returns(nn.Module):
+    """Returns what `choose` makes of its input, its hidden state and itself."""
+
+    def __init__(self, choose: Callable[[Any, torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.layer, self.choose = nn.Linear(4, 4), choose
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.choose(self, x, self.layer(x * self.weight).tanh())
+
+
+def test_duplicates_arguments_and_parameters_stay_themselves(capturing: Device) -> None:
+    model = Returns(lambda self, x, h: (Result(h, h, 0.5), x, self.weight, h.detach()))
+    model.to(capturing.torch_device)
+    with hr.speed_up(model, device=capturing) as handle:
+        for at in range(4):
+            x = batch(capturing, at)
+            result, argument, weight, detached = model(x)
+            result.hidden.sum().backward()
+        assert handle.report().parts[0].replays == 2
+        assert isinstance(result, Result)
+        assert result.hidden is result.again
+        assert argument is x
+        assert weight is model.weight
+        assert detached.data_ptr() == result.hidden.data_ptr()
+
+
+def test_chunks_may_be_written_in_place(capturing: Device) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        mean, width = model(x)
+        return (mean * 2 + width.exp()).square().mean()
+
+    def make(device: Device) -> Made:
+        return made(device, Returns(lambda self, x, h: h.chunk(2, dim=1)), loss_of)
+
+    assert replays(compare(capturing, make)) == 5
+
+
+@pytest.mark.parametrize(
+    ("choose", "reason"),
+    [
+        (lambda self, x, h: (h, h.view(-1)), "two tensors that share memory"),
+        (lambda self, x, h: (h, x.view(-1)), "a view of an argument"),
+        (lambda self, x, h: (h, {1, 2}), "a set"),
+    ],
+)
+def test_what_copies_cannot_stand_for_is_eager(capturing: Device, choose: Any, reason: str) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x)[0].square().mean()
+        return loss
+
+    report = compare(capturing, lambda device: made(device, Returns(choose), loss_of), steps=5)
+    assert reason in why(report)
+
+
+# --- eager, with the reason -----------------------------------------------------------------------
+
+
+class Reads(nn.Module):
+    """A model that does something no graph repeats."""
+
+    def __init__(self, act: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.layer, self.act = nn.Linear(4, 2), act
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.act(self.layer(x))
+
+
+def drop_on_host(x: torch.Tensor) -> torch.Tensor:
+    return x if torch.rand(()) > 2 else x * 0.5
+
+
+def test_a_host_draw_is_eager(capturing: Device) -> None:
+    report = compare(capturing, lambda device: made(device, Reads(drop_on_host), squares), 5)
+    assert "CPU generator" in why(report) or "waits" in why(report)
+
+
+def test_a_host_wait_is_eager(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        reads = Reads(lambda x: x * float(x.detach().abs().max().item() > 0))
+        return made(device, reads, squares)
+
+    report = compare(capturing, make, 5)
+    assert "the host waits for the device" in why(report)
+    assert "test_graphed_model.py" in why(report)
+
+
+def test_a_hook_of_a_parameter_is_eager(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = small()
+        next(model.parameters()).register_hook(lambda gradient: gradient * 2)
+        return made(device, model, squares)
+
+    assert "a hook of parameter" in why(compare(capturing, make, 5))
+
+
+def test_a_hook_that_comes_later_is_noticed(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = small()
+
+        def before(at: int) -> None:
+            if at == 4:
+                next(model.parameters()).register_hook(lambda gradient: gradient * 2)
+
+        return made(device, model, squares, before=before)
+
+    report = compare(capturing, make)
+    assert replays(report) == 2
+    assert "a hook of parameter" in str(report.parts[0].why)
+
+
+def test_hooks_for_saved_tensors_and_anomaly_mode_are_eager(capturing: Device) -> None:
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autograd.graph.saved_tensors_hooks(lambda one: one, lambda one: one):
+            return squares(model, x)
+
+    assert "hooks for saved tensors" in why(
+        compare(capturing, lambda device: made(device, small(), loss_of), 5)
+    )
+
+
+# --- changes --------------------------------------------------------------------------------------
+
+
+def unfrozen(model: nn.Sequential) -> None:
+    model[0].requires_grad_(not model[0].weight.requires_grad)
+
+
+def other_dropout(model: nn.Sequential) -> None:
+    model[1].p = 0.5
+
+
+def moved(model: nn.Sequential) -> None:
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+
+
+def replaced(model: nn.Sequential) -> None:
+    model[2] = nn.ReLU()
+
+
+def partly_eval(model: nn.Sequential) -> None:
+    model[1].eval()
+
+
+def loaded(model: nn.Sequential) -> None:
+    model.load_state_dict({name: one * 0.5 for name, one in model.state_dict().items()})
+
+
+@pytest.mark.parametrize("change", [unfrozen, other_dropout, moved, replaced, partly_eval, loaded])
+def test_a_change_is_noticed(capturing: Device, change: Callable[[nn.Sequential], None]) -> None:
+    def make(device: Device) -> Made:
+        model = small()
+        return made(device, model, squares, before=lambda at: change(model) if at == 4 else None)
+
+    report = compare(capturing, make, steps=9)
+    assert report.parts[0].why is None
+    assert replays(report) >= 4
+
+
+def test_frozen_batch_normalization_and_buffers(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+
+        def before(at: int) -> None:
+            model[1].train(at % 4 != 3)
+
+        return made(device, model, squares, before=before)
+
+    assert replays(compare(capturing, make, steps=12)) > 5
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.other.weight = self.one.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.other(self.one(x).tanh())
+
+
+def test_tied_weights_and_autocast(capturing: Device) -> None:
+    """The cast of a weight that is used twice is cached, in a capture as outside; none that was
+    made before is used."""
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return model(x).float().square().mean()
+
+    assert replays(compare(capturing, lambda device: made(device, Tied(), loss_of))) == 5
+
+
+def test_two_calls_in_one_autocast_block(capturing: Device) -> None:
+    """An eager loop's second call takes the casts of the first; graphs make their own."""
+
+    def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, torch.bfloat16):
+            return model(x).float().square().mean() + model(x * 2).float().square().mean()
+
+    model = small(dropout=0.0).to(capturing.torch_device)
+    with hr.speed_up(model, device=capturing) as handle:
+        for at in range(4):
+            loss_of(model, batch(capturing, at)).backward()
+        part = handle.report().parts[0]
+    assert part.replays == 6
+    assert "casts the weights" in str(part.rounding)
+
+
+def test_a_recurrent_model(capturing: Device) -> None:
+    class Recurrent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cells = nn.LSTM(4, 3, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.cells(x[:, None])[0]
+            return out
+
+    report = compare(capturing, lambda device: made(device, Recurrent(), squares), 5)
+    assert replays(report) > 0 or "capture" in why(report) or "registered" in why(report)
