@@ -39,7 +39,8 @@ class GradientBuffers:
         self._buffers: dict[int, torch.Tensor] = {}
         self._memory: dict[int, int] = {}
         # How many references there are, to the tensor and its memory, while nobody holds them.
-        self._own_references: dict[int, tuple[int, int]] = {}
+        self._own_objects: dict[int, int] = {}
+        self._own_memory: dict[int, int] = {}
         # Memory for what must outlive a replay: what others hold, and a backward's earlier parts.
         self._aside: dict[int, torch.Tensor] = {}
         self._partial: dict[int, torch.Tensor] = {}
@@ -83,9 +84,9 @@ class GradientBuffers:
 
     def note_references(self) -> None:
         """Count the references to buffers that have been added. Nobody else may hold any yet."""
-        new = [number for number in self._buffers if number not in self._own_references]
-        for number, counts in zip(new, self._references(new), strict=True):
-            self._own_references[number] = counts
+        new = [number for number in self._buffers if number not in self._own_objects]
+        for number, objects, memory in zip(new, *self._references(new), strict=True):
+            self._own_objects[number], self._own_memory[number] = objects, memory
 
     def nbytes(self) -> int:
         kinds = (self._buffers, self._aside, self._partial)
@@ -201,25 +202,32 @@ class GradientBuffers:
 
     def _held(self, numbers: Sequence[int], besides: dict[int, None]) -> list[int]:
         """Those whose buffer somebody holds, as `p.grad` or otherwise, and that are not known."""
-        gradients = map(_GRADIENT, map(self._parameters.__getitem__, numbers))
-        buffers = map(self._buffers.__getitem__, numbers)
-        references = self._references(numbers)
-        own = map(self._own_references.__getitem__, numbers)
-        is_gradient = list(map(operator.is_, gradients, buffers))
-        is_held = list(map(operator.ne, references, own))
-        if not any(is_gradient) and not any(is_held):
+        objects, memory = self._references(numbers)
+        gradients = list(map(_GRADIENT, map(self._parameters.__getitem__, numbers)))
+        own_objects = list(map(self._own_objects.__getitem__, numbers))
+        own_memory = list(map(self._own_memory.__getitem__, numbers))
+        if (
+            objects == own_objects
+            and memory == own_memory
+            and not any(map(operator.is_, gradients, map(self._buffers.__getitem__, numbers)))
+        ):
             return []
         return [
             number
-            for number, one, other in zip(numbers, is_gradient, is_held, strict=True)
-            if (one or other) and number not in besides
+            for at, number in enumerate(numbers)
+            if number not in besides
+            and (
+                gradients[at] is self._buffers[number]
+                or objects[at] > own_objects[at]
+                or memory[at] > own_memory[at]
+            )
         ]
 
-    def _references(self, numbers: Sequence[int]) -> list[tuple[int, int]]:
-        """For each buffer the references to the tensor's object and to its memory."""
+    def _references(self, numbers: Sequence[int]) -> tuple[list[int], list[int]]:
+        """For each buffer the references to the tensor's object, and to its memory."""
         objects = map(sys.getrefcount, map(self._buffers.__getitem__, numbers))
-        uses = map(torch._C._storage_Use_Count, map(self._memory.__getitem__, numbers))
-        return list(zip(objects, uses, strict=True))
+        memory = map(torch._C._storage_Use_Count, map(self._memory.__getitem__, numbers))
+        return list(objects), list(memory)
 
 
 class _Sum:
@@ -242,9 +250,8 @@ def captures_keep_buffers() -> Iterator[None]:
     finally:
         for one, counts in before.items():
             for number, now in _memory_references(one).items():
-                if number in one._own_references and number in counts:
-                    objects, memory = one._own_references[number]
-                    one._own_references[number] = (objects, memory + now - counts[number])
+                if number in one._own_memory and number in counts:
+                    one._own_memory[number] += now - counts[number]
 
 
 def _memory_references(buffers: GradientBuffers) -> dict[int, int]:

@@ -110,7 +110,7 @@ class GraphedUpdate:
         return (
             tuple(settings),
             tuple(getattr(optimizer, name, None) is not None for name in _SCALER),
-            tuple(0 if one is None else one.data_ptr() for one in gradients),
+            _addresses(gradients),
         )
 
     def _capture_if_settled(self, key: Hashable, gradients: list[Any]) -> _CapturedUpdate | None:
@@ -196,6 +196,13 @@ class GraphedUpdate:
         self.memory_bytes = 0
 
 
+def _addresses(gradients: list[Any]) -> tuple[int, ...]:
+    try:
+        return tuple(map(torch.Tensor.data_ptr, gradients))
+    except TypeError:  # some are None
+        return tuple(0 if one is None else one.data_ptr() for one in gradients)
+
+
 def _comparable(value: object) -> Hashable:
     if isinstance(value, torch.Tensor):
         return id(value)
@@ -255,28 +262,31 @@ class _ScalerInputs:
 
 
 class _UpdateMemory:
-    """Where parameters and state were at a capture, and who held them."""
+    """Where parameters were at a capture, and which tensors the optimizer had for them."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._held = self._holders()
-        self._tensors = [one for one in self._held if isinstance(one, torch.Tensor)]
-        self._addresses = list(map(torch.Tensor.data_ptr, self._tensors))
+        self._held = [*self._holders()]
+        self._parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self._addresses = list(map(torch.Tensor.data_ptr, self._parameters))
 
     def has_moved(self) -> bool:
-        held = self._holders()
         return (
-            len(held) != len(self._held)
-            or not all(map(operator.is_, held, self._held))
-            or list(map(torch.Tensor.data_ptr, self._tensors)) != self._addresses
+            not all(map(operator.is_, self._holders(), self._held))
+            or list(map(torch.Tensor.data_ptr, self._parameters)) != self._addresses
         )
 
-    def _holders(self) -> list[Any]:
+    def _holders(self) -> Iterator[Any]:
+        """All that must be the same object, and an end: more or fewer objects differ from it."""
         state, groups = self._optimizer.state, self._optimizer.param_groups
-        own = list(state.values())
-        dicts = [one for one in own if isinstance(one, dict)]
-        parameters = chain.from_iterable(group["params"] for group in groups)
-        return [state, *own, *chain.from_iterable(map(dict.values, dicts)), *parameters]
+        parameters = chain.from_iterable(map(operator.itemgetter("params"), groups))
+        own = chain.from_iterable(map(_VALUES, state.values()))
+        return chain((state,), parameters, own, _END)
+
+
+_END = (object(),)
+# Each parameter has a dict of its own.
+_VALUES = operator.methodcaller("values")
 
 
 @contextmanager

@@ -5,18 +5,26 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
 
-from headrace.capture.same_entries import SameEntries
 from headrace.capture.state import unique
 
 _TRAINING = operator.attrgetter("training")
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_PARAMETER_HOOKS = operator.attrgetter("_backward_hooks", "_post_accumulate_grad_hooks")
+_HOOKS_OF_PARAMETER = operator.attrgetter("_backward_hooks")
+_LATER_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 # What every module has of its own, and what is checked apart or put there by a wrapper.
 _OWN = frozenset({*vars(torch.nn.Module()), "forward", "__getstate__"})
+# What PyTorch's own modules keep for their `repr` only: their forward takes it from the weights.
+_SIZES = frozenset(
+    {"in_features", "out_features", "in_channels", "out_channels", "num_features", "affine"}
+    | {"num_embeddings", "embedding_dim", "elementwise_affine", "normalized_shape"}
+)
+#: Ends what is compared, so that more or fewer values differ from it.
+_END = (object(),)
 _NUMBERS = (int, float, str, bool, complex)
 
 
@@ -41,7 +49,8 @@ class ModuleGuards:
             if one.layout is torch.strided and not one.is_nested
         ]
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
-        self._parameter_hooks = list(map(_PARAMETER_HOOKS, self.parameters))
+        self._parameter_hooks = list(map(_HOOKS_OF_PARAMETER, self.parameters))
+        self._later_hooks = list(map(_LATER_HOOKS, self.parameters))
         self._hook_dicts: list[Any] = [
             getattr(one, kind) for one in self.modules for kind in _HOOKS
         ]
@@ -49,23 +58,37 @@ class ModuleGuards:
         self._note_entries()
 
     def _note_entries(self) -> None:
-        dicts: list[dict[Any, Any]] = []
+        registered: list[dict[str, Any]] = []
+        self._own: list[dict[str, Any]] = []
+        self._names: list[str] = []
         for module in self.modules:
-            dicts += [module._parameters, module._buffers, module._modules]
-        entries = [(one, key) for one in dicts for key in one]
-        for module in self.modules:
-            own = vars(module)
-            entries += [(own, name) for name in own if name not in _OWN]
-        self._entries = [(one, key, one[key]) for one, key in entries]
-        self._same = SameEntries(entries, dicts)
+            registered += [module._parameters, module._buffers, module._modules]
+            own, fixed = vars(module), _fixed_attributes(module)
+            names = [name for name in own if name not in fixed]
+            self._own += [own] * len(names)
+            self._names += names
+        self._registered = [one for one in registered if one]
+        self._empty = [one for one in registered if not one]
+        self._registered_values = [*self._now_registered()]
+        self._own_values = [*self._now_own()]
+
+    def _now_registered(self) -> Iterator[Any]:
+        return chain(chain.from_iterable(map(dict.values, self._registered)), _END)
+
+    def _now_own(self) -> Iterator[Any]:
+        return map(dict.get, self._own, self._names)
 
     def hold(self) -> bool:
-        """Whether all is as it was. Call it before each replay."""
+        """Whether all is as it was. Call it before each replay: no Python code runs for each
+        parameter or module."""
         return (
             list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
+            and all(map(operator.is_, self._now_registered(), self._registered_values))
+            and not any(self._empty)
             and list(map(len, self._hook_dicts)) == self._hook_counts
-            and list(map(_PARAMETER_HOOKS, self.parameters)) == self._parameter_hooks
-            and (self._same.hold() or self._only_equal_numbers())
+            and list(map(_HOOKS_OF_PARAMETER, self.parameters)) == self._parameter_hooks
+            and list(map(_LATER_HOOKS, self.parameters)) == self._later_hooks
+            and (all(map(operator.is_, self._now_own(), self._own_values)) or self._only_equal())
         )
 
     def written_buffer(self, versions: list[int]) -> str | None:
@@ -89,34 +112,27 @@ class ModuleGuards:
 
     def difference(self) -> str:
         """What has changed, in words; it follows "because"."""
-        for owner, key, before in self._entries:
-            now = owner.get(key, None)
+        for owner, name, now, before in self._attributes():
             if now is not before and not _equal_numbers(now, before):
-                return f"{self._name_of(owner)}{key} changes"
-        if list(map(len, self._hook_dicts)) != self._hook_counts:
-            return "hooks are added or removed"
-        if list(map(_PARAMETER_HOOKS, self.parameters)) != self._parameter_hooks:
-            return "hooks of parameters are added or removed"
-        return "parameters or buffers move to other memory"
+                kind = next(type(one).__name__ for one in self.modules if vars(one) is owner)
+                return f"{kind}.{name} changes"
+        registered = map(operator.is_, self._now_registered(), self._registered_values)
+        if any(self._empty) or not all(registered):
+            return "its modules, parameters or buffers are replaced"
+        if list(map(torch.Tensor.data_ptr, self.tensors)) != self._addresses:
+            return "its parameters or buffers move to other memory"
+        return "its hooks change"
 
-    def _name_of(self, owner: dict[Any, Any]) -> str:
-        for module in self.modules:
-            kinds = (vars(module), module._parameters, module._buffers, module._modules)
-            if any(one is owner for one in kinds):
-                return f"{type(module).__name__}."
-        return ""
+    def _attributes(self) -> Iterator[tuple[dict[str, Any], str, Any, Any]]:
+        return zip(self._own, self._names, self._now_own(), self._own_values, strict=True)
 
-    def _only_equal_numbers(self) -> bool:
-        """Whether all entries that are other objects are numbers or strings of the same value."""
-        for owner, key, before in self._entries:
-            now = owner.get(key, None)
+    def _only_equal(self) -> bool:
+        """Whether all attributes that are other objects are numbers or strings of the same
+        value."""
+        for _, _, now, before in self._attributes():
             if now is not before and not _equal_numbers(now, before):
                 return False
-        sizes = [(module._parameters, module._buffers, module._modules) for module in self.modules]
-        entries = {(id(owner), key) for owner, key, _ in self._entries}
-        if any((id(one), key) not in entries for kinds in sizes for one in kinds for key in one):
-            return False
-        self._note_entries()
+        self._own_values = [*self._now_own()]
         return True
 
     @contextmanager
@@ -153,6 +169,12 @@ def _lists_of_tensors(module: torch.nn.Module) -> Iterator[Any]:
     for name, value in vars(module).items():
         if name not in _OWN and type(value) in (list, dict):
             yield value
+
+
+def _fixed_attributes(module: torch.nn.Module) -> frozenset[str]:
+    """The attributes that a forward does not depend on, or that are checked apart."""
+    is_pytorchs = type(module).__module__.startswith("torch.nn.modules.")
+    return _OWN | _SIZES if is_pytorchs else _OWN
 
 
 def _equal_numbers(one: object, other: object) -> bool:
