@@ -12,6 +12,7 @@ from torch import nn
 
 import headrace as hr
 from headrace.device import Device
+from headrace.testing import FakeDevice
 from support.sped_up import Made, batch, compare, fused, small
 
 
@@ -544,3 +545,80 @@ def test_a_recurrent_model(capturing: Device) -> None:
 
     report = compare(capturing, lambda device: made(device, Recurrent(), squares), 5)
     assert replays(report) > 0 or "capture" in why(report) or "registered" in why(report)
+
+
+def test_lazy_parameters_are_made_by_the_first_call(capturing: Device) -> None:
+    model = nn.Sequential(nn.LazyLinear(3), nn.Tanh())
+    with hr.speed_up(model, device=capturing) as handle:
+        model.to(capturing.torch_device)
+        for at in range(5):
+            model(batch(capturing, at)).square().mean().backward()
+        part = handle.report().parts[0]
+    assert part.eager["its lazy parameters are made by the first call"] == 1
+    assert part.replays == 2
+
+
+def test_graphs_are_dropped_while_a_call_waits(capturing: Device) -> None:
+    """Its backward still has its graph, its gradients and its memory."""
+
+    def make(device: Device) -> Made:
+        model = small().to(device.torch_device)
+
+        def step(at: int) -> Any:
+            first = model(batch(device, at)).square().mean()
+            if at == 4:
+                moved(model)
+            model(batch(device, at + 1)).square().mean().backward()
+            first.backward()
+            found = [p.grad.clone() for p in model.parameters()]
+            model.zero_grad()
+            return found
+
+        return (model,), step
+
+    assert replays(compare(capturing, make, 9)) > 6
+
+
+def test_a_model_on_another_device_is_eager(capturing: Device) -> None:
+    model = small().to(capturing.torch_device)
+    model.extra = nn.Parameter(torch.ones(1))
+    with hr.speed_up(model, device=capturing) as handle:
+        model(batch(capturing, 0)).mean().backward()
+        assert "are not on" in str(handle.report().parts[0].why)
+
+
+def test_memory_that_would_not_fit_is_not_captured() -> None:
+    def steps(device: FakeDevice, model: nn.Module) -> None:
+        for _ in range(4):
+            x = batch(device, 0, 64, 8)
+            model(x).square().mean().backward()
+            model.zero_grad()
+
+    with FakeDevice() as device:
+        steps(device, small(8, 64, 2).to(device.torch_device))
+        peak = device.peak_memory()
+    with FakeDevice(memory_bytes=int(1.2 * peak)) as device:
+        model = small(8, 64, 2).to(device.torch_device)
+        with hr.speed_up(model, device=device) as handle:
+            steps(device, model)
+            part = handle.report().parts[0]
+    assert part.replays == 0
+    assert "a graph would need about" in str(part.why)
+
+
+def test_a_compiled_forward_is_what_is_captured(
+    capturing: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = []
+
+    def compile_(function: Any) -> Any:
+        compiled.append(function)
+        return function
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    model = small().to(capturing.torch_device)
+    with hr.speed_up(model, compile=True, device=capturing) as handle:
+        for at in range(4):
+            model(batch(capturing, at)).square().mean().backward()
+        assert handle.report().parts[0].replays == 2
+    assert len(compiled) == 1

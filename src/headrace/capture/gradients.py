@@ -112,16 +112,24 @@ class GradientBuffers:
         total.streams.add(self._device.current_stream())
 
     def replay_for(
-        self, numbers: Sequence[int], replay: Callable[[], None], wanted: Sequence[int]
-    ) -> dict[int, torch.Tensor]:
-        """Replay a backward graph whose gradients are not for `p.grad`. Returns copies of those
-        that are wanted."""
+        self,
+        numbers: Sequence[int],
+        replay: Callable[[], None],
+        wanted: Sequence[torch.Tensor],
+    ) -> dict[torch.Tensor, torch.Tensor]:
+        """Replay a backward graph whose gradients are not for `p.grad`. Returns copies of those of
+        the wanted parameters."""
         inner: dict[int, None] = {}
         open_part = [] if self._sum is None else list(self._sum.numbers)
         kept = {n: self._buffers[n].clone() for n in self._held(numbers, besides=inner)}
         kept |= {n: self._buffers[n].clone() for n in open_part if n in numbers and n not in kept}
         replay()
-        found = {n: self._buffers[n].clone() for n in wanted if n in numbers}
+        wishes = {id(one) for one in wanted}
+        found = {
+            self._parameters[number]: self._buffers[number].clone()
+            for number in numbers
+            if id(self._parameters[number]) in wishes
+        }
         if kept:
             torch._foreach_copy_(_pick(self._buffers, kept), list(kept.values()))
         return found

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
+from torch.nn.parameter import is_lazy
 
 from headrace.capture.backward_watch import accumulate, watch_backwards
 from headrace.capture.cache import signature
@@ -87,13 +88,15 @@ class _Lane:
 
 @dataclass(slots=True, eq=False)
 class CapturedModel:
-    """A forward and its backward as graphs. `inputs` are copies of the arguments' leaves at
-    `places`. `with_gradient` are the numbers of the outputs whose gradients the backward takes,
-    `into` the memory that it takes them from. `numbers` are the parameters that get a gradient,
-    `differentiated` the leaves of the arguments that get one. `draws` is whether the forward draws
-    random numbers, `writes` a buffer that it writes and may read. `uses` must not be freed."""
+    """A forward and its backward as graphs. `gradients` are the model's, `inputs` copies of the
+    arguments' leaves at `places`. `with_gradient` are the numbers of the outputs whose gradients
+    the backward takes, `into` the memory that it takes them from. `numbers` are the parameters that
+    get a gradient, `differentiated` the leaves of the arguments that get one. `draws` is whether
+    the forward draws random numbers, `writes` a buffer that it writes and may read. `uses` must not
+    be freed."""
 
     forward: Graph
+    gradients: GradientBuffers
     inputs: list[torch.Tensor]
     places: list[int]
     outputs: Outputs
@@ -107,6 +110,10 @@ class CapturedModel:
     input_gradients: list[torch.Tensor | None] = field(default_factory=list)
     uses: list[torch.Tensor] = field(default_factory=list)
 
+    def compile(self) -> None:
+        """Compile the model's forward; graphs are captured of what that launches."""
+        self._forward = torch.compile(self._forward)
+
     def close(self) -> None:
         self.forward.close()
         if self.backward is not None:
@@ -119,7 +126,7 @@ class _Seen:
     with its strides."""
 
     gradients: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    peak_bytes: int = 0
+    kept_bytes: int = 0
     #: Whether it draws random numbers, and a buffer that it writes and may read.
     draws: bool = False
     writes: str | None = None
@@ -146,7 +153,10 @@ class GraphedModel:
         self._anchor_node = get_gradient_edge(self.anchor).node
         self._request: _Request | None = None
         self._shares_casts = False
-        self._look()
+        #: None until the model's parameters are there.
+        self._guards: ModuleGuards | None = None
+        self._parameters: list[torch.Tensor] = []
+        self._gradients = GradientBuffers(device, ())
         #: Why it is not captured (any more).
         self.why: str | None = None
         self.replays = self.captures = self.drops = 0
@@ -160,6 +170,8 @@ class GraphedModel:
         if torch.compiler.is_compiling():
             return self._forward(*args, **kwargs)
         why = self.why or self._why_eager_now()
+        if why is None and self._guards is None:
+            why = self._look()
         if why is not None:
             return self._run(why, args, kwargs)
         call = (args, kwargs)
@@ -199,9 +211,12 @@ class GraphedModel:
         return None
 
     def _key(self, call: Any, leaves: list[Any]) -> Hashable:
-        if not self._guards.hold():
-            self._drop(self._guards.difference())
-            self._look()
+        guards = self._known()
+        if not guards.hold():
+            self._drop(guards.difference())
+            if (why := self._look()) is not None:
+                raise CaptureError(why)
+            guards = self._known()
         differentiated = tuple(
             at for at, leaf in enumerate(leaves) if getattr(leaf, "requires_grad", False)
         )
@@ -213,9 +228,13 @@ class GraphedModel:
             signature(call, self._device),
             differentiated,
             tuple(map(_REQUIRES_GRAD, self._parameters)),
-            self._guards.modes(),
+            guards.modes(),
             tuple(map(operator.call, self._pytorch)),
         )
+
+    def _known(self) -> ModuleGuards:
+        assert self._guards is not None
+        return self._guards
 
     def _run(self, why: str, args: Any, kwargs: Any) -> Any:
         self.eager[why] += 1
@@ -229,7 +248,7 @@ class GraphedModel:
 
     def _run_watched(self, key: Hashable, call: Any) -> Any:
         args, kwargs = call
-        device, guards = self._device, self._guards
+        device, guards = self._device, self._known()
         if (why := self._obstacle()) is not None:
             self.give_up(why)
             return self._run(why, args, kwargs)
@@ -243,7 +262,7 @@ class GraphedModel:
         with device.watch() as obstacles, tracer:
             result = self._run("the first calls of a shape", args, kwargs)
         seen = self._seen.setdefault(key, _Seen())
-        seen.peak_bytes = max(seen.peak_bytes, device.memory().allocated - before)
+        seen.kept_bytes = max(seen.kept_bytes, device.memory().allocated - before)
         seen.draws = seen.draws or not torch.equal(random_state, device.random_state())
         seen.writes = guards.written_buffer(versions)
         first = self._uses[key] == 1
@@ -268,10 +287,12 @@ class GraphedModel:
         seen.gradients[number] = tuple(gradient.stride())
 
     def _obstacle(self) -> str | None:
-        if (kind := parallelism_of(self.model)) != "plain":
-            return f"it is wrapped in {kind.upper()}, which averages gradients by parameter hooks"
         state = StepState(self._device, self._forward, (self.model,), ())
         return state_obstacle(state)
+
+    def compile(self) -> None:
+        """Compile the model's forward: graphs are captured of what that launches."""
+        self._forward = torch.compile(self._forward)
 
     def give_up(self, why: str) -> None:
         """Run all later calls eagerly. Calls that wait for their backward still have their
@@ -287,12 +308,21 @@ class GraphedModel:
 
     # --- graphs -----------------------------------------------------------------------------------
 
-    def _look(self) -> None:
-        """Note the model's parameters, where they are, and all else that graphs depend on."""
-        self._guards = ModuleGuards(self.model)
-        self._parameters = self._guards.parameters
-        self._numbers = {id(one): at for at, one in enumerate(self._parameters)}
+    def _look(self) -> str | None:
+        """Note the model's parameters, where they are, and all else that graphs depend on. Returns
+        why this call must run eagerly, if it must."""
+        if any(map(is_lazy, (*self.model.parameters(), *self.model.buffers()))):
+            return "its lazy parameters are made by the first call"
+        if (kind := parallelism_of(self.model)) != "plain":
+            self.give_up(f"it is wrapped in {kind.upper()}, which averages gradients by hooks")
+            return self.why
+        guards = ModuleGuards(self.model)
+        if not all(map(self._device.holds, guards.tensors)):
+            self.give_up(f"some of its parameters or buffers are not on {self._device}")
+            return self.why
+        self._guards, self._parameters = guards, guards.parameters
         self._gradients = GradientBuffers(self._device, self._parameters)
+        return None
 
     def _drop(self, why: str) -> None:
         """Drop all graphs, since what they use has changed."""
@@ -383,7 +413,10 @@ class GraphedModel:
         if (obstacle := self._obstacle()) is not None:
             raise CaptureError(obstacle)
         device.release_unused()
-        free, needed = device.memory().free, 2 * seen.peak_bytes
+        # What the forward keeps, as much again while the backward runs, and the gradients.
+        free, needed = device.memory().free, 2 * seen.kept_bytes
+        if not self._gradients.buffers():
+            needed += sum(one.nbytes for one in self._parameters if one.requires_grad)
         if needed > free:
             raise CaptureError(
                 f"a graph would need about {needed / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
@@ -410,12 +443,12 @@ class GraphedModel:
     def _capture_both(
         self, pool: object, call: Any, leaves: list[Any], seen: _Seen
     ) -> CapturedModel:
-        device = self._device
+        device, guards = self._device, self._known()
         own = [leaf.detach().clone().requires_grad_(leaf.requires_grad) for leaf in leaves]
         versions = [one._version for one in own]
         args, kwargs = rebuild_batch(call, own)
         torch.clear_autocast_cache()  # a cast that is cached now would be a stale weight
-        with self._guards.aliases() as aliases, _inside():
+        with guards.aliases() as aliases, _inside():
             forward, result = device.capture(lambda: self._forward(*args, **kwargs), pool)
         if any(one._version != version for one, version in zip(own, versions, strict=True)):
             raise CaptureError("it writes to its arguments, of which a graph gets copies")
@@ -424,15 +457,22 @@ class GraphedModel:
         }
         for real, alias in zip(self._parameters, aliases, strict=True):
             given[id(alias)] = functools.partial(_same, real)
-        given |= {id(one): functools.partial(_same, one) for one in self._guards.buffers}
-        outputs = Outputs(result, given, addresses([*own, *self._guards.tensors]))
+        given |= {id(one): functools.partial(_same, one) for one in guards.buffers}
+        outputs = Outputs(result, given, addresses([*own, *guards.tensors]))
         del result
         places = [at for at, leaf in enumerate(leaves) if device.holds(leaf)]
         graph = CapturedModel(
-            forward, [own[at].detach() for at in places], places, outputs, seen.draws, seen.writes
+            forward,
+            self._gradients,
+            [own[at].detach() for at in places],
+            places,
+            outputs,
+            seen.draws,
+            seen.writes,
         )
         self._capture_backward(graph, own, aliases, outputs.with_history(), seen)
-        graph.uses += [*own, *self._guards.tensors]
+        # Other memory may be given to a parameter while a call waits for its backward.
+        graph.uses += [*own, *(one.detach() for one in guards.tensors)]
         return graph
 
     def _capture_backward(
@@ -485,7 +525,7 @@ class GraphedModel:
 
     def _replay(self, lane: _Lane, graph: CapturedModel, call: Any, leaves: list[Any]) -> Any:
         device, here = self._device, self._device.current_stream()
-        self._gradients.forget_backward()
+        graph.gradients.forget_backward()
         if lane.stream is not here:
             if lane.stream is not None:
                 here.wait_stream(lane.stream)
@@ -522,7 +562,7 @@ class GraphedModel:
     # --- for backward passes ----------------------------------------------------------------------
 
     def owns(self, tensor: object) -> bool:
-        return id(tensor) in self._numbers
+        return any(one is tensor for one in self._parameters)
 
     def is_pending(self) -> bool:
         return any(not lane.is_free() for lane in (*self._lanes, *self._dropped))
@@ -530,7 +570,7 @@ class GraphedModel:
     @contextmanager
     def requested(self, parameters: Sequence[torch.Tensor]) -> Iterator[dict[int, torch.Tensor]]:
         before = self._request
-        self._request = _Request([self._numbers[id(one)] for one in parameters], {})
+        self._request = _Request(list(parameters), {})
         try:
             yield self._request.found
         finally:
@@ -548,13 +588,14 @@ class GraphedModel:
                 mine.copy_(theirs)
         request, numbers, replay = self._request, graph.numbers, graph.backward.replay
         if request is not None:
-            found = self._gradients.replay_for(numbers, replay, request.numbers)
-            for number, one in found.items():
-                request.add(self._parameters[number], one)
+            for parameter, one in graph.gradients.replay_for(
+                numbers, replay, request.parameters
+            ).items():
+                request.add(parameter, one)
         elif torch._C._will_engine_execute_node(self._anchor_node):
-            self._gradients.replay(numbers, replay)
+            graph.gradients.replay(numbers, replay)
         else:  # `autograd.grad` of something else than the parameters
-            self._gradients.replay_for(numbers, replay, ())
+            graph.gradients.replay_for(numbers, replay, ())
         return [None if one is None else one.clone() for one in graph.input_gradients]
 
     def run_eager_backward(
@@ -568,7 +609,11 @@ class GraphedModel:
         graph, wanted = waiting.graph, [one for one in self._parameters if one.requires_grad]
         leaves = waiting.leaves
         waiting.require_unchanged()
-        with waiting.as_then(self._device, self._guards.buffers), _inside(), torch.enable_grad():
+        with (
+            waiting.as_then(self._device, list(self.model.buffers())),
+            _inside(),
+            torch.enable_grad(),
+        ):
             args, kwargs = waiting.call
             outputs = graph.outputs.find(self._forward(*args, **kwargs))
         pairs = [
@@ -587,7 +632,7 @@ class GraphedModel:
         request = self._request
         if request is not None:
             for parameter, one in zip(wanted, found, strict=False):
-                if one is not None and self._numbers[id(parameter)] in request.numbers:
+                if one is not None and any(parameter is wish for wish in request.parameters):
                     request.add(parameter, one)
         elif torch._C._will_engine_execute_node(self._anchor_node):
             for parameter, one in zip(wanted, found, strict=False):
@@ -597,9 +642,9 @@ class GraphedModel:
 
 @dataclass(slots=True)
 class _Request:
-    """A backward that names parameters, by their numbers, and what was found for them."""
+    """A backward that names parameters, and what was found for them, by `id`."""
 
-    numbers: list[int]
+    parameters: list[torch.Tensor]
     found: dict[int, torch.Tensor]
 
     def add(self, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
@@ -619,8 +664,11 @@ class _Waiting:
         ticket: _Ticket,
         random_state: torch.Tensor | None,
     ) -> None:
-        self.owner, self.graph, self.call, self.leaves = owner, graph, call, leaves
-        self.ticket, self.random_state = ticket, random_state
+        self.owner, self.graph, self.ticket = owner, graph, ticket
+        # Dropped when the backward is done: the loop may keep its loss.
+        self.call: Any = call
+        self.leaves: Any = leaves
+        self.random_state = random_state
         self._versions = [one._version if not one.is_inference() else 0 for one in leaves]
         kind = owner._device.torch_device.type
         self._autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
@@ -640,6 +688,7 @@ class _Waiting:
             found = owner.run_backward(graph, mine)
         if not keep:
             self.ticket.is_done = True
+            self.call = self.leaves = self.random_state = None
         return found
 
     def require_unchanged(self) -> None:

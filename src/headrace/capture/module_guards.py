@@ -51,9 +51,9 @@ class ModuleGuards:
         self._addresses = list(map(torch.Tensor.data_ptr, self.tensors))
         self._parameter_hooks = list(map(_HOOKS_OF_PARAMETER, self.parameters))
         self._later_hooks = list(map(_LATER_HOOKS, self.parameters))
-        self._hook_dicts: list[Any] = [
-            getattr(one, kind) for one in self.modules for kind in _HOOKS
-        ]
+        hooks: list[Any] = [getattr(one, kind) for one in self.modules for kind in _HOOKS]
+        self._no_hooks = [one for one in hooks if not one]
+        self._hook_dicts = [one for one in hooks if one]
         self._hook_counts = list(map(len, self._hook_dicts))
         self._note_entries()
 
@@ -85,6 +85,7 @@ class ModuleGuards:
             list(map(torch.Tensor.data_ptr, self.tensors)) == self._addresses
             and all(map(operator.is_, self._now_registered(), self._registered_values))
             and not any(self._empty)
+            and not any(self._no_hooks)
             and list(map(len, self._hook_dicts)) == self._hook_counts
             and list(map(_HOOKS_OF_PARAMETER, self.parameters)) == self._parameter_hooks
             and list(map(_LATER_HOOKS, self.parameters)) == self._later_hooks

@@ -172,9 +172,9 @@ def speed_up(
     names = _names((*models, *optimizers))
     graphed = []
     for model in models:
-        if compile:
-            model.compile()
         part = GraphedModel(model, opened, name=names[id(model)], after=after, max_graphs=shapes)
+        if compile:
+            part.compile()
         graphed.append((model, part))
     updates = [
         (one, GraphedUpdate(one, opened, name=names[id(one)], after=after)) for one in optimizers
