@@ -622,3 +622,44 @@ def test_a_compiled_forward_is_what_is_captured(
             model(batch(capturing, at)).square().mean().backward()
         assert handle.report().parts[0].replays == 2
     assert len(compiled) == 1
+
+
+def test_what_changes_again_and_again_is_said(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = small()
+
+        def before(at: int) -> None:
+            model[1].p = 0.01 * at
+
+        return made(device, model, squares, before=before)
+
+    report = compare(capturing, make, steps=12)
+    assert "Dropout.p changes again and again" in why(report)
+
+
+def test_parameters_of_functional_call_are_eager(capturing: Device) -> None:
+    """Its weights are results of the weights: gradients flow through both."""
+
+    def make(device: Device) -> Made:
+        model = small().to(device.torch_device)
+        optimizer = fused(model)
+
+        def step(at: int) -> Any:
+            half = {name: one * 0.5 for name, one in model.named_parameters()}
+            out = torch.func.functional_call(model, half, (batch(device, at),))
+            out.square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return out.detach()
+
+        return (model, optimizer), step
+
+    report = compare(capturing, make, steps=6)
+    assert "functional_call" in why(report)
+
+
+def test_inside_ddp_a_model_is_eager(capturing: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DDP's own forward sets this while it calls the model that it wraps."""
+    monkeypatch.setattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", object())
+    report = compare(capturing, lambda device: made(device, small(), squares), steps=5)
+    assert "inside DistributedDataParallel" in why(report)

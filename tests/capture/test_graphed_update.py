@@ -175,4 +175,4 @@ def test_a_model_that_is_not_graphed_leaves_the_update_eager(capturing: Device) 
             optimizer.zero_grad()
         part = handle.report().parts[0]
     assert part.replays == 0
-    assert "gradients in other memory" in str(part.why)
+    assert "its gradients in other memory" in str(part.why)

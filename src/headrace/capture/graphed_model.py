@@ -51,6 +51,7 @@ _MAX_WAIT_FOR_BACKWARD = 6
 _MAX_DROPS = 8
 _FEW_REPLAYS = 10
 _MAX_COUNTED_KEYS = 4096
+_DDP: Any = torch.nn.parallel.DistributedDataParallel
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
 
@@ -186,6 +187,9 @@ class GraphedModel:
                 lane, graph = captured
                 return self._replay(lane, graph, call, leaves)
             return self._run(self.why or self._why_no_graph, args, kwargs)
+        if len(self._uses) > _MAX_COUNTED_KEYS:  # a loader that never repeats a shape
+            self._uses.clear()
+            self._seen.clear()
         self._uses[key] += 1
         if self._watch.wants(key, self._uses[key]):
             return self._run_watched(key, call)
@@ -208,13 +212,15 @@ class GraphedModel:
             return "called inside a functorch transform"
         if torch.is_anomaly_enabled():
             return "anomaly detection is on"
+        if _DDP._active_ddp_module is not None:
+            return "called inside DistributedDataParallel, which averages gradients by hooks"
         return None
 
     def _key(self, call: Any, leaves: list[Any]) -> Hashable:
         guards = self._known()
         if not guards.hold():
             self._drop(guards.difference())
-            if (why := self._look()) is not None:
+            if (why := self.why or self._look()) is not None:
                 raise CaptureError(why)
             guards = self._known()
         differentiated = tuple(
@@ -313,9 +319,20 @@ class GraphedModel:
         why this call must run eagerly, if it must."""
         if any(map(is_lazy, (*self.model.parameters(), *self.model.buffers()))):
             return "its lazy parameters are made by the first call"
-        if (kind := parallelism_of(self.model)) != "plain":
-            self.give_up(f"it is wrapped in {kind.upper()}, which averages gradients by hooks")
+        try:
+            if (kind := parallelism_of(self.model)) != "plain":
+                self.give_up(f"it is wrapped in {kind.upper()}, which averages gradients by hooks")
+                return self.why
+        except StepError as problem:  # it is sharded in some other way
+            self.give_up(str(problem))
             return self.why
+        odd = [one for one in self.model.parameters() if type(one.data) is not torch.Tensor]
+        if odd:
+            self.give_up(f"a parameter of it is a {type(odd[0]).__name__}")
+            return self.why
+        if not all(one.is_leaf for one in self.model.parameters()):
+            self._guards = None
+            return "its parameters are results of other operations, as functional_call passes them"
         guards = ModuleGuards(self.model)
         if not all(map(self._device.holds, guards.tensors)):
             self.give_up(f"some of its parameters or buffers are not on {self._device}")
@@ -326,12 +343,11 @@ class GraphedModel:
 
     def _drop(self, why: str) -> None:
         """Drop all graphs, since what they use has changed."""
-        if self._lanes:
-            few = self.replays - self._replays_before < _FEW_REPLAYS
-            self.drops = self.drops + 1 if few else 1
-            self._replays_before = self.replays
-            if self.drops >= _MAX_DROPS:
-                self.give_up(f"its graphs had to be dropped {self.drops} times in a row: {why}")
+        few = self.replays - self._replays_before < _FEW_REPLAYS
+        self.drops = self.drops + 1 if few else 1
+        self._replays_before = self.replays
+        if self.drops >= _MAX_DROPS:
+            self.give_up(f"{why} again and again, and each time its graphs would be of no use")
         self._drop_graphs()
         self._watch.forget()
 

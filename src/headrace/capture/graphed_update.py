@@ -120,9 +120,8 @@ class GraphedUpdate:
             self._unsettled += 1
             if self._unsettled >= _MAX_UNSETTLED:
                 self.give_up(
-                    "each step finds other settings or its gradients in other memory, and a graph "
-                    "would use the old: graph the model as well, or use "
-                    "zero_grad(set_to_none=False)"
+                    "each step finds other settings, or its gradients in other memory as an eager "
+                    "backward leaves them, and a graph would use the old ones"
                 )
             return None
         self._unsettled = 0
