@@ -16,7 +16,7 @@ import headrace as hr
 from headrace.device import Device
 from headrace.errors import StepError
 from headrace.plan import PLAN_VARIABLE
-from support.sped_up import batch, fused, small
+from support.sped_up import Made, batch, compare, fused, small
 
 
 class Model(nn.Module):
@@ -169,3 +169,48 @@ def test_parts_inside_parts_leave_it_to_the_outer_one(capturing: Device) -> None
     assert outer.replays == 2
     assert inner.replays == 0
     assert inner.why is None
+
+
+class Detector(nn.Module):
+    """A model whose middle runs on the host, with an optional list in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = small(4, 8, 8, 4)
+        self.heads = nn.ModuleList([small(4, 8, 8, 4), nn.Linear(4, 2)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        features = self.backbone(x)
+        scale = 1.0 if float(features.detach().sum()) > 0 else 0.5
+        out: torch.Tensor = self.heads[1](self.heads[0](features * scale))
+        return out
+
+
+def test_what_cannot_be_captured_as_a_whole_is_divided(capturing: Device) -> None:
+    def make(device: Device) -> Made:
+        model = Detector().to(device.torch_device)
+        optimizer = fused(model)
+
+        def step(at: int) -> Any:
+            loss = model(batch(device, at)).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        return (model, optimizer), step
+
+    report = compare(capturing, make, steps=9)
+    whole, backbone, head, _ = report.parts
+    assert "the host waits for the device" in str(whole.why)
+    assert [backbone.name, head.name] == ["Detector.backbone", "Detector.heads.0"]
+    assert backbone.replays > 0
+    assert head.replays > 0
+
+
+def test_close_gives_back_what_was_divided(capturing: Device) -> None:
+    model = Detector().to(capturing.torch_device)
+    with hr.speed_up(model, device=capturing):
+        train(capturing, model, None)
+        assert "forward" in vars(model.backbone)
+    assert not any("forward" in vars(module) for module in model.modules())

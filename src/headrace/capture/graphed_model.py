@@ -51,6 +51,8 @@ _MAX_WAIT_FOR_BACKWARD = 6
 _MAX_DROPS = 8
 _FEW_REPLAYS = 10
 _MAX_COUNTED_KEYS = 4096
+# After this many calls whose arguments no graph can take, the model is divided.
+_MAX_ODD_CALLS = 3
 _DDP: Any = torch.nn.parallel.DistributedDataParallel
 _REQUIRES_GRAD = operator.attrgetter("requires_grad")
 
@@ -111,10 +113,6 @@ class CapturedModel:
     input_gradients: list[torch.Tensor | None] = field(default_factory=list)
     uses: list[torch.Tensor] = field(default_factory=list)
 
-    def compile(self) -> None:
-        """Compile the model's forward; graphs are captured of what that launches."""
-        self._forward = torch.compile(self._forward)
-
     def close(self) -> None:
         self.forward.close()
         if self.backward is not None:
@@ -160,6 +158,8 @@ class GraphedModel:
         self._gradients = GradientBuffers(device, ())
         #: Why it is not captured (any more).
         self.why: str | None = None
+        #: Called when the model cannot be captured as a whole.
+        self.on_divide: Callable[[], None] = _do_nothing
         self.replays = self.captures = self.drops = 0
         self._replays_before = 0
         #: Calls that ran eagerly, by reason.
@@ -180,7 +180,10 @@ class GraphedModel:
         try:
             key = self._key(call, leaves)
         except CaptureError as problem:
-            return self._run(str(problem), args, kwargs)
+            why = str(problem)
+            if self.eager[why] >= _MAX_ODD_CALLS and not self.captures:
+                self.give_up(why, divides=True)
+            return self._run(why, args, kwargs)
         if self._watch.has_agreed(key):
             captured = self._graph_for(key, call, leaves)
             if captured is not None:
@@ -256,7 +259,7 @@ class GraphedModel:
         args, kwargs = call
         device, guards = self._device, self._known()
         if (why := self._obstacle()) is not None:
-            self.give_up(why)
+            self.give_up(why, divides=True)
             return self._run(why, args, kwargs)
         tracer = StepTracer(
             device, GraphedModel._run_watched.__code__, as_captured=self._watch.as_captured
@@ -273,13 +276,13 @@ class GraphedModel:
         seen.writes = guards.written_buffer(versions)
         first = self._uses[key] == 1
         if not guards.hold() and not first:
-            self.give_up(f"{guards.difference()} at each call, and a graph would not")
+            self.give_up(f"{guards.difference()} at each call, and a graph would not", divides=True)
             return result
         why = self._watch.learn(
             key, tracer.trace, obstacles, known | storages(guards.tensors), first=first
         )
         if why is not None:
-            self.give_up(why)
+            self.give_up(why, divides=True)
         for number, tensor in enumerate(
             own_tensors(result, [*flatten_batch(call), *guards.tensors])
         ):
@@ -300,14 +303,22 @@ class GraphedModel:
         """Compile the model's forward: graphs are captured of what that launches."""
         self._forward = torch.compile(self._forward)
 
-    def give_up(self, why: str) -> None:
-        """Run all later calls eagerly. Calls that wait for their backward still have their
-        graphs."""
+    def for_child(self, child: torch.nn.Module, name: str) -> GraphedModel:
+        """The same for a child of the model."""
+        return GraphedModel(
+            child, self._device, name=name, after=self._after, max_graphs=self._max_graphs
+        )
+
+    def give_up(self, why: str, *, divides: bool = False) -> None:
+        """Run all later calls eagerly. Calls that wait for their backward still have their graphs.
+        If it `divides`, parts of the model may do without what stands in the way."""
         if self.why is None:
             self.why = why
             self._drop_graphs()
             self._watch.forget()
             self._seen.clear()
+            if divides and not self.captures:
+                self.on_divide()
             self._device.warn_once(
                 f"parts: {self.name}: {why}", "%s runs eagerly, because %s", self.name, why
             )
@@ -415,7 +426,7 @@ class GraphedModel:
                 self._lanes.append(free)
             graph = self._capture(key, free, call, leaves, seen)
         except CaptureError as problem:
-            self.give_up(describe_failure(problem))
+            self.give_up(describe_failure(problem), divides=True)
             return None
         free.graphs[key] = graph
         return free, graph
@@ -763,6 +774,10 @@ class _Replayed(torch.autograd.Function):
 DOUBLE_BACKWARD = (
     "its gradients are differentiated again (create_graph=True), and a graph's cannot be"
 )
+
+
+def _do_nothing() -> None:
+    """What happens unless `on_divide` is set."""
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from __future__ import annotations
 import functools
 import os
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,9 @@ from headrace.data import prefetch
 from headrace.device import Device, open_device
 from headrace.errors import StepError
 from headrace.plan import PLAN_VARIABLE
+
+# Replaying a graph takes the host as long as launching the kernels of a few layers.
+_MIN_LAYERS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,17 +89,28 @@ class SpeedUp:
         loader: Iterable[Any] | None,
     ) -> None:
         self._off = off
-        self._parts: list[GraphedModel | GraphedUpdate] = [
-            *(one for _, one in models),
-            *(one for _, one in updates),
-        ]
+        self._models: list[GraphedModel] = []
+        self._updates = [update for _, update in updates]
         self._undo: list[Callable[[], None]] = []
         #: The loader that was given, wrapped by `prefetch`; None if none was.
         self.loader = loader
         for model, graphed in models:
-            self._undo.append(_install_forward(model, graphed))
+            self._add(model, graphed)
         for optimizer, update in updates:
             self._undo.append(_install_step(optimizer, update))
+
+    def _add(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
+        self._models.append(graphed)
+        self._undo.append(_install_forward(model, graphed))
+        graphed.on_divide = functools.partial(self._divide, model, graphed)
+
+    def _divide(self, model: torch.nn.Module, graphed: GraphedModel) -> None:
+        """Capture a model's children, since the whole of it cannot be."""
+        own = {id(one.model) for one in self._models}
+        for name, child in _children(model):
+            if id(child) not in own and "forward" not in vars(child):
+                own.add(id(child))
+                self._add(child, graphed.for_child(child, f"{graphed.name}.{name}"))
 
     def report(self) -> SpeedUpReport:
         """Which parts run as graphs, which do not, and why."""
@@ -110,7 +124,7 @@ class SpeedUp:
                 one.why,
                 one.rounding,
             )
-            for one in self._parts
+            for one in (*self._models, *self._updates)
         ]
         return SpeedUpReport(tuple(parts), self._off)
 
@@ -119,7 +133,7 @@ class SpeedUp:
         still get it."""
         while self._undo:
             self._undo.pop()()
-        for part in self._parts:
+        for part in (*self._models, *self._updates):
             part.close()
 
     def __enter__(self) -> SpeedUp:
@@ -180,6 +194,18 @@ def speed_up(
         (one, GraphedUpdate(one, opened, name=names[id(one)], after=after)) for one in optimizers
     ]
     return SpeedUp(graphed, updates, None, loader)
+
+
+def _children(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The largest parts of a model that are called, and are large enough for a graph to pay."""
+    for name, child in model.named_children():
+        layers = sum(1 for one in child.modules() if next(one.children(), None) is None)
+        if layers < _MIN_LAYERS or next(child.parameters(), None) is None:
+            continue
+        if isinstance(child, torch.nn.ModuleList | torch.nn.ModuleDict):
+            yield from ((f"{name}.{inner}", one) for inner, one in _children(child))
+        else:
+            yield name, child
 
 
 def _device_of(
