@@ -27,6 +27,14 @@ class TestCapture:
         assert len(device.hidden_waits) == waits
         assert same(training.state(), before)
 
+    def test_a_stream_knows_that_it_is_captured(self, device: FakeDevice) -> None:
+        value = on(device, 2)
+        _, inside = device.capture(
+            lambda: (value + 1, device.is_capturing())[1], device.graph_pool()
+        )
+        assert inside
+        assert not device.is_capturing()
+
     def test_it_needs_no_order_with_the_caller(self, device: FakeDevice) -> None:
         value = on(device, 8)
         graph, result = device.capture(lambda: value * 2, device.graph_pool())

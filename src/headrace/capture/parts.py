@@ -112,6 +112,9 @@ class SpeedUp:
                 own.add(id(child))
                 self._add(child, graphed.for_child(child, f"{graphed.name}.{name}"))
 
+    def _parts(self) -> list[GraphedModel | GraphedUpdate]:
+        return [*self._models, *self._updates]
+
     def report(self) -> SpeedUpReport:
         """Which parts run as graphs, which do not, and why."""
         parts = [
@@ -124,7 +127,7 @@ class SpeedUp:
                 one.why,
                 one.rounding,
             )
-            for one in (*self._models, *self._updates)
+            for one in self._parts()
         ]
         return SpeedUpReport(tuple(parts), self._off)
 
@@ -133,7 +136,7 @@ class SpeedUp:
         still get it."""
         while self._undo:
             self._undo.pop()()
-        for part in (*self._models, *self._updates):
+        for part in self._parts():
             part.close()
 
     def __enter__(self) -> SpeedUp:
