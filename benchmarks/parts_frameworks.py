@@ -1,4 +1,4 @@
-"""`hr.speed_up` inside the Hugging Face Trainer, Lightning and Accelerate, whose loops are unchanged.
+"""`hr.speed_up` inside the Hugging Face Trainer, Lightning and Accelerate: their loops unchanged.
 
     python benchmarks/parts_frameworks.py
     python benchmarks/parts_frameworks.py trainer accelerate
@@ -153,8 +153,8 @@ def main() -> None:
                     f"{name:11} failed: {type(problem).__name__}: {str(problem)[:250]}", flush=True
                 )
                 continue
-            print(f"{name:11} {'sped up' if speed else 'alone':8} {ms:7.2f} ms a step, loss {loss:.6f}",
-                  flush=True)  # fmt: skip
+            way = "sped up" if speed else "alone"
+            print(f"{name:11} {way:8} {ms:7.2f} ms a step, loss {loss:.6f}", flush=True)
             if handle is not None:
                 print("    " + str(handle.report()).replace("\n", "\n    "), flush=True)
 
