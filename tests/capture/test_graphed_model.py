@@ -597,7 +597,7 @@ def test_memory_that_would_not_fit_is_not_captured() -> None:
     with FakeDevice() as device:
         steps(device, small(8, 64, 2).to(device.torch_device))
         peak = device.peak_memory()
-    with FakeDevice(memory_bytes=int(1.2 * peak)) as device:
+    with FakeDevice(memory_bytes=int(1.04 * peak)) as device:
         model = small(8, 64, 2).to(device.torch_device)
         with hr.speed_up(model, device=device) as handle:
             steps(device, model)

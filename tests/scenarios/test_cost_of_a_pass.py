@@ -11,12 +11,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 import headrace
+from headrace.capture.obstacles import hooks_so_far, state_obstacle
 from headrace.device import Device, open_device
 from headrace.engine import Engine
-from headrace.engine.graph_obstacles import state_obstacle
 
 PACKAGE = f"{Path(headrace.__file__).parent}/"
 # What the fake device does is no cost of the engine.
@@ -78,11 +77,11 @@ def test_a_look_for_hooks_is_no_new_hook() -> None:
     registers hooks of its own.)"""
     parts = engine_of(2, open_device("cpu"), "pipeline")._builder.parts
     assert parts is not None
-    number = RemovableHandle.next_id
+    number = hooks_so_far()
     assert state_obstacle(parts.state) is None
-    assert RemovableHandle.next_id == number
+    assert hooks_so_far() == number
     parts.model[0][0].weight.register_hook(lambda gradient: gradient)  # type: ignore[index, operator, union-attr]
-    assert RemovableHandle.next_id == number + 1
+    assert hooks_so_far() == number + 1
     assert "a hook of parameter '0.0.weight'" in str(state_obstacle(parts.state))
 
 

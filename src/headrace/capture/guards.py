@@ -25,11 +25,10 @@ from typing import Any
 
 import numpy
 import torch
-from torch.utils.hooks import RemovableHandle
 
 from headrace.capture.capturable_optimizer import takes_rates_as_tensors
 from headrace.capture.comparison import Comparison
-from headrace.capture.obstacles import state_obstacle
+from headrace.capture.obstacles import hooks_so_far, state_obstacle
 from headrace.capture.places import Place
 from headrace.capture.reading import Known, Reader
 from headrace.capture.state import StepState
@@ -188,9 +187,9 @@ class Guards:
     def _check_new_hooks(self) -> None:
         """Raise `CaptureError` if a module or an optimizer has got a hook that no graph would run.
         PyTorch numbers all hooks, so usually one comparison shows that there are none."""
-        if RemovableHandle.next_id != self._hooks_checked:
+        if hooks_so_far() != self._hooks_checked:
             obstacle = state_obstacle(self.state)
-            self._hooks_checked = RemovableHandle.next_id  # the look has registered some, too
+            self._hooks_checked = hooks_so_far()
             if obstacle is not None:
                 raise CaptureError(obstacle)
 

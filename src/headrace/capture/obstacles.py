@@ -32,6 +32,9 @@ _GLOBAL_HOOKS = (
     ),
 )
 
+# PyTorch numbers all hooks. So many of the numbers went to hooks that a look has registered.
+_own_numbers = 0
+
 
 def state_obstacle(state: StepState) -> str | None:
     """Why no step with these optimizers, scalers and hooks can be captured, and what to do."""
@@ -114,6 +117,12 @@ def _hooks(state: StepState) -> Iterator[tuple[str, Callable[..., Any]]]:
             yield from (("of the optimizer", hook) for hook in hooks)
 
 
+def hooks_so_far() -> int:
+    """How many hooks have been registered in this process, on whatever. Those that a look for hooks
+    registers itself do not count: else two engines in turns would each look at the other's."""
+    return RemovableHandle.next_id - _own_numbers
+
+
 def _accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     """The Python hooks of the autograd node that adds to a parameter's gradient. PyTorch shows them
     only to who adds one."""
@@ -125,15 +134,12 @@ def _accumulation_hooks(parameter: torch.Tensor) -> list[Callable[..., Any]]:
     except NotImplementedError:  # a kind of tensor that has no views: nobody gets at its node
         return []
     found: list[Callable[..., Any]] = []
-    number = RemovableHandle.next_id
+    global _own_numbers
     for register in (node.register_prehook, node.register_hook):
         handle: Any = register(_no_hook)
         found += [hook for hook in handle.hooks_dict_ref().values() if hook is not _no_hook]
         handle.remove()
-    # PyTorch numbers all hooks, and other engines take a new number for a new hook: with two of
-    # them in turns, each would look again at what the other's look has added.
-    if RemovableHandle.next_id == number + 2:
-        RemovableHandle.next_id = number
+        _own_numbers += 1
     return found
 
 

@@ -127,7 +127,7 @@ def _places(result: Any) -> Callable[[list[Any]], Any]:
     if kind is dict and all(isinstance(one, torch.Tensor) for one in result.values()):
         keys = list(result)
         return lambda values: dict(zip(keys, values, strict=True))
-    empty = rebuild_batch(result, [torch.empty(0)] * len(flatten_batch(result)))
+    empty = rebuild_batch(result, [torch.empty(0, device="cpu")] * len(flatten_batch(result)))
     return lambda values: rebuild_batch(empty, values)
 
 
