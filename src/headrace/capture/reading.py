@@ -179,6 +179,7 @@ class Reader:
             self.places.attribute(value, "last_epoch", f"{known.name}.last_epoch", self._site)
         elif isinstance(value, types.BuiltinMethodType):  # history.append, generator.random
             if not isinstance(value.__self__, types.ModuleType | type):
+                self._note(Known(value.__self__, known.name))
                 self._whole((Known(value.__self__, known.name),))
         elif has_contents(value):
             self.places.contents(value, known.name, self._site)
