@@ -52,6 +52,8 @@ _NEUTRAL = frozenset(_WITHOUT_EFFECT.split())
 # Instructions after which the next one is reached by a jump alone.
 _ENDING = "RETURN_VALUE RETURN_CONST RAISE_VARARGS RERAISE JUMP_FORWARD JUMP_BACKWARD \
 JUMP_BACKWARD_NO_INTERRUPT"
+# Beginnings of the names of instructions that take something and leave the rest of the stack alone.
+_WITHOUT_RESULT = ("POP_", "STORE_", "END_", "JUMP_", "LIST_", "SET_", "MAP_", "DICT_")
 _LEAVING = frozenset(_ENDING.split())
 _OF_LIBRARIES = (torch.Tensor, torch.nn.Module, torch.optim.Optimizer)
 
@@ -213,6 +215,8 @@ class Reader:
 
     def _items(self, known: Known, depth: int) -> None:
         value = known.value
+        if isinstance(value, _Code | _Items | _Super | _Method):
+            return
         if value is os.environ:
             self.places.items(os.environ._data, "os.environ", self._site)
             return
@@ -556,7 +560,7 @@ class _Walk:
             return
         for values in self._take(-effect):
             self._reader._whole(values)
-        if self._stack and not one.name.startswith(("POP_", "STORE_", "END_", "JUMP_")):
+        if self._stack and not one.name.startswith(_WITHOUT_RESULT):
             self._reader._whole(self._stack[-1])
             self._stack[-1] = ()
 
